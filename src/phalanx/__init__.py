@@ -1,0 +1,1 @@
+"""Train one transformer over any mix of devices: plan, check, verify, measure and draw it."""
