@@ -1,0 +1,235 @@
+"""A layout: a mesh and how it is used, as one value that prints and parses back.
+
+`"dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16"`. What is not written has its default, and
+printing writes only what differs from it. Whether a layout fits a model is told in `legal.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from .mesh import AXES, Axis, LayoutError, Mesh
+
+__all__ = ["PRECISIONS", "SCHEDULES", "Layout"]
+
+# How many chunks of the model a stage may hold under each schedule: (least, most).
+SCHEDULES: dict[str, tuple[int, int]] = {
+    "accum": (1, 1),
+    "naive": (1, 1),
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved": (2, 64),
+    "zb-h1": (1, 1),
+    "zb-h2": (1, 1),
+    "zb-v": (2, 2),
+    "searched": (1, 64),
+}
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
+_OFFLOADS = ("weights", "optimizer", "activations")
+_AXIS = re.compile(r"(dp|pp|cp|tp|ep)\d.*")
+_SCHEDULE = re.compile(
+    r"(?P<name>[a-z0-9-]*[a-z]|zb-h[12]|\S+\.py:\w+?)(?P<chunks>\d*)(?::(?P<m>\d+))?"
+)
+_RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9]\d*")
+_WORDS = [
+    *SCHEDULES, "seq", "zero0", "zero1", "zero2", "zero3", "gather:step", "gather:micro",
+    "reduce:step", "reduce:micro", "prefetch:1", "recompute:none", "recompute:all", "recompute:sqrt",
+    "recompute:every=2", "recompute:selective", "recompute:fit", "offload:weights",
+    "offload:optimizer", "offload:activations", "stages:2-2", *PRECISIONS,
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every choice of how a model is trained on a mesh; empty text and 0 mean the default."""
+
+    mesh: Mesh = Mesh()
+    seq: bool = False
+    zero: int = 0
+    schedule: str = ""
+    chunks: int = 0
+    microbatches: int = 0
+    gather: str = ""
+    reduce: str = ""
+    prefetch: int = 1
+    recompute: str = "none"
+    offload: tuple[str, ...] = ()
+    stages: tuple[int, ...] = ()
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        if not self.schedule:
+            fill(self, "schedule", _schedule(self.pp))
+        if not self.chunks:
+            fill(self, "chunks", SCHEDULES.get(self.schedule, (1, 1))[0])
+        if not self.microbatches:
+            fill(self, "microbatches", _microbatches(self.schedule, self.pp))
+        if not self.gather:
+            fill(self, "gather", _gather(self))
+        if not self.reduce:
+            fill(self, "reduce", _reduce(self.zero))
+        fill(self, "offload", tuple(o for o in _OFFLOADS if o in self.offload))
+        _check_values(self)
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh.size
+
+    @property
+    def dp(self) -> int:
+        return self.mesh.of("dp")
+
+    @property
+    def pp(self) -> int:
+        return self.mesh.of("pp")
+
+    @property
+    def cp(self) -> int:
+        return self.mesh.of("cp")
+
+    @property
+    def tp(self) -> int:
+        return self.mesh.of("tp")
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold each weight's place: gradients are summed over them."""
+        return self.dp * self.cp
+
+    @property
+    def shard_axes(self) -> tuple[str, ...]:
+        """The axes over which a unit's weights, gradients or optimizer state are cut."""
+        return ("dp.shard", "cp") if self.zero else ()
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes over which the shards are copies of each other."""
+        return ("dp.replicate",) if self.zero else ("dp", "cp")
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts a unit is cut by ZeRO."""
+        return self.mesh.of("dp.shard") * self.cp if self.zero else 1
+
+    @property
+    def virtual_stages(self) -> int:
+        return self.pp * self.chunks
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether input and weight gradients are separate operations."""
+        return self.schedule in ("zb-h1", "zb-h2", "zb-v", "searched")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout that a text names; a word that means nothing is refused with the nearest."""
+        said: dict[str, object] = {}
+        axes: list[Axis] = []
+        for word in text.split():
+            if _AXIS.fullmatch(word):
+                axes.append(Axis.parse(word))
+                continue
+            for key, value in _meaning(word).items():
+                if key in said:
+                    raise LayoutError(f"{word!r} in {text!r}: {key} was already said; say it once.")
+                said[key] = value
+        return cls(mesh=Mesh(tuple(axes)), **said)  # type: ignore[arg-type]
+
+    @classmethod
+    def parse_many(cls, text: str) -> tuple[Layout, ...]:
+        """Layouts separated by `;`."""
+        return tuple(cls.parse(part) for part in text.split(";") if part.strip())
+
+    def __str__(self) -> str:
+        words = [str(a) for a in self.mesh.axes]
+        words += ["seq"] * self.seq
+        words += [f"zero{self.zero}"] * (self.zero > 0)
+        words += _schedule_words(self)
+        words += [f"gather:{self.gather}"] * (self.gather != _gather(self))
+        words += [f"reduce:{self.reduce}"] * (self.reduce != _reduce(self.zero))
+        words += [f"prefetch:{self.prefetch}"] * (self.prefetch != 1)
+        words += [f"recompute:{self.recompute}"] * (self.recompute != "none")
+        words += ["offload:" + ",".join(self.offload)] * bool(self.offload)
+        words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
+        words += [self.precision] * (self.precision != "fp32")
+        return " ".join(words)
+
+
+def _schedule(pp: int) -> str:
+    return "1f1b" if pp > 1 else "accum"
+
+
+def _microbatches(schedule: str, pp: int) -> int:
+    return 1 if schedule in ("accum", "naive") else pp
+
+
+def _gather(x: Layout) -> str:
+    # With a pipeline, gathering for every microbatch repeats the whole traffic m times.
+    return "micro" if (x.zero == 3 and x.pp == 1) or "weights" in x.offload else "step"
+
+
+def _reduce(zero: int) -> str:
+    return "micro" if zero >= 2 else "step"
+
+
+def _schedule_words(x: Layout) -> list[str]:
+    chunks = str(x.chunks) if x.schedule in ("interleaved", "searched") and x.chunks > 1 else ""
+    plain = x.microbatches == _microbatches(x.schedule, x.pp)
+    if plain and not chunks and x.schedule == _schedule(x.pp):
+        return []
+    return [
+        f"{x.schedule}{chunks}" + ("" if x.schedule == "naive" and plain else f":{x.microbatches}")
+    ]
+
+
+def _meaning(word: str) -> dict[str, object]:
+    """The fields that one word of a layout sets."""
+    key, _, value = word.partition(":")
+    if word == "seq":
+        return {"seq": True}
+    if word in ("zero0", "zero1", "zero2", "zero3"):
+        return {"zero": int(word[-1])}
+    if word in PRECISIONS:
+        return {"precision": word}
+    if key in ("gather", "reduce") and value in ("step", "micro"):
+        return {key: value}
+    if key == "prefetch" and value.isdigit():
+        return {"prefetch": int(value)}
+    if key == "recompute" and _RECOMPUTE.fullmatch(value):
+        return {"recompute": value}
+    if key == "offload" and value and set(value.split(",")) <= set(_OFFLOADS):
+        return {"offload": tuple(value.split(","))}
+    if key == "stages" and re.fullmatch(r"\d+(-\d+)*", value):
+        return {"stages": tuple(map(int, value.split("-")))}
+    return _schedule_meaning(word)
+
+
+def _schedule_meaning(word: str) -> dict[str, object]:
+    found = _SCHEDULE.fullmatch(word)
+    if found and (found["name"] in SCHEDULES or ".py:" in found["name"]):
+        said: dict[str, object] = {"schedule": found["name"]}
+        if found["chunks"]:
+            said["chunks"] = int(found["chunks"])
+        if found["m"]:
+            said["microbatches"] = int(found["m"])
+        return said
+    near = difflib.get_close_matches(word, [*_WORDS, *(f"{a}2" for a in AXES)], n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise LayoutError(
+        f"{word!r} means nothing in a layout.{hint} A layout looks like"
+        " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."
+    )
+
+
+def _check_values(x: Layout) -> None:
+    """Refuse values that no model could make sense of; what needs a model is in `legal`."""
+    if x.microbatches < 1 or x.prefetch < 0 or x.zero not in range(4):
+        raise LayoutError(f"microbatches must be 1 or more, prefetch 0 or more: {x!r}.")
+    if x.schedule in SCHEDULES:
+        least, most = SCHEDULES[x.schedule]
+        if not least <= x.chunks <= most:
+            span = f"{least}" if least == most else f"{least} to {most}"
+            raise LayoutError(f"{x.schedule} takes {span} chunks a stage, not {x.chunks}.")

@@ -1,0 +1,243 @@
+"""Why a layout does not fit a model, all reasons at once, and the nearest layouts that do.
+
+Arithmetic only. What pads (vocabulary, sequence, batch, a unit's shards) is no reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from .layout import SCHEDULES, Layout
+from .mesh import Axis, LayoutError, Mesh
+from .shape import Shape
+
+__all__ = ["Violation", "legal", "nearest"]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule: its name, what is wrong with the numbers, and what to do instead."""
+
+    rule: str
+    what: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.what}\n  {self.way_out}"
+
+
+def legal(
+    layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
+) -> tuple[Violation, ...]:
+    """Every rule that this layout breaks for this model; none means it can be trained."""
+    found: list[Violation] = []
+    for rule in (_tensor, _pipeline, _context, _batch, _sharding):
+        found += rule(layout, shape, batch or shape.batch, sequence or shape.sequence)
+    return tuple(found)
+
+
+def _divisors(n: int) -> str:
+    found = [d for d in range(1, n + 1) if n % d == 0]
+    shown = found if len(found) <= 8 else [*found[:7], "..."]
+    return ", ".join(map(str, shown))
+
+
+def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+    if x.mesh.of("ep") > 1:
+        yield Violation(
+            "ep", f"ep={x.mesh.of('ep')}: no model here has experts.", "Leave ep out of the layout."
+        )
+    if x.seq and (x.tp == 1 or s.kind == "mlp"):
+        why = "tp=1" if x.tp == 1 else "a model without norms"
+        yield Violation("seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2.")
+    if s.kind == "mlp":
+        if s.hidden % x.tp:
+            yield Violation(
+                "width", f"tp={x.tp} does not divide hidden={s.hidden}.",
+                f"Use tp {_divisors(s.hidden)}.",
+            )  # fmt: skip
+        return
+    if s.heads % x.tp:
+        yield Violation(
+            "heads", f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.wq.weight.",
+            f"Use tp {_divisors(s.heads)}.",
+        )  # fmt: skip
+    elif s.kv_heads % x.tp and x.tp % s.kv_heads:
+        yield Violation(
+            "kv", f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight,"
+            f" and kv={s.kv_heads} does not divide tp={x.tp}.",
+            f"Use tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads};"
+            ' or keep k and v whole: "layers.*.attn.w[kv].weight : - embed".',
+        )  # fmt: skip
+    if s.ffn % x.tp:
+        yield Violation(
+            "ffn", f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight.",
+            f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.",
+        )  # fmt: skip
+
+
+def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+    stages = x.virtual_stages
+    if x.stages:
+        if len(x.stages) != stages or sum(x.stages) != s.layers:
+            yield Violation(
+                "stages", f"stages:{'-'.join(map(str, x.stages))} is {len(x.stages)} stages of"
+                f" {sum(x.stages)} blocks; pp={x.pp} x {x.chunks} chunks needs {stages} stages,"
+                f" the model has {s.layers} blocks.",
+                "Name one count for every stage, together as many as the model has blocks.",
+            )  # fmt: skip
+        elif 0 in x.stages[1:-1]:
+            yield Violation(
+                "stages", f"stages:{'-'.join(map(str, x.stages))} leaves a middle stage empty.",
+                "Only the first and the last stage, which hold embedding and head, may have 0.",
+            )  # fmt: skip
+    elif stages > s.layers:
+        yield Violation(
+            "stages", f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks.",
+            f"Use at most {s.layers} stages together.",
+        )  # fmt: skip
+    if x.pp > 1 and x.schedule == "accum":
+        yield Violation(
+            "schedule", f"accum:{x.microbatches} is for one stage; pp={x.pp} needs a schedule.",
+            f"Write 1f1b:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}.",
+        )  # fmt: skip
+    if x.pp == 1 and x.schedule != "accum":
+        yield Violation(
+            "schedule", f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp.",
+            f"Write accum:{x.microbatches}, or add pp2.",
+        )  # fmt: skip
+    if x.schedule == "naive" and x.microbatches > 1:
+        yield Violation(
+            "schedule", f"naive:{x.microbatches}: naive sharding takes the batch whole.",
+            f"Write naive, or gpipe:{x.microbatches}.",
+        )  # fmt: skip
+
+
+def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+    if x.cp == 1:
+        return
+    if s.kind == "mlp":
+        yield Violation("cp", f"cp={x.cp}: an MLP has no sequence to cut.", "Use dp instead of cp.")
+        return
+    ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
+    # k and v that tp has already repeated are one head a rank.
+    kv = max(1, s.kv_heads // x.tp)
+    if s.heads % x.tp == 0 and heads % ulysses:
+        yield Violation(
+            "ulysses", f"ulysses={ulysses} does not divide the {heads} heads of a rank"
+            f" (heads={s.heads}, tp={x.tp}).",
+            f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring.",
+        )  # fmt: skip
+    elif kv % ulysses and ulysses % kv:
+        yield Violation(
+            "ulysses", f"ulysses={ulysses} does not divide the {kv} k/v heads of a rank, nor they it.",
+            f"Use ulysses {_divisors(kv)}, and a ring for the rest: cp{x.cp}:ring.",
+        )  # fmt: skip
+    if sequence < 2 * x.cp:
+        yield Violation(
+            "sequence", f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
+            " each rank holds a piece from its head and one from its tail.",
+            f"Use cp {max(1, sequence // 2)} or less.",
+        )  # fmt: skip
+
+
+def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+    if batch < x.dp * x.microbatches:
+        yield Violation(
+            "batch", f"a batch of {batch} gives dp={x.dp} x {x.microbatches} microbatches less than"
+            " one sequence each.",
+            f"Use a batch of {x.dp * x.microbatches} or more, or at most"
+            f" {max(1, batch // x.dp)} microbatches with dp={min(x.dp, batch)}.",
+        )  # fmt: skip
+
+
+def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
+    if x.mesh.of("dp.replicate") > 1 and not x.zero:
+        yield Violation(
+            "hsdp", f"{next(a for a in x.mesh.axes if a.name == 'dp')} splits replicas from shards,"
+            " but zero0 shards nothing.",
+            f"Write dp{x.dp}, or add zero1, zero2 or zero3.",
+        )  # fmt: skip
+    if x.gather == "micro" and x.zero != 3 and "weights" not in x.offload:
+        yield Violation(
+            "gather", f"gather:micro needs weights that are dropped after use; zero{x.zero} keeps them.",
+            "Use zero3, or gather:step.",
+        )  # fmt: skip
+
+
+def nearest(
+    layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0, most: int = 3
+) -> tuple[Layout, ...]:
+    """Legal layouts of as many ranks that differ least from this one, nearest first."""
+    known = {
+        candidate: _distance(candidate, layout)
+        for candidate in _neighbours(layout, shape, batch or shape.batch)
+        if not legal(candidate, shape, batch=batch, sequence=sequence)
+    }
+    return tuple(sorted(known, key=lambda x: (known[x], str(x)))[:most])
+
+
+def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
+    """Other meshes of the same size, each with the same choices where they still mean something."""
+    order = [a.name for a in x.mesh.axes]
+    order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
+    inner = x.mesh.of("dp.shard") if x.mesh.of("dp.replicate") > 1 and x.zero else 0
+    ulysses = {1, x.mesh.of("cp.ulysses")}
+    for dp, pp, cp, tp in _factors(x.ranks, 4):
+        size = {"dp": dp, "pp": pp, "cp": cp, "tp": tp}
+        if pp > s.layers + 1 or tp > s.heads * s.hidden or (cp > 1 and s.kind == "mlp"):
+            continue
+        for u, seq, chunks in product(ulysses, {x.seq, False}, {x.chunks, 1}):
+            if cp % u:
+                continue
+            parts = {"dp": (1, dp), "pp": (pp,), "cp": (cp // u, u), "tp": (tp,)}
+            if inner and dp % inner == 0:
+                parts["dp"] = (dp // inner, inner)
+            mesh = Mesh(tuple(Axis(n, parts[n]) for n in order if size[n] > 1))
+            yield from _refit(replace(x, mesh=mesh, seq=seq and tp > 1, stages=()), chunks, batch)
+            if x.stages and pp == x.pp:
+                yield from _refit(replace(x, mesh=mesh, seq=seq and tp > 1), chunks, batch)
+
+
+def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
+    """The layout with a schedule that its mesh can have and microbatches that the batch allows."""
+    schedules = {x.schedule if x.schedule != "accum" else "1f1b", "1f1b"} if x.pp > 1 else {"accum"}
+    room = max(1, batch // x.dp)
+    for schedule in schedules:
+        least, most = SCHEDULES.get(schedule, (1, 64))
+        m = 1 if schedule == "naive" else min(x.microbatches, room)
+        gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
+        try:
+            yield replace(
+                x,
+                schedule=schedule,
+                chunks=min(max(chunks, least), most),
+                microbatches=m,
+                gather=gather,
+            )
+        except LayoutError:
+            continue
+
+
+def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        yield (n,)
+        return
+    for first in range(1, n + 1):
+        if n % first == 0:
+            for rest in _factors(n // first, parts - 1):
+                yield (first, *rest)
+
+
+def _distance(a: Layout, b: Layout) -> float:
+    """How different two layouts feel: doublings of each axis, then every other choice."""
+    axes: float = sum(
+        abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
+        for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")
+    )
+    chosen = ("seq", "zero", "schedule", "chunks", "gather", "reduce", "recompute", "stages")
+    others = sum(getattr(a, name) != getattr(b, name) for name in chosen)
+    return float(axes + 0.5 * others) + 0.25 * abs(math.log2(a.microbatches / b.microbatches))

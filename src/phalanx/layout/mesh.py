@@ -1,0 +1,166 @@
+"""The grid of devices: named axes, who sits where, who talks to whom. Arithmetic only.
+
+A mesh is written outermost axis first: in `"dp2 pp2 tp2"` neighbouring ranks differ in `tp`.
+Two axes have an inner grid of their own: `dp2x4` is 2 replicas of 4 shards, `cp4:2x2` a ring of 2
+with Ulysses of 2 inside. Their parts are named `dp.replicate`, `dp.shard`, `cp.ring`, `cp.ulysses`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+__all__ = ["AXES", "Axis", "LayoutError", "Mesh"]
+
+AXES = ("dp", "pp", "cp", "tp", "ep")
+_PARTS = {"dp": ("replicate", "shard"), "cp": ("ring", "ulysses")}
+_WORD = re.compile(r"(dp|pp|cp|tp|ep)(\d+)(?:x(\d+))?(?::(ring|ulysses|(\d+)x(\d+)))?")
+
+
+class LayoutError(ValueError):
+    """A layout that cannot be: what, where, the numbers and the way out, in its text."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the grid; `parts` are its inner sizes, outermost first."""
+
+    name: str
+    parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.name not in AXES:
+            raise LayoutError(f"there is no axis {self.name!r}. Axes are {', '.join(AXES)}.")
+        if len(self.parts) != len(_PARTS.get(self.name, ("",))) or min(self.parts) < 1:
+            raise LayoutError(f"axis {self.name} has sizes {self.parts}; each must be 1 or more.")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.parts)
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        return tuple(f"{self.name}.{p}" for p in _PARTS.get(self.name, ())) or (self.name,)
+
+    @classmethod
+    def parse(cls, word: str) -> Axis:
+        found = _WORD.fullmatch(word)
+        if not found:
+            raise LayoutError(
+                f"{word!r} is not an axis. Write dp4, dp2x4, pp2, tp8 or cp4:ulysses."
+            )
+        name, size, inner = found[1], int(found[2]), found[3]
+        if (inner and name != "dp") or (found[4] and name != "cp"):
+            raise LayoutError(f"{word!r}: only dp splits as dp2x4, and only cp as cp4:2x2.")
+        if name == "dp":
+            return cls("dp", (size, int(inner)) if inner else (1, size))
+        if name == "cp":
+            ring, ulysses = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}.get(
+                found[4], (int(found[5] or 0), int(found[6] or 0))
+            )
+            if ring * ulysses != size:
+                raise LayoutError(f"{word!r}: {ring} x {ulysses} is {ring * ulysses}, not {size}.")
+            return cls("cp", (ring, ulysses))
+        return cls(name, (size,))
+
+    def __str__(self) -> str:
+        first, last = self.parts[0], self.parts[-1]
+        if self.name == "dp" and first > 1:
+            return f"dp{first}x{last}"
+        if self.name == "cp" and last > 1:
+            return f"cp{self.size}:ulysses" if first == 1 else f"cp{self.size}:{first}x{last}"
+        return f"{self.name}{self.size}"
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes, outermost first. An axis of size 1 is not kept: it is the same mesh without it."""
+
+    axes: tuple[Axis, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [a.name for a in self.axes]
+        for name in names:
+            if names.count(name) > 1:
+                raise LayoutError(f"axis {name} stands {names.count(name)} times; write it once.")
+        object.__setattr__(self, "axes", tuple(a for a in self.axes if a.size > 1))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        return cls(tuple(Axis.parse(word) for word in text.split()))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.axes))
+
+    @property
+    def size(self) -> int:
+        return math.prod(a.size for a in self.axes)
+
+    def of(self, name: str) -> int:
+        """Size of an axis (`"dp"`) or of a part of one (`"dp.shard"`); 1 if the mesh has none."""
+        for axis in self.axes:
+            if axis.name == name:
+                return axis.size
+            if name in axis.part_names:
+                return axis.parts[axis.part_names.index(name)]
+        if name.split(".")[0] not in AXES:
+            raise LayoutError(f"there is no axis {name!r}. Axes are {', '.join(AXES)}.")
+        return 1
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank sits: its place along every axis and every part of one."""
+        if not 0 <= rank < self.size:
+            raise LayoutError(f"rank {rank} is outside a mesh of {self.size} ranks ({self}).")
+        place: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            rank, place[axis.name] = divmod(rank, axis.size)
+            inner = place[axis.name]
+            for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+                inner, place[name] = divmod(inner, size)
+        return place
+
+    def rank(self, **place: int) -> int:
+        """The rank at these axis coordinates; an axis that is not named is at 0."""
+        rank = 0
+        for axis in self.axes:
+            at = place.pop(axis.name, 0)
+            if not 0 <= at < axis.size:
+                raise LayoutError(f"{axis.name}={at} is outside {axis}.")
+            rank = rank * axis.size + at
+        if any(place.values()):
+            raise LayoutError(f"mesh {str(self)!r} has no axis {', '.join(place)}.")
+        return rank
+
+    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ only along these axes; together they are all ranks."""
+        inside, outside = self._strides(axes)
+        steps = [sum(w) for w in _walks(inside)]
+        return tuple(tuple(sum(w) + step for step in steps) for w in _walks(outside))
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one only along these axes, itself among them."""
+        inside, _ = self._strides(axes)
+        first = rank - sum(rank // stride % size * stride for stride, size in inside)
+        return tuple(first + sum(w) for w in _walks(inside))
+
+    def _strides(self, axes: Iterable[str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(stride, size) of the parts that vary along these axes, and of the others."""
+        wanted = set(axes)
+        for name in wanted:
+            self.of(name)
+        inside: list[tuple[int, int]] = []
+        outside: list[tuple[int, int]] = []
+        stride = 1
+        for axis in reversed(self.axes):
+            for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+                chosen = name in wanted or axis.name in wanted
+                (inside if chosen else outside).insert(0, (stride, size))
+                stride *= size
+        return inside, outside
+
+
+def _walks(parts: list[tuple[int, int]]) -> Iterable[tuple[int, ...]]:
+    return product(*(range(0, stride * size, stride) for stride, size in parts))

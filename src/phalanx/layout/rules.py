@@ -1,0 +1,88 @@
+"""Which weight is cut how: a table from a parameter's name to the names of its dims, and a map from
+dims to mesh axes.
+
+A line reads `layers.*.attn.w[kv].weight : kv embed`. The table stands beside a model; the map is
+the same for all. A parameter that no line names is an error, not a guess.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+
+from .mesh import LayoutError
+
+__all__ = ["AXIS_OF", "Cut", "Rules"]
+
+# One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
+AXIS_OF: dict[str, str] = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffn": "tp"}
+DIMS = ("embed", "head", "position", "-", *AXIS_OF)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of one dim that one rank holds: `start` to `stop` of the whole, `length` with padding.
+
+    `copies` ranks of the axis hold the same part: they did different work with it.
+    """
+
+    start: int
+    stop: int
+    length: int
+    copies: int = 1
+
+    @classmethod
+    def of(cls, size: int, parts: int, place: int, unit: int = 1) -> Cut:
+        """Part `place` of `parts` of a dim of `size`, in whole units (a head is one).
+
+        Fewer units than parts: neighbouring parts hold the same unit. A size that does not divide
+        is padded at its end.
+        """
+        units = -(-size // unit)
+        if units < parts and parts % units == 0 and unit > 1:
+            first = place * units // parts
+            return cls(first * unit, (first + 1) * unit, unit, parts // units)
+        each = -(-units // parts) * unit
+        return cls(min(place * each, size), min((place + 1) * each, size), each)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """An ordered table of (pattern, dims); the first pattern that fits a name counts."""
+
+    lines: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Rules:
+        lines = []
+        for number, line in enumerate(text.splitlines(), 1):
+            line = line.split("#")[0].strip()
+            if not line:
+                continue
+            pattern, colon, dims = line.partition(":")
+            if not colon or not pattern.strip():
+                raise LayoutError(f"rule line {number}: {line!r}. Write 'pattern : dim dim'.")
+            for dim in dims.split():
+                if dim not in DIMS:
+                    raise LayoutError(
+                        f"rule line {number}: {line!r} names dim {dim!r}. Dims are {', '.join(DIMS)}."
+                    )
+            lines.append((pattern.strip(), tuple(dims.split())))
+        return cls(tuple(lines))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{pattern} : {' '.join(dims)}" for pattern, dims in self.lines)
+
+    def dims(self, name: str, rank: int | None = None) -> tuple[str, ...]:
+        """The names of a parameter's dims; `rank` is how many it has, if that is known."""
+        for pattern, dims in self.lines:
+            if fnmatch.fnmatchcase(name, pattern):
+                if rank is not None and rank != len(dims):
+                    raise LayoutError(
+                        f"{name} has {rank} dims, its rule {pattern!r} names {len(dims)}: {' '.join(dims)}."
+                    )
+                return dims
+        raise LayoutError(
+            f"no rule names the parameter {name}. Add a line such as '{name} : embed',"
+            " or with '-' for a dim that is never cut."
+        )

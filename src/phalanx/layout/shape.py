@@ -1,0 +1,171 @@
+"""What a layout and a plan need to know of a model: its sizes, read from a data file.
+
+The weights themselves are not told here; a model's own module and rule table say what they are.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from .mesh import LayoutError
+
+__all__ = ["Shape"]
+
+_FOLDER = Path(__file__).parent / "shapes"
+_CHOICES = {
+    "kind": ("decoder", "mlp"),
+    "norm": ("rms", "layer"),
+    "positions": ("rope", "learned"),
+    "bias": ("none", "qkv", "all"),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder, or of the deep MLP (then only name, layers, hidden and batch count)."""
+
+    name: str
+    layers: int
+    hidden: int
+    kind: str = "decoder"
+    heads: int = 1
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden / heads
+    ffn: int = 0
+    vocab: int = 0
+    sequence: int = 1
+    batch: int = 8  # sequences (rows of an MLP) of one step, over all ranks
+    norm: str = "rms"
+    positions: str = "rope"
+    rope_theta: float = 10000.0
+    gated: bool = True
+    tied: bool = False
+    bias: str = "none"
+    qk_norm: bool = False
+    eps: float = 1e-5
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        if not self.kv_heads:
+            fill(self, "kv_heads", self.heads)
+        if not self.head_dim:
+            fill(self, "head_dim", self.hidden // max(self.heads, 1))
+        if not self.ffn:
+            fill(self, "ffn", self.hidden if self.kind == "mlp" else 4 * self.hidden)
+        optional = {"vocab"} if self.kind == "mlp" else set()
+        wrong = [
+            f"{f.name}={getattr(self, f.name)}: must be 1 or more"
+            for f in fields(self)
+            if f.type == "int" and f.name not in optional and getattr(self, f.name) < 1
+        ]
+        wrong += [
+            f"{key}={getattr(self, key)!r}: choose {', '.join(allowed)}"
+            for key, allowed in _CHOICES.items()
+            if getattr(self, key) not in allowed
+        ]
+        if self.heads % self.kv_heads:
+            wrong.append(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+        if wrong:
+            raise LayoutError(f"shape {self.name!r}: " + "; ".join(wrong) + ".")
+
+    @property
+    def pieces(self) -> int:
+        """The embedding, the blocks, and the head with the loss."""
+        return self.layers + 2
+
+    def parameters(self, piece: int) -> int:
+        """Numbers in the weights of one piece; a tied output weight is counted with the embedding."""
+        if self.kind == "mlp":
+            return self.hidden * self.hidden if 0 < piece <= self.layers else 0
+        norm = self.hidden * (2 if self.norm == "layer" else 1)
+        if piece == 0:
+            learned = self.sequence * self.hidden if self.positions == "learned" else 0
+            return self.vocab * self.hidden + learned
+        if piece <= self.layers:
+            return self._attention() + self._feed_forward() + 2 * norm
+        return norm + (0 if self.tied else self.vocab * self.hidden)
+
+    def _attention(self) -> int:
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        bias = {"none": 0, "qkv": wide + 2 * narrow, "all": wide + 2 * narrow + self.hidden}
+        return (
+            self.hidden * (2 * wide + 2 * narrow)
+            + bias[self.bias]
+            + (2 * self.head_dim if self.qk_norm else 0)
+        )
+
+    def _feed_forward(self) -> int:
+        ups = 2 if self.gated else 1
+        bias = ups * self.ffn + self.hidden if self.bias == "all" else 0
+        return (ups + 1) * self.hidden * self.ffn + bias
+
+    @property
+    def total(self) -> int:
+        return sum(map(self.parameters, range(self.pieces)))
+
+    def cost(self, piece: int) -> int:
+        """Forward work of a piece for one sequence, in multiply-adds: what stages are balanced by.
+
+        A lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal.
+        """
+        if self.kind == "mlp":
+            return self.parameters(piece)
+        if piece == 0:
+            return 0
+        if piece > self.layers:
+            return self.sequence * self.hidden * self.vocab
+        wide = self.heads * self.head_dim
+        matmuls = self.hidden * (2 * wide + 2 * self.kv_heads * self.head_dim)
+        matmuls += (3 if self.gated else 2) * self.hidden * self.ffn
+        return self.sequence * (matmuls + self.sequence * wide)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(sorted(p.stem for p in _FOLDER.glob("*.toml")))
+
+    @classmethod
+    def load(cls, name: str) -> Shape:
+        """The shape of a name that ships with phalanx, or of somebody's TOML file."""
+        path = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
+        if not path.is_file():
+            near = difflib.get_close_matches(name, cls.names(), n=1, cutoff=0.3)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise LayoutError(
+                f"there is no shape {name!r}.{hint} Shapes are {', '.join(cls.names())};"
+                " or name a .toml file with the same keys."
+            )
+        return cls.parse(path.read_text(), path.stem)
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> Shape:
+        """A shape from TOML; unknown keys and wrong types are refused, all at once."""
+        try:
+            said = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise LayoutError(f"shape {name!r} is not TOML: {error}.") from None
+        kinds: dict[str, type | tuple[type, ...]] = {
+            "int": int,
+            "str": str,
+            "bool": bool,
+            "float": (int, float),
+        }
+        known = {f.name: kinds[str(f.type)] for f in fields(cls)}
+        wrong = [
+            f"unknown key {key!r}, nearest is {difflib.get_close_matches(key, known, 1, 0)[0]!r}"
+            for key in said
+            if key not in known
+        ]
+        wrong += [
+            f"{key} = {value!r} is a {type(value).__name__}"
+            for key, value in said.items()
+            if key in known
+            and (not isinstance(value, known[key]) or (type(value) is bool) != (known[key] is bool))
+        ]
+        wrong += [f"key {key!r} is missing" for key in ("layers", "hidden") if key not in said]
+        if wrong:
+            raise LayoutError(f"shape {name!r}: " + "; ".join(wrong) + ".")
+        return cls(**{"name": name, **said})

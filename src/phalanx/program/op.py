@@ -1,0 +1,203 @@
+"""The operations of a training step, and the step itself as one value: a list of them per rank.
+
+An operation prints as `2F0` (piece 2, forward, microbatch 0) and parses back. A program saves as
+text that a person can edit. What must come before what is told in `needs.py` only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from ..layout import LayoutError, Mesh
+
+__all__ = ["KINDS", "Op", "Program", "ProgramError"]
+
+KINDS: dict[str, str] = {
+    "N": "count the valid tokens of the step over all ranks",
+    "F": "forward of a piece on a microbatch",
+    "B": "backward of a piece, whole",
+    "I": "backward of a piece, gradient of its input only",
+    "W": "backward of a piece, gradient of its weights only",
+    "R": "recompute what the forward did not keep",
+    "G": "gather the weights of a unit",
+    "D": "drop the gathered weights of a unit",
+    "S": "sum the gradients of a unit over its copies",
+    "T": "sum the gradients of a weight that two stages hold",
+    "A": "agree on the gradient norm and that all numbers are finite",
+    "U": "update a unit's weights",
+    ">": "send",
+    "<": "receive",
+    "O": "move what a forward kept out to the host",
+    "Z": "bring it back",
+}
+_ON_MICROBATCH = (
+    "FBIWROZ"  # the others on a unit carry an ordinal: 2G is the first, 2G#1 the second
+)
+_MESSAGE = re.compile(r"(\d+)([FBI])(\d+)([<>])(\d+)")
+_COMPUTE = re.compile(r"(\d+)([FBIWROZ])(\d+)")
+_UNIT = re.compile(r"(\d*)([NGDSTAU])(?:#(\d+))?")
+
+
+class ProgramError(ValueError):
+    """A program that cannot run: which operation, on which rank, and why, in its text."""
+
+
+class Op(NamedTuple):
+    """One operation; unique in its rank's list.
+
+    `piece` is a piece, or the unit of weights that carries its number. `index` is a microbatch, or
+    which time it is. A message also says what travels (`of`) and the piece at the far end (`peer`):
+    `2F0>3` sends what 2F0 made to where piece 3 is, `3F0<2` receives what 3F0 needs.
+    """
+
+    kind: str
+    piece: int = -1
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody misses
+    of: str = ""
+    peer: int = -1
+
+    def __str__(self) -> str:
+        if self.of:
+            return f"{self.piece}{self.of}{self.index}{self.kind}{self.peer}"
+        if self.kind in _ON_MICROBATCH:
+            return f"{self.piece}{self.kind}{self.index}"
+        unit = "" if self.piece < 0 else str(self.piece)
+        return f"{unit}{self.kind}" + (f"#{self.index}" if self.index else "")
+
+    @classmethod
+    def parse(cls, word: str) -> Op:
+        if found := _COMPUTE.fullmatch(word):
+            return cls(found[2], int(found[1]), int(found[3]))
+        if found := _MESSAGE.fullmatch(word):
+            return cls(found[4], int(found[1]), int(found[3]), found[2], int(found[5]))
+        found = _UNIT.fullmatch(word)
+        if found and bool(found[1]) == (found[2] in "GDSTU"):
+            return cls(found[2], int(found[1] or -1), int(found[3] or 0))
+        raise ProgramError(
+            f"{word!r} is not an operation. Write 2F0, 2G#1, 2F0>3, 3F0<2, N, A or 2U."
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training step: one list of operations for every rank that differs.
+
+    `owner[rank]` is the row that a rank follows; left out, a rank follows the row of its place along
+    `pp`. `tied` lists (piece, unit) pairs: the piece also uses the weights of that unit.
+    """
+
+    rows: tuple[tuple[Op, ...], ...]
+    mesh: Mesh = Mesh()
+    owner: tuple[int, ...] = ()
+    tied: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.owner:
+            by_stage = tuple(self.mesh.coordinates(r).get("pp", 0) for r in range(self.mesh.size))
+            object.__setattr__(self, "owner", by_stage)
+        if sorted(set(self.owner)) != list(range(len(self.rows))):
+            raise ProgramError(
+                f"{len(self.rows)} rows for a mesh {str(self.mesh)!r} whose ranks follow rows"
+                f" {sorted(set(self.owner))}."
+            )
+
+    @classmethod
+    def pipeline(cls, rows: Iterable[Iterable[Op]]) -> Program:
+        """A program whose ranks are the stages of a pipeline and nothing else."""
+        fixed = tuple(tuple(row) for row in rows)
+        return cls(fixed, Mesh.parse(f"pp{len(fixed)}"))
+
+    def with_rows(self, rows: Iterable[Iterable[Op]]) -> Program:
+        return replace(self, rows=tuple(tuple(row) for row in rows))
+
+    def ranks(self, row: int) -> tuple[int, ...]:
+        """The ranks that follow a row."""
+        return tuple(r for r, o in enumerate(self.owner) if o == row)
+
+    @cached_property
+    def host(self) -> dict[int, int]:
+        """The row that holds each piece: where its forward stands."""
+        return {op.piece: r for r, row in enumerate(self.rows) for op in row if op.kind == "F"}
+
+    @cached_property
+    def pieces(self) -> int:
+        return max(self.host, default=-1) + 1
+
+    @cached_property
+    def microbatches(self) -> int:
+        return 1 + max((op.index for row in self.rows for op in row if op.kind == "F"), default=-1)
+
+    def units(self, piece: int) -> tuple[int, ...]:
+        """The units whose weights a piece uses: its own, and a tied one."""
+        return (piece, *(unit for user, unit in self.tied if user == piece))
+
+    def users(self, unit: int) -> tuple[int, ...]:
+        """The pieces that use a unit's weights."""
+        return (unit, *(user for user, tied in self.tied if tied == unit))
+
+    def __str__(self) -> str:
+        head = ["phalanx program 1", f"mesh {self.mesh}".rstrip()]
+        head += [f"tied {piece}:{unit}" for piece, unit in self.tied]
+        lines = []
+        for number, row in enumerate(self.rows):
+            ranks = ",".join(map(str, self.ranks(number)))
+            lines.append(f"ranks {ranks}:" + _wrapped(map(str, row)))
+        return "\n".join([*head, *lines]) + "\n"
+
+    @classmethod
+    def parse(cls, text: str, place: str = "program") -> Program:
+        """The program that a text tells; a mistake is named with its line."""
+        return _parse(text, place)
+
+
+def _wrapped(words: Iterable[str]) -> str:
+    out, width = "", 100
+    for word in words:
+        if width + len(word) > 98:
+            out, width = out + "\n ", 1
+        out, width = f"{out} {word}", width + 1 + len(word)
+    return out
+
+
+def _parse(text: str, place: str) -> Program:
+    mesh, tied, rows = Mesh(), [], list[list[Op]]()
+    owner: dict[int, int] = {}
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.split(" #")[0].rstrip() if not raw.startswith("#") else ""
+        if not line or (number == 1 and line == "phalanx program 1"):
+            continue
+        try:
+            word, _, rest = line.partition(" ")
+            if line[0] == " ":
+                if not rows:
+                    raise ProgramError("operations before any 'ranks 0,1:' line.")
+                rest = line
+            elif word == "mesh":
+                mesh = Mesh.parse(rest)
+                continue
+            elif word == "tied":
+                piece, unit = rest.split(":")
+                tied.append((int(piece), int(unit)))
+                continue
+            elif word == "ranks":
+                names, _, rest = rest.partition(":")
+                owner.update({int(name): len(rows) for name in names.split(",")})
+                rows.append([])
+            else:
+                raise ProgramError(f"{line[:40]!r} is none of 'mesh', 'tied', 'ranks 0,1: ...'.")
+            rows[-1].extend(map(Op.parse, rest.split()))
+        except (LayoutError, ValueError) as error:
+            raise ProgramError(f"{place}, line {number}: {error}") from None
+    missing = sorted(set(range(mesh.size)) ^ set(owner))
+    if missing:
+        raise ProgramError(
+            f"{place}: the mesh {str(mesh)!r} has ranks 0 to {mesh.size - 1}; ranks"
+            f" {', '.join(map(str, missing))} are missing or too many in the 'ranks' lines."
+        )
+    return Program(
+        tuple(map(tuple, rows)), mesh, tuple(owner[r] for r in range(mesh.size)), tuple(tied)
+    )

@@ -1,0 +1,201 @@
+"""In which order each rank computes: pipeline schedules as pure functions.
+
+A schedule takes (stages, microbatches, chunks) and returns one list of F, B (or I and W) per rank,
+on virtual stages: the piece of an operation is the virtual stage it computes. Messages, weights and
+everything else are placed by the passes. To add one, write such a function in a file of your own
+and name it `file.py:function` where a schedule's name is expected.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from .op import Op, Program, ProgramError
+
+__all__ = ["SCHEDULES", "Schedule", "schedule"]
+
+Rows = list[list[Op]]
+Schedule = Callable[[int, int, int], Rows]
+
+
+def weave(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
+    """Some forwards, then one forward and one backward in turn, then the backwards left."""
+    steady = len(forwards) - warmup
+    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
+    return [*forwards[:warmup], *(op for pair in pairs for op in pair), *backwards[steady:]]
+
+
+def split(row: list[Op], lag: int) -> list[Op]:
+    """Every B apart into I and W; a W follows its I by `lag` further I's."""
+    out: list[Op] = []
+    due: list[Op] = []
+    for op in row:
+        if op.kind != "B":
+            out.append(op)
+            continue
+        out.append(op._replace(kind="I"))
+        due.append(op._replace(kind="W"))
+        if len(due) > lag:
+            out.append(due.pop(0))
+    return out + due
+
+
+def accum(stages: int, microbatches: int, chunks: int = 1) -> Rows:
+    """No pipeline: forward and backward of one microbatch after the other."""
+    return [[Op(k, 0, m) for m in range(microbatches) for k in "FB"]]
+
+
+def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Rows:
+    """All forwards, then all backwards (Huang et al. 2019). Holds every microbatch."""
+    ms = range(microbatches)
+    return [[Op(k, r, m) for k in "FB" for m in ms] for r in range(stages)]
+
+
+def f1b(stages: int, microbatches: int, chunks: int = 1) -> Rows:
+    """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r) microbatches."""
+    rows = []
+    for r in range(stages):
+        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in "FB")
+        rows.append(weave(forwards, backwards, min(stages - r - 1, microbatches)))
+    return rows
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
+    """1F1B over chunks of the model (Narayanan et al. 2021): rank r holds stages r, P + r, 2P + r ...
+
+    Microbatches go through all chunks in rounds of P; what does not divide makes rounds longer, as
+    a round shorter than P would leave the last ranks waiting for each other.
+    """
+    count = max(1, microbatches // stages)
+    bounds = [i * microbatches // count for i in range(count + 1)]
+    rounds = [range(a, b) for a, b in pairwise(bounds)]
+    longest = max(map(len, rounds))
+    rows = []
+    for r in range(stages):
+        held = [c * stages + r for c in range(chunks)]
+        forwards = [Op("F", stage, m) for ms in rounds for stage in held for m in ms]
+        backwards = [Op("B", stage, m) for ms in rounds for stage in reversed(held) for m in ms]
+        warmup = (chunks - 1) * longest + 2 * (stages - r - 1)
+        rows.append(weave(forwards, backwards, min(warmup, len(forwards))))
+    return rows
+
+
+def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Rows:
+    """1F1B with W put off by r on rank r: less bubble at 1F1B's memory (Qi et al. 2023)."""
+    return [split(row, lag=r) for r, row in enumerate(f1b(stages, microbatches))]
+
+
+def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
+    """Twice the warm-up, W's put off so that nothing waits in between (Qi et al. 2023)."""
+    rows = []
+    for r in range(stages):
+        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in "FB")
+        woven = weave(forwards, backwards, min(2 * (stages - r - 1), microbatches))
+        rows.append(split(woven, lag=2 * r))
+    return rows
+
+
+def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
+    """Two chunks in a V, rank r holding stages r and 2P - 1 - r: zero bubble at 1F1B's memory
+    when F, I and W cost the same (Qi et al. 2024)."""
+    rows = []
+    for r in range(stages):
+        # The V is timed for 2P - 1 microbatches or more; of fewer it is the part that exists.
+        full = _v_row(stages, max(microbatches, 2 * stages - 1), r)
+        rows.append([op for op in full if op.index < microbatches])
+    return rows
+
+
+def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
+    down, up = r, 2 * stages - 1 - r
+    out: list[Op] = []
+    done = {(k, s): 0 for k in "FIW" for s in (down, up)}
+
+    def put(kind: str, stage: int) -> None:
+        if done[kind, stage] < microbatches:
+            out.append(Op(kind, stage, done[kind, stage]))
+            done[kind, stage] += 1
+
+    for _ in range(2 * (stages - r) - 1):
+        put("F", down)
+    for _ in range(r):
+        put("F", up)
+        put("F", down)
+    for _ in range(stages - r):
+        for kind in "FIW":
+            put(kind, up)
+    while done["F", up] < microbatches:
+        put("F", down)
+        put("I", down)
+        put("W", down)
+        for kind in "FIW":
+            put(kind, up)
+    for _ in range(r):
+        put("I", down)
+        put("I", up)
+    for _ in range(stages - r):
+        put("I", down)
+        put("W", down)
+    for stage in (up, down):
+        while done["W", stage] < microbatches:
+            put("W", stage)
+    return out
+
+
+def naive(stages: int, microbatches: int = 1, chunks: int = 1) -> Rows:
+    """The whole batch through one stage after the other: one rank works at a time."""
+    return gpipe(stages, 1)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "accum": accum,
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": f1b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+}
+
+
+def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Program:
+    """The compute operations of a named schedule, or of somebody's own `file.py:function`."""
+    for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if number < 1:
+            raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
+    function = _function(name)
+    rows = function(stages, microbatches, chunks)
+    if len(rows) != stages:
+        raise ProgramError(f"schedule {name} gives {len(rows)} lists for {stages} stages.")
+    return Program.pipeline(rows)
+
+
+def _function(name: str) -> Schedule:
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    path, colon, attribute = name.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _from_file(Path(path), attribute)
+    near = difflib.get_close_matches(name, [*SCHEDULES, "searched"], n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise ProgramError(
+        f"there is no schedule {name!r}.{hint} Schedules are {', '.join([*SCHEDULES, 'searched'])};"
+        " your own is named file.py:function."
+    )
+
+
+def _from_file(path: Path, attribute: str) -> Schedule:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or not spec or not spec.loader:
+        raise ProgramError(f"there is no file {path} with a schedule {attribute!r}.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ProgramError(f"{path} has no function {attribute!r}.")
+    return function  # type: ignore[no-any-return]

@@ -1,0 +1,120 @@
+"""A timeline: which operation ran where, from when to when. `simulate` and `perform` both make one,
+so that a prediction and a measurement can be laid over each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from .op import Op
+
+__all__ = ["Span", "Timeline"]
+
+
+class Span(NamedTuple):
+    """One operation on one rank's lane, in the unit of the costs (seconds when measured)."""
+
+    rank: int
+    lane: str
+    op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans in order of rank and list; `memory` holds, for each rank, (time, kind -> bytes)."""
+
+    spans: tuple[Span, ...]
+    memory: Mapping[int, tuple[tuple[float, Mapping[str, float]], ...]] | None = None
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(s.rank for s in self.spans))
+
+    @cached_property
+    def lanes(self) -> tuple[tuple[int, str], ...]:
+        """Every (rank, lane), ranks in order, the compute lane first."""
+        found = dict.fromkeys((s.rank, s.lane) for s in self.spans)
+        order = {rank: i for i, rank in enumerate(self.ranks)}
+        return tuple(sorted(found, key=lambda x: (order[x[0]], x[1] != "compute", x[1])))
+
+    @cached_property
+    def start(self) -> float:
+        return min((s.start for s in self.spans), default=0.0)
+
+    @cached_property
+    def makespan(self) -> float:
+        return max((s.end for s in self.spans), default=0.0) - self.start
+
+    @cached_property
+    def computing(self) -> dict[int, tuple[Span, ...]]:
+        """The spans on each rank's compute lane that take time."""
+        found: dict[int, list[Span]] = {rank: [] for rank in self.ranks}
+        for span in self.spans:
+            if span.lane == "compute" and span.end > span.start:
+                found[span.rank].append(span)
+        return {rank: tuple(spans) for rank, spans in found.items()}
+
+    def busy(self, rank: int) -> float:
+        return sum(s.end - s.start for s in self.computing[rank])
+
+    @cached_property
+    def ideal(self) -> float:
+        """The work of the busiest rank: no order of operations takes less."""
+        return max(map(self.busy, self.ranks), default=0.0)
+
+    @property
+    def bubble_fraction(self) -> float:
+        return 1 - self.ideal / self.makespan if self.makespan else 0.0
+
+    def inner_idle(self, rank: int) -> float:
+        """Time without work between a rank's first and last operation."""
+        spans = self.computing[rank]
+        return spans[-1].end - spans[0].start - self.busy(rank) if spans else 0.0
+
+    def exposed(self, rank: int) -> float:
+        """Time in which a rank computes nothing while one of its other lanes is busy."""
+        links = [(s.start, s.end) for s in self.spans if s.rank == rank and s.lane != "compute"]
+        work = [(s.start, s.end) for s in self.computing[rank]]
+        return _length([*links, *work]) - _length(work)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "spans": [[s.rank, s.lane, str(s.op), s.start, s.end] for s in self.spans],
+            "memory": {
+                str(rank): [[time, dict(kinds)] for time, kinds in points]
+                for rank, points in (self.memory or {}).items()
+            },
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """The timeline that a file tells; whatever is not one is refused."""
+        try:
+            said = json.loads(text)
+            spans = tuple(
+                Span(int(r), str(lane), Op.parse(op), float(a), float(b))
+                for r, lane, op, a, b in said["spans"]
+            )
+            memory = {
+                int(r): tuple(
+                    (float(t), {str(k): float(v) for k, v in kinds.items()}) for t, kinds in ps
+                )
+                for r, ps in said.get("memory", {}).items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"this is not a timeline: {error}") from None
+        return cls(spans, memory or None)
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    """How much time a set of intervals covers."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
