@@ -1,0 +1,25 @@
+"""The built-in models, plain torch: a decoder and the deep MLP of teaching examples.
+
+Nothing here knows how a model is cut; `decoder.describe` and `mlp.describe` tell its pieces and
+the names of its weights' dims.
+"""
+
+from . import decoder, mlp
+from .attention import Attention, Core, RopeScaling
+from .decoder import Decoder
+from .mlp import DeepMlp
+from .noise import Dropout, token_noise
+from .norm import RMSNorm
+
+__all__ = [
+    "Decoder",
+    "DeepMlp",
+    "RopeScaling",
+    "Attention",
+    "Core",
+    "Dropout",
+    "RMSNorm",
+    "token_noise",
+    "decoder",
+    "mlp",
+]

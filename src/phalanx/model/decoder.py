@@ -1,0 +1,272 @@
+"""A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral and Qwen2/3 are
+configurations of its constructor.
+
+It is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each called
+`x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each can be called alone;
+`Decoder.forward` only chains them. Activations are (batch, time, hidden). No head count, width or
+vocabulary size is read in a forward, so weights may be cut before a call; attention's core, the
+token lookup and the loss are children of their own, so each may be replaced by one that works on a
+part. Not here: experts, sampling.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention import Attention, Rope, RopeScaling
+from .noise import Dropout, block_noise
+from .norm import norm_of
+
+__all__ = ["RULES", "Block", "CrossEntropy", "Decoder", "Embed", "Head", "Mlp", "describe"]
+
+RULES = """\
+embed.tokens.weight : vocab embed
+embed.positions.weight : position embed
+layers.*.piece : -
+layers.*.attn_norm.* : embed
+layers.*.attn.heads : heads
+layers.*.attn.wq.weight : heads embed
+layers.*.attn.wq.bias : heads
+layers.*.attn.w[kv].weight : kv embed
+layers.*.attn.w[kv].bias : kv
+layers.*.attn.[qk]_norm.weight : head
+layers.*.attn.wo.weight : embed heads
+layers.*.attn.wo.bias : embed
+layers.*.mlp_norm.* : embed
+layers.*.mlp.gate.weight : ffn embed
+layers.*.mlp.gate.bias : ffn
+layers.*.mlp.up.weight : ffn embed
+layers.*.mlp.up.bias : ffn
+layers.*.mlp.down.weight : embed ffn
+layers.*.mlp.down.bias : embed
+head.norm.* : embed
+head.output.weight : vocab embed
+"""
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) * up(x)) when gated, else down(gelu(up(x))) with the tanh form of gelu."""
+
+    def __init__(self, hidden: int, ffn: int, *, gated: bool, bias: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, ffn, bias=bias) if gated else None
+        self.up = nn.Linear(hidden, ffn, bias=bias)
+        self.down = nn.Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            wide = F.gelu(self.up(x), approximate="tanh")
+        else:
+            wide = F.silu(self.gate(x)) * self.up(x)
+        y: Tensor = self.down(wide)
+        return y
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    `piece` is the block's place in the model and enters its noise. It is a tensor, as an int that
+    differs from block to block would have each block compiled anew.
+    """
+
+    piece: Tensor
+
+    def __init__(
+        self,
+        piece: int,
+        attn: Attention,
+        mlp: Mlp,
+        norms: tuple[nn.Module, nn.Module],
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self._piece = piece
+        self.attn_norm, self.mlp_norm = norms
+        self.attn, self.mlp = attn, mlp
+        # Outside attn and mlp: whatever completes their outputs comes before the features are
+        # dropped, and where the residual stream is cut in time, their noise is cut with it.
+        self.attn_dropout = Dropout(dropout, place=1)
+        self.mlp_dropout = Dropout(dropout, place=2)
+        self.register_buffer("piece", torch.tensor([piece]), persistent=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        if noise is not None:
+            noise = block_noise(noise, self.piece)
+        x = x + self.attn_dropout(self.attn(self.attn_norm(x), positions, documents, noise), noise)
+        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), noise)
+        return y
+
+    def reset_buffers(self) -> None:
+        """Number the block again, after `to_empty` has left its number undefined."""
+        self.piece.fill_(self._piece)
+
+
+class Embed(nn.Module):
+    """The tokens' vectors, and those of their positions where these are learned."""
+
+    def __init__(self, vocab: int, hidden: int, sequence: int | None = None) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.positions = None if sequence is None else nn.Embedding(sequence, hidden)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x: Tensor = self.tokens(tokens)
+        return x if self.positions is None else x + self.positions(positions)
+
+
+class CrossEntropy(nn.Module):
+    """The sum of the tokens' cross-entropies, in float32 or wider; targets of -100 count nothing."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(
+            wide.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
+
+
+class Head(nn.Module):
+    """Norm, output projection, loss. The loss is a sum: who knows all tokens divides by their count.
+
+    `output.weight` may be the embedding's own parameter or another of that shape.
+    """
+
+    def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.output = nn.Linear(hidden, vocab, bias=False)
+        self.loss = CrossEntropy()
+
+    def logits(self, x: Tensor) -> Tensor:
+        y: Tensor = self.output(self.norm(x))
+        return y
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.loss(self.logits(x), targets)
+        return loss
+
+
+class Decoder(nn.Module):
+    """The whole model; see the module's first lines. `sequence` limits learned positions only."""
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        hidden: int,
+        layers: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        ffn: int | None = None,
+        sequence: int = 1024,
+        norm: Literal["rms", "layer"] = "rms",
+        positions: Literal["rope", "learned"] = "rope",
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling | None = None,
+        gated: bool = True,
+        tied: bool = False,
+        bias: Literal["none", "qkv", "all"] = "none",
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        eps: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
+        learned = positions == "learned"
+        _refuse(
+            {
+                f"norm={norm!r}: choose rms or layer": norm not in ("rms", "layer"),
+                f"positions={positions!r}: choose rope or learned": positions
+                not in ("rope", "learned"),
+                f"bias={bias!r}: choose none, qkv or all": bias not in ("none", "qkv", "all"),
+                f"kv_heads={kv_heads} does not divide heads={heads}": heads % kv_heads != 0,
+                f"head_dim={head_dim} is odd, and rope turns pairs": not learned and head_dim % 2,
+                f"dropout={dropout} is not in [0, 1)": not 0 <= dropout < 1,
+            }
+        )
+        rope = None if learned else Rope(rope_theta, rope_scaling)
+        common: Any = {"bias": bias, "qk_norm": qk_norm, "dropout": dropout, "eps": eps}
+        self._depth = layers
+        self.embed = Embed(vocab, hidden, sequence if learned else None)
+        self.layers = nn.ModuleList(
+            Block(
+                piece,
+                Attention(hidden, heads, kv_heads, head_dim, rope=rope, **common),
+                Mlp(hidden, ffn or 4 * hidden, gated=gated, bias=bias == "all"),
+                (norm_of(norm, hidden, eps), norm_of(norm, hidden, eps)),
+                dropout=dropout,
+            )
+            for piece in range(layers)
+        )
+        self.head = Head(hidden, vocab, norm_of(norm, hidden, eps))
+        if tied:
+            self.head.output.weight = self.embed.tokens.weight
+        for name, weight in self.named_parameters():
+            self.draw(name, weight)
+
+    def forward(self, tokens: Tensor, targets: Tensor, **shared: Tensor | None) -> Tensor:
+        """The summed loss. `shared` is what every block is called with: positions, if need be
+        documents and noise."""
+        if shared.get("positions") is None:
+            shared["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
+                tokens
+            )
+        x = self.embed(tokens, shared["positions"])
+        for block in self.layers:
+            x = block(x, **shared)
+        loss: Tensor = self.head(x, targets)
+        return loss
+
+    @torch.no_grad()
+    def draw(self, name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
+        """Fill the whole `weight` of that name with its start, as GPT-2 did (Radford et al. 2019).
+
+        By name, so that each weight can be drawn alone, in any order, wherever it will live.
+        """
+        if name.endswith("bias"):
+            weight.zero_()
+        elif name.endswith("norm.weight"):
+            weight.fill_(1.0)
+        else:
+            # Each block adds twice to the residual stream; this keeps its variance level.
+            into_residual = name.endswith(("wo.weight", "down.weight"))
+            spread = 0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
+            weight.normal_(0.0, spread, generator=generator)
+
+
+def _refuse(faults: dict[str, Any]) -> None:
+    """One error that tells all the faults that hold."""
+    said = [fault for fault, holds in faults.items() if holds]
+    if said:
+        raise ValueError("Decoder: " + "; ".join(said) + ".")
+
+
+def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
+    """The pieces in their order, and a line `pattern : dim dim` for every weight and buffer.
+
+    Dims: vocab, embed (the residual width), heads and kv (whole heads times head_dim), head (one
+    head's features, shared by all heads), ffn, position. A line that names nothing is left out.
+    """
+    blocks = tuple((f"layers.{n}", block) for n, block in enumerate(model.layers))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in model.named_buffers()]
+    lines = [
+        line
+        for line in RULES.splitlines()
+        if any(fnmatch.fnmatchcase(name, line.split(" : ")[0]) for name in names)
+    ]
+    return (("embed", model.embed), *blocks, ("head", model.head)), "\n".join(lines)

@@ -1,0 +1,70 @@
+"""Dropout whose mask is a function of integers, so that no layout and no recomputation changes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Dropout", "block_noise", "token_noise"]
+
+_WORD = 0xFFFFFFFF
+
+
+def _scramble(x: Any) -> Any:
+    """A 32-bit hash of 32-bit integers (a Python int, or an int64 tensor).
+
+    The multipliers are below 2^31, so no product leaves 63 bits: signed overflow is undefined in
+    compiled C++. They were found by C. Wellons' search for low bias ("hash prospector").
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _WORD
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _WORD
+    return x ^ (x >> 15)
+
+
+def _stir(key: Any, salt: Any) -> Any:
+    """A new key from a 32-bit key and a number below 2^31."""
+    return _scramble((key + salt * 0x9E3779B1) & _WORD)
+
+
+def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
+    """The `noise` argument of a block: one key per token, no two alike within a step.
+
+    `tokens` is each token's index in the whole batch of the step, whoever holds it.
+    """
+    above: int = _stir(_scramble(seed & _WORD), step & (_WORD >> 1)) >> 1
+    return tokens + (above << 32)
+
+
+def block_noise(noise: Tensor, piece: Tensor) -> Tensor:
+    """The 32-bit keys of one block's tokens, from their 63-bit noise and the block's number."""
+    folded = _scramble(_scramble(noise & _WORD) ^ ((noise >> 32) & _WORD))
+    keys: Tensor = _stir(folded, piece)
+    return keys
+
+
+class Dropout(nn.Module):
+    """Zeroes a share of the features of each token, the same ones wherever and whenever it runs.
+
+    Whether a feature stays is a hash of (the token's noise, `place` in the block, the feature's
+    index in the uncut width): recomputing draws the same mask, and so does a rank that holds only
+    some tokens or heads. Without noise nothing is dropped.
+    """
+
+    def __init__(self, rate: float, place: int) -> None:
+        super().__init__()
+        self.rate, self.place = rate, place
+
+    def forward(self, x: Tensor, noise: Tensor | None, index: Tensor | None = None) -> Tensor:
+        """`x` (B, T, features), `noise` (B, T), `index` (features) or None for 0, 1, 2, ..."""
+        if noise is None or self.rate == 0.0:
+            return x
+        if index is None:
+            index = torch.arange(x.shape[-1], device=x.device)
+        draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)
+        # `where` keeps one byte per element for backward; a product would keep the mask in x's dtype.
+        return torch.where(draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, place={self.place}"
