@@ -1,0 +1,88 @@
+"""`phalanx VERB ...`: finds the verb, runs it, and turns what goes wrong into a sentence and a code.
+
+0: done. 1: failed (a check that found faults, a run that broke). 2: wrong usage. 130: interrupted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from .usage import UsageError
+
+__all__ = ["VERBS", "main"]
+
+# A verb's module stands beside this file and offers run(argv) -> exit code. Nothing is imported
+# until its verb is used: most verbs need no torch, and start at once.
+VERBS: dict[str, str] = {
+    "draw": "a schedule, a layout, a program or a mesh as a picture",
+    "check": "whether a layout fits a model, or a program can run, and what each rank holds",
+}
+_OVERVIEW = """\
+phalanx: train one transformer over any mix of devices.
+
+{verbs}
+
+Try:
+  phalanx draw 1f1b --stages 4 --microbatches 8
+  phalanx draw zb-h2 --stages 4 --microbatches 8 --costs F=1,I=1,W=1 --repeat 3 --out step.html
+  phalanx draw "dp2 pp2 zero3 1f1b:4" --model 124m --costs F=1,B=2,G=0.2,S=0.2
+  phalanx draw mesh "dp2 pp2 tp2"
+  phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
+
+Every verb takes --json and --help. Exit code 0: done, 1: failed, 2: wrong usage."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a mistake of the user's never shows a traceback."""
+    try:
+        code = _run(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads us has seen enough (`| head`); what is still buffered must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as error:
+        if not _is_ours(error):
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"phalanx: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+    return code
+
+
+def _run(argv: list[str]) -> int:
+    verb = argv[0] if argv else "--help"
+    if verb in ("-h", "--help", "help"):
+        width = max(map(len, VERBS))
+        print(_OVERVIEW.format(verbs="\n".join(f"  {v:{width}}  {VERBS[v]}" for v in VERBS)))
+        return 0
+    if verb == "--version":
+        from importlib.metadata import version
+
+        print(f"phalanx {version('phalanx')}")
+        return 0
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"there is no verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
+    module = importlib.import_module(f".{verb}", __package__)
+    try:
+        code: int = module.run(argv[1:])
+    except SystemExit as done:  # argparse ends --help so
+        return int(done.code or 0)
+    return code
+
+
+def _is_ours(error: ValueError) -> bool:
+    """The errors that we raise for the user are families of their own; any other is our mistake."""
+    return type(error).__module__.startswith("phalanx.")

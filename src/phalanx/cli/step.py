@@ -1,0 +1,198 @@
+"""A training step as the command line names it: a schedule with flags, a layout, or a program file.
+
+Whatever the words were, they become one Program with its costs; drawing and checking read that.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..layout import Layout, Mesh, Shape, legal, nearest, stage_pieces
+from ..program import Costs, Program, Sizes, build, check, search
+from .usage import UsageError, flags, read
+
+__all__ = ["Step", "costs_of", "of_file", "of_layout", "of_schedule", "refuse_illegal"]
+
+_SCHEDULE_FLAGS = ("stages", "microbatches", "chunks", "layers", "zero", "gather", "reduce")
+_SCHEDULE_FLAGS += ("recompute", "prefetch")
+_KINDS = ("F", "B", "I", "W", "R", "G", "S", "T", "U", "N", "A", "O", "Z", "send")
+_UNIT_KINDS = "GSU"  # these take as long as a piece has weights; computing, as it multiplies
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step: its program, what its operations cost, and what it is called."""
+
+    title: str
+    program: Program
+    costs: Costs
+    stages: int
+    chunks: int = 1
+    layout: Layout | None = None
+    notes: tuple[str, ...] = ()
+
+
+def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
+    """The times that `F=1,B=2,send=0.1` names; left out, backward costs twice the forward."""
+    if text is None:
+        return {"F": 1.0, "I": 1.0, "W": 1.0} if split else {"F": 1.0, "B": 2.0}
+    found: dict[str, float] = {}
+    for word in text.split(","):
+        kind, equals, value = word.strip().partition("=")
+        if kind not in _KINDS or not equals:
+            raise UsageError(
+                f"--costs: {word.strip()!r} is not KIND=TIME. Kinds are {', '.join(_KINDS)};"
+                " write --costs F=1,B=2,send=0.1."
+            )
+        if kind in found:
+            raise UsageError(f"--costs: {kind} stands twice in {text!r}; say it once.")
+        try:
+            found[kind] = float(value)
+        except ValueError:
+            raise UsageError(f"--costs: {value!r} in {word.strip()!r} is not a number.") from None
+        if not 0 <= found[kind] < float("inf"):
+            raise UsageError(f"--costs: {word.strip()!r}; a time is 0 or more, and finite.")
+    if not any(found.get(kind) for kind in "FBIW"):
+        raise UsageError(f"--costs {text}: nothing takes time; give F and B, or F, I and W.")
+    return found
+
+
+def of_schedule(name: str, said: argparse.Namespace) -> Step:
+    """The step of a bare schedule: its stages are the only ranks."""
+    stages = _count("stages", said.stages, 1 if name == "accum" else 4)
+    microbatches = _count("microbatches", said.microbatches, 8)
+    notes: tuple[str, ...] = ()
+    if name == "naive" and microbatches > 1:
+        microbatches = 1
+        notes = ("naive sharding takes the batch whole, as one microbatch",)
+    layout = Layout(
+        # ZeRO shards over copies, so there have to be two; they follow the same rows.
+        mesh=Mesh.parse(f"dp2 pp{stages}" if said.zero else f"pp{stages}"),
+        zero=said.zero or 0,
+        schedule=name,
+        chunks=0 if said.chunks is None else _count("chunks", said.chunks, 1),
+        microbatches=microbatches,
+        gather=said.gather or "",
+        reduce=said.reduce or "",
+        prefetch=1 if said.prefetch is None else said.prefetch,
+        recompute=said.recompute or "none",
+    )
+    pieces = _spread(said.layers, layout.virtual_stages)
+    layers = pieces[-1].stop
+    costs = Costs(
+        costs_of(said.costs, split=layout.splits_backward),
+        share=dict.fromkeys(range(layers), stages / layers),
+    )
+    chunks = f", {layout.chunks} chunks" if layout.chunks > 1 else ""
+    title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}{chunks}"
+    program = _built(layout, pieces, (), said, costs)
+    return Step(title, program, costs, stages, layout.chunks, layout, notes)
+
+
+def of_layout(text: str, said: argparse.Namespace) -> Step:
+    """The step of a layout for a model; an illegal one is refused with the nearest that is not."""
+    if given := flags(said, _SCHEDULE_FLAGS):
+        raise UsageError(
+            f"{given[0]} is said by the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
+        )
+    layout, shape = Layout.parse(text), Shape.load(said.model)
+    refuse_illegal(layout, shape, batch=said.batch or 0, sequence=said.seq or 0)
+    kinds = costs_of(said.costs, split=layout.splits_backward)
+    # What a piece costs: its part of an average stage, by multiply-adds, or by weights.
+    work, weights = ([f(p) for p in range(shape.pieces)] for f in (shape.cost, shape.parameters))
+    costs = Costs(
+        kinds,
+        share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
+        pieces={
+            (kind, p): kinds[kind] * layout.pp * w / sum(weights)
+            for kind in _UNIT_KINDS
+            if kind in kinds
+            for p, w in enumerate(weights)
+        },
+    )
+    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
+    program = _built(layout, stage_pieces(layout, shape), tied, said, costs)
+    title = f"{layout} on {shape.name}" if str(layout) else f"one rank on {shape.name}"
+    return Step(title, program, costs, layout.pp, layout.chunks, layout)
+
+
+def of_file(path: str, said: argparse.Namespace) -> Step:
+    """The step that a program file tells, checked."""
+    program = Program.parse(read(path, "program"), path)
+    check(program)
+    stages = program.mesh.of("pp")
+    split = any(op.kind in "IW" for row in program.rows for op in row)
+    share = stages / max(1, program.pieces)
+    costs = Costs(
+        costs_of(said.costs, split=split), share=dict.fromkeys(range(program.pieces), share)
+    )
+    chunks = max(1, program.pieces // stages)
+    return Step(path, program, costs, stages, chunks)
+
+
+def refuse_illegal(layout: Layout, shape: Shape, *, batch: int, sequence: int) -> None:
+    """Raise with every reason why a layout does not fit, and what would."""
+    found = legal(layout, shape, batch=batch, sequence=sequence)
+    if found:
+        near = nearest(layout, shape, batch=batch, sequence=sequence)
+        way = " Nearest legal: " + "; ".join(map(str, near)) + "." if near else ""
+        raise UsageError(f"{layout} on {shape.name}: " + " ".join(map(str, found)) + way)
+
+
+def _built(
+    layout: Layout,
+    pieces: Sequence[range],
+    tied: tuple[tuple[int, int], ...],
+    said: argparse.Namespace,
+    costs: Costs,
+) -> Program:
+    limit = said.memory_limit
+    if limit is not None and layout.schedule != "searched" and layout.recompute != "fit":
+        raise UsageError(
+            "--memory-limit is for the schedule 'searched' (microbatches that a stage may hold) and"
+            " for recompute fit (pieces whose activations it may hold whole)."
+        )
+    sizes = None
+    if layout.recompute == "fit":
+        if limit is None:
+            raise UsageError(
+                "recompute fit needs --memory-limit: how many pieces a stage may hold."
+            )
+        count = pieces[-1].stop
+        sizes = Sizes(kept=(1.0,) * count, input=(0.0,) * count)
+    virtual = dict.fromkeys(range(len(pieces)), 1 / layout.chunks)
+    return build(
+        layout,
+        pieces,
+        tied,
+        agree=said.clip,
+        costs=replace(costs, share=virtual, pieces={}),
+        sizes=sizes,
+        limit=float("inf") if limit is None else limit,
+    )
+
+
+def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
+    """Layers over virtual stages as evenly as can be, the earlier ones longer."""
+    layers = stages if layers is None else layers
+    if layers < stages:
+        raise UsageError(
+            f"--layers {layers} cannot fill {stages} stages with one each; use {stages} or more."
+        )
+    ends = [-(-layers * i // stages) for i in range(stages + 1)]
+    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _count(name: str, number: int | None, default: int) -> int:
+    if number is None:
+        return default
+    if number < 1:
+        raise UsageError(f"--{name} is {number}; a schedule needs 1 or more.")
+    return number
+
+
+def _many(count: int, what: str) -> str:
+    plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
+    return f"{count} {plural}"

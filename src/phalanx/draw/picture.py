@@ -1,0 +1,224 @@
+"""What a picture of a run shows: timelines with a title, and how each kind of operation looks.
+
+The four ways to draw one (`text`, `svg`, `page`, `chrome`) read this value and nothing else; none
+of them knows what waits for what, or in which order anything stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from ..program import KINDS, Op, Span, Timeline
+
+__all__ = ["LEGEND", "PAINTS", "Paint", "Picture", "Track", "number"]
+
+
+class Paint(NamedTuple):
+    """How a kind looks: its colour, that of letters on it, and the nearest of a terminal's 256."""
+
+    fill: str
+    ink: str
+    terminal: int
+
+
+# The palette of Okabe and Ito (2008), which colour-blind readers tell apart. Letters stand beside
+# every colour, so nothing is told by colour alone.
+PAINTS: dict[str, Paint] = {
+    "F": Paint("#56b4e9", "#000000", 74),
+    "B": Paint("#e69f00", "#000000", 178),
+    "I": Paint("#e69f00", "#000000", 178),
+    "W": Paint("#2fb98f", "#000000", 36),
+    "R": Paint("#cc79a7", "#000000", 175),
+    "G": Paint("#0072b2", "#ffffff", 25),
+    "S": Paint("#d55e00", "#000000", 166),
+    "U": Paint("#f0e442", "#000000", 185),
+    "T": Paint("#d55e00", "#000000", 166),
+    "A": Paint("#6e6e6e", "#ffffff", 242),
+    "N": Paint("#6e6e6e", "#ffffff", 242),
+    "D": Paint("#6e6e6e", "#ffffff", 242),
+    ">": Paint("#b0b0b0", "#000000", 249),
+    "<": Paint("#b0b0b0", "#000000", 249),
+    "O": Paint("#8c6bb1", "#ffffff", 97),
+    "Z": Paint("#8c6bb1", "#ffffff", 97),
+}
+LEGEND: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "R": "recompute",
+    "G": "gather weights",
+    "S": "sum gradients",
+    "T": "tied sum",
+    "U": "update",
+    "A": "agree",
+    "N": "count tokens",
+    ">": "message",
+    "O": "out to host",
+    "Z": "back from host",
+}
+
+
+class Track(NamedTuple):
+    """One row of a picture: the spans of a lane that take time."""
+
+    rank: int
+    lane: str
+    label: str
+    source: int  # which of the picture's timelines
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One timeline, or a prediction and the measurement of it, with what is to be said about it.
+
+    `names` names the timelines where there are two. `held` are microbatches by rank, `notes` are
+    sentences below the picture, `unit` what the timeline's memory counts, `clock` its time.
+    """
+
+    title: str
+    timeline: Timeline
+    other: Timeline | None = None
+    names: tuple[str, str] = ("predicted", "measured")
+    held: Sequence[float] = ()
+    notes: tuple[str, ...] = ()
+    labels: Mapping[int, str] = field(default_factory=dict)
+    unit: str = "bytes"
+    clock: str = ""
+
+    @cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        return (self.timeline,) if self.other is None else (self.timeline, self.other)
+
+    @cached_property
+    def start(self) -> float:
+        return min(t.start for t in self.timelines)
+
+    @cached_property
+    def end(self) -> float:
+        return max(t.start + t.makespan for t in self.timelines)
+
+    @cached_property
+    def tracks(self) -> tuple[Track, ...]:
+        """Every rank's compute lane, then its lanes on which something takes time; where there are
+        two timelines, each lane of the second right under that of the first.
+
+        A message is shown where it is sent: its two ends are one event."""
+        shown: dict[tuple[int, str, int], list[Span]] = {}
+        for source, timeline in enumerate(self.timelines):
+            for span in timeline.spans:
+                where = (span.rank, span.lane, source)
+                if span.end > span.start and span.op.kind != "<":
+                    shown.setdefault(where, []).append(span)
+                elif span.lane == "compute":
+                    shown.setdefault(where, [])
+        ranks = {rank: i for i, t in enumerate(self.timelines) for rank in t.ranks}
+        order = {rank: i for i, rank in enumerate(sorted(ranks))}
+        keys = sorted(shown, key=lambda k: (order[k[0]], k[1] != "compute", k[1], k[2]))
+        return tuple(Track(*key[:2], self._label(*key), key[2], tuple(shown[key])) for key in keys)
+
+    def _label(self, rank: int, lane: str, source: int) -> str:
+        label = self.labels.get(rank, f"rank {rank}") if lane == "compute" else f"  {lane}"
+        if self.other is None:
+            return label
+        if source:
+            return f"  {self.names[1]}" if lane == "compute" else f"  {lane} ({self.names[1]})"
+        return label
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that are seen, in the order in which they are explained."""
+        seen = {s.op.kind for track in self.tracks for s in track.spans}
+        return tuple(kind for kind in LEGEND if kind in seen)
+
+    @cached_property
+    def places(self) -> dict[int, tuple[int, ...]]:
+        """The pieces that each rank computes, lowest first."""
+        found: dict[int, set[int]] = {}
+        for timeline in self.timelines:
+            for rank, spans in timeline.computing.items():
+                found.setdefault(rank, set()).update(s.op.piece for s in spans)
+        return {rank: tuple(sorted(pieces)) for rank, pieces in found.items()}
+
+    @cached_property
+    def several(self) -> bool:
+        """Whether some rank computes more than one piece, so that a label must say which."""
+        return any(len(pieces) > 1 for pieces in self.places.values())
+
+    def tint(self, rank: int, op: Op) -> float:
+        """How light an operation's colour is, 0 to 1: later pieces of a rank are lighter."""
+        pieces = self.places.get(rank, ())
+        if op.piece not in pieces or len(pieces) < 2:
+            return 0.0
+        return pieces.index(op.piece) / (len(pieces) - 1)
+
+    def names_of(self, op: Op) -> tuple[str, ...]:
+        """What a cell may say, the fullest first; the narrower the cell, the shorter."""
+        if op.piece < 0:
+            return (op.kind,)
+        if op.kind in "FBIWROZ":
+            short = (f"{op.kind}{op.index}", str(op.index))
+            return (str(op), *short) if self.several else short
+        if op.of:
+            return (f"{op.of}{op.index}", str(op.index))
+        return (str(op), f"{op.piece}{op.kind}", str(op.piece))
+
+    def explain(self, op: Op) -> str:
+        """What an operation does, in words."""
+        what = KINDS[op.kind]
+        if op.of:
+            way = "to" if op.kind == ">" else "from"
+            value = "output" if op.of == "F" else "gradient"
+            return f"{what} the {value} of piece {op.piece}, microbatch {op.index}, {way} piece {op.peer}"
+        if op.piece < 0:
+            return what
+        if op.kind in "FBIWROZ":
+            return f"{what}: piece {op.piece}, microbatch {op.index}"
+        return f"{what}: unit {op.piece}" + (f", time {op.index + 1}" if op.index else "")
+
+    @cached_property
+    def summary(self) -> tuple[str, ...]:
+        """How long, how good, how much is held: one line for each timeline, one for what is held."""
+        lines = []
+        for name, t in zip(self.names, self.timelines, strict=False):
+            said = (
+                f"makespan {number(t.makespan)}{self.clock}, ideal {number(t.ideal)}{self.clock},"
+                f" bubble {100 * t.bubble_fraction:.1f} %"
+            )
+            exposed = max((t.exposed(rank) for rank in t.ranks), default=0.0)
+            if exposed > 1e-12:
+                said += f", exposed communication up to {number(exposed)}{self.clock}"
+            lines.append(said if self.other is None else f"{name}: {said}")
+        if self.held:
+            lines.append(f"held microbatches by stage: {_run(map(number, self.held))}")
+        return tuple(lines)
+
+    @cached_property
+    def differences(self) -> tuple[tuple[str, float, float], ...]:
+        """For each kind of operation that takes time: (kind, time in the first, in the second)."""
+        sums: list[dict[str, float]] = []
+        for timeline in self.timelines:
+            one: dict[str, float] = {}
+            for span in timeline.spans:
+                if span.op.kind != "<":
+                    one[span.op.kind] = one.get(span.op.kind, 0.0) + span.end - span.start
+            sums.append(one)
+        first, second = sums[0], sums[-1]
+        return tuple(
+            (kind, first.get(kind, 0.0), second.get(kind, 0.0))
+            for kind in LEGEND
+            if first.get(kind) or second.get(kind)
+        )
+
+
+def number(x: float) -> str:
+    """A number as short as it is exact to four digits: 33, 0.125, 1.047."""
+    return f"{x:.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
+
+
+def _run(words: Iterable[str]) -> str:
+    return " ".join(words)

@@ -1,0 +1,210 @@
+"""A picture as text for a terminal: a row for every rank, cells as wide as their time.
+
+Kinds are told apart by their letter as well as by colour. What is wider than the terminal is folded
+into bands, one below the other; nothing runs over the edge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..program import Op, Span
+from .picture import LEGEND, PAINTS, Picture, Track, number
+
+__all__ = ["text"]
+
+_IDLE = "·"
+_LINES = 150  # a picture that would be longer is drawn with narrower cells
+
+
+class _Cell(NamedTuple):
+    """The columns `start` to `stop` of a track, and the operation that fills them."""
+
+    start: int
+    stop: int
+    op: Op
+
+
+def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
+    """The picture in lines of at most `width` columns."""
+    tracks = picture.tracks
+    widest = max((len(t.label) for t in tracks), default=0)
+    margin = min(widest, max(6, width // 3)) + 1
+    room = max(8, width - margin)
+    scale = _scale(picture, room)
+    columns = max(1, math.ceil((picture.end - picture.start) * scale - 1e-6))
+    band = _band(picture, scale, room, columns)
+    rows = [_cells(track, picture.start, scale) for track in tracks]
+    lines = _wrapped(picture.title, width)
+    for left in range(0, columns, band):
+        right = min(columns, left + band)
+        lines += ["", " " * margin + _axis(picture, scale, left, right)]
+        for track, cells in zip(tracks, rows, strict=True):
+            label = track.label[: margin - 1].ljust(margin)
+            lines.append(label + _row(picture, track, cells, (left, right), colour))
+    lines += ["", *_wrapped(_legend(picture), width)]
+    for line in (*picture.summary, *_table(picture), *picture.notes):
+        lines += _wrapped(line, width)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _scale(picture: Picture, room: int) -> float:
+    """Columns per unit of time: labels fit where they can, and one band is better than two."""
+    spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
+    spans = spans or [s for t in picture.tracks for s in t.spans]
+    if not spans:
+        return 1.0
+    total = picture.end - picture.start
+    shortest = min(s.end - s.start for s in spans)
+    label = max(len(picture.names_of(s.op)[0]) for s in spans)
+    most = max(1, _LINES // (len(picture.tracks) + 2))
+    # Where an instant stands among long operations, it cannot set the scale for all.
+    shortest = max(shortest, total / 2000)
+    for cell in range(label + 2, label - 1, -1):
+        if total / shortest * cell <= room + 1e-6:
+            return cell / shortest
+    for cell in range(label + 1, 0, -1):
+        if total / shortest * cell <= room * most:
+            return cell / shortest
+    return room * most / total
+
+
+def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
+    """How many columns one band has: bands alike, each a whole number of shortest cells."""
+    spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
+    cell = min(room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale)))
+    room -= room % cell
+    fair = -(-columns // -(-columns // room))
+    return min(room, -(-fair // cell) * cell)
+
+
+def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
+    """The spans in whole columns, none over another; what is too short to be seen gives way."""
+    cells: list[_Cell] = []
+    reached = 0
+    for span in sorted(track.spans, key=lambda s: s.start):
+        start, stop = (round((t - begin) * scale) for t in (span.start, span.end))
+        start = max(start, reached)
+        if stop > start or (stop == start and _is_alone(span, track, scale)):
+            reached = max(stop, start + 1)
+            cells.append(_Cell(start, reached, span.op))
+    return cells
+
+
+def _is_alone(span: Span, track: Track, scale: float) -> bool:
+    """On a link lane a short message is still worth one column; computing keeps its proportions."""
+    return track.lane != "compute" and (span.end - span.start) * scale > 0
+
+
+def _row(
+    picture: Picture, track: Track, cells: Sequence[_Cell], window: tuple[int, int], colour: bool
+) -> str:
+    left, right = window
+    out: list[str] = []
+    at = left
+    for cell in cells:
+        start, stop = max(cell.start, left), min(cell.stop, right)
+        if start >= stop:
+            continue
+        out.append(_IDLE * (start - at))
+        said = _said(picture, cell, (left, right))
+        out.append(_painted(said, picture, track.rank, cell.op) if colour else said)
+        at = stop
+    out.append(_IDLE * (right - at))
+    return "".join(out)
+
+
+def _said(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
+    """The characters of the part of a cell that a window shows.
+
+    A cell that is folded over two bands says its name where more of it is seen."""
+    parts = _parts(cell, window[0], window[1] - window[0])
+    here = (max(cell.start, window[0]), min(cell.stop, window[1]))
+    size = here[1] - here[0]
+    if here != max(parts, key=lambda p: (p[1] - p[0], -p[0])):
+        return "─" * size
+    for name in picture.names_of(cell.op):
+        if len(name) <= size:
+            rest = size - len(name)
+            # The last column stays free, so that neighbours do not run into each other.
+            return name + "─" * (rest - 1) + " " * min(1, rest)
+    return cell.op.kind.lower()[:1] * size
+
+
+def _parts(cell: _Cell, left: int, band: int) -> list[tuple[int, int]]:
+    """Where the bands cut a cell."""
+    edges = [cell.start, cell.stop]
+    if band:
+        first = left + (cell.start - left) // band * band
+        edges += [e for e in range(first, cell.stop, band) if e > cell.start]
+    edges.sort()
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+
+
+def _painted(said: str, picture: Picture, rank: int, op: Op) -> str:
+    paint = PAINTS[op.kind]
+    ink = 15 if paint.ink == "#ffffff" else 16
+    # Later pieces of a rank are underlined rather than lighter: 256 colours have no tints to spare.
+    line = ";4" if picture.tint(rank, op) > 0.5 and op.kind in "FBIWR" else ""
+    return f"\x1b[38;5;{ink};48;5;{paint.terminal}{line}m{said}\x1b[0m"
+
+
+def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
+    """Times above a band, where they are round."""
+    step = _step(9 / scale)
+    marks = [" "] * (right - left)
+    tick = math.ceil((picture.start + left / scale) / step - 1e-9)
+    while (column := round((tick * step - picture.start) * scale)) < right:
+        said = f"{number(tick * step)}{picture.clock}"
+        if column - left + 1 + len(said) <= len(marks):
+            marks[column - left : column - left + 1 + len(said)] = ["╷", *said]
+        tick += 1
+    return "".join(marks)
+
+
+def _step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20 ... (and their fractions) that is not below `least`."""
+    power: float = 10.0 ** math.floor(math.log10(least))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= least - 1e-12)
+
+
+def _legend(picture: Picture) -> str:
+    words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ">"]
+    if ">" in picture.kinds:
+        words.append("a>b messages from stage a to b")
+    names = "2F0 is piece 2, forward of microbatch 0" if picture.several else ""
+    if not picture.several and "F" in picture.kinds:
+        names = "F0 is the forward of microbatch 0"
+    return " | ".join([*words, f"{_IDLE} idle", *([names] if names else [])])
+
+
+def _table(picture: Picture) -> list[str]:
+    """Time by kind of operation, where there are two timelines to compare."""
+    if picture.other is None:
+        return []
+    names = [f"{name:>12}" for name in picture.names]
+    lines = ["", f"{'':16}{names[0]}{names[1]}  difference"]
+    for kind, first, second in picture.differences:
+        change = f"{100 * (second / first - 1):+.1f} %" if first else "new"
+        lines.append(f"{LEGEND[kind]:16}{number(first):>12}{number(second):>12}  {change:>10}")
+    return [*lines, ""]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """The words of a line in lines that fit."""
+    if len(line) <= width:
+        return [line]
+    out, now = [], ""
+    for word in line.split(" "):
+        while len(word) > width:
+            word, rest = word[:width], word[width:]
+            out += [now] * bool(now) + [word]
+            now, word = "", rest
+        if now and len(now) + 1 + len(word) > width:
+            out.append(now)
+            now = word
+        else:
+            now = f"{now} {word}" if now else word
+    return [*out, now]
