@@ -1,0 +1,270 @@
+"""Data parallel by one mechanism: a unit's weights and gradients in flat buffers.
+
+DDP, ZeRO-1, 2, 3 and HSDP are the same code here; they differ by how many parts a unit is cut into
+and by where G, D and S stand in the program. The gathered buffer *is* the weights: parameters are
+views of it, and so are their gradients of the flat gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..wire import Wire, Work
+from .tensor import Weight
+from .wires import Wires
+
+__all__ = ["Entry", "Pool", "Precision", "Segment", "Unit"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What weights are computed in, kept in, and what gradients are summed in."""
+
+    compute: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+class Segment(NamedTuple):
+    """A run of the flat order whose weights are treated alike."""
+
+    start: int
+    stop: int
+    adds: str
+    decay: bool
+    counted: bool
+
+
+class Entry(NamedTuple):
+    """Where a part of a weight stands: numbers `start` to `stop` of the weight as this tp place
+    holds it, flattened, are at `offset` of this rank's shard."""
+
+    weight: Weight
+    start: int
+    stop: int
+    offset: int
+
+
+class Pool:
+    """A small set of flat buffers, taken and given back; what was once made is used again.
+
+    `check` proves how many are out at once. With `poison` a buffer is filled with NaN when it is
+    given back, so that a use after the drop shows.
+    """
+
+    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+        self.device, self.poison = device, poison
+        self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.made = 0  # bytes, ever
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        waiting = self.free.setdefault((numel, dtype), [])
+        if waiting:
+            return waiting.pop()
+        self.made += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def give(self, buffer: Tensor) -> None:
+        if self.poison:
+            buffer.fill_(float("nan"))
+        self.free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class _Sum(Work):
+    """A gradient on its way to being summed: over the shards, then over the replicas."""
+
+    def __init__(self, unit: Unit, full: Tensor, part: Tensor, first: Work) -> None:
+        self.unit, self.full, self.part = unit, full, part
+        self.first: Work | None = first
+        self.second: Work | None = None
+
+    def go_on(self) -> None:
+        """Sum over the replicas once the shards are summed. Called at the same place of the
+        program on every rank, so that the replica wire sees one order."""
+        if self.first is not None:
+            self.first.wait()
+            self.first = None
+            self.second = self.unit.wires.replica.all_reduce(self.part, wait=False)
+
+    def wait(self) -> None:
+        self.go_on()
+        if self.second is not None:
+            self.second.wait()
+            self.second = None
+            self.unit.summed(self.full, self.part)
+
+    def done(self) -> bool:
+        return self.first is None and self.second is None
+
+
+class Unit:
+    """The weights of one piece on one rank: a home (this rank's part, in master precision), the
+    weights (whole, views of a flat buffer, there or dropped) and the gradient."""
+
+    def __init__(
+        self,
+        number: int,
+        weights: Sequence[Weight],
+        wires: Wires,
+        pool: Pool,
+        precision: Precision,
+        *,
+        resident: bool,
+    ) -> None:
+        self.number, self.wires, self.pool, self.precision = number, wires, pool, precision
+        # What is summed apart stands together, and in it what decays comes first.
+        self.order = sorted(weights, key=lambda w: (w.adds, not w.decay, not w.counted))
+        self.offsets: list[int] = []
+        total = 0
+        for weight in self.order:
+            self.offsets.append(total)
+            total += _numel(weight)
+        shards = wires.gather.size
+        self.numel = -(-total // shards) * shards
+        self.part = self.numel // shards
+        self.start = self.part * wires.gather.rank
+        self.parameters = {w.name: nn.Parameter(torch.empty(0)) for w in self.order}
+        self.home = torch.zeros(self.part, dtype=precision.master, device=pool.device)
+        self.buffer: Tensor | None = None  # the whole weights
+        self.full: Tensor | None = None  # the whole gradient, open for contributions
+        self.gradient: Tensor | None = None  # this rank's part of it, summed
+        self.resident = resident
+        self.same = resident and shards == 1 and precision.compute == precision.master
+        if resident:
+            self._bind(self.home if self.same else self._new_buffer())
+
+    # ---- the flat order
+
+    def segments(self) -> list[Segment]:
+        """The whole flat order in runs that are treated alike."""
+        runs: list[Segment] = []
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            one = Segment(
+                offset, offset + _numel(weight), weight.adds, weight.decay, weight.counted
+            )
+            if runs and runs[-1][2:] == one[2:]:
+                one = Segment(runs.pop().start, *one[1:])
+            runs.append(one)
+        return runs
+
+    def own_segments(self) -> list[Segment]:
+        """Those runs as far as they lie in this rank's part, counted from its start."""
+        stop = self.start + self.part
+        clipped = (
+            s._replace(start=max(s.start, self.start), stop=min(s.stop, stop))
+            for s in self.segments()
+        )
+        return [
+            s._replace(start=s.start - self.start, stop=s.stop - self.start)
+            for s in clipped
+            if s.start < s.stop
+        ]
+
+    def entries(self) -> Iterator[Entry]:
+        """Which numbers of which weights this rank's part holds."""
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            start = max(offset, self.start)
+            stop = min(offset + _numel(weight), self.start + self.part)
+            if start < stop:
+                yield Entry(weight, start - offset, stop - offset, start - self.start)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Put one weight, as this tp place holds it, into the home."""
+        flat = part.reshape(-1)
+        for entry in self.entries():
+            if entry.weight.name == name:
+                end = entry.offset + entry.stop - entry.start
+                self.home[entry.offset : end] = flat[entry.start : entry.stop]
+
+    # ---- weights
+
+    def gather(self) -> Work:
+        """Begin to fetch the whole weights; they are readable after the work's wait."""
+        if self.buffer is None:
+            self._bind(self._new_buffer())
+        assert self.buffer is not None
+        return self.wires.gather.all_gather(
+            self.buffer, self.home.to(self.precision.compute), wait=False
+        )
+
+    def drop(self) -> None:
+        """Give the weights' buffer back. Nothing may hold a view of it: see `stage.py`."""
+        assert self.buffer is not None, f"unit {self.number} is dropped and was not gathered"
+        for parameter in self.parameters.values():
+            parameter.data = torch.empty(0, dtype=self.buffer.dtype, device=self.buffer.device)
+        self.pool.give(self.buffer)
+        self.buffer = None
+
+    def refresh(self) -> None:
+        """After an update: weights that no gather brings again are written here."""
+        if self.buffer is not None and not self.same and self.wires.gather.size == 1:
+            self.buffer.copy_(self.home)
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        index = next(i for i, w in enumerate(self.order) if w.name == name)
+        weight, offset = self.order[index], self.offsets[index]
+        return flat[offset : offset + _numel(weight)].view(weight.local)
+
+    def _new_buffer(self) -> Tensor:
+        return self.pool.take(self.numel, self.precision.compute)
+
+    def _bind(self, buffer: Tensor) -> None:
+        # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
+        # shares the version counter, and a later gather raises "modified by an inplace operation".
+        self.buffer = buffer
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            view = buffer[offset : offset + _numel(weight)].view(weight.local)
+            self.parameters[weight.name].data = view
+
+    # ---- gradients
+
+    def open(self) -> None:
+        """Make room for contributions: from here on backward adds into one flat gradient."""
+        if self.full is not None:
+            return
+        self.full = self.pool.take(self.numel, self.precision.reduce).zero_()
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            parameter = self.parameters[weight.name]
+            if parameter.dtype != self.precision.reduce:
+                parameter.grad_dtype = self.precision.reduce
+            parameter.grad = self.full[offset : offset + _numel(weight)].view(weight.local)
+
+    def reduce(self) -> _Sum:
+        """Begin to sum the gradient over the copies; later contributions open a new one."""
+        full, self.full = self.full, None
+        assert full is not None, f"unit {self.number} is summed and has no gradient"
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for segment in self.segments():
+            if segment.adds:
+                wire: Wire = getattr(self.wires, segment.adds)
+                wire.all_reduce(full[segment.start : segment.stop])
+        if self.wires.reduce.size == 1:
+            return _Sum(self, full, full, Work())
+        part = self.pool.take(self.part, self.precision.reduce)
+        return _Sum(self, full, part, self.wires.reduce.reduce_scatter(part, full, wait=False))
+
+    def summed(self, full: Tensor, part: Tensor) -> None:
+        """A sum has arrived: it becomes this rank's gradient, or is added to it."""
+        if part is not full:
+            self.pool.give(full)
+        if self.gradient is None:
+            self.gradient = part
+        else:
+            self.gradient += part
+            self.pool.give(part)
+
+    def spend(self) -> None:
+        """The gradient has been used by an update."""
+        assert self.gradient is not None
+        self.pool.give(self.gradient)
+        self.gradient = None
+
+
+def _numel(weight: Weight) -> int:
+    return torch.Size(weight.local).numel()

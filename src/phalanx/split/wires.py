@@ -1,0 +1,64 @@
+"""The wires of a layout: which ranks talk to each other about what, opened in one fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layout import Layout, LayoutError
+from ..wire import Wire, World
+
+__all__ = ["Wires", "open_wires"]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Every group that one rank belongs to. A group of one is a wire like any other."""
+
+    tp: Wire  # regions of tensor parallelism
+    kv: Wire  # ranks of tp that hold the same key and value head
+    norms: Wire  # tp again, for gradients: never between two messages of a region
+    gather: Wire  # the parts of a unit's weights
+    reduce: Wire  # the parts of a unit's gradients
+    replica: Wire  # ranks that hold the same part
+    count: Wire  # ranks that saw other tokens
+    pipe: Wire  # stages of one pipeline, activations and gradients
+    tie: Wire  # stages of one pipeline that hold a tied weight; the rest alone
+    everyone: Wire
+
+
+def open_wires(
+    world: World, layout: Layout, *, kv_heads: int = 0, tied: tuple[int, ...] = ()
+) -> Wires:
+    """All wires of a layout; a collective call of the whole world. `tied` are the stages that
+    share a weight."""
+    if world.size != layout.ranks:
+        raise LayoutError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
+        )
+    mesh = layout.mesh
+
+    def along(name: str, *axes: str) -> Wire:
+        return world.split(name, mesh.groups(axes))
+
+    same = layout.tp // kv_heads if kv_heads and layout.tp > kv_heads else 1
+    copies = [
+        group[i : i + same] for group in mesh.groups(["tp"]) for i in range(0, len(group), same)
+    ]
+    ties: list[tuple[int, ...]] = []
+    for group in mesh.groups(["pp"]):
+        ties += [(rank,) for stage, rank in enumerate(group) if stage not in tied]
+        ties += [tuple(rank for stage, rank in enumerate(group) if stage in tied)] * bool(tied)
+    stages = range(layout.pp)
+    flows = [(a, b) for a in stages for b in stages if (a - b) % layout.pp in (1, layout.pp - 1)]
+    return Wires(
+        tp=along("tp", "tp"),
+        kv=world.split("kv", copies),
+        norms=along("norms", "tp"),
+        gather=along("gather", *layout.shard_axes),
+        reduce=along("reduce", *layout.shard_axes),
+        replica=along("replica", *layout.replica_axes),
+        count=along("count", "dp", "cp"),
+        pipe=world.split("pipe", mesh.groups(["pp"]), flows),
+        tie=world.split("tie", ties),
+        everyone=world.split("everyone", [tuple(range(world.size))]),
+    )

@@ -1,0 +1,86 @@
+"""Optimizers on flat shards: one fused update over a few views of a unit's home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..split import Unit
+
+__all__ = ["AdamW", "Optimizer", "Sgd", "Update"]
+
+
+class Optimizer(Protocol):
+    """Makes the update of a unit: a function of the learning rate and the gradient's scale."""
+
+    def of(self, unit: Unit) -> Callable[[float, float], None]: ...
+
+
+class Update:
+    """The update of one unit: torch's own optimizer over runs of the flat home that decay alike."""
+
+    def __init__(self, unit: Unit, optimizer: type[torch.optim.Optimizer], **options: object):
+        self.unit = unit
+        self.runs: list[tuple[slice, Tensor]] = []
+        groups = []
+        for segment in unit.own_segments():
+            run = slice(segment.start, segment.stop)
+            view = unit.home[run]
+            self.runs.append((run, view))
+            decay = options["weight_decay"] if segment.decay else 0.0
+            groups.append({"params": [view], "weight_decay": decay})
+        self.torch = optimizer(groups, **options) if groups else None  # type: ignore[arg-type]
+
+    def __call__(self, lr: float, scale: float) -> None:
+        """One step with the unit's gradient, times `scale`; the gradient is spent."""
+        gradient = self.unit.gradient
+        assert gradient is not None, f"unit {self.unit.number} is updated without a gradient"
+        if self.torch is not None:
+            if scale != 1.0:
+                gradient *= scale
+            for run, view in self.runs:
+                view.grad = gradient[run].to(view.dtype)
+            for group in self.torch.param_groups:
+                group["lr"] = lr
+            self.torch.step()
+            for _, view in self.runs:
+                view.grad = None
+        self.unit.spend()
+        self.unit.refresh()
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled decay (Loshchilov and Hutter 2019); norms and biases do not decay."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    decay: float = 0.1
+
+    def of(self, unit: Unit) -> Update:
+        return Update(
+            unit,
+            torch.optim.AdamW,
+            betas=(self.beta1, self.beta2),
+            eps=self.eps,
+            weight_decay=self.decay,
+            fused=True,
+        )
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """Gradient descent with momentum."""
+
+    momentum: float = 0.0
+    decay: float = 0.0
+
+    def of(self, unit: Unit) -> Update:
+        return Update(
+            unit, torch.optim.SGD, momentum=self.momentum, weight_decay=self.decay, fused=True
+        )

@@ -1,0 +1,151 @@
+"""A few steps of one layout on a world of ranks, with every gradient and weight written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..program import Program, build, check
+from ..split import Entry, Model, Precision, Unit, microbatches
+from ..split.holding import Holding, hold, model_stages
+from ..train.optimizer import AdamW, Sgd
+from ..train.perform import Performer
+from ..wire import World
+from .reference import Step
+
+__all__ = ["Part", "Setting", "join", "train_layout"]
+
+Batch = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every layout of a comparison has in common."""
+
+    batches: Callable[[int], Batch]
+    steps: int = 3
+    optimizer: AdamW | Sgd = AdamW()  # noqa: RUF009  # frozen
+    lr: float = 1e-2
+    clip: float = 1.0
+    precision: Precision = Precision()  # noqa: RUF009  # frozen
+    seed: int = 0
+
+
+class Part(NamedTuple):
+    """Some numbers of a weight, as one rank holds them after one step."""
+
+    step: int
+    entry: Entry
+    gradient: Tensor
+    weight: Tensor
+
+
+class Seen(NamedTuple):
+    """All that one rank tells of its steps."""
+
+    losses: tuple[float, ...]
+    counts: tuple[float, ...]
+    norms: tuple[float | None, ...]
+    parts: tuple[Part, ...]
+
+
+class _Recorder:
+    """An optimizer that writes each gradient down before it is used."""
+
+    def __init__(self, optimizer: AdamW | Sgd) -> None:
+        self.optimizer = optimizer
+        self.seen: dict[int, Tensor] = {}
+
+    def of(self, unit: Unit) -> Callable[[float, float], None]:
+        update = self.optimizer.of(unit)
+
+        def recorded(lr: float, scale: float) -> None:
+            assert unit.gradient is not None
+            self.seen[unit.number] = unit.gradient.detach().clone()
+            update(lr, scale)
+
+        return recorded
+
+
+def program_of(model: Model, layout: Layout, *, agree: bool) -> Program:
+    """The checked program of a layout for this model."""
+    program = build(layout, model_stages(model, layout), model.tied, agree=agree)
+    check(program)
+    return program
+
+
+def train_layout(
+    world: World, layout: Layout, model: Callable[[], Model], setting: Setting
+) -> Seen:
+    """This rank's view of a few steps in a layout; every rank of the world calls it."""
+    mine = model()
+    program = program_of(mine, layout, agree=True)
+    holding = hold(
+        world, layout, mine, program,
+        seed=setting.seed, precision=setting.precision, poison=True,
+    )  # fmt: skip
+    recorder = _Recorder(setting.optimizer)
+    performer = Performer(
+        holding, program, world.rank, recorder,
+        width=mine.shape.hidden if mine.shape else 0,
+        clip=setting.clip,
+        time_cut=layout.tp if layout.seq else 1,
+    )  # fmt: skip
+    results, parts = [], list[Part]()
+    for step in range(setting.steps):
+        batch = {n: x.to(world.device) for n, x in setting.batches(step).items()}
+        own = microbatches(batch, layout, holding.place["dp"])
+        results.append(performer.step(own, setting.lr))
+        parts += _parts(holding, recorder, step)
+    world.clear()
+    return Seen(
+        tuple(r.loss for r in results),
+        tuple(r.count for r in results),
+        tuple(r.norm for r in results),
+        tuple(parts),
+    )
+
+
+def _parts(holding: Holding, recorder: _Recorder, step: int) -> Iterable[Part]:
+    for number, unit in holding.units.items():
+        gradient, home = recorder.seen[number], unit.home
+        for entry in unit.entries():
+            run = slice(entry.offset, entry.offset + entry.stop - entry.start)
+            yield Part(step, entry, gradient[run].cpu(), home[run].detach().cpu().clone())
+
+
+def join(seen: list[Seen], steps: int) -> list[Step]:
+    """The whole tensors of every step, from what all ranks hold. Ranks that hold the same part
+    must hold the same bits; where they do not, the weight is NaN."""
+    joined = []
+    for step in range(steps):
+        gradients: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
+        for part in (p for rank in seen for p in rank.parts if p.step == step):
+            _place(gradients, part.entry, part.gradient)
+            _place(weights, part.entry, part.weight)
+        norm = seen[0].norms[step]
+        loss = sum(rank.losses[step] for rank in seen) / seen[0].counts[step]
+        joined.append(Step(loss, -1.0 if norm is None else norm, gradients, weights))
+    return joined
+
+
+def _place(wholes: dict[str, Tensor], entry: Entry, numbers: Tensor) -> None:
+    weight = entry.weight
+    if weight.name not in wholes:
+        wholes[weight.name] = torch.full(weight.shape, float("nan"), dtype=numbers.dtype)
+    # Fill a mask of the local part, then look at it as a box of the whole.
+    local = torch.zeros(weight.local, dtype=numbers.dtype)
+    known = torch.zeros(weight.local, dtype=torch.bool)
+    local.view(-1)[entry.start : entry.stop] = numbers
+    known.view(-1)[entry.start : entry.stop] = True
+    inside = tuple(slice(0, cut.stop - cut.start) for cut in weight.cuts)
+    local, known = local[inside], known[inside]
+    box = wholes[weight.name][weight.box]
+    same = box.isnan() | (box == local)
+    box[known] = torch.where(same, local, float("nan"))[known]
