@@ -30,7 +30,8 @@ PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _OFFLOADS = ("weights", "optimizer", "activations")
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)\d.*")
 _SCHEDULE = re.compile(
-    r"(?P<name>[a-z0-9-]*[a-z]|zb-h[12]|\S+\.py:\w+?)(?P<chunks>\d*)(?::(?P<m>\d+))?"
+    r"(?:(?P<name>[a-z0-9-]*[a-z]|zb-h[12])(?P<chunks>\d*)|(?P<own>[^\s;]+\.py:\w+)(?:/(?P<own_chunks>\d+))?)"
+    r"(?::(?P<m>\d+))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9]\d*")
 _WORDS = [
@@ -71,6 +72,8 @@ class Layout:
             fill(self, "gather", _gather(self))
         if not self.reduce:
             fill(self, "reduce", _reduce(self.zero))
+        if unknown := set(self.offload) - set(_OFFLOADS):
+            raise LayoutError(f"offload {', '.join(unknown)}: choose {', '.join(_OFFLOADS)}.")
         fill(self, "offload", tuple(o for o in _OFFLOADS if o in self.offload))
         _check_values(self)
 
@@ -176,13 +179,16 @@ def _reduce(zero: int) -> str:
 
 
 def _schedule_words(x: Layout) -> list[str]:
-    chunks = str(x.chunks) if x.schedule in ("interleaved", "searched") and x.chunks > 1 else ""
+    chunks = ""
+    if x.schedule not in SCHEDULES:
+        chunks = f"/{x.chunks}" * (x.chunks > 1)
+    elif x.chunks > 1 and SCHEDULES[x.schedule][1] > 2:
+        chunks = str(x.chunks)
     plain = x.microbatches == _microbatches(x.schedule, x.pp)
     if plain and not chunks and x.schedule == _schedule(x.pp):
         return []
-    return [
-        f"{x.schedule}{chunks}" + ("" if x.schedule == "naive" and plain else f":{x.microbatches}")
-    ]
+    count = "" if x.schedule == "naive" and plain else f":{x.microbatches}"
+    return [f"{x.schedule}{chunks}{count}"]
 
 
 def _meaning(word: str) -> dict[str, object]:
@@ -209,12 +215,16 @@ def _meaning(word: str) -> dict[str, object]:
 
 def _schedule_meaning(word: str) -> dict[str, object]:
     found = _SCHEDULE.fullmatch(word)
-    if found and (found["name"] in SCHEDULES or ".py:" in found["name"]):
-        said: dict[str, object] = {"schedule": found["name"]}
-        if found["chunks"]:
-            said["chunks"] = int(found["chunks"])
-        if found["m"]:
-            said["microbatches"] = int(found["m"])
+    if found and (found["own"] or found["name"] in SCHEDULES):
+        said: dict[str, object] = {"schedule": found["own"] or found["name"]}
+        for key, number in (
+            ("chunks", found["chunks"] or found["own_chunks"]),
+            ("microbatches", found["m"]),
+        ):
+            if number:
+                said[key] = int(number)
+            if number and not int(number):
+                raise LayoutError(f"{word!r}: {key} is 0; write 1 or more.")
         return said
     near = difflib.get_close_matches(word, [*_WORDS, *(f"{a}2" for a in AXES)], n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -226,10 +236,25 @@ def _schedule_meaning(word: str) -> dict[str, object]:
 
 def _check_values(x: Layout) -> None:
     """Refuse values that no model could make sense of; what needs a model is in `legal`."""
-    if x.microbatches < 1 or x.prefetch < 0 or x.zero not in range(4):
-        raise LayoutError(f"microbatches must be 1 or more, prefetch 0 or more: {x!r}.")
-    if x.schedule in SCHEDULES:
-        least, most = SCHEDULES[x.schedule]
-        if not least <= x.chunks <= most:
-            span = f"{least}" if least == most else f"{least} to {most}"
-            raise LayoutError(f"{x.schedule} takes {span} chunks a stage, not {x.chunks}.")
+    wrong = [
+        f"{name}={getattr(x, name)!r}: choose {', '.join(map(str, allowed))}"
+        for name, allowed in (
+            ("zero", range(4)),
+            ("gather", ("step", "micro")),
+            ("reduce", ("step", "micro")),
+            ("precision", PRECISIONS),
+        )
+        if getattr(x, name) not in allowed
+    ]
+    wrong += [f"microbatches={x.microbatches}: write 1 or more"] * (x.microbatches < 1)
+    wrong += [f"prefetch={x.prefetch}: write 0 or more"] * (x.prefetch < 0)
+    if not _RECOMPUTE.fullmatch(x.recompute):
+        wrong.append(f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit")
+    if x.schedule not in SCHEDULES and ".py:" not in x.schedule:
+        wrong.append(f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function")
+    least, most = SCHEDULES.get(x.schedule, (1, 64))
+    if not least <= x.chunks <= most:
+        span = f"{least}" if least == most else f"{least} to {most}"
+        wrong.append(f"{x.schedule} takes {span} chunks a stage, not {x.chunks}")
+    if wrong:
+        raise LayoutError("; ".join(wrong) + ".")

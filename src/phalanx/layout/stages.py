@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from .layout import Layout
+from .mesh import LayoutError
 from .shape import Shape
 
 __all__ = ["balance", "stage_pieces"]
@@ -17,6 +19,11 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last.
     """
     counts = layout.stages or _balanced(layout, shape)
+    if len(counts) != layout.virtual_stages or sum(counts) != shape.layers:
+        raise LayoutError(
+            f"stages:{'-'.join(map(str, counts))} is {len(counts)} stages of {sum(counts)} blocks;"
+            f" {layout} has {layout.virtual_stages} stages, {shape.name} has {shape.layers} blocks."
+        )
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count)
@@ -33,39 +40,41 @@ def _balanced(layout: Layout, shape: Shape) -> tuple[int, ...]:
 def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
     """Lengths of `parts` runs of `costs` whose dearest run is as cheap as can be.
 
-    `first` and `last` are work that the first and last run carry besides. Every run gets at
-    least one; among equals the later runs are the shorter ones, as the last also computes the loss.
+    `first` and `last` are work that the first and last run carry besides. Every run gets at least
+    one; where the bound leaves room runs are even, the earlier ones longer by one.
     """
     n = len(costs)
     if parts > n:
-        raise ValueError(f"{n} blocks cannot fill {parts} stages with one each")
-    total = [0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-
-    def weight(part: int, start: int, end: int) -> int:
-        extra = (first if part == 0 else 0) + (last if part == parts - 1 else 0)
-        return total[end] - total[start] + extra
-
-    # least[k][i]: the dearest of runs k.. over costs[i:], when they are cut as well as can be.
-    least = [[0] * (n + 1) for _ in range(parts)]
-    for i in range(n + 1):
-        least[-1][i] = weight(parts - 1, i, n)
-    for k in range(parts - 2, -1, -1):
-        for i in range(n - (parts - k) + 1):
-            least[k][i] = min(
-                max(weight(k, i, j), least[k + 1][j]) for j in range(i + 1, n - (parts - k) + 2)
-            )
-    bound, lengths, i = least[0][0], [], 0
+        raise LayoutError(f"{n} blocks cannot fill {parts} stages with one each; use {n} or fewer.")
+    total = [0, *accumulate(costs)]
+    low, high = 0, total[-1] + first + last
+    while low < high:
+        middle = (low + high) // 2
+        if _starts(total, parts, middle, first, last):
+            high = middle
+        else:
+            low = middle + 1
+    starts = _starts(total, parts, high, first, last)
+    lengths, i = [], 0
     for k in range(parts - 1):
-        # Even runs where the bound leaves room: no stage holds more than its fair share needs.
-        fair = -(-(n - i) // (parts - k))
-        fits = [
-            j
-            for j in range(i + 1, n - (parts - k) + 2)
-            if weight(k, i, j) <= bound and least[k + 1][j] <= bound
-        ]
-        j = min(fits, key=lambda j: abs(j - i - fair))
+        room = high - (first if k == 0 else 0)
+        longest = min(bisect_right(total, total[i] + room) - 1, n - (parts - k - 1))
+        j = min(max(i - (i - n) // (parts - k), starts[k + 1]), longest)
         lengths.append(j - i)
         i = j
     return (*lengths, n - i)
+
+
+def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int) -> list[int]:
+    """The earliest start of each run with which it and all later ones stay within the bound;
+    empty if the bound is too small."""
+    starts, end = [0] * parts, len(total) - 1
+    for k in range(parts - 1, 0, -1):
+        room = bound - (last if k == parts - 1 else 0)
+        # The runs before this one need at least one each.
+        starts[k] = max(k, bisect_left(total, total[end] - room, hi=end))
+        if starts[k] == end:
+            return []
+        end = starts[k]
+    whole = total[end] + first + (last if parts == 1 else 0)
+    return starts if whole <= bound else []

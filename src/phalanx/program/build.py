@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..layout import Layout
 from .memory import Sizes
-from .op import Program, ProgramError
+from .op import Op, Program, ProgramError
 from .passes import (
     expand,
     finish,
@@ -34,23 +35,30 @@ def build(
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float = float("inf"),
+    held: Sequence[float] | None = None,
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
-    unit) pairs that share a weight. `recompute:fit` needs sizes and a limit in bytes."""
+    unit) pairs that share a weight. `recompute:fit` needs sizes and a limit in bytes; a searched
+    schedule orders for these costs, each rank holding at most `held` microbatches."""
     if layout.schedule == "searched":
-        order = search(
-            layout.pp, layout.microbatches, layout.chunks, costs or Costs({"F": 1, "I": 1, "W": 1})
-        )
+        costs = _stage_costs(costs or Costs({"F": 1, "I": 1, "W": 1}), stages)
+        order = search(layout.pp, layout.microbatches, layout.chunks, costs, held)
     else:
         order = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-    ordered = Program(order.rows, layout.mesh)
-    program = expand(ordered, stages, tied)
-    if layout.recompute == "fit":
-        if sizes is None:
-            raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
-        program = recompute_to_fit(program, sizes, [limit] * len(program.rows))
-    else:
-        program = recompute(program, stages, layout.recompute)
+    program = expand(Program(order.rows, layout.mesh), stages, tied)
+
+    def rest(program: Program) -> Program:
+        return _placed(layout, program, agree)
+
+    if layout.recompute != "fit":
+        return rest(recompute(program, stages, layout.recompute))
+    if sizes is None:
+        raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
+    return rest(recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
+
+
+def _placed(layout: Layout, program: Program, agree: bool) -> Program:
+    """What follows from the order of computing."""
     if "activations" in layout.offload:
         program = offload_activations(program)
     program = messages(program)
@@ -63,3 +71,16 @@ def build(
         )
     program = reduce(program, each_microbatch=layout.reduce == "micro")
     return finish(tie(program), agree=agree)
+
+
+def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:
+    """What whole virtual stages cost, when pieces differ: a search orders stages."""
+    if not costs.pieces and not costs.share:
+        return costs
+    flat = replace(costs, ranks={})
+    whole = {
+        (kind, s): sum(flat.of(Op(kind, p), 0) for p in pieces)
+        for s, pieces in enumerate(stages)
+        for kind in "FBIW"
+    }
+    return Costs(costs.kinds, whole, costs.ranks)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .memory import Peak, Sizes, peaks
-from .needs import Graph, graph, group_axes
+from .needs import COMPUTE, Graph, graph, group_axes, possible
 from .op import Op, Program, ProgramError
 
 __all__ = ["Proof", "check", "faults"]
@@ -54,7 +54,7 @@ def held(program: Program) -> tuple[float, ...]:
 
 def faults(program: Program) -> tuple[str, ...]:
     """Everything that is wrong with a program; the first cause first."""
-    found = [*_names(program), *_groups_share_rows(program)]
+    found = [*_one_line(program), *_names(program), *_homes(program)]
     if found:
         return tuple(found)
     made = graph(program)
@@ -65,7 +65,7 @@ def faults(program: Program) -> tuple[str, ...]:
         found += _left_over(program, number)
         found += _weights(program, number)
     found += _ties(program)
-    return tuple(found or _deadlock(made))
+    return tuple(dict.fromkeys(found)) or tuple(_deadlock(made))
 
 
 def _rank(program: Program, row: int) -> str:
@@ -74,43 +74,8 @@ def _rank(program: Program, row: int) -> str:
     return f"rank {ranks[0]}{more}"
 
 
-def _names(program: Program) -> Iterator[str]:
-    """Every operation stands once, and what it names exists."""
-    for number, row in enumerate(program.rows):
-        who = _rank(program, number)
-        for op, count in Counter(row).items():
-            if count > 1:
-                yield f"{who}: {op} stands {count} times; each operation stands once."
-        for op in dict.fromkeys(row):
-            if op.kind in "NA":
-                continue
-            host = program.host.get(op.piece)
-            tied = op.kind in "GDSTU" and any(
-                program.host.get(p) == number for p in program.users(op.piece)
-            )
-            if host is None and not tied:
-                yield f"{who}: {op} names piece {op.piece}, of which no rank has a forward."
-            elif host != number and not tied:
-                yield f"{who}: {op} belongs to {_rank(program, host or 0)}, which holds piece {op.piece}."
-            if op.of and abs(op.peer - op.piece) != 1:
-                yield f"{who}: {op} is between pieces {op.piece} and {op.peer}, which are not neighbours."
-            elif op.of and program.host.get(op.peer) in (None, number):
-                yield f"{who}: {op} goes to piece {op.peer}, which is not on another rank."
-            elif op.of and ((op.peer > op.piece) != (op.of == "F")) == (op.kind == ">"):
-                yield f"{who}: {op} runs the wrong way: activations go up, gradients down."
-    for piece in range(program.pieces):
-        homes = [
-            n
-            for n, row in enumerate(program.rows)
-            if any(o.kind == "F" and o.piece == piece for o in row)
-        ]
-        if len(homes) != 1:
-            where = " and ".join(_rank(program, n) for n in homes) or "no rank"
-            yield f"piece {piece} has its forward on {where}; each piece is on one stage."
-
-
-def _groups_share_rows(program: Program) -> Iterator[str]:
-    """Ranks that compute one piece together follow one row: the collectives inside F pair by it."""
+def _one_line(program: Program) -> Iterator[str]:
+    """Ranks that follow one row do the same: they compute with, send to and call the same rows."""
     inner = [a.name for a in program.mesh.axes if a.name in ("cp", "tp", "ep")]
     for group in program.mesh.groups(inner) if inner else ():
         rows = {program.owner[rank] for rank in group}
@@ -119,6 +84,57 @@ def _groups_share_rows(program: Program) -> Iterator[str]:
                 f"ranks {', '.join(map(str, group))} compute the same pieces together"
                 f" ({', '.join(inner)}) but follow {len(rows)} different lists."
             )
+    lines: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for rank, row in enumerate(program.owner):
+        line = tuple(program.owner[r] for r in program.mesh.group(rank, ("pp",)))
+        first, known = lines.setdefault(row, (rank, line))
+        if known != line:
+            yield (
+                f"ranks {first} and {rank} follow one list, but the other stages of their pipelines"
+                f" follow different ones; give rank {rank} a 'ranks {rank}:' list of its own."
+            )
+
+
+def _names(program: Program) -> Iterator[str]:
+    """Every operation stands once, and what it names exists."""
+    for number, row in enumerate(program.rows):
+        who, homes = _rank(program, number), program.homes[number]
+        counts = Counter(row)
+        for op, count in counts.items():
+            if count > 1:
+                yield f"{who}: {op} stands {count} times; each operation stands once."
+            if op.kind in "NA":
+                continue
+            host = homes.get(op.piece)
+            tied = op.kind in "GDSTU" and any(
+                homes.get(p) == number for p in program.users(op.piece)
+            )
+            if host is None and not tied:
+                yield f"{who}: {op} names piece {op.piece}, of which no rank has a forward."
+            elif host is not None and host != number and not tied:
+                yield f"{who}: {op} belongs to {_rank(program, host)}, which holds piece {op.piece}."
+            elif op.of:
+                yield from (f"{who}: {op} {what}" for what in _astray(program, number, op))
+
+
+def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
+    if abs(op.peer - op.piece) != 1:
+        yield f"is between pieces {op.piece} and {op.peer}, which are not neighbours."
+    elif program.homes[number].get(op.peer) in (None, number):
+        yield f"goes to piece {op.peer}, which is not on another rank."
+    elif ((op.peer > op.piece) != (op.of == "F")) == (op.kind == ">"):
+        yield "runs the wrong way: activations go up, gradients down."
+
+
+def _homes(program: Program) -> Iterator[str]:
+    """Every piece has its forward on exactly one stage of each pipeline."""
+    holds = [{op.piece for op in row if op.kind == "F"} for row in program.rows]
+    for line in dict.fromkeys(map(program.line, range(len(program.rows)))):
+        for piece in range(program.pieces):
+            homes = [row for row in line if piece in holds[row]]
+            if len(homes) != 1:
+                where = " and ".join(_rank(program, row) for row in homes) or "no rank"
+                yield f"piece {piece} has its forward on {where}; each piece is on one stage."
 
 
 def _needs(made: Graph) -> Iterator[str]:
@@ -138,18 +154,18 @@ def _wires(made: Graph) -> Iterator[str]:
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
-            sent, received = ends.setdefault(made.lanes[i], ([], []))
-            (sent if op.kind == ">" else received).append((row, op))
+            ends.setdefault(made.lanes[i], ([], []))[op.kind == "<"].append((row, op))
     for sent, received in ends.values():
         there = [_message(op) for _, op in sent]
         here = [_message(op) for _, op in received]
-        for row, op in sent:
-            if _message(op) not in here:
+        lost, never = set(there) - set(here), set(here) - set(there)
+        for (row, op), message in zip(sent, there, strict=True):
+            if message in lost:
                 yield f"{_rank(made.program, row)}: {op} is sent and never received."
-        for row, op in received:
-            if _message(op) not in there:
+        for (row, op), message in zip(received, here, strict=True):
+            if message in never:
                 yield f"{_rank(made.program, row)}: {op} waits for a message that is never sent."
-        if there != here and sorted(there) == sorted(here):
+        if there != here and not lost and not never:
             k = next(k for k, (a, b) in enumerate(zip(there, here, strict=True)) if a != b)
             (a, x), (b, y) = sent[k], received[k]
             yield (
@@ -167,13 +183,10 @@ def _message(op: Op) -> tuple[int, int, int]:
 def _collectives(made: Graph) -> Iterator[str]:
     """The members of every group make the same calls. Another order of calls is a deadlock."""
     program = made.program
-    calls = [Counter(op for op in row if op.kind in "NAGS") for row in program.rows]
+    calls = [{op for op in row if op.kind in "NAGS"} for row in program.rows]
     for row, mine in enumerate(calls):
-        first = program.owner.index(row)
-        for op in mine:
-            axes = [a.name for a in program.mesh.axes if a.name in group_axes(op)]
-            rows = {program.owner[rank] for rank in program.mesh.group(first, axes)}
-            for other in sorted(rows - {row}):
+        for op in sorted(mine):
+            for other in program.members(row, group_axes(op)):
                 if op not in calls[other]:
                     yield (
                         f"{_rank(program, row)}: {op} is a call that {_rank(program, other)} of its"
@@ -182,111 +195,129 @@ def _collectives(made: Graph) -> Iterator[str]:
 
 
 def _left_over(program: Program, number: int) -> Iterator[str]:
-    """Every forward is used once, every gradient summed once, every unit updated once."""
+    """Every value that is made is used: outputs are sent, forwards followed by their backward."""
     who, row = _rank(program, number), program.rows[number]
-    have = set(row)
+    have, homes = set(row), program.homes[number]
     trains = any(op.kind in "BI" for r in program.rows for op in r)
     for op in row:
-        piece, m = op.piece, op.index
-        back = {k for k in "BIW" if Op(k, piece, m) in have}
-        if op.kind == "F" and trains and back not in ({"B"}, {"I", "W"}):
-            got = ", ".join(f"{piece}{k}{m}" for k in sorted(back)) or "no backward"
-            yield f"{who}: {op} is followed by {got}; it needs {piece}B{m}, or {piece}I{m} and {piece}W{m}."
-        if op.kind in "RZ" and not back and Op("R", piece, m) not in have - {op}:
-            yield f"{who}: {op} brings back what no backward uses."
-        if op.kind == "O" and Op("Z", piece, m) not in have:
+        kind, piece, m = op.kind, op.piece, op.index
+        if kind in "FRZ<":
+            back = "".join(k for k in "BIW" if Op(k, piece, m) in have)
+            if kind == "F" and trains and back not in ("B", "IW"):
+                got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
+                wanted = f"{piece}B{m}, or {piece}I{m} and {piece}W{m}"
+                yield f"{who}: {op} is followed by {got}; it needs {wanted}."
+            if kind in "RZ" and not back and (kind == "R" or Op("R", piece, m) not in have):
+                yield f"{who}: {op} brings back what no backward uses."
+            if kind == "<" and (Op("F", piece, m) not in have if op.of == "F" else not back):
+                yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
+        if kind == "O" and Op("Z", piece, m) not in have:
             yield f"{who}: {op} moves out what {piece}Z{m} never brings back."
-        if op.kind == "<":
-            user = [Op("F", piece, m)] if op.of == "F" else [Op("B", piece, m), Op("I", piece, m)]
-            if not have.intersection(user):
-                yield f"{who}: {op} receives what {user[0]} never uses."
-    yield from _flows_out(program, number)
-
-
-def _flows_out(program: Program, number: int) -> Iterator[str]:
-    """What the next piece on another rank needs is sent there."""
-    who, row = _rank(program, number), program.rows[number]
-    sent = {(op.piece, op.peer, op.index) for op in row if op.kind == ">"}
-    for op in row:
-        if op.kind in "FBI":
-            to = op.piece + (1 if op.kind == "F" else -1)
-            if program.host.get(to, number) != number and (op.piece, to, op.index) not in sent:
+        if kind in "FBI":
+            to = piece + (1 if kind == "F" else -1)
+            sent = {Op(">", piece, m, of, to) for of in ("F" if kind == "F" else "BI")}
+            if homes.get(to, number) != number and not have & sent:
                 yield f"{who}: {op} makes what piece {to} needs, and {op}>{to} is missing."
 
 
 def _weights(program: Program, number: int) -> Iterator[str]:
-    """Gathers and drops pair up; each contribution is summed once and each unit updated once."""
+    """Gathers and drops pair up; each contribution is summed once and each unit updated once in a
+    step. A second N begins the next step."""
     who, row = _rank(program, number), program.rows[number]
     drops = {op.piece for op in row if op.kind == "D"}
-    present: set[int] = set()
-    owed: Counter[int] = Counter()
+    whole: set[int] = set()  # gathered and not dropped
+    stale: set[int] = set()  # updated since they were gathered
+    tied: set[int] = set()  # summed over two stages
     updates: Counter[int] = Counter()
-    sums = any(op.kind in "SU" for r in program.rows for op in r)
     for op in row:
-        unit = op.piece
-        if op.kind == "G":
-            if unit in present:
+        kind, unit = op.kind, op.piece
+        if kind == "N":
+            yield from _step_ends(program, number, updates)
+            updates.clear()
+        elif kind == "G":
+            if unit in whole - stale:
                 yield f"{who}: {op} gathers unit {unit}, which is already there."
-            present.add(unit)
-        elif op.kind == "D":
-            present.discard(unit)
-        elif op.kind in "BW":
-            owed.update(program.units(unit))
-        elif op.kind == "S":
-            owed[unit] = 0
-        if op.kind in "FBIRW" and op.kind != "W":
+            whole.add(unit)
+            stale.discard(unit)
+        elif kind == "D":
+            whole.discard(unit)
+        elif kind == "S" and unit in tied:
+            yield f"{who}: {op} stands after {unit}T, which adds finished sums of two stages."
+        elif kind == "T":
+            tied.add(unit)
+        elif kind == "U":
+            updates[unit] += 1
+            stale.add(unit)
+            tied.discard(unit)
+        elif kind in "FBIR":
             for used in program.units(unit):
                 if updates[used]:
                     yield f"{who}: {op} uses unit {used} after its update {used}U in the same step."
-        if op.kind == "U":
-            updates[unit] += 1
-    for unit in sorted(present & drops):
+    for unit in sorted(whole & drops):
         yield f"{who}: unit {unit} is still gathered at the end; {unit}D is missing after its last use."
-    for unit, count in sorted(owed.items()) if sums else ():
-        if count:
-            yield f"{who}: {count} gradients of unit {unit} are never summed: {unit}S is missing after them."
-        if not updates[unit]:
-            yield f"{who}: unit {unit} has gradients and no update {unit}U."
+    yield from _step_ends(program, number, updates)
+    yield from _unsummed(program, number)
+
+
+def _step_ends(program: Program, number: int, updates: Counter[int]) -> Iterator[str]:
     for unit, count in sorted(updates.items()):
         if count > 1:
-            yield f"{who}: unit {unit} is updated {count} times in one step."
+            yield f"{_rank(program, number)}: unit {unit} is updated {count} times in one step."
+
+
+def _unsummed(program: Program, number: int) -> Iterator[str]:
+    """Gradients that no sum takes, or that no update uses, in a program that updates."""
+    if not any(op.kind in "SU" for row in program.rows for op in row):
+        return
+    who = _rank(program, number)
+    owed: Counter[int] = Counter()
+    waiting: dict[int, None] = {}
+    for op in program.rows[number]:
+        if op.kind in "BW":
+            owed.update(program.units(op.piece))
+            waiting.update(dict.fromkeys(program.units(op.piece)))
+        elif op.kind == "S":
+            owed.pop(op.piece, None)
+        elif op.kind == "U":
+            waiting.pop(op.piece, None)
+    for unit, count in sorted(owed.items()):
+        yield f"{who}: {count} gradients of unit {unit} are never summed: {unit}S is missing after them."
+    for unit in sorted(waiting):
+        yield f"{who}: unit {unit} has gradients and no update {unit}U after them."
 
 
 def _ties(program: Program) -> Iterator[str]:
-    """A weight that two stages hold has its gradients summed over both, once."""
-    sums = any(op.kind == "S" for row in program.rows for op in row)
-    for piece, unit in program.tied if sums else ():
-        rows = {program.host[p] for p in (piece, unit) if p in program.host}
-        for number in sorted(rows):
-            times = sum(op.kind == "T" and op.piece == unit for op in program.rows[number])
-            wanted = 1 if len(rows) > 1 else 0
+    """A weight that two stages hold has its gradients summed over both, once a step."""
+    if not any(op.kind == "S" for row in program.rows for op in row):
+        return
+    for number, row in enumerate(program.rows):
+        homes = program.homes[number]
+        steps = max(1, sum(op.kind == "N" for op in row))
+        for unit in sorted({unit for _, unit in program.tied}):
+            rows = {homes[p] for p in program.users(unit) if p in homes}
+            times = sum(op.kind == "T" and op.piece == unit for op in row)
+            wanted = steps if len(rows) > 1 and number in rows else 0
             if times != wanted:
+                pieces = " and ".join(map(str, program.users(unit)))
                 yield (
-                    f"{_rank(program, number)}: unit {unit} is tied to piece {piece};"
+                    f"{_rank(program, number)}: pieces {pieces} use unit {unit};"
                     f" {unit}T must stand {wanted} times, not {times}."
                 )
 
 
 def _deadlock(made: Graph) -> Iterator[str]:
-    """Walk as the ranks would; if they stop, say at which operation each one waits."""
-    waits = [0] * len(made.events)
-    after: list[list[int]] = [[] for _ in made.events]
-    for i, before in enumerate(made.before):
-        for j in before:
-            after[made.event[j]].append(made.event[i])
-            waits[made.event[i]] += 1
-    ready = [e for e, count in enumerate(waits) if not count]
-    for event in ready:
-        for later in after[event]:
-            waits[later] -= 1
-            if not waits[later]:
-                ready.append(later)
-    if len(ready) == len(waits):
+    """Walk as the ranks would; if they stop, say at which operation each one waits, and for what."""
+    done = set(possible(made))
+    if len(done) == len(made.events):
         return
-    done = set(ready)
-    stuck: dict[int, Op] = {}
-    for i, (row, op) in enumerate(made.ops):
+    stuck: dict[int, list[int]] = {}
+    for i, (row, _) in enumerate(made.ops):
         if made.event[i] not in done:
-            stuck.setdefault(row, op)
-    at = ", ".join(f"{_rank(made.program, row)} at {op}" for row, op in sorted(stuck.items()))
-    yield f"deadlock. {at}: each waits for another."
+            stuck.setdefault(row, []).append(i)
+    waits = []
+    for row, left in sorted(stuck.items()):
+        at = next((i for i in left if made.lanes[i] == COMPUTE), left[0])
+        needs = (j for j in made.before[at] if made.event[j] not in done)
+        what = next((f" for {made.ops[j][1]}" for j in needs), "")
+        waits.append(f"{_rank(made.program, row)} waits at {made.ops[at][1]}{what}")
+    yield f"deadlock. {', '.join(waits)}."

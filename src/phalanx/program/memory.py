@@ -21,6 +21,8 @@ class Sizes:
     `kept`: what the forward keeps for the backward, its input among it. `kept_after_i`: what of
     that the weight gradient still needs. `input`: what a recomputed piece keeps instead. `home`:
     the weights that a rank always holds; `gathered`: the whole weights when they are not at home.
+    `gradient_shard`: what is left of a gradient once it is summed; left out, sums are in place and
+    the whole gradient stays until the update.
     """
 
     kept: tuple[float, ...]
@@ -37,7 +39,8 @@ class Sizes:
     def counts(cls, pieces: int) -> Sizes:
         """Everything counts one: held pieces, kept inputs, gathered units, whole gradients."""
         one = (1.0,) * pieces
-        return cls(kept=one, input=one, gathered=one, gradient=one)
+        none = (0.0,) * pieces
+        return cls(kept=one, input=one, gathered=one, gradient=one, gradient_shard=none)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Peak:
 
 
 def _of(sizes: tuple[float, ...], piece: int) -> float:
-    return sizes[piece] if piece < len(sizes) else 0.0
+    return sizes[piece] if 0 <= piece < len(sizes) else 0.0
 
 
 class _Row:
@@ -68,7 +71,6 @@ class _Row:
     def __init__(self, program: Program, number: int, sizes: Sizes) -> None:
         self.program, self.ops, self.sizes = program, program.rows[number], sizes
         self.at = {op: i for i, op in enumerate(self.ops)}
-        self.dropped = {op.piece for op in self.ops if op.kind == "D"}
         self.whole: set[int] = set()  # units gathered now
         self.full: set[int] = set()  # units with a whole gradient that S has not yet summed
         self.part: set[int] = set()  # units with a summed gradient that U has not yet used
@@ -119,10 +121,10 @@ class _Row:
         if op.kind == "G" and unit not in self.whole:
             self.whole.add(unit)
             return Change((("gathered", _of(s.gathered, unit)),))
-        if op.kind == "D":
+        if op.kind == "D" and unit in self.whole:
             self.whole.discard(unit)
             return Change((), (("gathered", _of(s.gathered, unit)),))
-        if op.kind == "S":
+        if op.kind == "S" and s.gradient_shard:
             self.full.discard(unit)
             shard = () if unit in self.part else (("gradients", _of(s.gradient_shard, unit)),)
             self.part.add(unit)

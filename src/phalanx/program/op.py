@@ -34,9 +34,9 @@ KINDS: dict[str, str] = {
     "O": "move what a forward kept out to the host",
     "Z": "bring it back",
 }
-_ON_MICROBATCH = (
-    "FBIWROZ"  # the others on a unit carry an ordinal: 2G is the first, 2G#1 the second
-)
+_HEADER = "phalanx program 1"
+# The others, on a unit, carry an ordinal: 2G is the first, 2G#1 the second.
+_ON_MICROBATCH = "FBIWROZ"
 _MESSAGE = re.compile(r"(\d+)([FBI])(\d+)([<>])(\d+)")
 _COMPUTE = re.compile(r"(\d+)([FBIWROZ])(\d+)")
 _UNIT = re.compile(r"(\d*)([NGDSTAU])(?:#(\d+))?")
@@ -99,10 +99,12 @@ class Program:
         if not self.owner:
             by_stage = tuple(self.mesh.coordinates(r).get("pp", 0) for r in range(self.mesh.size))
             object.__setattr__(self, "owner", by_stage)
-        if sorted(set(self.owner)) != list(range(len(self.rows))):
+        if len(self.owner) != self.mesh.size or sorted(set(self.owner)) != list(
+            range(len(self.rows))
+        ):
             raise ProgramError(
-                f"{len(self.rows)} rows for a mesh {str(self.mesh)!r} whose ranks follow rows"
-                f" {sorted(set(self.owner))}."
+                f"{len(self.rows)} rows for a mesh {str(self.mesh)!r} of {self.mesh.size} ranks;"
+                f" {len(self.owner)} ranks follow rows {sorted(set(self.owner))}."
             )
 
     @classmethod
@@ -118,10 +120,40 @@ class Program:
         """The ranks that follow a row."""
         return tuple(r for r, o in enumerate(self.owner) if o == row)
 
+    def members(self, row: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The rows of the ranks that a row's first rank differs from only along these axes."""
+        wanted = tuple(a.name for a in self.mesh.axes if a.name in axes)
+        if (row, wanted) not in self._members:
+            group = self.mesh.group(self.owner.index(row), wanted)
+            self._members[row, wanted] = tuple(sorted({self.owner[rank] for rank in group}))
+        return self._members[row, wanted]
+
+    @cached_property
+    def _members(self) -> dict[tuple[int, tuple[str, ...]], tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def homes(self) -> tuple[dict[int, int], ...]:
+        """For each row, which row of its pipeline holds each piece: where its forward stands.
+
+        Rows may differ along dp too (a person may write one list per rank); then each pipeline has
+        rows of its own.
+        """
+        holds = [{op.piece for op in row if op.kind == "F"} for row in self.rows]
+        lines = {
+            line: {p: r for r in line for p in holds[r]}
+            for line in map(self.line, range(len(self.rows)))
+        }
+        return tuple(lines[self.line(row)] for row in range(len(self.rows)))
+
+    def line(self, row: int) -> tuple[int, ...]:
+        """The rows of the pipeline that a row is part of."""
+        return self.members(row, ("pp",))
+
     @cached_property
     def host(self) -> dict[int, int]:
-        """The row that holds each piece: where its forward stands."""
-        return {op.piece: r for r, row in enumerate(self.rows) for op in row if op.kind == "F"}
+        """The row that holds each piece, in the first pipeline that does."""
+        return {p: r for homes in reversed(self.homes) for p, r in homes.items()}
 
     @cached_property
     def pieces(self) -> int:
@@ -140,7 +172,7 @@ class Program:
         return (unit, *(user for user, tied in self.tied if tied == unit))
 
     def __str__(self) -> str:
-        head = ["phalanx program 1", f"mesh {self.mesh}".rstrip()]
+        head = [_HEADER, f"mesh {self.mesh}".rstrip()]
         head += [f"tied {piece}:{unit}" for piece, unit in self.tied]
         lines = []
         for number, row in enumerate(self.rows):
@@ -164,40 +196,58 @@ def _wrapped(words: Iterable[str]) -> str:
 
 
 def _parse(text: str, place: str) -> Program:
-    mesh, tied, rows = Mesh(), [], list[list[Op]]()
-    owner: dict[int, int] = {}
+    found = _Reading()
     for number, raw in enumerate(text.splitlines(), 1):
-        line = raw.split(" #")[0].rstrip() if not raw.startswith("#") else ""
-        if not line or (number == 1 and line == "phalanx program 1"):
+        line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
+        if not line or (number == 1 and line == _HEADER):
             continue
         try:
-            word, _, rest = line.partition(" ")
-            if line[0] == " ":
-                if not rows:
-                    raise ProgramError("operations before any 'ranks 0,1:' line.")
-                rest = line
-            elif word == "mesh":
-                mesh = Mesh.parse(rest)
-                continue
-            elif word == "tied":
-                piece, unit = rest.split(":")
-                tied.append((int(piece), int(unit)))
-                continue
-            elif word == "ranks":
-                names, _, rest = rest.partition(":")
-                owner.update({int(name): len(rows) for name in names.split(",")})
-                rows.append([])
-            else:
-                raise ProgramError(f"{line[:40]!r} is none of 'mesh', 'tied', 'ranks 0,1: ...'.")
-            rows[-1].extend(map(Op.parse, rest.split()))
-        except (LayoutError, ValueError) as error:
+            found.read(line)
+        except (LayoutError, ProgramError) as error:
             raise ProgramError(f"{place}, line {number}: {error}") from None
-    missing = sorted(set(range(mesh.size)) ^ set(owner))
+    missing = sorted(set(range(found.mesh.size)) ^ set(found.owner))
     if missing:
         raise ProgramError(
-            f"{place}: the mesh {str(mesh)!r} has ranks 0 to {mesh.size - 1}; ranks"
+            f"{place}: the mesh {str(found.mesh)!r} has ranks 0 to {found.mesh.size - 1}; ranks"
             f" {', '.join(map(str, missing))} are missing or too many in the 'ranks' lines."
         )
-    return Program(
-        tuple(map(tuple, rows)), mesh, tuple(owner[r] for r in range(mesh.size)), tuple(tied)
-    )
+    owner = tuple(found.owner[rank] for rank in range(found.mesh.size))
+    return Program(tuple(map(tuple, found.rows)), found.mesh, owner, tuple(found.tied))
+
+
+class _Reading:
+    """What the lines of a program's text have told so far."""
+
+    def __init__(self) -> None:
+        self.mesh = Mesh()
+        self.tied: list[tuple[int, int]] = []
+        self.rows: list[list[Op]] = []
+        self.owner: dict[int, int] = {}
+
+    def read(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "mesh":
+            self.mesh = Mesh.parse(rest)
+        elif word == "tied":
+            if not (pair := re.fullmatch(r"(\d+):(\d+)", rest)):
+                raise ProgramError(f"{line!r}: write 'tied PIECE:UNIT', as in 'tied 5:0'.")
+            self.tied.append((int(pair[1]), int(pair[2])))
+        elif word == "ranks":
+            names, colon, ops = rest.partition(":")
+            if not colon or not re.fullmatch(r"\d+(,\d+)*", names):
+                raise ProgramError(f"{line[:40]!r}: write 'ranks 0,1: ' and their operations.")
+            self._ranks([int(name) for name in names.split(",")])
+            self.rows[-1] += map(Op.parse, ops.split())
+        elif word:
+            raise ProgramError(f"{line[:40]!r} is none of 'mesh', 'tied', 'ranks 0,1: ...'.")
+        elif not self.rows:
+            raise ProgramError("operations stand before any 'ranks 0,1:' line.")
+        else:
+            self.rows[-1] += map(Op.parse, line.split())
+
+    def _ranks(self, names: list[int]) -> None:
+        for name in names:
+            if name in self.owner or names.count(name) > 1:
+                raise ProgramError(f"rank {name} has a list already; each rank follows one.")
+        self.owner.update(dict.fromkeys(names, len(self.rows)))
+        self.rows.append([])

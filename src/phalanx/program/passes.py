@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .memory import Sizes, peaks
 from .op import Op, Program, ProgramError
@@ -96,27 +96,46 @@ def _with_segments(program: Program, segments: Sequence[Sequence[range]]) -> Pro
     return program.with_rows(rows)
 
 
-def recompute_to_fit(program: Program, sizes: Sizes, limits: Sequence[float]) -> Program:
-    """Recompute as few pieces on each row as its memory limit allows: those that free most first."""
-    chosen: list[list[range]] = []
-    for number, limit in enumerate(limits):
-        gains = {
-            p: sizes.kept[p] - sizes.input[p] for p, row in program.host.items() if row == number
-        }
-        order = sorted((p for p in gains if gains[p] > 0), key=lambda p: (-gains[p], p))
-        for count in range(len(order) + 1):
-            tried = [[range(p, p + 1) for p in sorted(order[:count])] if r == number else []
-                     for r in range(len(program.rows))]  # fmt: skip
-            peak = peaks(_with_segments(program, tried), sizes)[number]
-            if peak.total <= limit:
-                chosen.append(tried[number])
-                break
-        else:
-            raise ProgramError(
-                f"stage {number} holds {peak.total:.3g} bytes at {peak.at} with everything recomputed;"
-                f" the limit is {limit:.3g}. Use more stages, more shards or smaller microbatches."
-            )
-    return _with_segments(program, chosen)
+def recompute_to_fit(
+    program: Program,
+    sizes: Sizes,
+    limits: Sequence[float],
+    rest: Callable[[Program], Program] = lambda program: program,
+) -> Program:
+    """Recompute as few pieces on each row as its memory limit allows: those that free most first.
+    `rest` are the passes still to come, whose gathered weights and gradients count too."""
+    order = [
+        sorted(
+            (p for p, r in program.homes[row].items() if r == row and _gain(sizes, p) > 0),
+            key=lambda p: (-_gain(sizes, p), p),
+        )
+        for row in range(len(program.rows))
+    ]
+    count = [0] * len(order)
+    while True:
+        chosen = [
+            [range(p, p + 1) for p in pieces[:n]] for pieces, n in zip(order, count, strict=True)
+        ]
+        tried = _with_segments(program, chosen)
+        over = [
+            (row, peak)
+            for row, peak in enumerate(peaks(rest(tried), sizes))
+            if peak.total > limits[row]
+        ]
+        if not over:
+            return tried
+        for row, peak in over:
+            if count[row] == len(order[row]):
+                raise ProgramError(
+                    f"rank {program.owner.index(row)} holds {peak.total:.4g} bytes at {peak.at} with"
+                    f" everything recomputed that frees memory; the limit is {limits[row]:.4g}."
+                    " Use more stages, more shards or smaller microbatches."
+                )
+            count[row] += 1
+
+
+def _gain(sizes: Sizes, piece: int) -> float:
+    return sizes.kept[piece] - sizes.input[piece]
 
 
 def offload_activations(program: Program) -> Program:
@@ -131,17 +150,15 @@ def offload_activations(program: Program) -> Program:
         for i, op in enumerate(row):
             if op.kind != "F":
                 continue
+            again = at.get(Op("R", op.piece, op.index))
+            inner = at.get(Op("R", op.piece - 1, op.index), len(row))
+            if again is not None and inner < again:
+                continue  # inside a recomputed segment: nothing is kept
             uses = [at[u] for k in "RBI" if (u := Op(k, op.piece, op.index)) in at]
-            use = min(uses, default=-1)
-            inside = Op("R", op.piece - 1, op.index) in at and Op("R", op.piece, op.index) in at
-            if (
-                use < 0
-                or turn[use] - turn[i] < 3
-                or (inside and at[Op("R", op.piece - 1, op.index)] < use)
-            ):
-                continue  # too near to be worth the way, or nothing is kept
+            if not uses or turn[min(uses)] - turn[i] < 3:
+                continue  # too near to be worth the way
             after[i] = [Op("O", op.piece, op.index)]
-            before[computes[turn[use] - 1]].append(Op("Z", op.piece, op.index))
+            before[computes[turn[min(uses)] - 1]].append(Op("Z", op.piece, op.index))
         rows.append(_woven(row, before, after))
     return program.with_rows(rows)
 
@@ -154,7 +171,7 @@ def messages(program: Program) -> Program:
     for number, row in enumerate(program.rows):
         for i, op in enumerate(row):
             to = op.piece + (1 if op.kind == "F" else -1)
-            target = program.host.get(to, number)
+            target = program.homes[number].get(to, number)
             if op.kind in "FBI" and target != number:
                 after[number][i] = [Op(">", op.piece, op.index, op.kind, to)]
                 flows[number, target, "F" if op.kind == "F" else "B"].append(op)
@@ -191,15 +208,18 @@ def gather(program: Program, *, each_use: bool, drop: bool, prefetch: int = 1) -
     """
     rows = []
     for row in program.rows:
-        uses = _uses(program, row, each_use)
+        uses = _uses(program, row, each_use and drop)
         before: dict[int, list[Op]] = defaultdict(list)
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
+        dropped: dict[int, int] = defaultdict(lambda: -2)
         for n, (unit, first, last) in enumerate(uses):
-            ahead = uses[n - prefetch][1] if n >= prefetch else -1
+            # No earlier than its own drop: two copies of one unit would be in the pool.
+            ahead = max(uses[n - prefetch][1] if n >= prefetch else -1, dropped[unit] + 1)
             before[min(ahead, first)].append(Op("G", unit, times[unit]))
             if drop:
                 after[last].append(Op("D", unit, times[unit]))
+                dropped[unit] = last
             times[unit] += 1
         rows.append(_woven(row, before, after))
     return program.with_rows(rows)
@@ -245,14 +265,13 @@ def tie(program: Program) -> Program:
     """Where two stages hold one weight, their summed gradients are added, after the last S of it."""
     rows = []
     for number, row in enumerate(program.rows):
+        homes = program.homes[number]
         after: dict[int, list[Op]] = {}
-        for piece, unit in program.tied:
-            if program.host[piece] != program.host[unit] and number in (
-                program.host[piece],
-                program.host[unit],
-            ):
+        for unit in sorted({unit for _, unit in program.tied}):
+            holders = {homes[piece] for piece in program.users(unit)}
+            if len(holders) > 1 and number in holders:
                 last = max(i for i, op in enumerate(row) if op.kind == "S" and op.piece == unit)
-                after.setdefault(last, []).append(Op("T", unit))
+                after[last] = [Op("T", unit)]
         rows.append(_woven(row, {}, after))
     return program.with_rows(rows)
 

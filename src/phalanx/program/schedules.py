@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+from ..layout.layout import SCHEDULES as CHUNKS
 from .op import Op, Program, ProgramError
 
 __all__ = ["SCHEDULES", "Schedule", "schedule"]
@@ -169,10 +170,27 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
         if number < 1:
             raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
     function = _function(name)
+    _possible(name, stages, microbatches, chunks)
     rows = function(stages, microbatches, chunks)
     if len(rows) != stages:
         raise ProgramError(f"schedule {name} gives {len(rows)} lists for {stages} stages.")
     return Program.pipeline(rows)
+
+
+def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
+    """Refuse numbers that a named schedule has no order for."""
+    least, most = CHUNKS.get(name, (1, chunks))
+    if not least <= chunks <= most:
+        span = str(least) if least == most else f"{least} to {most}"
+        raise ProgramError(f"{name} takes {span} chunks a stage, not {chunks}.")
+    if name == "accum" and stages > 1:
+        raise ProgramError(
+            f"accum is for one stage, not {stages}; write 1f1b, or another schedule."
+        )
+    if name == "naive" and microbatches > 1:
+        raise ProgramError(
+            f"naive takes the batch whole, as 1 microbatch, not {microbatches}; write gpipe."
+        )
 
 
 def _function(name: str) -> Schedule:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from .check import held
 from .op import Op, Program, ProgramError
@@ -38,7 +39,7 @@ def search(
     if not found:
         raise ProgramError(
             f"no order of {stages} stages and {microbatches} microbatches fits in the memory limits"
-            f" {list(limits or ())}: every rank must hold at least one microbatch in each chunk."
+            f" {list(limits or ())}: every rank must hold at least 1 microbatch."
         )
     return min(found, key=lambda f: f[:2])[2]
 
@@ -49,11 +50,11 @@ def _candidates(
     named = [*_NAMED.get(chunks, ("interleaved",))]
     found: list[Program | None] = [schedule(n, stages, microbatches, chunks) for n in named]
     places = ["wrap", "fold"] if chunks == 2 else ["wrap"]
-    for place in places:
-        for order in ("IFW", "FIW"):
-            for room in _rooms(stages, microbatches, limits):
-                greedy = _Listing(stages, microbatches, chunks, costs, place, order, room)
-                found.append(greedy.run())
+    # Whole microbatches let in one by one always end; letting in chunks is shorter where it ends.
+    whole = (False, True) if chunks > 1 else (False,)
+    rooms = _rooms(stages, microbatches, limits)
+    choices = product(places, ("IFW", "FIW"), rooms, whole)
+    found += (_Listing(stages, microbatches, chunks, costs, *choice).run() for choice in choices)
     return found
 
 
@@ -82,23 +83,33 @@ def bound(program: Program, costs: Costs) -> float:
     first = [program.owner.index(row) for row in range(len(program.rows))]
     ops = [(r, op) for r, row in enumerate(program.rows) for op in row if op.kind in "FBIWR"]
     time = {(op.kind, op.piece): costs.of(op, first[r]) for r, op in ops if op.index == 0}
-    send = costs.kinds.get("send", 0.0)
+    sends = [time for (kind, _), time in costs.pieces.items() if kind == ">"]
+    send = min([costs.kinds.get("send", 0.0), *sends])
     last = program.pieces - 1
 
-    def chain(upto: int) -> float:
-        """Forward through all pieces before this one, with their messages."""
-        moves = sum(program.host[p] != program.host[p + 1] for p in range(upto))
-        return sum(time.get(("F", p), 0.0) for p in range(upto)) + send * moves
+    def moves(upto: int) -> float:
+        """Messages between the first piece and this one, one way."""
+        return send * sum(program.host[p] != program.host[p + 1] for p in range(upto))
 
-    best = 0.0
+    def chain(upto: int) -> float:
+        """Forward through all pieces before this one."""
+        return moves(upto) + sum(time.get(("F", p), 0.0) for p in range(upto))
+
+    def tail(downto: int) -> float:
+        """Backward through all pieces below this one; weight gradients apart may wait."""
+        return moves(downto) + sum(
+            time.get(("B", p), time.get(("I", p), 0.0)) for p in range(downto)
+        )
+
+    turn = (time.get((kind, last), 0.0) for kind in "FBI")
+    best = chain(last) + sum(turn) + tail(last)
     for r in range(len(program.rows)):
         mine = sorted(p for p, row in program.host.items() if row == r)
         work = sum(costs.of(op, first[r]) for row, op in ops if row == r)
-        best = max(best, chain(mine[0]) + work)
-    through = chain(last) + time.get(("F", last), 0.0)
-    through += sum(max(time.get(("B", p), 0.0), time.get(("I", p), 0.0)) for p in range(last + 1))
-    moves = sum(program.host[p] != program.host[p + 1] for p in range(last))
-    return max(best, through + send * moves)
+        # Weight gradients may wait to the very end; nothing on another rank waits for them.
+        late = sum(costs.of(op, first[r]) for row, op in ops if row == r and op.kind == "W")
+        best = max(best, chain(mine[0]) + work, chain(mine[0]) + work - late + tail(mine[0]))
+    return best
 
 
 @dataclass
@@ -112,6 +123,7 @@ class _Listing:
     place: str
     order: str
     room: Sequence[float]
+    whole: bool
 
     def row(self, stage: int) -> int:
         turn, r = divmod(stage, self.stages)
@@ -119,6 +131,7 @@ class _Listing:
 
     def run(self) -> Program | None:
         n = self.stages * self.chunks
+        self.mine = [[s for s in range(n) if self.row(s) == r] for r in range(self.stages)]
         rows: list[list[Op]] = [[] for _ in range(self.stages)]
         self.next = {(k, s): 0 for k in "FIW" for s in range(n)}
         self.ready: dict[Op, float] = {Op("F", 0, m): 0.0 for m in range(self.microbatches)}
@@ -141,6 +154,7 @@ class _Listing:
             left -= 1
             for other, time in self._finish(op, r, now):
                 heapq.heappush(clock, (time, other))
+        # Some ways of letting microbatches in fill the memory with what cannot go on.
         return None if left else Program.pipeline(rows)
 
     def _choose(self, r: int, now: float) -> Op | None:
@@ -148,12 +162,13 @@ class _Listing:
         best: tuple[tuple[int, int], Op] | None = None
         share = 1 / self.chunks
         full = self.used[r] + share > self.room[r] + 1e-9
-        for stage in range(self.stages * self.chunks):
-            if self.row(stage) != r:
-                continue
+        entry = self._entry(r)
+        for stage in self.mine[r]:
             for kind in "FIW":
+                if kind == "F" and (full or stage == entry):
+                    continue
                 op = Op(kind, stage, self.next[kind, stage])
-                if self.ready.get(op, now + 1) > now or (kind == "F" and full):
+                if self.ready.get(op, now + 1) > now:
                     continue
                 # Forwards of the later chunk lead to a backward sooner; so do they free memory.
                 depth = -stage if kind == "F" else stage
@@ -162,6 +177,15 @@ class _Listing:
                 if best is None or key < best[0]:
                     best = (key, op)
         return best[1] if best else None
+
+    def _entry(self, r: int) -> int:
+        """The chunk at which rank r must let no further microbatch in, if any: those that are in
+        may come to hold all of its memory."""
+        if not self.whole:
+            return -1
+        mine = self.mine[r]
+        inside = self.next["F", mine[0]] - min(self.next["W", s] for s in mine)
+        return mine[0] if inside + 1 > self.room[r] + 1e-9 else -1
 
     def _finish(self, op: Op, r: int, now: float) -> list[tuple[int, float]]:
         """Book the operation; returns the ranks to look at again, and when."""

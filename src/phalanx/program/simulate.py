@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .memory import Sizes, changes
-from .needs import Graph, graph
+from .needs import Graph, graph, possible
 from .op import Op, Program, ProgramError
 from .timeline import Span, Timeline
 
@@ -29,14 +30,34 @@ class Costs:
 
     def of(self, op: Op, rank: int) -> float:
         kind = op.kind
-        if (kind, op.piece) in self.pieces:
-            time = self.pieces[kind, op.piece]
-        elif kind in "<>":
+        if kind == "<":
             # The two ends of a message are one event; its time is told at the sending end.
-            return self.kinds.get("send", 0.0) if kind == ">" else 0.0
-        else:
-            time = self._stage(kind) * (self.share.get(op.piece, 1.0) if op.piece >= 0 else 1.0)
+            return self.pieces.get(("<", op.piece), 0.0)
+        time = self._time(kind, op.piece)
         return time * self.ranks.get(rank, 1.0) if kind in "FBIWR" else time
+
+    def _time(self, kind: str, piece: int) -> float:
+        """What was said of this piece, whole or in parts; else what its kind costs."""
+        known = self._known
+        if (kind, piece) not in known:
+            known[kind, piece] = self._find(kind, piece)
+        return known[kind, piece]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, int], float]:
+        return dict(self.pieces)
+
+    def _find(self, kind: str, piece: int) -> float:
+        said = {k for k in "FBIW" if (k, piece) in self.pieces}
+        if kind == "B" and said & {"I", "W"}:
+            return self._time("I", piece) + self._time("W", piece)
+        if kind in "IW" and "B" in said:
+            return self._time("B", piece) / 2
+        if kind == "R" and "F" in said:
+            return self._time("F", piece)
+        if kind == ">":
+            return self.kinds.get("send", 0.0)
+        return self._stage(kind) * (self.share.get(piece, 1.0) if piece >= 0 else 1.0)
 
     def _stage(self, kind: str) -> float:
         known = self.kinds
@@ -63,30 +84,20 @@ def simulate(program: Program, costs: Costs | None = None, sizes: Sizes | None =
 def _times(made: Graph, costs: Costs) -> tuple[list[float], list[float]]:
     """When each operation starts and ends: the longest path over events."""
     first = [made.program.owner.index(row) for row in range(len(made.program.rows))]
-    time = [
-        max(costs.of(made.ops[i][1], first[made.ops[i][0]]) for i in event.ops)
-        for event in made.events
-    ]
-    waits = [0] * len(made.events)
-    after: list[list[int]] = [[] for _ in made.events]
-    for i, before in enumerate(made.before):
-        for j in before:
-            after[made.event[j]].append(made.event[i])
-            waits[made.event[i]] += 1
+    time = [costs.of(op, first[row]) for row, op in made.ops]
     start, end = [0.0] * len(time), [0.0] * len(time)
-    ready = [e for e, count in enumerate(waits) if not count]
-    for event in ready:  # grows while it is walked
-        end[event] = start[event] + time[event]
-        for later in after[event]:
-            start[later] = max(start[later], end[event])
-            waits[later] -= 1
-            if not waits[later]:
-                ready.append(later)
-    if len(ready) < len(time):
+    order = possible(made)
+    if len(order) < len(made.events):
         raise ProgramError(
             "this program never ends: operations wait on each other. Run check on it."
         )
-    return [start[e] for e in made.event], [end[e] for e in made.event]
+    for event in order:
+        ops = made.events[event]
+        begin = max([end[j] for i in ops for j in made.before[i]], default=0.0)
+        finish = begin + max([time[i] for i in ops])
+        for i in ops:
+            start[i], end[i] = begin, finish
+    return start, end
 
 
 def _memory(
