@@ -48,10 +48,10 @@ class RankFailed(WireError):
 
     def __init__(self, reports: Sequence[Report]) -> None:
         first, *others = sorted(reports, key=lambda report: report.secondary)
-        lines = [f"rank {first.rank} failed with {first.error}", "", first.trace.rstrip()]
+        lines = [f"rank {first.rank} failed: {first.error}", first.trace.rstrip()]
         for each in others:
             same = each.error == first.error
-            lines.append(f"then rank {each.rank} failed with {'the same' if same else each.error}")
+            lines.append(f"then rank {each.rank} failed: {'the same' if same else each.error}")
         super().__init__("\n".join(lines))
         self.rank = first.rank
         self.reports = (first, *others)
@@ -230,6 +230,11 @@ class World(ABC):
             raise WireMisuse(
                 f"the groups of wire {name!r} hold the ranks {[list(each) for each in fixed]}; "
                 f"each of the {self.size} ranks of the world must stand in exactly one group."
+            )
+        if any(list(group) != sorted(group) for group in fixed):
+            raise WireMisuse(
+                f"the groups of wire {name!r} are {[list(each) for each in fixed]}; "
+                "write the ranks of each in ascending order."
             )
         if name in self._wires:
             raise WireMisuse(f"this world already has a wire {name!r}; close it or choose a name.")
