@@ -30,7 +30,7 @@ PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _OFFLOADS = ("weights", "optimizer", "activations")
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)\d.*")
 _SCHEDULE = re.compile(
-    r"(?:(?P<name>[a-z0-9-]*[a-z]|zb-h[12])(?P<chunks>\d*)|(?P<own>[^\s;]+\.py:\w+)(?:/(?P<own_chunks>\d+))?)"
+    r"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>\d*)|(?P<own>[^\s;]+\.py:\w+)(?:/(?P<own_chunks>\d+))?)"
     r"(?::(?P<m>\d+))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9]\d*")

@@ -1,0 +1,121 @@
+"""Why a layout does not fit a model, and the nearest that do."""
+
+import re
+
+import pytest
+
+from phalanx.layout import Layout, LayoutError, Mesh, Shape, legal, nearest, stage_pieces
+
+TINY = Shape.load("tiny")  # 4 layers, 4 heads, 2 kv heads, ffn 128, sequence 64, batch 16
+
+
+def _broken(text: str, shape: Shape = TINY, **more: int) -> set[str]:
+    return {v.rule for v in legal(Layout.parse(text), shape, **more)}
+
+
+@pytest.mark.parametrize(
+    "text, rules",
+    [
+        ("dp2 pp2 tp2 seq zero3", set()),
+        ("tp4", set()),
+        ("tp3", {"heads", "ffn"}),
+        ("tp8", {"heads"}),
+        ("tp1 seq", {"seq"}),
+        ("pp8", {"stages"}),
+        ("pp2 interleaved3:4", {"stages"}),
+        ("pp2 stages:1-2", {"stages"}),
+        ("pp2 stages:0-4", set()),
+        ("pp4 stages:2-0-1-1", {"stages"}),
+        ("pp2 accum:4", {"schedule"}),
+        ("dp2 1f1b:4", {"schedule"}),
+        ("pp2 naive:4", {"schedule"}),
+        ("cp64", {"sequence"}),
+        ("cp8:ulysses", {"ulysses"}),
+        ("cp4:ulysses tp2", {"ulysses"}),
+        ("cp2:ulysses tp2", set()),
+        ("dp32", {"batch"}),
+        ("dp4 pp2 1f1b:8", {"batch"}),
+        ("dp2x2", {"hsdp"}),
+        ("dp2x2 zero1", set()),
+        ("dp2 zero1 gather:micro", {"gather"}),
+        ("dp2 zero3 gather:micro", set()),
+        ("ep2", {"ep"}),
+        ("dp32 tp3 pp8 cp64 seq gather:micro", {"heads", "ffn", "stages", "sequence", "batch", "gather"}),
+    ],
+)  # fmt: skip
+def test_a_layout_breaks_exactly_these_rules(text: str, rules: set[str]) -> None:
+    assert _broken(text) == rules
+
+
+def test_an_mlp_has_no_heads_and_no_sequence_to_cut() -> None:
+    mlp = Shape.load("mlp")
+    assert _broken("dp2 tp2 pp2", mlp) == set()
+    assert _broken("cp2 tp3 seq", mlp) == {"cp", "width", "seq"}
+
+
+def test_kv_heads_either_divide_or_are_repeated() -> None:
+    shape = Shape.parse("layers=2\nhidden=96\nheads=12\nkv_heads=6\nvocab=8\nffn=96", "x")
+    legal_tp = {tp for tp in range(1, 13) if not legal(Layout.parse(f"tp{tp}"), shape)}
+    by_hand = {tp for tp in range(1, 13) if 12 % tp == 0 and (6 % tp == 0 or tp % 6 == 0)}
+    assert legal_tp == by_hand == {1, 2, 3, 6, 12}
+    (found,) = legal(Layout.parse("tp4"), shape)
+    assert "tp=4 does not divide kv=6" in found.what
+    assert "1, 2, 3, 6" in found.way_out
+
+
+def test_batch_and_sequence_may_be_other_than_the_shape_says() -> None:
+    assert _broken("dp32", batch=32) == set()
+    assert _broken("cp64", sequence=128) == set()
+    assert _broken("dp4", batch=2) == {"batch"}
+
+
+def _every_small_layout() -> list[Layout]:
+    words = [
+        f"dp{dp} pp{pp} cp{cp} tp{tp} {choice}"
+        for dp in (1, 2, 3) for pp in (1, 2, 8) for cp in (1, 2) for tp in (1, 3, 4)
+        for choice in ("", "seq", "zero3", "naive:4", "interleaved4:4", "gather:micro", "accum:9")
+    ]  # fmt: skip
+    return [Layout.parse(text) for text in words]
+
+
+def test_every_violation_has_numbers_and_a_way_out() -> None:
+    seen = set()
+    for layout in _every_small_layout():
+        for violation in legal(layout, TINY):
+            seen.add(violation.rule)
+            assert re.search(r"\d", violation.what), violation
+            assert violation.way_out.startswith(("Use", "Write", "Leave", "Name", "Only")), (
+                violation
+            )
+    assert len(seen) >= 7
+
+
+def test_the_nearest_layouts_are_legal_and_of_as_many_ranks() -> None:
+    for layout in _every_small_layout():
+        if layout.ranks > 24:
+            continue
+        found = nearest(layout, TINY)
+        assert found, layout
+        for other in found:
+            assert other.ranks == layout.ranks
+            assert legal(other, TINY) == (), f"{layout} -> {other}"
+        assert len(set(found)) == len(found)
+
+
+def test_the_nearest_of_a_legal_layout_is_itself() -> None:
+    for layout in _every_small_layout():
+        if not legal(layout, TINY):
+            assert nearest(layout, TINY, most=1) == (layout,)
+
+
+def test_the_nearest_keeps_what_it_can() -> None:
+    first = nearest(Layout.parse("tp8 seq"), TINY)[0]
+    assert first.mesh in (Mesh.parse("dp2 tp4"), Mesh.parse("tp4 dp2"), Mesh.parse("tp4 cp2"),
+                          Mesh.parse("tp4 pp2"))  # fmt: skip
+    assert first.seq
+    assert nearest(Layout.parse("dp4 pp2 1f1b:8"), TINY)[0] == Layout.parse("dp4 pp2 1f1b:4")
+
+
+def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
+    with pytest.raises(LayoutError, match=r"stages:1-2 is 2 stages of 3 blocks; .* tiny has 4"):
+        stage_pieces(Layout.parse("pp2 stages:1-2"), TINY)
