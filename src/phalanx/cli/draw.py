@@ -3,116 +3,150 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from ..draw import Picture, text
+from ..draw import Picture, chrome, page, svg, text
+from ..layout import Layout, LayoutError
 from ..program import SCHEDULES, Sizes, Timeline, check, repeat, simulate
+from . import draw_mesh, draw_recompute
 from .step import Step, of_file, of_layout, of_schedule
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, screen, write
 
 __all__ = ["run"]
 
 _EPILOG = """\
 WHAT is one of
-  a schedule       naive gpipe 1f1b interleaved zb-h1 zb-h2 zb-v searched accum, or file.py:function
+  a schedule       {schedules},
+                   or your own as file.py:function
   a layout         "dp2 pp2 zero3 1f1b:4", with --model
-  program FILE     a program saved with --out FILE.txt, perhaps edited
-  mesh LAYOUT      who sits where; see `phalanx draw mesh --help`
-  recompute        what recomputation costs and saves; see `phalanx draw recompute --help`
+  program FILE     a program saved with --out step.txt, perhaps edited
+  mesh LAYOUT      who sits where: phalanx draw mesh --help
+  recompute        what recomputation costs and saves: phalanx draw recompute --help
 
-Costs are per stage: a stage of V chunks or N layers spends them over all of these."""
+Costs are per stage: a stage of several chunks or layers spends them over all of these. B left out
+costs what I and W cost together, R left out what F does; any other kind left out costs nothing.
+
+  phalanx draw interleaved --stages 4 --microbatches 8 --chunks 2
+  phalanx draw accum --layers 4 --zero 3 --microbatches 1 --costs F=4,B=8,G=4,S=4,U=2
+  phalanx draw searched --costs F=1,I=1,W=1,send=0.1 --memory-limit 4 --out best.svg
+"""
 
 
 def run(argv: list[str]) -> int:
     """Draw what the words name."""
+    if argv[:1] == ["mesh"]:
+        return draw_mesh.run(argv[1:])
+    if argv[:1] == ["recompute"]:
+        return draw_recompute.run(argv[1:])
     said = _parser().read(argv)
-    if said.what == ["program"] or (said.what[0] == "program" and len(said.what) != 2):
-        raise UsageError("`phalanx draw program` takes one file: phalanx draw program step.txt.")
     step = _step(said)
     picture = _picture(step, said)
-    _put(step, picture, said)
+    if said.out:
+        _write(step, picture, said.out)
+    if said.json:
+        print_json(_figures(step, picture, said.repeat))
+    elif said.out:
+        print("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
+    else:
+        width, colour = screen(said.width)
+        print(text(picture, width=width, colour=colour), end="")
     return 0
 
 
 def _parser() -> Parser:
-    parser = Parser("phalanx draw", "Simulate a training step and show it.", _EPILOG)
-    add = parser.add_argument
-    add("what", nargs="+", metavar="WHAT", help="a schedule, a layout, or 'program FILE'")
-    step = parser.add_argument_group("a schedule by itself")
-    step.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default 4)")
-    step.add_argument("--microbatches", type=int, metavar="M", help="in one step (default 8)")
-    step.add_argument("--chunks", type=int, metavar="V", help="chunks of the model on each stage")
-    step.add_argument(
-        "--layers", type=int, metavar="N", help="pieces, spread over the stages evenly"
+    epilog = _EPILOG.format(schedules=" ".join(_names()))
+    parser = Parser("phalanx draw", "Simulate a training step and show it.", epilog)
+    parser.add_argument("what", nargs="+", metavar="WHAT", help="what to draw; see below")
+    add = parser.add_argument_group("a schedule by itself").add_argument
+    add("--stages", type=int, metavar="P", help="pipeline stages (default 4)")
+    add("--microbatches", type=int, metavar="M", help="microbatches of a step (default 8)")
+    add("--chunks", type=int, metavar="V", help="chunks of the model on each stage")
+    add("--layers", type=int, metavar="N", help="pieces, spread evenly (default: one per chunk)")
+    add("--zero", type=int, choices=range(4), help="shard over two copies (default 0: nothing)")
+    add("--gather", choices=("step", "micro"), help="fetch weights once a step, or for each use")
+    add("--reduce", choices=("step", "micro"), help="sum gradients once, or per microbatch")
+    add("--prefetch", type=int, metavar="N", help="fetch weights N units ahead (default 1)")
+    add("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
+    add = parser.add_argument_group("a layout").add_argument
+    add("--model", metavar="SHAPE", help="a shape's name, or a .toml file")
+    add("--batch", type=int, metavar="N", help="sequences of a step (default: the shape's)")
+    add("--seq", type=int, metavar="N", help="tokens of a sequence (default: the shape's)")
+    add = parser.add_argument_group("all of them").add_argument
+    add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R G S T U ...")
+    add("--memory-limit", type=float, metavar="N",
+        help="searched: microbatches a stage may hold; recompute fit: pieces")  # fmt: skip
+    add("--clip", action="store_true", help="clip gradients: all agree before any update")
+    add("--repeat", type=int, default=1, metavar="N", help="N steps, one after the other")
+    add("--width", type=int, metavar="N", help="columns of the text (default: the terminal's)")
+    add(
+        "--out",
+        metavar="FILE",
+        help=".svg, .html, .json (a trace for Perfetto), .txt (the program)",
     )
-    step.add_argument(
-        "--zero", type=int, choices=range(4), help="what dp shards (default 0, nothing)"
-    )
-    step.add_argument("--gather", choices=("step", "micro"), help="weights once a step or per use")
-    step.add_argument(
-        "--reduce", choices=("step", "micro"), help="gradients once a step or each time"
-    )
-    step.add_argument("--prefetch", type=int, metavar="N", help="gather N units ahead (default 1)")
-    step.add_argument("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
-    model = parser.add_argument_group("a layout")
-    model.add_argument("--model", metavar="SHAPE", help="a shape's name, or a .toml file")
-    model.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
-    model.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
-    both = parser.add_argument_group("all of them")
-    both.add_argument(
-        "--costs", metavar="K=T,...", help="F=1,B=2 or F=1,I=1,W=1; also send, G, S, U ..."
-    )
-    both.add_argument("--memory-limit", type=float, metavar="N",
-                      help="searched: microbatches a stage may hold; recompute fit: pieces")  # fmt: skip
-    both.add_argument(
-        "--clip", action="store_true", help="clip gradients: a barrier before the update"
-    )
-    both.add_argument(
-        "--repeat", type=int, default=1, metavar="N", help="N steps, one after the other"
-    )
-    both.add_argument(
-        "--width", type=int, metavar="N", help="columns of the text (default: the terminal's)"
-    )
-    both.add_argument(
-        "--out", metavar="FILE", help=".svg .html, .json (a trace for Perfetto), .txt (the program)"
-    )
-    both.add_argument("--json", action="store_true", help="figures, program and timeline as JSON")
+    add("--json", action="store_true", help="figures, program and timeline as JSON")
     return parser
+
+
+def _names() -> list[str]:
+    return [*SCHEDULES, "searched"]
 
 
 def _step(said: argparse.Namespace) -> Step:
     if said.repeat < 1:
         raise UsageError(f"--repeat is {said.repeat}; draw 1 step or more.")
     if said.what[0] == "program":
+        if len(said.what) != 2:
+            raise UsageError(
+                "`phalanx draw program` takes one file: phalanx draw program step.txt."
+            )
         return of_file(said.what[1], said)
     name = " ".join(said.what)
     if said.model:
         return of_layout(name, said)
-    if name not in (*SCHEDULES, "searched") and any(c.isdigit() or c.isspace() for c in name):
-        if ".py:" not in name and (" " in name or name[:2] in ("dp", "pp", "tp", "cp")):
-            raise UsageError(
-                f"the layout {name!r} needs a model: add --model 124m, or another shape."
-            )
+    if name not in _names() and _is_layout(name):
+        raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
     return of_schedule(name, said)
 
 
+def _is_layout(text: str) -> bool:
+    """Whether a text that is no schedule's name reads as a layout."""
+    try:
+        return not Layout.parse(text).schedule.endswith(".py") and ".py:" not in text
+    except LayoutError:
+        return " " in text
+
+
 def _picture(step: Step, said: argparse.Namespace) -> Picture:
+    proof = check(step.program)
     timeline = simulate(repeat(step.program, said.repeat), step.costs)
+    if said.out and said.out.endswith((".html", ".json")):
+        sizes = Sizes.counts(step.program.pieces)
+        timeline = simulate(repeat(step.program, said.repeat), step.costs, sizes)
     title = step.title + (f", {said.repeat} steps" if said.repeat > 1 else "")
-    return Picture(title, timeline, held=check(step.program).held, notes=step.notes)
+    notes = (*step.notes, *_barrier(step, timeline, said.repeat))
+    return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")
 
 
-def _put(step: Step, picture: Picture, said: argparse.Namespace) -> None:
-    if said.json:
-        print_json(_figures(step, picture, said.repeat))
-    else:
-        terminal = sys.stdout.isatty()
-        width = said.width or (shutil.get_terminal_size().columns if terminal else 80)
-        print(text(picture, width=width, colour=terminal and "NO_COLOR" not in os.environ), end="")
+def _barrier(step: Step, timeline: Timeline, steps: int) -> tuple[str, ...]:
+    """What the agreement of clipping costs over several steps, found by leaving it out."""
+    if step.free is None or steps == 1:
+        return ()
+    free = simulate(repeat(step.free, steps), step.costs).makespan
+    if free >= timeline.makespan - 1e-9:
+        return ()
+    return (
+        "clipping is a barrier: no stage updates before all have agreed on the norm, so the next step"
+        f" cannot begin in this one's idle time. Without it the {steps} steps take {free:.4g}, not"
+        f" {timeline.makespan:.4g}: the barrier takes the gain away.",
+    )
+
+
+_FORMATS: dict[str, Callable[[Picture], str]] = {".svg": svg, ".html": page, ".json": chrome}
+
+
+def _write(step: Step, picture: Picture, path: str) -> None:
+    formats = {**_FORMATS, ".txt": lambda _: str(step.program)}
+    write(path, formats, picture)
 
 
 def _figures(step: Step, picture: Picture, steps: int) -> dict[str, object]:

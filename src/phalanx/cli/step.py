@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 from ..layout import Layout, Mesh, Shape, legal, nearest, stage_pieces
-from ..program import Costs, Program, Sizes, build, check, search
+from ..program import Costs, Program, Sizes, build, check
 from .usage import UsageError, flags, read
 
 __all__ = ["Step", "costs_of", "of_file", "of_layout", "of_schedule", "refuse_illegal"]
 
-_SCHEDULE_FLAGS = ("stages", "microbatches", "chunks", "layers", "zero", "gather", "reduce")
-_SCHEDULE_FLAGS += ("recompute", "prefetch")
+_SCHEDULE_FLAGS = (
+    "stages",
+    "microbatches",
+    "chunks",
+    "layers",
+    "zero",
+    "gather",
+    "reduce",
+    "prefetch",
+    "recompute",
+)
 _KINDS = ("F", "B", "I", "W", "R", "G", "S", "T", "U", "N", "A", "O", "Z", "send")
 _UNIT_KINDS = "GSU"  # these take as long as a piece has weights; computing, as it multiplies
 
@@ -30,8 +41,8 @@ class Step:
     costs: Costs
     stages: int
     chunks: int = 1
-    layout: Layout | None = None
     notes: tuple[str, ...] = ()
+    free: Program | None = None  # the same without the agreement of clipping, where there is one
 
 
 def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
@@ -87,8 +98,8 @@ def of_schedule(name: str, said: argparse.Namespace) -> Step:
     )
     chunks = f", {layout.chunks} chunks" if layout.chunks > 1 else ""
     title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}{chunks}"
-    program = _built(layout, pieces, (), said, costs)
-    return Step(title, program, costs, stages, layout.chunks, layout, notes)
+    program, free = _built(layout, pieces, (), said, costs)
+    return Step(title, program, costs, stages, layout.chunks, notes, free)
 
 
 def of_layout(text: str, said: argparse.Namespace) -> Step:
@@ -113,13 +124,15 @@ def of_layout(text: str, said: argparse.Namespace) -> Step:
         },
     )
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    program = _built(layout, stage_pieces(layout, shape), tied, said, costs)
+    program, free = _built(layout, stage_pieces(layout, shape), tied, said, costs)
     title = f"{layout} on {shape.name}" if str(layout) else f"one rank on {shape.name}"
-    return Step(title, program, costs, layout.pp, layout.chunks, layout)
+    return Step(title, program, costs, layout.pp, layout.chunks, free=free)
 
 
 def of_file(path: str, said: argparse.Namespace) -> Step:
     """The step that a program file tells, checked."""
+    if given := flags(said, (*_SCHEDULE_FLAGS, "model", "batch", "seq", "memory_limit", "clip")):
+        raise UsageError(f"{given[0]} does not go with a program file, which is the step itself.")
     program = Program.parse(read(path, "program"), path)
     check(program)
     stages = program.mesh.of("pp")
@@ -147,7 +160,8 @@ def _built(
     tied: tuple[tuple[int, int], ...],
     said: argparse.Namespace,
     costs: Costs,
-) -> Program:
+) -> tuple[Program, Program | None]:
+    """The program, and with clipping also the one without."""
     limit = said.memory_limit
     if limit is not None and layout.schedule != "searched" and layout.recompute != "fit":
         raise UsageError(
@@ -162,16 +176,17 @@ def _built(
             )
         count = pieces[-1].stop
         sizes = Sizes(kept=(1.0,) * count, input=(0.0,) * count)
-    virtual = dict.fromkeys(range(len(pieces)), 1 / layout.chunks)
-    return build(
+    step = partial(
+        build,
         layout,
         pieces,
         tied,
-        agree=said.clip,
-        costs=replace(costs, share=virtual, pieces={}),
+        costs=costs,
         sizes=sizes,
         limit=float("inf") if limit is None else limit,
+        held=None if limit is None else [limit] * layout.pp,
     )
+    return step(agree=said.clip), step() if said.clip else None
 
 
 def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
@@ -182,7 +197,7 @@ def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
             f"--layers {layers} cannot fill {stages} stages with one each; use {stages} or more."
         )
     ends = [-(-layers * i // stages) for i in range(stages + 1)]
-    return tuple(range(a, b) for a, b in zip(ends, ends[1:], strict=False))
+    return tuple(range(a, b) for a, b in pairwise(ends))
 
 
 def _count(name: str, number: int | None, default: int) -> int:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
-__all__ = ["Parser", "UsageError", "flags", "print_json", "read"]
+__all__ = ["Parser", "UsageError", "flags", "print_json", "read", "screen", "write"]
+
+
+Drawn = TypeVar("Drawn")
 
 
 class UsageError(ValueError):
@@ -56,6 +61,27 @@ def read(path: str, what: str) -> str:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UsageError(f"the {what} {path} is not text.") from None
+
+
+def write(path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn) -> None:
+    """Write a picture in the format that the file's suffix names."""
+    suffix = Path(path).suffix
+    if suffix not in formats:
+        raise UsageError(f"--out {path}: the suffix says the format; use {', '.join(formats)}.")
+    try:
+        Path(path).write_text(formats[suffix](drawn), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def screen(width: int | None) -> tuple[int, bool]:
+    """How many columns to fill, and whether in colour: only a terminal has any."""
+    if width is not None and width < 24:
+        raise UsageError(f"--width is {width}; a picture needs 24 columns or more.")
+    terminal = sys.stdout.isatty()
+    columns = shutil.get_terminal_size().columns if terminal else 80
+    # https://no-color.org: the variable's presence counts, unless it is empty.
+    return width or max(24, columns), terminal and not os.environ.get("NO_COLOR")
 
 
 def print_json(said: Mapping[str, object]) -> None:

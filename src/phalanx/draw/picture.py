@@ -6,14 +6,15 @@ of them knows what waits for what, or in which order anything stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from ..program import KINDS, Op, Span, Timeline
+from .words import number
 
-__all__ = ["LEGEND", "PAINTS", "Paint", "Picture", "Track", "number"]
+__all__ = ["LEGEND", "PAINTS", "Paint", "Picture", "Track"]
 
 
 class Paint(NamedTuple):
@@ -152,7 +153,7 @@ class Picture:
     def tint(self, rank: int, op: Op) -> float:
         """How light an operation's colour is, 0 to 1: later pieces of a rank are lighter."""
         pieces = self.places.get(rank, ())
-        if op.piece not in pieces or len(pieces) < 2:
+        if op.of or op.piece not in pieces or len(pieces) < 2:
             return 0.0
         return pieces.index(op.piece) / (len(pieces) - 1)
 
@@ -165,7 +166,7 @@ class Picture:
             return (str(op), *short) if self.several else short
         if op.of:
             return (f"{op.of}{op.index}", str(op.index))
-        return (str(op), f"{op.piece}{op.kind}", str(op.piece))
+        return (str(op), str(op.piece))
 
     def explain(self, op: Op) -> str:
         """What an operation does, in words."""
@@ -194,7 +195,7 @@ class Picture:
                 said += f", exposed communication up to {number(exposed)}{self.clock}"
             lines.append(said if self.other is None else f"{name}: {said}")
         if self.held:
-            lines.append(f"held microbatches by stage: {_run(map(number, self.held))}")
+            lines.append(f"held microbatches by stage: {' '.join(map(number, self.held))}")
         return tuple(lines)
 
     @cached_property
@@ -213,12 +214,3 @@ class Picture:
             for kind in LEGEND
             if first.get(kind) or second.get(kind)
         )
-
-
-def number(x: float) -> str:
-    """A number as short as it is exact to four digits: 33, 0.125, 1.047."""
-    return f"{x:.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
-
-
-def _run(words: Iterable[str]) -> str:
-    return " ".join(words)

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 from typing import NamedTuple
 
 from ..program import Op, Span
-from .picture import LEGEND, PAINTS, Picture, Track, number
+from .picture import LEGEND, PAINTS, Picture, Track
+from .words import change, number, ticks, wrapped
 
 __all__ = ["text"]
 
@@ -37,16 +40,16 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
     columns = max(1, math.ceil((picture.end - picture.start) * scale - 1e-6))
     band = _band(picture, scale, room, columns)
     rows = [_cells(track, picture.start, scale) for track in tracks]
-    lines = _wrapped(picture.title, width)
+    lines = wrapped(picture.title, width)
     for left in range(0, columns, band):
         right = min(columns, left + band)
         lines += ["", " " * margin + _axis(picture, scale, left, right)]
         for track, cells in zip(tracks, rows, strict=True):
             label = track.label[: margin - 1].ljust(margin)
             lines.append(label + _row(picture, track, cells, (left, right), colour))
-    lines += ["", *_wrapped(_legend(picture), width)]
+    lines += ["", *wrapped(_legend(picture, scale), width)]
     for line in (*picture.summary, *_table(picture), *picture.notes):
-        lines += _wrapped(line, width)
+        lines += wrapped(line, width)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -60,8 +63,8 @@ def _scale(picture: Picture, room: int) -> float:
     shortest = min(s.end - s.start for s in spans)
     label = max(len(picture.names_of(s.op)[0]) for s in spans)
     most = max(1, _LINES // (len(picture.tracks) + 2))
-    # Where an instant stands among long operations, it cannot set the scale for all.
-    shortest = max(shortest, total / 2000)
+    # An instant among long operations does not set the scale for all.
+    shortest = max(shortest, median(s.end - s.start for s in spans) / 4)
     for cell in range(label + 2, label - 1, -1):
         if total / shortest * cell <= room + 1e-6:
             return cell / shortest
@@ -126,7 +129,8 @@ def _said(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     if here != max(parts, key=lambda p: (p[1] - p[0], -p[0])):
         return "─" * size
     for name in picture.names_of(cell.op):
-        if len(name) <= size:
+        # A number alone tells its kind on a link's lane only.
+        if len(name) <= size and not (name.isdigit() and cell.op.kind in "FBIWR"):
             rest = size - len(name)
             # The last column stays free, so that neighbours do not run into each other.
             return name + "─" * (rest - 1) + " " * min(1, rest)
@@ -140,7 +144,7 @@ def _parts(cell: _Cell, left: int, band: int) -> list[tuple[int, int]]:
         first = left + (cell.start - left) // band * band
         edges += [e for e in range(first, cell.stop, band) if e > cell.start]
     edges.sort()
-    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [(a, b) for a, b in pairwise(edges) if b > a]
 
 
 def _painted(said: str, picture: Picture, rank: int, op: Op) -> str:
@@ -153,31 +157,38 @@ def _painted(said: str, picture: Picture, rank: int, op: Op) -> str:
 
 def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
     """Times above a band, where they are round."""
-    step = _step(9 / scale)
+    begin = picture.start
     marks = [" "] * (right - left)
-    tick = math.ceil((picture.start + left / scale) / step - 1e-9)
-    while (column := round((tick * step - picture.start) * scale)) < right:
-        said = f"{number(tick * step)}{picture.clock}"
-        if column - left + 1 + len(said) <= len(marks):
-            marks[column - left : column - left + 1 + len(said)] = ["╷", *said]
-        tick += 1
+    for time in ticks(begin + (left - 0.5) / scale, begin + right / scale, 9 / scale):
+        column = round((time - begin) * scale) - left
+        said = f"╷{number(time)}{picture.clock}"
+        if 0 <= column <= len(marks) - len(said):
+            marks[column : column + len(said)] = said
     return "".join(marks)
 
 
-def _step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20 ... (and their fractions) that is not below `least`."""
-    power: float = 10.0 ** math.floor(math.log10(least))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= least - 1e-12)
-
-
-def _legend(picture: Picture) -> str:
+def _legend(picture: Picture, scale: float) -> str:
     words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ">"]
+    narrow = [k.lower() for k in picture.kinds if k in _narrow(picture, scale)]
+    if narrow:
+        words.append(f"{' '.join(narrow)} the same, too narrow for a number")
     if ">" in picture.kinds:
         words.append("a>b messages from stage a to b")
     names = "2F0 is piece 2, forward of microbatch 0" if picture.several else ""
     if not picture.several and "F" in picture.kinds:
         names = "F0 is the forward of microbatch 0"
     return " | ".join([*words, f"{_IDLE} idle", *([names] if names else [])])
+
+
+def _narrow(picture: Picture, scale: float) -> set[str]:
+    """The kinds of which some operation has only its letter."""
+    return {
+        s.op.kind
+        for track in picture.tracks
+        for s in track.spans
+        if s.op.kind in "FBIWR"
+        and (s.end - s.start) * scale < len(f"{s.op.kind}{s.op.index}") - 0.5
+    }
 
 
 def _table(picture: Picture) -> list[str]:
@@ -187,24 +198,6 @@ def _table(picture: Picture) -> list[str]:
     names = [f"{name:>12}" for name in picture.names]
     lines = ["", f"{'':16}{names[0]}{names[1]}  difference"]
     for kind, first, second in picture.differences:
-        change = f"{100 * (second / first - 1):+.1f} %" if first else "new"
-        lines.append(f"{LEGEND[kind]:16}{number(first):>12}{number(second):>12}  {change:>10}")
+        times = f"{number(first):>12}{number(second):>12}"
+        lines.append(f"{LEGEND[kind]:16}{times}  {change(first, second):>10}")
     return [*lines, ""]
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """The words of a line in lines that fit."""
-    if len(line) <= width:
-        return [line]
-    out, now = [], ""
-    for word in line.split(" "):
-        while len(word) > width:
-            word, rest = word[:width], word[width:]
-            out += [now] * bool(now) + [word]
-            now, word = "", rest
-        if now and len(now) + 1 + len(word) > width:
-            out.append(now)
-            now = word
-        else:
-            now = f"{now} {word}" if now else word
-    return [*out, now]

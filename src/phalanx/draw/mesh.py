@@ -1,0 +1,324 @@
+"""A mesh as text and as SVG: which rank sits where, with whom it shares a group along each axis,
+and which part of a weight it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from itertools import product
+
+from ..layout import Layout, LayoutError, Mesh
+from ..layout.rules import AXIS_OF, Cut
+from .svg import STYLE, tinted
+from .words import wrapped
+
+__all__ = ["MeshPicture", "Part", "mesh_svg", "mesh_text"]
+
+_DIMS = (*AXIS_OF, "embed", "head", "position", "-")
+_RANKS = 64  # more are counted, not listed
+# Okabe and Ito's colours in turn; each group also has a letter, so colour is never alone.
+_COLOURS = ("#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#f0e442", "#d55e00", "#8fa8c8", "#b0b0b0")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a weight: a range of each dim, then a range of the numbers in it."""
+
+    cuts: tuple[Cut, ...]
+    shard: Cut | None
+
+    @property
+    def shape(self) -> str:
+        return " x ".join(str(cut.length) for cut in self.cuts)
+
+
+@dataclass(frozen=True)
+class MeshPicture:
+    """A layout's mesh, and the dims of a weight by name where one is to be cut: `heads=4096`, or
+    `heads=4096/128` where 128 belong together, as one head does."""
+
+    layout: Layout
+    weight: tuple[tuple[str, int, int], ...] = ()  # (dim, size, unit)
+
+    @classmethod
+    def parse(cls, layout: str, weight: str = "") -> MeshPicture:
+        return cls(Layout.parse(layout), tuple(map(_dim, weight.split())))
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def title(self) -> str:
+        return f"mesh {self.layout}: {self.mesh.size} ranks" if self.mesh.size > 1 else "one rank"
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The axes and, where one has an inner grid, its parts."""
+        found: list[str] = []
+        for axis in self.mesh.axes:
+            found.append(axis.name)
+            found += [
+                n for n in axis.part_names if n != axis.name and 1 < self.mesh.of(n) < axis.size
+            ]
+        return tuple(found)
+
+    @cached_property
+    def panels(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
+        """The grid in panels of rows and columns: the innermost axis runs along the columns, the
+        next along the rows, and every place along the outer axes is a panel of its own."""
+        sizes = [(a.name, a.size) for a in self.mesh.axes]
+        outer, (row, column) = sizes[:-2], ([("", 1), ("", 1), *sizes])[-2:]
+        panels = []
+        for place in product(*(range(n) for _, n in outer)):
+            at = {name: i for (name, _), i in zip(outer, place, strict=True)}
+            grid = tuple(
+                tuple(
+                    self.mesh.rank(
+                        **at,
+                        **({row[0]: r} if row[0] else {}),
+                        **({column[0]: c} if column[0] else {}),
+                    )
+                    for c in range(column[1])
+                )
+                for r in range(row[1])
+            )
+            panels.append((" ".join(f"{name}={i}" for name, i in at.items()), grid))
+        return tuple(panels)
+
+    def part(self, rank: int) -> Part:
+        """Cut by tensor parallelism along its dims, then flat over the shards of ZeRO 3."""
+        place = self.mesh.coordinates(rank)
+        cuts = tuple(
+            Cut.of(size, self.mesh.of(AXIS_OF[name]), place.get(AXIS_OF[name], 0), unit)
+            if name in AXIS_OF
+            else Cut(0, size, size)
+            for name, size, unit in self.weight
+        )
+        if self.layout.zero < 3:
+            return Part(cuts, None)
+        count = 1
+        for cut in cuts:
+            count *= cut.length
+        group = self.mesh.group(rank, self.layout.shard_axes)
+        return Part(cuts, Cut.of(count, len(group), group.index(rank)))
+
+
+def _dim(word: str) -> tuple[str, int, int]:
+    name, equals, size = word.partition("=")
+    size, _, unit = size.partition("/")
+    if not equals or not size.isdigit() or not (unit or "1").isdigit() or name not in _DIMS:
+        raise LayoutError(
+            f"{word!r} is not a dim of a weight. Write heads=4096, or heads=4096/128 where 128 are one"
+            f" head; dims are {', '.join(_DIMS)}."
+        )
+    if not int(size) or not int(unit or 1):
+        raise LayoutError(f"{word!r}: a dim has a size of 1 or more.")
+    return name, int(size), int(unit or 1)
+
+
+def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
+    """The grid, the groups along every axis, each rank's coordinates and its part of the weight."""
+    lines = [*wrapped(picture.title, width), "", *_grid(picture, width)]
+    if picture.axes:
+        lines += ["", "groups"]
+    widest = max(map(len, picture.axes), default=0)
+    for axis in picture.axes:
+        groups = picture.mesh.groups([axis])
+        shown = [f"{{{' '.join(map(str, group))}}}" for group in groups[:_RANKS]]
+        shown += [f"and {len(groups) - _RANKS} more"] * (len(groups) > _RANKS)
+        lead = f"  {axis:{widest}}  "
+        lines += [
+            (lead if not i else " " * len(lead)) + part
+            for i, part in enumerate(wrapped(" ".join(shown), max(8, width - len(lead))))
+        ]
+    lines += ["", *_table(picture)]
+    if picture.weight:
+        lines += ["", *(part for line in _explained(picture) for part in wrapped(line, width))]
+    return "\n".join(line[:width].rstrip() for line in lines) + "\n"
+
+
+def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
+    """The panels, side by side as far as they fit."""
+    names = ["", "", *(a.name for a in picture.mesh.axes)]
+    row, column = names[-2], names[-1]
+    cell = max(len(str(picture.mesh.size - 1)), len(column) + 2) + 1
+    blocks = []
+    for title, grid in picture.panels:
+        head = f"{row}{'/' if row else ''}{column}".ljust(len(row) + 3)
+        block = [title] if title else []
+        if column:
+            block.append(
+                " " * len(head) + "".join(f"{column}{c}".rjust(cell) for c in range(len(grid[0])))
+            )
+        for r, ranks in enumerate(grid):
+            label = f"{row}{r}" if row else ""
+            block.append(label.ljust(len(head)) + "".join(str(n).rjust(cell) for n in ranks))
+        wide = max(map(len, block))
+        blocks.append([line.ljust(wide + 4) for line in block])
+    while blocks:
+        fit = max(1, width // len(blocks[0][0]))
+        for lines in zip(*blocks[:fit], strict=True):
+            yield "".join(lines).rstrip()
+        blocks = blocks[fit:]
+        if blocks:
+            yield ""
+
+
+def _table(picture: MeshPicture) -> list[str]:
+    """A line for each rank; of very many, those at both ends."""
+    ranks = list(range(picture.mesh.size))
+    if len(ranks) > _RANKS:
+        ranks = [*ranks[: _RANKS // 2], *ranks[-4:]]
+    head = ["rank", *picture.axes]
+    rows = []
+    for rank in ranks:
+        place = picture.mesh.coordinates(rank)
+        rows.append([str(rank), *(str(place[axis]) for axis in picture.axes)])
+    if picture.weight:
+        head += [name for name, _, _ in picture.weight]
+        head += ["flat shard"] * (picture.layout.zero == 3)
+        for row, rank in zip(rows, ranks, strict=True):
+            part = picture.part(rank)
+            row += [f"{cut.start}:{cut.stop}" for cut in part.cuts]
+            row += [f"{part.shard.start}:{part.shard.stop}"] if part.shard else []
+    wide = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [
+        "  ".join(word.rjust(w) for word, w in zip(row, wide, strict=True)) for row in [head, *rows]
+    ]
+    if len(ranks) < picture.mesh.size:
+        lines.insert(1 + _RANKS // 2, " " * (wide[0] - 3) + "...")
+    return lines
+
+
+def _explained(picture: MeshPicture) -> Iterator[str]:
+    """How the weight is cut, in sentences."""
+    part, whole = picture.part(0), " x ".join(f"{n}={size}" for n, size, _ in picture.weight)
+    yield f"weight {whole}: each rank computes with {part.shape}."
+    for (name, size, _), cut in zip(picture.weight, part.cuts, strict=True):
+        axis = AXIS_OF.get(name, "")
+        parts = picture.mesh.of(axis) if axis else 1
+        if parts > 1:
+            said = (
+                f"{name}={size} is cut over {axis} into {parts // cut.copies} parts of {cut.length}"
+            )
+            said += f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
+            padding = cut.length * (parts // cut.copies) - size
+            yield said + (f"; {padding} of padding at the end." if padding else ".")
+    if part.shard:
+        axes = " and ".join(
+            axis if "." in axis and axis in picture.axes else axis.split(".")[0]
+            for axis in picture.layout.shard_axes
+            if picture.mesh.of(axis) > 1
+        )
+        yield (
+            f"zero3 keeps it as flat shards of {part.shard.length} numbers over {axes}."
+            if axes
+            else "zero3 has no dp or cp to shard over."
+        )
+    elif picture.layout.copies > 1:
+        yield f"{picture.layout.copies} ranks along dp and cp hold the same part."
+
+
+def mesh_svg(picture: MeshPicture) -> str:
+    """The grid of ranks, then the same grid once for each axis, coloured and lettered by group."""
+    grids = [("ranks", dict.fromkeys(range(picture.mesh.size), 0), False)]
+    for axis in picture.axes:
+        groups = picture.mesh.groups([axis])
+        of = {rank: g for g, group in enumerate(groups) for rank in group}
+        grids.append((f"groups along {axis}: {len(groups)} of {len(groups[0])}", of, True))
+    body, y, width = (
+        [f'<text class="title" x="20" y="30">{escape(picture.title)}</text>'],
+        44.0,
+        0.0,
+    )
+    for title, of, grouped in grids:
+        body.append(f'<text x="20" y="{y + 16:.0f}">{escape(title)}</text>')
+        drawn, bottom, right = _panels(picture, y + 26, of, grouped)
+        body += drawn
+        y, width = bottom + 14, max(width, right)
+    for line in _explained(picture) if picture.weight else ():
+        for part in wrapped(line, max(60, int((width - 20) / 6.3))):
+            body.append(f'<text class="soft" x="20" y="{y + 12:.0f}">{escape(part)}</text>')
+            y += 20
+    width = max(width + 20, 440)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {y + 12:.0f}"'
+        f' width="{width:.0f}" height="{y + 12:.0f}" role="img">\n'
+        f"<title>{escape(picture.title)}</title>\n<style>{STYLE}</style>\n"
+        f'<rect class="page" x="0.5" y="0.5" width="{width - 1:.0f}" height="{y + 11:.0f}" rx="8"/>\n'
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def _panels(
+    picture: MeshPicture, top: float, of: Mapping[int, int], grouped: bool
+) -> tuple[list[str], float, float]:
+    """One grid: its panels in rows of at most 900 pixels; returns where it ends below and right."""
+    cell = 34 if grouped else 58
+    tall = 24 if grouped else 40
+    x, y, right = 20.0, top, 0.0
+    out: list[str] = []
+    rows, columns = len(picture.panels[0][1]), len(picture.panels[0][1][0])
+    wide, high = columns * cell + 18, rows * tall + (18 if picture.panels[0][0] else 0) + 10
+    for title, grid in picture.panels:
+        if x > 20 and x + wide > 920:
+            x, y = 20.0, y + high
+        if title:
+            out.append(f'<text class="soft" x="{x:.0f}" y="{y + 12:.0f}">{escape(title)}</text>')
+        for r, ranks in enumerate(grid):
+            for c, rank in enumerate(ranks):
+                at = (x + c * cell, y + (18 if title else 0) + r * tall)
+                out += _square(
+                    picture, rank, at, (cell - 2, tall - 2), of[rank] if grouped else None
+                )
+        right = max(right, x + wide)
+        x += wide
+    return out, y + high, right
+
+
+def _square(
+    picture: MeshPicture,
+    rank: int,
+    at: tuple[float, float],
+    size: tuple[float, float],
+    group: int | None,
+) -> Iterator[str]:
+    place = picture.mesh.coordinates(rank)
+    where = " ".join(f"{axis}{place[axis]}" for axis in picture.axes if "." not in axis)
+    tip = f"rank {rank}: {where}"
+    if picture.weight:
+        part = picture.part(rank)
+        tip += "\nholds " + ", ".join(
+            f"{name} {cut.start}:{cut.stop}"
+            for (name, _, _), cut in zip(picture.weight, part.cuts, strict=True)
+        )
+        tip += f", of that {part.shard.start}:{part.shard.stop}" if part.shard else ""
+    fill = tinted(_COLOURS[(group or 0) % len(_COLOURS)], 0.25 if group is None else 0.0)
+    (x, y), (w, h) = at, size
+    yield (
+        f'<rect class="op" x="{x:.0f}" y="{y:.0f}" width="{w:.0f}" height="{h:.0f}" rx="4"'
+        f' fill="{fill}"><title>{escape(tip)}</title></rect>'
+    )
+    ink = 'style="fill:#000000"'
+    said = str(rank) if group is None else f"{_letters(group)}{rank}"
+    middle = y + h / 2 + (4 if group is not None else -2)
+    yield f'<text class="cell" {ink} x="{x + w / 2:.0f}" y="{middle:.0f}">{said}</text>'
+    if group is None:
+        small = f'<text class="cell" style="fill:#000000;font-size:8px" x="{x + w / 2:.0f}"'
+        yield f'{small} y="{y + h / 2 + 11:.0f}">{where}</text>'
+
+
+def _letters(number: int) -> str:
+    """a to z, then aa, ab ..."""
+    out = ""
+    while True:
+        number, last = divmod(number, 26)
+        out = chr(ord("a") + last) + out
+        if not number:
+            return out
+        number -= 1

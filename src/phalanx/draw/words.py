@@ -1,0 +1,42 @@
+"""Numbers, marks on an axis and lines of words, as every picture writes them."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["change", "number", "ticks", "wrapped"]
+
+
+def number(x: float) -> str:
+    """A number as short as four digits tell it: 33, 0.125, 1.047."""
+    return f"{x:.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
+
+
+def change(first: float, second: float) -> str:
+    """By how much the second differs from the first, in percent; a dash where that means nothing."""
+    return f"{100 * (second / first - 1):+.1f} %" if first else "-"
+
+
+def ticks(start: float, end: float, least: float) -> list[float]:
+    """Round times from start to end, at least `least` apart."""
+    power: float = 10.0 ** math.floor(math.log10(least))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least * (1 - 1e-9))
+    first, last = math.ceil(start / step - 1e-9), math.floor(end / step + 1e-9)
+    return [tick * step for tick in range(first, last + 1)]
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """The words of a line in lines of at most `width`; a word that is longer is cut."""
+    if len(line) <= width:
+        return [line]
+    out, now = [], ""
+    for word in line.split(" "):
+        while len(word) > width:
+            out += [now] * bool(now) + [word[:width]]
+            now, word = "", word[width:]
+        if now and len(now) + 1 + len(word) > width:
+            out.append(now)
+            now = word
+        else:
+            now = f"{now} {word}" if now else word
+    return [*out, now]
