@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from ..layout import Layout, Mesh, Shape, legal, nearest, stage_pieces
-from ..program import Costs, Program, Sizes, build, check
+from ..layout import Layout, LayoutError, Mesh, Shape, legal, nearest, stage_pieces
+from ..program import SCHEDULES, Costs, Program, Sizes, build, check, schedule
 from .usage import UsageError, flags, read
 
 __all__ = ["Step", "costs_of", "of_file", "of_layout", "of_schedule", "refuse_illegal"]
@@ -72,6 +72,8 @@ def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
 
 def of_schedule(name: str, said: argparse.Namespace) -> Step:
     """The step of a bare schedule: its stages are the only ranks."""
+    if name not in (*SCHEDULES, "searched") and ".py:" not in name:
+        schedule(name, 1, 1)  # refuses it, with the nearest name
     stages = _count("stages", said.stages, 1 if name == "accum" else 4)
     microbatches = _count("microbatches", said.microbatches, 8)
     notes: tuple[str, ...] = ()
@@ -150,8 +152,9 @@ def refuse_illegal(layout: Layout, shape: Shape, *, batch: int, sequence: int) -
     found = legal(layout, shape, batch=batch, sequence=sequence)
     if found:
         near = nearest(layout, shape, batch=batch, sequence=sequence)
-        way = " Nearest legal: " + "; ".join(map(str, near)) + "." if near else ""
-        raise UsageError(f"{layout} on {shape.name}: " + " ".join(map(str, found)) + way)
+        way = f"\nNearest that fit: {'; '.join(map(str, near))}." if near else ""
+        reasons = "".join(f"\n- {violation}" for violation in found)
+        raise LayoutError(f"{layout} does not fit {shape.name}:{reasons}{way}")
 
 
 def _built(

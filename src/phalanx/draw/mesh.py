@@ -289,8 +289,7 @@ def _square(
     group: int | None,
 ) -> Iterator[str]:
     place = picture.mesh.coordinates(rank)
-    where = " ".join(f"{axis}{place[axis]}" for axis in picture.axes if "." not in axis)
-    tip = f"rank {rank}: {where}"
+    tip = f"rank {rank}: " + " ".join(f"{axis}={place[axis]}" for axis in picture.axes)
     if picture.weight:
         part = picture.part(rank)
         tip += "\nholds " + ", ".join(
@@ -310,7 +309,9 @@ def _square(
     yield f'<text class="cell" {ink} x="{x + w / 2:.0f}" y="{middle:.0f}">{said}</text>'
     if group is None:
         small = f'<text class="cell" style="fill:#000000;font-size:8px" x="{x + w / 2:.0f}"'
-        yield f'{small} y="{y + h / 2 + 11:.0f}">{where}</text>'
+        # The panel's title says where it is along the other axes.
+        inner = " ".join(f"{axis.name}{place[axis.name]}" for axis in picture.mesh.axes[-2:])
+        yield f'{small} y="{y + h / 2 + 11:.0f}">{inner}</text>'
 
 
 def _letters(number: int) -> str:

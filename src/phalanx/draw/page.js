@@ -7,6 +7,7 @@ const said = document.getElementById("said");
 const ROW = 28, LANE = 18, GAP = 5, HEAD = 26, PAD = 10, MEMORY = 84;
 const FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif";
 const MEMORY_COLOURS = ["#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#0072b2", "#d55e00", "#f0e442", "#8c6bb1"];
+const HINT = "Point at an operation, or press n in the timeline.";
 const view = { from: data.start, to: data.end };
 const whole = Math.max(data.end - data.start, 1e-12);
 let chosen = null; // [track number, span number]
@@ -124,7 +125,8 @@ function drawTrack(pen, track, t) {
       pen.strokeRect(left + 0.5, track.top + 1, Math.max(wide, 2), track.height - 2);
     }
     const a = Math.max(left, margin), b = Math.min(right, canvas.clientWidth);
-    const name = names.find((n) => pen.measureText(n).width + 5 <= b - a);
+    // One width for every character, so that I0 is not named where W0 beside it is not.
+    const name = names.find((n) => n.length * 6.5 + 2 <= b - a);
     if (name) {
       pen.fillStyle = tint < 0.4 ? colour.ink : "#000000";
       pen.textAlign = "center";
@@ -216,7 +218,7 @@ function find(px, py) {
 function choose(next) {
   if (String(next) === String(chosen)) return;
   chosen = next;
-  said.replaceChildren();
+  said.replaceChildren(chosen ? "" : HINT);
   if (chosen) {
     const track = data.tracks[chosen[0]], [start, end, , name, does] = track.spans[chosen[1]];
     const strong = document.createElement("b");
@@ -289,6 +291,7 @@ canvas.addEventListener("pointermove", (event) => {
 document.getElementById("in").addEventListener("click", keys["+"]);
 document.getElementById("out").addEventListener("click", keys["-"]);
 document.getElementById("all").addEventListener("click", all);
+said.textContent = HINT;
 window.addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
