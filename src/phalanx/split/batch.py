@@ -2,10 +2,17 @@
 
 A batch is named tensors whose first dim is the sequence (or row) and, for tokens, the second is time.
 Nothing needs to divide: shares differ by one sequence at most, time is padded at its end.
+
+Along cp time is cut by head and tail. With a ring of n there are 2n chunks, and place r holds chunks
+r and 2n - 1 - r: an early one that few keys precede and a late one that many do, so that causal
+attention costs every place the same (Brandon et al. 2023, "Striped Attention", name the imbalance;
+the halves are Llama 3's). Inside a place of the ring, Ulysses places hold equal runs of its tokens,
+and with `seq` tp places hold equal runs of those.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,7 +21,10 @@ from torch import Tensor
 from ..layout import Layout
 from .tensor import IGNORED
 
-__all__ = ["count_valid", "microbatches", "share"]
+__all__ = ["count_valid", "held_times", "microbatches", "share", "time_multiple"]
+
+# Padding is a document of its own whose targets count nothing.
+_FILLS = {"targets": IGNORED, "documents": -1}
 
 
 def share(size: int, parts: int, place: int) -> slice:
@@ -24,9 +34,36 @@ def share(size: int, parts: int, place: int) -> slice:
     return slice(start, start + each + (place < more))
 
 
-def microbatches(batch: Mapping[str, Tensor], layout: Layout, dp: int) -> list[dict[str, Tensor]]:
-    """The microbatches of the ranks at place `dp`."""
-    whole = _padded(batch, layout.tp if layout.seq else 1)
+def time_multiple(layout: Layout) -> int:
+    """What a sequence's length is padded to a multiple of, so that every place holds as much."""
+    ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
+    inside = ulysses * (layout.tp if layout.seq else 1)
+    # A place of a ring holds two chunks of one length.
+    return ring * (math.lcm(2, inside) if ring > 1 else inside)
+
+
+def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
+    """Which tokens of a sequence the place `cp` holds, in the order in which it holds them.
+
+    `length` is a multiple of `time_multiple`. This is the one place that knows the order.
+    """
+    outer, inner = divmod(cp, ulysses)
+    times = torch.arange(length)
+    if ring > 1:
+        chunks = times.view(2 * ring, -1)
+        times = torch.cat((chunks[outer], chunks[2 * ring - 1 - outer]))
+    return times.view(ulysses, -1)[inner]
+
+
+def microbatches(
+    batch: Mapping[str, Tensor], layout: Layout, dp: int, cp: int = 0
+) -> list[dict[str, Tensor]]:
+    """The microbatches of the ranks at these places on dp and cp.
+
+    Every tensor that has a number for each token is cut alike, positions among them: they come from
+    the batch, so a cp place turns its queries and keys by where their tokens really stand.
+    """
+    whole = _held(_padded(batch, time_multiple(layout)), layout, cp)
     size = next(iter(whole.values())).shape[0]
     mine = {name: x[share(size, layout.dp, dp)] for name, x in whole.items()}
     own = next(iter(mine.values())).shape[0]
@@ -36,17 +73,33 @@ def microbatches(batch: Mapping[str, Tensor], layout: Layout, dp: int) -> list[d
     ]
 
 
-def _padded(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
-    """Time made a multiple: padding is a document of its own whose targets count nothing."""
+def _timed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that have a number for each token."""
     if "tokens" not in batch:
-        return dict(batch)
-    short = -batch["tokens"].shape[1] % multiple
-    if not short:
-        return dict(batch)
-    fills = {"tokens": 0, "targets": IGNORED, "documents": -1, "positions": 0, "noise": 0}
-    return {
-        name: torch.nn.functional.pad(x, (0, short), value=fills[name]) for name, x in batch.items()
-    }
+        return {}
+    shape = batch["tokens"].shape[:2]
+    return {name: x for name, x in batch.items() if x.shape[:2] == shape}
+
+
+def _padded(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
+    """Time made a multiple."""
+    padded = dict(batch)
+    for name, x in _timed(batch).items():
+        short = -x.shape[1] % multiple
+        fill = x.new_full((x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0))
+        padded[name] = torch.cat((x, fill), 1) if short else x
+    return padded
+
+
+def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+    """Time cut along cp."""
+    held = dict(batch)
+    if layout.cp == 1:
+        return held
+    ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
+    for name, x in _timed(batch).items():
+        held[name] = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
+    return held
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> int:

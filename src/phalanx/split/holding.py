@@ -75,7 +75,8 @@ def hold(
     }
     _place(model, units, mine, layout, wires.tp.rank, world.device)
     _fill(model, units, weights, seed)
-    pieces = {p: _piece(model, p, program, units) for p in mine}
+    kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
+    pieces = {p: _piece(model, p, program, units, kinds) for p in mine}
     return Holding(pieces, units, wires, pool, world_place(layout, world.rank))
 
 
@@ -84,13 +85,17 @@ def world_place(layout: Layout, rank: int) -> dict[str, int]:
     return {axis: place.get(axis, 0) for axis in ("dp", "pp", "cp", "tp")}
 
 
-def _piece(model: Model, piece: int, program: Program, units: dict[int, Unit]) -> Piece:
+def _piece(
+    model: Model, piece: int, program: Program, units: dict[int, Unit], kinds: set[str]
+) -> Piece:
     return Piece(
         model.pieces[piece][1],
         [units[unit] for unit in program.units(piece)],
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,
+        splits="I" in kinds,
+        offloads="O" in kinds,
     )
 
 

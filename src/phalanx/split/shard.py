@@ -192,11 +192,17 @@ class Unit:
             self.buffer, self.home.to(self.precision.compute), wait=False
         )
 
+    def storage(self) -> int:
+        """Where the weights' buffer begins, to know a view of it by; 0 when it is dropped."""
+        return 0 if self.buffer is None else self.buffer.untyped_storage().data_ptr()
+
     def drop(self) -> None:
         """Give the weights' buffer back. Nothing may hold a view of it: see `stage.py`."""
         assert self.buffer is not None, f"unit {self.number} is dropped and was not gathered"
-        for parameter in self.parameters.values():
-            parameter.data = torch.empty(0, dtype=self.buffer.dtype, device=self.buffer.device)
+        # The shape stays, without memory: a gradient may be bound while the weights are away.
+        nothing = torch.empty((), dtype=self.buffer.dtype, device=self.buffer.device)
+        for weight in self.order:
+            self.parameters[weight.name].data = nothing.expand(weight.local)
         self.pool.give(self.buffer)
         self.buffer = None
 

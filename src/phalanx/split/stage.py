@@ -1,19 +1,23 @@
 """A piece of the model on one rank, cut from autograd at its edges.
 
-Forward keeps a piece's input and output; backward is an explicit call from the output's gradient to
-the input's. While a forward runs, a hook packs every saved view of a weight as (unit, place), and
-unpacks it from whatever buffer holds the unit then: so a dropped unit is really free in between.
+Backward is an explicit call from the output's gradient to the input's; input and weight gradients
+can be two calls. While a forward runs, a hook packs what autograd saves: a view of a weight as
+(unit, place), unpacked from whatever buffer holds the unit then, so a dropped unit is really free in
+between; anything else, when activations are offloaded, as a box whose content can leave and return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from .shard import Unit
 
@@ -21,14 +25,123 @@ __all__ = ["Piece"]
 
 
 class _Packed(NamedTuple):
+    """A view of a weight: where it is in its unit's buffer."""
+
     unit: Unit
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
 
 
+class _Box:
+    """A saved activation, on the device or on the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.host: Tensor | None = None
+        self.device = tensor.device
+
+    def leave(self) -> None:
+        assert self.tensor is not None
+        # On a machine without a GPU the host copy is a copy all the same, so the way is tested.
+        self.host = torch.empty_like(self.tensor, device="cpu", pin_memory=self.tensor.is_cuda)
+        self.host.copy_(self.tensor, non_blocking=True)
+        self.tensor = None
+
+    def come_back(self) -> None:
+        assert self.host is not None
+        self.tensor = self.host.to(self.device, non_blocking=True)
+        self.host = None
+
+
+class _Due(NamedTuple):
+    """A weight gradient still to be computed: what went in, and the gradient of what came out."""
+
+    weight: nn.Parameter
+    x: Tensor
+    gradient: Tensor
+    transposed: bool  # the weight is (in, out) and not (out, in)
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    root: GradientEdge | None  # not the output itself: its storage would live as long
+    like: Tensor  # an empty tensor of the output's dtype
+    into: list[Tensor] = field(default_factory=list)  # where the input's gradient arrives
+    boxes: list[_Box] = field(default_factory=list)
+    due: list[_Due] = field(default_factory=list)
+    whole: Callable[[], None] | None = None  # a backward put off as a whole
+
+
+class _Edge(torch.autograd.Function):
+    """The piece's input as autograd sees it: a leaf would keep the input's storage alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, into: list[Tensor]) -> Tensor:
+        ctx.into = into
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.into.append(gradient)
+        return None, None, None
+
+
+class _Deferred(torch.autograd.Function):
+    """A product with a weight whose backward gives the input's gradient and writes down the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        parameter: nn.Parameter,
+        transposed: bool,
+        due: list[_Due],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.transposed, ctx.due = parameter, transposed, due
+        return x @ weight if transposed else F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.due.append(_Due(ctx.parameter, x, gradient, ctx.transposed))
+        into = gradient @ weight.T if ctx.transposed else gradient @ weight
+        return into, None, None, None, None
+
+
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+class _Deferring(TorchFunctionMode):
+    """While it is on, products with a parameter put off the parameter's gradient."""
+
+    def __init__(self, due: list[_Due]) -> None:
+        super().__init__()
+        self.due = due
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and isinstance(args[1], nn.Parameter):
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            y = self._product(args[0], args[1], transposed=False)
+            return y if bias is None else y + bias
+        if func in _MATMULS and isinstance(args[1], nn.Parameter):
+            return self._product(args[0], args[1], transposed=True)
+        return func(*args, **kwargs)
+
+    def _product(self, x: Tensor, weight: nn.Parameter, *, transposed: bool) -> Tensor:
+        y: Tensor = _Deferred.apply(x, weight.detach(), weight, transposed, self.due)  # type: ignore[no-untyped-call]
+        return y
+
+
 class Piece:
-    """One piece: runs forward, backward, and again."""
+    """One piece: runs forward, backward, and again. `splits`: backward comes as I and W."""
 
     def __init__(
         self,
@@ -38,10 +151,12 @@ class Piece:
         *,
         first: bool,
         last: bool,
+        splits: bool = False,
+        offloads: bool = False,
     ) -> None:
         self.module, self.units, self.takes = module, tuple(units), tuple(takes)
-        self.first, self.last = first, last
-        self.kept: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
+        self.kept: dict[int, _Kept] = {}
 
     def forward(
         self, microbatch: int, x: Tensor | None, batch: Mapping[str, Tensor], *, keep: bool
@@ -51,45 +166,115 @@ class Piece:
         if not keep:
             with torch.no_grad():
                 return self._call(x, named)
-        edge = x
-        if x is not None and x.is_floating_point():
-            edge = x.detach().requires_grad_()
-        with torch.enable_grad(), self._packing():
-            y = self._call(edge, named)
-        self.kept[microbatch] = (edge, y)
+        kept = _Kept(None, torch.empty(0))
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._packing(kept.boxes))
+            if self.splits and not self.first:
+                stack.enter_context(_Deferring(kept.due))
+            y = self._call(self._edge(x, kept.into), named)
+        if y.requires_grad:
+            kept.root = get_gradient_edge(y)
+        kept.like = y.detach()[:0] if y.dim() else torch.zeros_like(y.detach())
+        self.kept[microbatch] = kept
         return y.detach()
 
     def _call(self, x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
         y: Tensor = self.module(**named) if self.first else self.module(x, **named)
         return y
 
+    def _edge(self, x: Tensor | None, into: list[Tensor]) -> Tensor | None:
+        if x is None:
+            return None
+        leaf = torch.zeros((), device=x.device, requires_grad=True)
+        edge: Tensor = _Edge.apply(x.detach(), leaf, into)  # type: ignore[no-untyped-call]
+        return edge
+
+    def seed(self, microbatch: int, scale: float) -> Tensor:
+        """The gradient with which the last piece's backward starts."""
+        return torch.full_like(self.kept[microbatch].like, scale)
+
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """Add to the units' gradients and return the input's; what was kept is let go."""
-        edge, y = self.kept.pop(microbatch)
+        kept = self.kept.pop(microbatch)
+        self._run(kept, gradient)
+        return kept.into[0] if kept.into else None
+
+    def input_gradient(self, microbatch: int, gradient: Tensor) -> Tensor | None:
+        """The input's gradient alone (with those of norms and biases, which cost nothing).
+
+        A piece without an input has only weight gradients: its backward is put off as a whole."""
+        kept = self.kept[microbatch]
+        if self.first:
+            kept.whole = lambda: self._run(kept, gradient)
+            return None
+        self._run(kept, gradient)
+        kept.root = None
+        kept.boxes.clear()
+        return kept.into.pop() if kept.into else None
+
+    @torch.no_grad()
+    def weight_gradient(self, microbatch: int) -> None:
+        """The weight gradients that were put off: one product each, into the flat gradient."""
+        kept = self.kept.pop(microbatch)
         for unit in self.units:
             unit.open()
-        if y.requires_grad:
-            torch.autograd.backward(y, gradient)
-        return None if edge is None else edge.grad
+        if kept.whole:
+            kept.whole()
+        for weight, x, gradient, transposed in kept.due:
+            x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
+            a, b = (x, gradient) if transposed else (gradient, x)
+            assert weight.grad is not None
+            if weight.grad.dtype == a.dtype:
+                weight.grad.addmm_(a.T, b)
+            else:
+                weight.grad += a.T @ b
 
-    def _packing(self) -> AbstractContextManager[Any]:
+    def _run(self, kept: _Kept, gradient: Tensor) -> None:
+        for unit in self.units:
+            unit.open()
+        if kept.root is not None:
+            torch.autograd.backward(kept.root, gradient)
+
+    def leave(self, microbatch: int) -> None:
+        """What the forward kept goes to the host."""
+        for box in self.kept[microbatch].boxes:
+            box.leave()
+
+    def come_back(self, microbatch: int) -> None:
+        for box in self.kept[microbatch].boxes:
+            box.come_back()
+
+    def _packing(self, boxes: list[_Box]) -> AbstractContextManager[Any]:
         units = [u for u in self.units if not u.resident]
-        if not units:
+        if not units and not self.offloads:
             return nullcontext()
-        homes = {u.buffer.untyped_storage().data_ptr(): u for u in units if u.buffer is not None}
+        homes = {u.storage(): u for u in self.units}
+        seen: dict[tuple[Any, ...], _Box] = {}
 
-        def pack(tensor: Tensor) -> Tensor | _Packed:
-            unit = homes.get(tensor.untyped_storage().data_ptr())
-            if unit is None:
+        def pack(tensor: Tensor) -> Tensor | _Packed | _Box:
+            storage = tensor.untyped_storage().data_ptr()
+            unit = homes.get(storage)
+            if unit is not None:
+                offset = int(tensor.storage_offset())
+                return _Packed(unit, offset, tensor.shape, tensor.stride())
+            if not self.offloads:
                 return tensor
-            return _Packed(unit, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in seen:
+                seen[key] = _Box(tensor)
+                boxes.append(seen[key])
+            return seen[key]
 
-        def unpack(packed: Tensor | _Packed) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            assert packed.unit.buffer is not None, (
-                f"backward needs unit {packed.unit.number}, which is dropped"
-            )
-            return packed.unit.buffer.as_strided(packed.shape, packed.stride, packed.offset)
+        return saved_tensors_hooks(pack, _unpack)
 
-        return saved_tensors_hooks(pack, unpack)
+
+def _unpack(packed: Tensor | _Packed | _Box) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if isinstance(packed, _Box):
+        assert packed.tensor is not None, "backward needs activations that are on the host"
+        return packed.tensor
+    buffer = packed.unit.buffer
+    assert buffer is not None, f"backward needs unit {packed.unit.number}, which is dropped"
+    return buffer.as_strided(packed.shape, packed.stride, packed.offset)

@@ -37,7 +37,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        return self.norm is None or self.norm == self.norm and self.norm != float("inf")
+        return self.norm is None or (self.norm == self.norm and self.norm != float("inf"))
 
 
 class Performer:
@@ -65,6 +65,8 @@ class Performer:
             "N": self._count, "F": self._forward, "R": self._again, "B": self._backward,
             "G": self._gather, "D": self._drop, "S": self._sum, "T": self._tie, "A": self._agree,
             "U": self._update, ">": self._send, "<": self._receive,
+            "I": self._backward, "W": self._weight_gradient,
+            "O": self._leave, "Z": self._come_back,
         }  # fmt: skip
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -155,7 +157,7 @@ class Performer:
 
     @property
     def _trains(self) -> bool:
-        return "B" in {op.kind for op in self.row}
+        return any(op.kind in "BI" for op in self.row)
 
     def _own_loss(self, y: Tensor) -> float:
         # Every rank of tp computes the same loss; one of them tells it.
@@ -178,14 +180,21 @@ class Performer:
         p, m = op.piece, op.index
         piece = self.holding.pieces[p]
         self._weights(p)
-        if piece.last:
-            y = piece.kept[m][1]
-            gradient = torch.full_like(y, 1.0 / self.count)
-        else:
-            gradient = self._take(self.gradients, "B", p, m)
-        into = piece.backward(m, gradient)
+        gradient = (
+            piece.seed(m, 1.0 / self.count) if piece.last else self._take(self.gradients, "B", p, m)
+        )
+        into = (piece.backward if op.kind == "B" else piece.input_gradient)(m, gradient)
         if into is not None:
             self._pass_on("B", p, p - 1, m, into)
+
+    def _weight_gradient(self, op: Op) -> None:
+        self.holding.pieces[op.piece].weight_gradient(op.index)
+
+    def _leave(self, op: Op) -> None:
+        self.holding.pieces[op.piece].leave(op.index)
+
+    def _come_back(self, op: Op) -> None:
+        self.holding.pieces[op.piece].come_back(op.index)
 
     def _weights(self, piece: int) -> None:
         for unit in self.program.units(piece):

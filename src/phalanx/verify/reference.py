@@ -56,7 +56,12 @@ def reference(
         norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), clip or float("inf")))
         torch_optimizer.step()
         seen.append(
-            Step(float(loss.detach()), norm, gradients, {n: w.detach().clone() for n, w in weights.items()})
+            Step(
+                float(loss.detach()),
+                norm,
+                gradients,
+                {n: w.detach().clone() for n, w in weights.items()},
+            )
         )
     return seen
 

@@ -29,10 +29,10 @@ class Setting:
 
     batches: Callable[[int], Batch]
     steps: int = 3
-    optimizer: AdamW | Sgd = AdamW()  # noqa: RUF009  # frozen
+    optimizer: AdamW | Sgd = AdamW()  # frozen
     lr: float = 1e-2
     clip: float = 1.0
-    precision: Precision = Precision()  # noqa: RUF009  # frozen
+    precision: Precision = Precision()  # frozen
     seed: int = 0
 
 

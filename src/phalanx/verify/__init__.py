@@ -1,0 +1,19 @@
+"""Floor 7: proof that a layout gives the gradients of one process."""
+
+from .cases import SHAPES, batch_of, covering, every_layout
+from .compare import Difference, compare
+from .reference import Step, reference
+from .verify import Verdict, verify
+
+__all__ = [
+    "SHAPES",
+    "Difference",
+    "Step",
+    "Verdict",
+    "batch_of",
+    "compare",
+    "covering",
+    "every_layout",
+    "reference",
+    "verify",
+]

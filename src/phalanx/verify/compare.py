@@ -1,0 +1,96 @@
+"""Two accounts of the same steps laid side by side, number by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .reference import Step
+
+__all__ = ["Difference", "compare"]
+
+# What is below this share of the largest in the model is compared against that floor: some true
+# gradients are zero (a key's bias without rotation), and what is left of them is rounding.
+FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of one step that differs, by how much, and where most."""
+
+    step: int
+    what: str  # loss, norm, gradient or weight
+    name: str  # the parameter; empty for loss and norm
+    element: tuple[int, ...]
+    got: float
+    want: float
+    error: float
+    hint: str = ""
+
+    def __str__(self) -> str:
+        where = f" of {self.name}{list(self.element)}" if self.name else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return (
+            f"step {self.step}: {self.what}{where} is {self.got:.9g}, one process has"
+            f" {self.want:.9g}{hint}; relative error {self.error:.2e}"
+        )
+
+
+def compare(got: Sequence[Step], want: Sequence[Step]) -> list[Difference]:
+    """Every quantity with its error, in the order in which a step makes them."""
+    return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in _step(i, a, b)]
+
+
+def _step(number: int, got: Step, want: Step) -> Iterator[Difference]:
+    yield _scalar(number, "loss", got.loss, want.loss)
+    yield _scalar(number, "norm", got.norm, want.norm)
+    for what, ours, theirs in (
+        ("gradient", got.gradients, want.gradients),
+        ("weight", got.weights, want.weights),
+    ):
+        floor = FLOOR * max(float(whole.abs().max()) for whole in theirs.values())
+        for name, whole in theirs.items():
+            yield _tensor(number, what, name, ours.get(name), whole, floor)
+
+
+def _scalar(step: int, what: str, got: float, want: float) -> Difference:
+    error = abs(got - want) / max(abs(want), 1e-30)
+    hint = _hint(got / want) if want else ""
+    return Difference(step, what, "", (), got, want, _or_infinite(error), hint)
+
+
+def _tensor(
+    step: int, what: str, name: str, got: Tensor | None, want: Tensor, floor: float
+) -> Difference:
+    """max |a - b| / max(max |b|, floor), and the element where it is largest."""
+    if got is None:
+        return Difference(step, what, name, (), math.nan, math.nan, math.inf, "no rank holds it")
+    want = want.to(torch.float64)
+    apart = (got.to(torch.float64) - want).abs().nan_to_num(nan=math.inf)
+    at = int(apart.argmax())
+    scale = max(float(want.abs().max()), floor, 1e-300)
+    element = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), want.shape))
+    a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
+    hint = _hint(a / b) if b else ""
+    return Difference(step, what, name, element, a, b, float(apart.max()) / scale, hint)
+
+
+def _or_infinite(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _hint(ratio: float) -> str:
+    """What a wrong factor looks like: a whole number or its inverse is an axis summed once too
+    often, or not at all."""
+    if math.isnan(ratio):
+        return "not a number: no rank holds it, copies differ, or a dropped weight was used"
+    for k in range(2, 17):
+        if abs(ratio - k) < 1e-3:
+            return f"{k} times as much: summed over an axis of {k} once too often?"
+        if abs(ratio * k - 1) < 1e-3:
+            return f"1/{k} of it: not summed over an axis of {k}, or divided by it?"
+    return ""

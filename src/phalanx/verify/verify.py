@@ -1,0 +1,142 @@
+"""Every layout against one process, gradient by gradient.
+
+In float64 a layout passes when nothing differs by more than 1e-10. In a narrower precision the
+tolerance is measured: what one process in that precision is off from float64, times four.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..layout import Layout, Shape
+from ..split import Model, Precision, build_model
+from ..wire.launch import workers
+from .cases import batch_of
+from .compare import compare
+from .reference import Step, reference
+from .trial import Seen, Setting, join, train_layout
+
+__all__ = ["Verdict", "precision_of", "verify"]
+
+EXACT = 1e-10
+SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one layout."""
+
+    layout: str
+    ranks: int
+    passed: bool
+    max_rel_error: float
+    first_difference: str = ""
+
+
+def precision_of(name: str) -> Precision:
+    """Weights are kept and gradients summed in float32 when they are computed in less."""
+    dtypes = {
+        "float64": torch.float64, "float32": torch.float32,
+        "bfloat16": torch.bfloat16, "float16": torch.float16,
+    }  # fmt: skip
+    if name not in dtypes:
+        raise ValueError(f"there is no dtype {name!r}; choose {', '.join(dtypes)}.")
+    compute = dtypes[name]
+    wide = torch.promote_types(compute, torch.float32)
+    return Precision(compute, wide, wide)
+
+
+def verify(
+    shape: Shape,
+    layouts: Iterable[Layout],
+    *,
+    wire: str = "threads",
+    steps: int = 3,
+    dtype: str = "float64",
+    seed: int = 0,
+    packed: bool = False,
+    log: Path | None = None,
+    make: Callable[[], Model] | None = None,
+) -> Iterator[Verdict]:
+    """A verdict for each layout, as they come; those that the log already tells are not run again.
+
+    One world of ranks serves all layouts of its size.
+    """
+    make = make or partial(build_model, shape)
+    precision = precision_of(dtype)
+    wide = torch.float64
+    setting = Setting(
+        partial(batch_of, shape, seed=seed, dtype=wide, packed=packed),
+        steps=steps, precision=Precision(wide, wide, wide), seed=seed,
+    )  # fmt: skip
+    known = _told(log)
+    truth = _truth(make, setting)
+    narrow = replace(
+        setting, precision=precision,
+        batches=partial(batch_of, shape, seed=seed, dtype=precision.compute, packed=packed),
+    )  # fmt: skip
+    tolerance = EXACT if dtype == "float64" else _measured(make, narrow, truth)
+    by_size: dict[int, list[Layout]] = {}
+    for layout in layouts:
+        by_size.setdefault(layout.ranks, []).append(layout)
+    for size, group in sorted(by_size.items()):
+        yield from (known[str(x)] for x in group if str(x) in known)
+        new = [x for x in group if str(x) not in known]
+        for verdict in _world(size, new, wire, make, narrow, truth, tolerance) if new else ():
+            if log:
+                with log.open("a") as file:
+                    file.write(json.dumps(asdict(verdict)) + "\n")
+            yield verdict
+
+
+def _world(
+    size: int,
+    layouts: list[Layout],
+    wire: str,
+    make: Callable[[], Model],
+    setting: Setting,
+    truth: list[Step],
+    tolerance: float,
+) -> Iterator[Verdict]:
+    with workers(size, wire=wire) as run:
+        for layout in layouts:
+            try:
+                seen: list[Seen] = run(train_layout, layout, make, setting)
+            except RuntimeError as error:
+                yield Verdict(str(layout), size, False, float("inf"), str(error).splitlines()[0])
+                return
+            yield judge(layout, join(seen, setting.steps), truth, tolerance)
+
+
+def judge(layout: Layout, got: list[Step], truth: list[Step], tolerance: float) -> Verdict:
+    found = compare(got, truth)
+    worst = max(found, key=lambda d: d.error)
+    first = next((str(d) for d in found if not d.error <= tolerance), "")
+    return Verdict(str(layout), layout.ranks, not first, worst.error, first)
+
+
+def _truth(make: Callable[[], Model], setting: Setting) -> list[Step]:
+    return reference(
+        make(), setting.batches, steps=setting.steps, optimizer=setting.optimizer,
+        lr=setting.lr, clip=setting.clip, dtype=torch.float64, seed=setting.seed,
+    )  # fmt: skip
+
+
+def _measured(make: Callable[[], Model], setting: Setting, truth: list[Step]) -> float:
+    """How far one process in this precision is from float64, with room for another order of sums."""
+    with workers(1, wire="threads") as run:
+        alone = join(run(train_layout, Layout(), make, setting), setting.steps)
+    return SLACK * max(d.error for d in compare(alone, truth))
+
+
+def _told(log: Path | None) -> dict[str, Verdict]:
+    if log is None or not log.exists():
+        return {}
+    verdicts = (Verdict(**json.loads(line)) for line in log.read_text().splitlines() if line)
+    return {v.layout: v for v in verdicts}
