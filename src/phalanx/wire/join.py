@@ -27,6 +27,7 @@ class Place:
     host: str
     port: int
     served: bool  # the launcher holds the meeting place already
+    attempt: int = 0  # how often the launcher has started the ranks again
 
 
 def join(
@@ -58,8 +59,8 @@ def join(
         store = tcp_store(
             place.host,
             place.port,
-            place.rank,
             place.size,
+            place.attempt,
             timeout,
             serve=place.rank == 0 and not place.served,
         )
@@ -101,7 +102,8 @@ def find(environment: Mapping[str, str]) -> Place | None:
         )
     if not 0 < port < 65536:
         raise WireMisuse(f"MASTER_PORT is {port}; a port lies between 1 and 65535.")
-    return Place(rank, size, local, host, port, served)
+    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return Place(rank, size, local, host, port, served, attempt)
 
 
 def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:

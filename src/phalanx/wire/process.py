@@ -336,10 +336,11 @@ def file_store(path: str, size: int) -> Any:
     return _untyped.FileStore(path, size)
 
 
-def tcp_store(host: str, port: int, rank: int, size: int, timeout: float, serve: bool) -> Any:
+def tcp_store(host: str, port: int, size: int, attempt: int, timeout: float, serve: bool) -> Any:
     """A place to meet for ranks of any machines; `serve`: this process holds it."""
     store = _untyped.TCPStore(host, port, size, serve, timedelta(seconds=timeout))
-    return _untyped.PrefixStore("phalanx", store)
+    # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
+    return _untyped.PrefixStore(f"phalanx/{attempt}", store)
 
 
 def _reason(error: BaseException) -> str:

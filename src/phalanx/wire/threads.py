@@ -71,7 +71,11 @@ class Hub:
             return self.groups[key]
 
     def drop(self, group: "Group") -> None:
+        """Forget a group once all its members have closed it; some may not even have split it yet."""
         with self.lock:
+            group.closed += 1
+            if group.closed < len(group.ranks):
+                return
             self.groups = {key: value for key, value in self.groups.items() if value is not group}
             self.waiting = [each for each in self.waiting if each is not group.changed]
 
@@ -98,6 +102,7 @@ class Group:
         self.hub = hub
         self.name = name
         self.ranks = ranks
+        self.closed = 0
         self.changed = threading.Condition(hub.lock)
         self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self.counts: dict[tuple[tuple[int, ...], int], int] = {}
