@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .shard import Unit
 
-__all__ = ["Piece"]
+__all__ = ["Box", "Piece"]
 
 
 class _Packed(NamedTuple):
@@ -33,13 +33,17 @@ class _Packed(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Box:
+class Box:
     """A saved activation, on the device or on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
         self.host: Tensor | None = None
         self.device = tensor.device
+
+    def content(self) -> Tensor:
+        assert self.tensor is not None, "backward needs activations that are on the host"
+        return self.tensor
 
     def leave(self) -> None:
         assert self.tensor is not None
@@ -70,7 +74,7 @@ class _Kept:
     root: GradientEdge | None  # not the output itself: its storage would live as long
     like: Tensor  # an empty tensor of the output's dtype
     into: list[Tensor] = field(default_factory=list)  # where the input's gradient arrives
-    boxes: list[_Box] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
     due: list[_Due] = field(default_factory=list)
     whole: Callable[[], None] | None = None  # a backward put off as a whole
 
@@ -245,14 +249,14 @@ class Piece:
         for box in self.kept[microbatch].boxes:
             box.come_back()
 
-    def _packing(self, boxes: list[_Box]) -> AbstractContextManager[Any]:
+    def _packing(self, boxes: list[Box]) -> AbstractContextManager[Any]:
         units = [u for u in self.units if not u.resident]
         if not units and not self.offloads:
             return nullcontext()
         homes = {u.storage(): u for u in self.units}
-        seen: dict[tuple[Any, ...], _Box] = {}
+        seen: dict[tuple[Any, ...], Box] = {}
 
-        def pack(tensor: Tensor) -> Tensor | _Packed | _Box:
+        def pack(tensor: Tensor) -> Tensor | _Packed | Box:
             storage = tensor.untyped_storage().data_ptr()
             unit = homes.get(storage)
             if unit is not None:
@@ -262,19 +266,18 @@ class Piece:
                 return tensor
             key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
             if key not in seen:
-                seen[key] = _Box(tensor)
+                seen[key] = Box(tensor)
                 boxes.append(seen[key])
             return seen[key]
 
         return saved_tensors_hooks(pack, _unpack)
 
 
-def _unpack(packed: Tensor | _Packed | _Box) -> Tensor:
+def _unpack(packed: Tensor | _Packed | Box) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    if isinstance(packed, _Box):
-        assert packed.tensor is not None, "backward needs activations that are on the host"
-        return packed.tensor
+    if isinstance(packed, Box):
+        return packed.content()
     buffer = packed.unit.buffer
     assert buffer is not None, f"backward needs unit {packed.unit.number}, which is dropped"
     return buffer.as_strided(packed.shape, packed.stride, packed.offset)

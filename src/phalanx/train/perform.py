@@ -18,6 +18,7 @@ from ..program import Op, Program, Span, Timeline
 from ..program.needs import lane
 from ..split import Unit, count_valid
 from ..split.holding import Holding
+from ..split.stage import Box
 from ..wire import Work
 from .optimizer import Optimizer
 
@@ -75,6 +76,7 @@ class Performer:
         self.inputs: dict[tuple[int, int], Tensor] = {}  # what a forward is waiting for
         self.gradients: dict[tuple[int, int], Tensor] = {}  # what a backward is waiting for
         self.segments: dict[tuple[int, int], Tensor] = {}  # inputs kept for recomputation
+        self.away: dict[tuple[int, int], Box] = {}  # those of them that are on the host
         self.coming: dict[tuple[str, int, int], Work] = {}
         self.leaving: list[tuple[Op, Work, Tensor]] = []
         self.outgoing: dict[tuple[str, int, int], Tensor] = {}
@@ -191,10 +193,20 @@ class Performer:
         self.holding.pieces[op.piece].weight_gradient(op.index)
 
     def _leave(self, op: Op) -> None:
-        self.holding.pieces[op.piece].leave(op.index)
+        key = op.piece, op.index
+        if key in self.segments:  # recomputed later: its input is all that was kept
+            self.away[key] = Box(self.segments.pop(key))
+            self.away[key].leave()
+        elif Op("R", *key) not in self.ops:  # the first piece, recomputed, keeps nothing at all
+            self.holding.pieces[op.piece].leave(op.index)
 
     def _come_back(self, op: Op) -> None:
-        self.holding.pieces[op.piece].come_back(op.index)
+        key = op.piece, op.index
+        if key in self.away:
+            self.away[key].come_back()
+            self.segments[key] = self.away.pop(key).content()
+        elif Op("R", *key) not in self.ops:
+            self.holding.pieces[op.piece].come_back(op.index)
 
     def _weights(self, piece: int) -> None:
         for unit in self.program.units(piece):
