@@ -71,7 +71,7 @@ class _Row:
         self.program, self.ops = program, program.rows[number]
         self.at = {op: i for i, op in reversed(list(enumerate(self.ops)))}
         self.last_piece = program.pieces - 1
-        self.gathered = {op.piece for op in self.ops if op.kind == "G"}
+        self.gathers = any(op.kind == "G" for op in self.ops)
         self.received = {(o.piece, o.of == "F", o.index): o for o in self.ops if o.kind == "<"}
         self.has = {op.kind for op in self.ops}
         self.present: dict[int, Op] = {}  # unit -> the gather that brought its weights
@@ -134,7 +134,8 @@ class _Row:
         for unit in self.program.units(piece):
             if unit in self.present and unit not in self.stale:
                 found.append(self.present[unit])
-            elif unit in self.gathered:
+            elif self.gathers:
+                # Where weights are gathered, no unit is whole at home.
                 found.append(Lack(_NO_WEIGHTS.format(unit=unit)))
             elif unit in self.updated:
                 found.append(self.updated[unit])
