@@ -128,6 +128,38 @@ def test_the_chained_pieces_are_the_forward_and_stay_float64(kind: str) -> None:
     assert torch.equal(loss, model(tokens, targets, **shared))
 
 
+def _by_hand(block: nn.Module, x: Tensor, positions: Tensor) -> Tensor:
+    """A block from its formulas; attention itself has its own reference."""
+
+    def norm(weights: nn.Module, x: Tensor) -> Tensor:
+        if not hasattr(weights, "bias"):
+            return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weights.weight + weights.bias
+
+    def times(linear: nn.Linear, x: Tensor) -> Tensor:
+        y = x @ linear.weight.T
+        return y if linear.bias is None else y + linear.bias
+
+    x = x + block.attn(norm(block.attn_norm, x), positions)
+    mlp, y = block.mlp, norm(block.mlp_norm, x)
+    up = times(mlp.up, y)
+    if mlp.gate is None:
+        wide = up / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (up + 0.044715 * up**3)))
+    else:
+        gate = times(mlp.gate, y)
+        wide = gate / (1 + torch.exp(-gate)) * up
+    return x + times(mlp.down, wide)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_is_its_formula(kind: str) -> None:
+    block, positions = _small(kind).layers[1], torch.arange(5).expand(2, 5)
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    got = block(x, positions=positions)
+    torch.testing.assert_close(got, _by_hand(block, x, positions), rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_sees_a_later_one_and_each_sees_all_before(kind: str) -> None:
     """By gradients: output t depends on input s exactly where s <= t."""
@@ -170,6 +202,11 @@ def test_the_loss_is_the_sum_over_valid_targets() -> None:
     targets[0, 2:5], targets[1, 0] = -100, -100
     logits = _logits(model, tokens, positions=positions)
     valid = targets != -100
+    x = model.embed(tokens, positions)
+    for block in model.layers:
+        x = _by_hand(block, x, positions)
+    x = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * model.head.norm.weight
+    torch.testing.assert_close(logits, x @ model.head.output.weight.T, rtol=1e-10, atol=1e-10)
     picked = logits.log_softmax(-1)[valid, :].gather(1, targets[valid].unsqueeze(1))
     torch.testing.assert_close(model(tokens, targets), -picked.sum(), rtol=1e-12, atol=0)
     mean = F.cross_entropy(logits.flatten(0, 1), targets.flatten())

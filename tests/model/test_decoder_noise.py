@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from phalanx.model import Attention, Decoder, Dropout, token_noise
-from phalanx.model.noise import block_noise
+from phalanx.model.noise import _scramble, block_noise
 
 RATE = 0.25
 
@@ -40,7 +40,8 @@ def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
         want = full.chunk(2, -1)[half]
         assert torch.equal(got == 0, want == 0)
         torch.testing.assert_close(got, want)
-    assert (full == 0).any()
+    columns = (full == 0).flatten(0, 1).T
+    assert columns.unique(dim=0).shape == columns.shape  # no two features share a mask
 
 
 def test_the_rate_holds_for_every_token_feature_place_and_block() -> None:
@@ -83,6 +84,15 @@ def test_keys_of_a_step_differ_for_every_token_and_between_steps() -> None:
     both = torch.cat((token_noise(0, 1, tokens), token_noise(0, 2, tokens)))
     assert both.unique().numel() == 200_000
     assert (both >= 0).all()
+    assert torch.equal(both & 0xFFFFFFFF, tokens.repeat(2))
+
+
+def test_one_flipped_bit_of_the_key_flips_half_of_the_bits_of_the_draw() -> None:
+    keys = torch.randint(0, 2**32, (4096,), generator=torch.Generator().manual_seed(0))
+    bits = 1 << torch.arange(32)
+    flipped = _scramble(keys.unsqueeze(1) ^ bits) ^ _scramble(keys).unsqueeze(1)
+    share = ((flipped.unsqueeze(-1) & bits) != 0).double().mean(0)
+    assert (share - 0.5).abs().max() < 6 * 0.5 / 4096**0.5
 
 
 def test_recomputing_a_block_draws_the_same_mask_and_no_noise_draws_none() -> None:
