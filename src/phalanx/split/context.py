@@ -22,7 +22,7 @@ from ..wire import Wire, Work, regions
 from .kernels import Sight, attend, attend_gradients, sights
 from .model import Model
 
-__all__ = ["Leak", "RingCore", "UlyssesCore", "install_context", "leaks"]
+__all__ = ["Leak", "RingCore", "UlyssesCore", "around", "install_context", "leaks"]
 
 
 def install_context(model: Model, layout: Layout, ring: Wire, ulysses: Wire) -> None:
@@ -139,6 +139,11 @@ class _Ring(torch.autograd.Function):
         q, kv, ids, out, lse = ctx.saved_tensors
         into_q, into_kv = ring_gradients(gradient.contiguous(), (q, kv, out, lse), ids, ctx.wire)
         return into_q, into_kv[0], into_kv[1], None, None
+
+
+def around(places: int) -> list[tuple[int, int]]:
+    """Who sends to whom on a ring, for the wire that is split for it."""
+    return [(place, (place + 1) % places) for place in range(places)] if places > 1 else []
 
 
 def needed(step: int, place: int, places: int, length: int) -> Sight:
