@@ -148,8 +148,10 @@ def _say(layout: Layout, shape: Shape, program: Program, proof: Proof) -> None:
     wide = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
     for line in rows:
         print("  ".join(word.rjust(w) for word, w in zip(line, wide, strict=True)))
-    print(f"\npiece 0 is the embedding, {shape.pieces - 1} the head; held counts microbatches,"
-          " gathered units of weights")  # fmt: skip
+    print(
+        f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head.\n"
+        "At most so many at once: held microbatches, gathered units of weights."
+    )
 
 
 def _big(count: int) -> str:

@@ -135,10 +135,13 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
             (lead if not i else " " * len(lead)) + part
             for i, part in enumerate(wrapped(" ".join(shown), max(8, width - len(lead))))
         ]
-    lines += ["", *_table(picture)]
+    table = _table(picture, picture.axes)
+    if len(table[0]) > width:  # the parts of an axis can be read off the groups
+        table = _table(picture, tuple(axis for axis in picture.axes if "." not in axis))
+    lines += ["", *table]
     if picture.weight:
         lines += ["", *(part for line in _explained(picture) for part in wrapped(line, width))]
-    return "\n".join(line[:width].rstrip() for line in lines) + "\n"
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
@@ -168,16 +171,16 @@ def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
             yield ""
 
 
-def _table(picture: MeshPicture) -> list[str]:
+def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
     """A line for each rank; of very many, those at both ends."""
     ranks = list(range(picture.mesh.size))
     if len(ranks) > _RANKS:
         ranks = [*ranks[: _RANKS // 2], *ranks[-4:]]
-    head = ["rank", *picture.axes]
+    head = ["rank", *axes]
     rows = []
     for rank in ranks:
         place = picture.mesh.coordinates(rank)
-        rows.append([str(rank), *(str(place[axis]) for axis in picture.axes)])
+        rows.append([str(rank), *(str(place[axis]) for axis in axes)])
     if picture.weight:
         head += [name for name, _, _ in picture.weight]
         head += ["flat shard"] * (picture.layout.zero == 3)

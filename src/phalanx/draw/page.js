@@ -116,7 +116,7 @@ function drawTrack(pen, track, t) {
     const left = x(start), right = x(end), mine = chosen && chosen[0] === t && chosen[1] === s;
     if (right < painted + 0.5 && !mine) continue; // thousands of spans share a pixel when zoomed out
     painted = right;
-    const colour = data.colours[kind], wide = Math.max(right - left - 1, 0.75);
+    const colour = data.colours[kind], wide = right - left > 3 ? right - left - 1 : Math.max(right - left, 0.75);
     pen.fillStyle = mix(colour, tint);
     pen.fillRect(left + 0.5, track.top, wide, track.height);
     if (mine) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from html import escape
-from importlib import resources
+from pathlib import Path
 
 from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
@@ -19,7 +19,7 @@ __all__ = ["page"]
 
 def page(picture: Picture) -> str:
     """The page's text."""
-    here = resources.files(__package__)
+    here = Path(__file__).parent
     filled = (here / "page.html").read_text(encoding="utf-8")
     script = (here / "page.js").read_text(encoding="utf-8")
     parts = {

@@ -61,7 +61,8 @@ def _scale(picture: Picture, room: int) -> float:
         return 1.0
     total = picture.end - picture.start
     shortest = min(s.end - s.start for s in spans)
-    label = max(len(picture.names_of(s.op)[0]) for s in spans)
+    # A name that begins with a number needs a blank before it: 2F6 and 5B0 are not 2F65B0.
+    label = max(len(picture.names_of(s.op)[0]) for s in spans) + picture.several
     most = max(1, _LINES // (len(picture.tracks) + 2))
     # An instant among long operations does not set the scale for all.
     shortest = max(shortest, median(s.end - s.start for s in spans) / 4)
@@ -129,8 +130,11 @@ def _said(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     if here != max(parts, key=lambda p: (p[1] - p[0], -p[0])):
         return "─" * size
     for name in picture.names_of(cell.op):
-        # A number alone tells its kind on a link's lane only.
-        if len(name) <= size and not (name.isdigit() and cell.op.kind in "FBIWR"):
+        need = len(name)
+        if cell.op.kind in "FBIWR":
+            # A number alone tells no kind, and one that begins a name must not join the last cell's.
+            need = size + 1 if name.isdigit() else need + name[0].isdigit()
+        if need <= size:
             rest = size - len(name)
             # The last column stays free, so that neighbours do not run into each other.
             return name + "─" * (rest - 1) + " " * min(1, rest)

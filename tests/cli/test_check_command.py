@@ -1,0 +1,74 @@
+"""`phalanx check`: every reason at once, the nearest that fit, and what a legal layout's ranks hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.layout import Layout, Shape, legal
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_all_reasons_and_the_nearest_that_fit_are_named(capsys: Capture) -> None:
+    assert main(["check", "dp2 pp3 tp3 1f1b:80", "--model", "tiny"]) == 1
+    out = capsys.readouterr().out
+    for reason in ("tp=3 does not divide heads=4", "tp=3 does not divide ffn=128", "a batch of 16"):
+        assert reason in out
+    near = out.rsplit("nearest that fit: ", 1)[1].strip()
+    for layout in Layout.parse_many(near):
+        assert layout.ranks == 18
+        assert not legal(layout, Shape.load("tiny"))
+
+
+def test_json_of_an_illegal_layout_lists_rules(capsys: Capture) -> None:
+    assert main(["check", "tp3", "--model", "tiny", "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["legal"] is False
+    assert [v["rule"] for v in said["violations"]] == ["heads", "ffn"]
+
+
+def test_a_legal_layout_says_what_its_ranks_hold(capsys: Capture) -> None:
+    assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    shape = Shape.load("8b")
+    assert (said["ranks"], said["parameters"]) == (16, shape.total)
+    assert [s["held_microbatches"] for s in said["stages"]] == [4, 3, 2, 1]
+    assert sum(s["parameters"] for s in said["stages"]) == shape.total
+    assert sorted(p for s in said["stages"] for p in s["pieces"]) == list(range(shape.pieces))
+    assert sorted(r for s in said["stages"] for r in s["ranks"]) == list(range(16))
+    assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b"]) == 0
+    out = capsys.readouterr().out
+    assert "its program is proved" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_tied_weight_is_counted_on_both_stages_that_hold_it(capsys: Capture) -> None:
+    assert main(["check", "pp2 1f1b:2", "--model", "124m", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    shape = Shape.load("124m")
+    assert shape.tied
+    assert sum(s["parameters"] for s in stages) == shape.total + shape.parameters(0)
+
+
+def test_zero3_holds_few_gathered_units(capsys: Capture) -> None:
+    assert main(["check", "dp4 zero3", "--model", "tiny", "--json"]) == 0
+    stage = json.loads(capsys.readouterr().out)["stages"][0]
+    assert stage["gathered_units"] == 2  # the one in use, and the next
+    assert main(["check", "dp4 zero3", "--model", "tiny", "--json"]) == 0
+
+
+def test_a_program_file_is_checked_too(capsys: Capture, tmp_path: Path) -> None:
+    place = tmp_path / "step.txt"
+    assert main(["draw", "1f1b", "--stages", "2", "--microbatches", "2", "--out", str(place)]) == 0
+    assert main(["check", str(place)]) == 0
+    assert "is sound: 2 ranks" in capsys.readouterr().out
+    place.write_text(place.read_text().replace(" 1F1<0", ""))
+    assert main(["check", str(place), "--json"]) == 1
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert "rank 1: 1F1 needs 1F1<0, which is not there." in faults
+    assert main(["draw", "program", str(place)]) == 2
+    assert "1F1<0" in capsys.readouterr().err

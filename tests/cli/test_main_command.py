@@ -1,0 +1,203 @@
+"""The door: exit codes, sentences instead of tracebacks, no torch, quiet ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.cli.main import VERBS
+
+Capture = pytest.CaptureFixture[str]
+START = "import sys; from phalanx.cli import main; sys.exit(main(sys.argv[1:]))"
+
+BAD = {
+    "draw 1f1 --stages 4": "Did you mean '1f1b'",
+    "draw 1f1b --stages 0": "--stages is 0",
+    "draw 1f1b --stages -3": "--stages is -3",
+    "draw 1f1b --microbatches 0": "--microbatches is 0",
+    "draw interleaved --chunks 0": "--chunks is 0",
+    "draw 1f1b --chunks 2": "1f1b takes 1 chunks",
+    "draw 1f1b --stages four": "invalid int value: 'four'",
+    "draw 1f1b --stges 4": "Did you mean --stages",
+    "draw 1f1b --layers 3": "--layers 3 cannot fill 4 stages",
+    "draw 1f1b --costs F=a": "'a' in 'F=a' is not a number",
+    "draw 1f1b --costs F=1,F=2": "F stands twice",
+    "draw 1f1b --costs Q=1": "'Q=1' is not KIND=TIME",
+    "draw 1f1b --costs F=-1": "'F=-1'",
+    "draw 1f1b --costs F=inf": "'F=inf'",
+    "draw 1f1b --costs F=0,B=0": "nothing takes time",
+    "draw 1f1b --repeat 0": "--repeat is 0",
+    "draw 1f1b --zero 4": "invalid choice: 4",
+    "draw 1f1b --recompute most": "recompute='most'",
+    "draw 1f1b --recompute fit": "needs --memory-limit",
+    "draw 1f1b --memory-limit 2": "--memory-limit is for",
+    "draw searched --memory-limit 0": "at least 1 microbatch",
+    "draw 1f1b --out x.png": "use .svg, .html, .json, .txt",
+    "draw 1f1b --out no/such/folder/x.svg": "cannot write no/such/folder/x.svg",
+    "draw 1f1b --width 3": "--width is 3",
+    "draw nofile.py:mine": "nofile.py",
+    "draw": "required: WHAT",
+    "draw program": "takes one file",
+    "draw program nofile.txt": "cannot read the program nofile.txt",
+    "draw program nofile.txt --zero 3": "--zero does not go with a program file",
+    "draw mesh dp2xx": "'dp2xx' is not an axis",
+    "draw mesh dp2 --weight hats=4": "'hats=4'",
+    "draw mesh dp99999": "too many for a picture",
+    "draw recompute --layers 0": "--layers is 0",
+    "draw pp2": "needs a model",
+    "draw pp2 --model nope": "there is no shape 'nope'",
+    "draw pp2 --model tiny --zero 3": "--zero is said by the layout",
+    "draw pp2 tp3 --model tiny": "tp=3 does not divide heads=4",
+    "draw pp2 zzz --model tiny": "'zzz' means nothing in a layout",
+    "check": "required: LAYOUT",
+    "check dp2": "needs a model",
+    "check dp2 zerro3 --model tiny": "Did you mean 'zero3'",
+    "check dp0 --model tiny": "dp",
+    "check dp2 --model nope.toml": "nope.toml",
+    "check nofile.txt": "cannot read the program nofile.txt",
+    "drow": "Did you mean 'draw'",
+}
+
+
+@pytest.mark.parametrize("words", BAD, ids=str)
+def test_bad_input_gets_a_sentence_with_the_place_and_exit_code_2(
+    capsys: Capture, words: str
+) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr()
+    assert BAD[words] in said.err
+    assert said.out == ""
+    assert "Traceback" not in said.err
+
+
+def test_a_typo_in_a_program_file_is_named_with_its_line(capsys: Capture, tmp_path: Path) -> None:
+    place = tmp_path / "step.txt"
+    place.write_text("mesh pp1\nranks 0: 0F0 0Q0\n")
+    for verb in (["draw", "program"], ["check"]):
+        assert main([*verb, str(place)]) == 2
+        assert f"{place}, line 2: '0Q0' is not an operation" in capsys.readouterr().err
+    place.write_bytes(b"\xff\xfe\x00")
+    assert main(["check", str(place)]) == 2
+    assert "is not text" in capsys.readouterr().err
+
+
+def test_without_a_verb_there_is_an_overview(capsys: Capture) -> None:
+    for words in ([], ["--help"]):
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {verb} " in out for verb in VERBS)
+        assert max(map(len, out.splitlines())) <= 100
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("phalanx 0.")
+
+
+@pytest.mark.parametrize("words", [["draw"], ["check"], ["draw", "mesh"], ["draw", "recompute"]])
+def test_every_verb_explains_itself(capsys: Capture, words: list[str]) -> None:
+    assert main([*words, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"usage: phalanx {' '.join(words)}" in out
+    assert "--json" in out
+
+
+def test_what_the_overview_proposes_runs(capsys: Capture, tmp_path: Path) -> None:
+    import shlex
+
+    assert main([]) == 0
+    lines = [x.strip() for x in capsys.readouterr().out.splitlines() if x.startswith("  phalanx ")]
+    assert len(lines) >= 4
+    for line in lines:
+        words = [w if w != "step.html" else str(tmp_path / w) for w in shlex.split(line)[1:]]
+        assert main(words) == 0, line
+
+
+def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    import phalanx.cli.draw as verb
+
+    def broken(argv: list[str]) -> int:
+        raise ValueError("not meant for the user")
+
+    monkeypatch.setattr(verb, "run", broken)
+    with pytest.raises(ValueError, match="not meant"):
+        main(["draw", "1f1b"])
+
+
+def test_drawing_and_checking_load_no_torch() -> None:
+    asked = (
+        "import sys; from phalanx.cli import main;"
+        "assert main(['draw', '1f1b']) == 0; assert main(['check', 'dp2', '--model', 'tiny']) == 0;"
+        "print(sorted(m for m in ('torch', 'numpy', 'rich', 'safetensors') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    words = ["draw", "1f1b", "--stages", "8", "--microbatches", "64", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-c", START, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.read(10)
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait(60) == 0
+
+
+def test_an_interrupt_ends_quietly_with_130(tmp_path: Path) -> None:
+    place = tmp_path / "slow.py"
+    place.write_text(
+        "import signal\ndef mine(stages, microbatches, chunks):\n"
+        "    print('ready', flush=True)\n    signal.pause()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", START, "draw", f"{place}:mine"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        assert running.stdout.readline() == b"ready\n"
+        running.send_signal(signal.SIGINT)
+        assert running.stderr.read() == b""
+        assert running.wait(60) == 130
+
+
+def on_a_terminal(*words: str, **environment: str) -> str:
+    """What a command writes where standard output is a terminal."""
+    ours, theirs = pty.openpty()
+    env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | environment
+    with subprocess.Popen([sys.executable, "-c", START, *words], stdout=theirs, env=env) as running:
+        os.close(theirs)
+        out = b""
+        while True:
+            try:
+                read = os.read(ours, 65536)
+            except OSError:  # how Linux says that the other side has closed
+                break
+            if not read:
+                break
+            out += read
+        assert running.wait(60) == 0
+    os.close(ours)
+    return out.decode()
+
+
+def test_a_terminal_gets_colour_unless_no_color_is_set() -> None:
+    words = ["draw", "1f1b", "--stages", "2", "--microbatches", "2"]
+    assert "\x1b[" in on_a_terminal(*words)
+    assert "\x1b[" not in on_a_terminal(*words, NO_COLOR="1")
+
+
+def test_json_is_one_document(capsys: Capture) -> None:
+    for words in (["draw", "1f1b"], ["draw", "mesh", "dp2"], ["check", "dp2", "--model", "tiny"]):
+        assert main([*words, "--json"]) == 0
+        json.loads(capsys.readouterr().out)
