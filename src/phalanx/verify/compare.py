@@ -13,7 +13,7 @@ from .reference import Step
 
 __all__ = ["Difference", "compare"]
 
-# What is below this share of the largest in the model is compared against that floor: some true
+# A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
 
@@ -23,8 +23,8 @@ class Difference:
     """One quantity of one step that differs, by how much, and where most."""
 
     step: int
-    what: str  # loss, norm, gradient or weight
-    name: str  # the parameter; empty for loss and norm
+    what: str  # an output, the loss, the norm, gradient or weight
+    name: str  # the parameter; empty for what is one number
     element: tuple[int, ...]
     got: float
     want: float
@@ -33,28 +33,43 @@ class Difference:
 
     def __str__(self) -> str:
         where = f" of {self.name}{list(self.element)}" if self.name else ""
+        what = f"the {self.what}" if self.name else self.what
         hint = f" ({self.hint})" if self.hint else ""
         return (
-            f"step {self.step}: {self.what}{where} is {self.got:.9g}, one process has"
+            f"step {self.step}: {what}{where} is {self.got:.9g}, one process has"
             f" {self.want:.9g}{hint}; relative error {self.error:.2e}"
         )
 
 
-def compare(got: Sequence[Step], want: Sequence[Step]) -> list[Difference]:
-    """Every quantity with its error, in the order in which a step makes them."""
-    return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in _step(i, a, b)]
+def compare(got: Sequence[Step], want: Sequence[Step], lr: float) -> list[Difference]:
+    """Every quantity with its error, in the order in which a step makes them.
+
+    Adam moves a weight by about `lr` a step, also one whose true gradient is zero: a weight is
+    compared on that scale at least.
+    """
+    return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in _step(i, a, b, lr)]
 
 
-def _step(number: int, got: Step, want: Step) -> Iterator[Difference]:
-    yield _scalar(number, "loss", got.loss, want.loss)
-    yield _scalar(number, "norm", got.norm, want.norm)
-    for what, ours, theirs in (
-        ("gradient", got.gradients, want.gradients),
-        ("weight", got.weights, want.weights),
-    ):
-        floor = FLOOR * max(float(whole.abs().max()) for whole in theirs.values())
-        for name, whole in theirs.items():
-            yield _tensor(number, what, name, ours.get(name), whole, floor)
+def _step(number: int, got: Step, want: Step, lr: float) -> Iterator[Difference]:
+    """In the order in which a fault would show: forward, loss, backward from the last weight to the
+    first, norm, update. The first difference is then the nearest to its cause."""
+    for piece, square in want.outputs.items():
+        if piece in got.outputs:
+            yield _scalar(
+                number, f"the output of {piece}, squared and summed,", got.outputs[piece], square
+            )
+    yield _scalar(number, "the loss", got.loss, want.loss)
+    floor = FLOOR * max(float(whole.abs().max()) for whole in want.gradients.values())
+    yield from _tensors(number, "gradient", got.gradients, want.gradients, floor)
+    yield _scalar(number, "the norm", got.norm, want.norm)
+    yield from _tensors(number, "weight", got.weights, want.weights, lr)
+
+
+def _tensors(
+    step: int, what: str, got: dict[str, Tensor], want: dict[str, Tensor], floor: float
+) -> Iterator[Difference]:
+    for name, whole in reversed(want.items()):
+        yield _tensor(step, what, name, got.get(name), whole, floor)
 
 
 def _scalar(step: int, what: str, got: float, want: float) -> Difference:

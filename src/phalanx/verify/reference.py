@@ -21,12 +21,14 @@ Batch = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """One step as somebody saw it: loss per valid token, gradient norm, and every tensor by name."""
+    """One step as somebody saw it: loss per valid token, gradient norm, every tensor by name, and
+    of each piece's output the sum of squares."""
 
     loss: float
     norm: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    outputs: dict[str, float]
 
 
 def reference(
@@ -49,20 +51,15 @@ def reference(
     seen = []
     for step in range(steps):
         batch = {name: x.to(device) for name, x in batches(step).items()}
-        loss = _forward(model, batch) / max(1, count_valid(batch))
+        total, outputs = _forward(model, batch)
+        loss = total / max(1, count_valid(batch))
         torch_optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = {n: _gradient(w).clone() for n, w in weights.items()}
         norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), clip or float("inf")))
         torch_optimizer.step()
-        seen.append(
-            Step(
-                float(loss.detach()),
-                norm,
-                gradients,
-                {n: w.detach().clone() for n, w in weights.items()},
-            )
-        )
+        after = {n: w.detach().clone() for n, w in weights.items()}
+        seen.append(Step(float(loss.detach()), norm, gradients, after, outputs))
     return seen
 
 
@@ -90,13 +87,16 @@ def _materialise(
     return made
 
 
-def _forward(model: Model, batch: Batch) -> Tensor:
+def _forward(model: Model, batch: Batch) -> tuple[Tensor, dict[str, float]]:
     x: Tensor | None = None
-    for number, (_, piece) in enumerate(model.pieces):
-        named = {name: batch[name] for name in model.takes(number) if name in batch}
+    outputs = {}
+    for number, (name, piece) in enumerate(model.pieces):
+        named = {key: batch[key] for key in model.takes(number) if key in batch}
         x = piece(**named) if x is None else piece(x, **named)
+        if x.dim():
+            outputs[name] = float(x.detach().double().square().sum())
     assert x is not None
-    return x
+    return x, outputs
 
 
 def _torch_optimizer(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..program import Program, build, check
-from ..split import Entry, Model, Precision, Unit, microbatches
+from ..split import Entry, Model, Piece, Precision, Unit, microbatches
 from ..split.holding import Holding, hold, model_stages
 from ..train.optimizer import AdamW, Sgd
 from ..train.perform import Performer
@@ -31,7 +31,7 @@ class Setting:
     steps: int = 3
     optimizer: AdamW | Sgd = AdamW()  # frozen
     lr: float = 1e-2
-    clip: float = 1.0
+    clip: float = 0.25  # small enough to be at work in every step
     precision: Precision = Precision()  # frozen
     seed: int = 0
 
@@ -52,6 +52,7 @@ class Seen(NamedTuple):
     counts: tuple[float, ...]
     norms: tuple[float | None, ...]
     parts: tuple[Part, ...]
+    outputs: tuple[dict[str, float], ...]  # this rank's share of each piece's sum of squares
 
 
 class _Recorder:
@@ -70,6 +71,33 @@ class _Recorder:
             update(lr, scale)
 
         return recorded
+
+
+class _Tracer:
+    """Adds up what each piece puts out in a step. Recomputing does not count again."""
+
+    def __init__(self, holding: Holding, model: Model) -> None:
+        self.sums: dict[str, float] = {}
+        self.done: set[tuple[int, int]] = set()
+        for number, piece in holding.pieces.items():
+            self._wrap(number, piece, model.pieces[number][0])
+
+    def _wrap(self, number: int, piece: Piece, name: str) -> None:
+        plain = piece.forward
+
+        def forward(microbatch: int, x: Tensor | None, batch: Batch, *, keep: bool) -> Tensor:
+            y = plain(microbatch, x, batch, keep=keep)
+            if (number, microbatch) not in self.done and y.dim():
+                self.done.add((number, microbatch))
+                self.sums[name] = self.sums.get(name, 0.0) + float(y.double().square().sum())
+            return y
+
+        piece.forward = forward  # type: ignore[method-assign]
+
+    def take(self) -> dict[str, float]:
+        sums, self.sums = self.sums, {}
+        self.done.clear()
+        return sums
 
 
 def program_of(model: Model, layout: Layout, *, agree: bool) -> Program:
@@ -96,19 +124,31 @@ def train_layout(
         clip=setting.clip,
         time_cut=layout.tp if layout.seq else 1,
     )  # fmt: skip
-    results, parts = [], list[Part]()
+    tracer = _Tracer(holding, mine)
+    results, parts, outputs = [], list[Part](), []
     for step in range(setting.steps):
         batch = {n: x.to(world.device) for n, x in setting.batches(step).items()}
         own = microbatches(batch, layout, holding.place["dp"])
         results.append(performer.step(own, setting.lr))
         parts += _parts(holding, recorder, step)
+        outputs.append(tracer.take() if _comparable(layout, holding, own, batch) else {})
     world.clear()
     return Seen(
         tuple(r.loss for r in results),
         tuple(r.count for r in results),
         tuple(r.norm for r in results),
         tuple(parts),
+        tuple(outputs),
     )
+
+
+def _comparable(layout: Layout, holding: Holding, own: Sequence[Batch], batch: Batch) -> bool:
+    """Whether this rank's outputs are a share of the whole: under tp without seq every rank has the
+    same ones and the first tells them; padding would add to the sum."""
+    tokens = batch.get("tokens")
+    if layout.tp > 1 and not layout.seq and holding.place["tp"]:
+        return False
+    return tokens is None or own[0]["tokens"].shape[1] * layout.cp == tokens.shape[1]
 
 
 def _parts(holding: Holding, recorder: _Recorder, step: int) -> Iterable[Part]:
@@ -131,7 +171,10 @@ def join(seen: list[Seen], steps: int) -> list[Step]:
             _place(weights, part.entry, part.weight)
         norm = seen[0].norms[step]
         loss = sum(rank.losses[step] for rank in seen) / seen[0].counts[step]
-        joined.append(Step(loss, -1.0 if norm is None else norm, gradients, weights))
+        outputs: dict[str, float] = {}
+        for name, square in (item for rank in seen for item in rank.outputs[step].items()):
+            outputs[name] = outputs.get(name, 0.0) + square
+        joined.append(Step(loss, -1.0 if norm is None else norm, gradients, weights, outputs))
     return joined
 
 

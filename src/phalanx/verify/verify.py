@@ -18,11 +18,11 @@ from ..layout import Layout, Shape
 from ..split import Model, Precision, build_model
 from ..wire.launch import workers
 from .cases import batch_of
-from .compare import compare
+from .compare import Difference, compare
 from .reference import Step, reference
 from .trial import Seen, Setting, join, train_layout
 
-__all__ = ["Verdict", "precision_of", "verify"]
+__all__ = ["EXACT", "Verdict", "judge", "precision_of", "true_steps", "verify"]
 
 EXACT = 1e-10
 SLACK = 4.0
@@ -76,7 +76,7 @@ def verify(
         steps=steps, precision=Precision(wide, wide, wide), seed=seed,
     )  # fmt: skip
     known = _told(log)
-    truth = _truth(make, setting)
+    truth = true_steps(make, setting)
     narrow = replace(
         setting, precision=precision,
         batches=partial(batch_of, shape, seed=seed, dtype=precision.compute, packed=packed),
@@ -111,17 +111,18 @@ def _world(
             except RuntimeError as error:
                 yield Verdict(str(layout), size, False, float("inf"), str(error).splitlines()[0])
                 return
-            yield judge(layout, join(seen, setting.steps), truth, tolerance)
+            got = join(seen, setting.steps)
+            yield judge(layout, compare(got, truth, setting.lr), tolerance)
 
 
-def judge(layout: Layout, got: list[Step], truth: list[Step], tolerance: float) -> Verdict:
-    found = compare(got, truth)
+def judge(layout: Layout, found: list[Difference], tolerance: float) -> Verdict:
     worst = max(found, key=lambda d: d.error)
     first = next((str(d) for d in found if not d.error <= tolerance), "")
     return Verdict(str(layout), layout.ranks, not first, worst.error, first)
 
 
-def _truth(make: Callable[[], Model], setting: Setting) -> list[Step]:
+def true_steps(make: Callable[[], Model], setting: Setting) -> list[Step]:
+    """What one process does, in float64."""
     return reference(
         make(), setting.batches, steps=setting.steps, optimizer=setting.optimizer,
         lr=setting.lr, clip=setting.clip, dtype=torch.float64, seed=setting.seed,
@@ -132,7 +133,7 @@ def _measured(make: Callable[[], Model], setting: Setting, truth: list[Step]) ->
     """How far one process in this precision is from float64, with room for another order of sums."""
     with workers(1, wire="threads") as run:
         alone = join(run(train_layout, Layout(), make, setting), setting.steps)
-    return SLACK * max(d.error for d in compare(alone, truth))
+    return SLACK * max(d.error for d in compare(alone, truth, setting.lr))
 
 
 def _told(log: Path | None) -> dict[str, Verdict]:

@@ -1,0 +1,433 @@
+"""Faults put in on purpose, to see that `verify` catches them and what a comparison of losses sees.
+
+Each replaces one function or method of the engine by one that is wrong in a way people have been
+wrong in. They act on ranks that are threads of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..layout.rules import Cut
+from ..split import Precision, Unit, build_model, count_valid, holding, tensor
+from ..split.shard import Pool, Segment, _Sum
+from ..split.tensor import RowLinear, VocabularyEmbedding, Weight
+from ..train import perform
+from ..train.optimizer import Update
+from ..train.perform import Performer
+from ..wire import Wire, regions
+from ..wire.launch import workers
+from .cases import SHAPES, batch_of
+from .compare import compare
+from .trial import Setting, join, train_layout
+from .verify import EXACT, judge, true_steps
+
+__all__ = ["FAULTS", "Catch", "Fault", "catch"]
+
+Patch = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, where it shows, and the words that the first difference must contain."""
+
+    name: str
+    shape: str
+    layout: Layout
+    patch: Patch
+    names: str
+    packed: bool = False
+
+
+FAULTS: list[Fault] = []
+
+
+@contextmanager
+def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """`owner.name` is `new` for a while."""
+    old = owner.__dict__[name]
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def fault(name: str, shape: str, layout: str, names: str) -> Callable[[Patch], Patch]:
+    """Enter a patch into the list."""
+
+    def enter(patch: Patch) -> Patch:
+        FAULTS.append(Fault(name, shape, Layout.parse(layout + " fp64"), patch, names))
+        return patch
+
+    return enter
+
+
+def _whole(x: Tensor, wire: Wire, *dims: int) -> Tensor:
+    return x
+
+
+# ---- regions
+
+
+@fault(
+    "column region: input gradients are not summed", "gqa", "tp2", "gradient of head.norm"
+)
+def _() -> AbstractContextManager[None]:
+    return swapped(regions, "copy", _whole)
+
+
+@fault("row region: outputs are not summed", "gqa", "tp2", "output of embed")
+def _() -> AbstractContextManager[None]:
+    return swapped(regions, "reduce", _whole)
+
+
+@fault("seq: a region's output is cut but not summed", "gqa", "tp2 seq", "output of embed")
+def _() -> AbstractContextManager[None]:
+    return swapped(regions, "scatter_sum", lambda x, w, dim: x.chunk(w.size, dim)[w.rank] * 1)
+
+
+@fault("seq: gathered input keeps only its own gradient", "gqa", "tp2 seq", "gradient of head.norm")
+def _() -> AbstractContextManager[None]:
+    right = regions.gather
+    return swapped(regions, "gather_sum", lambda x, w, dim: right(x, w, dim))
+
+
+@fault("row bias is added on every rank", "gpt", "tp2", "step 1: the output of layers.0")
+def _() -> AbstractContextManager[None]:
+    def forward(self: RowLinear, x: Tensor) -> Tensor:
+        y = torch.nn.functional.linear(x, self.weight)
+        return self.join(y if self.bias is None else y + self.bias)
+
+    return swapped(RowLinear, "forward", forward)
+
+
+# ---- who adds what
+
+
+def _adds(wrong: Callable[[str, tuple[str, ...]], str]) -> AbstractContextManager[None]:
+    right = tensor._adds
+    return swapped(tensor, "_adds", lambda dims, cuts, x: wrong(right(dims, cuts, x), tuple(dims)))
+
+
+@fault("seq: norm gradients are not summed over tp", "gqa", "tp2 seq", "gradient of head.norm")
+def _() -> AbstractContextManager[None]:
+    return _adds(lambda right, dims: "" if dims == ("embed",) else right)
+
+
+@fault(
+    "q and k norms: gradients of other heads are missing",
+    "qwen",
+    "tp2",
+    "gradient of layers.6.attn.k_norm",
+)
+def _() -> AbstractContextManager[None]:
+    return _adds(lambda right, dims: "" if dims == ("head",) else right)
+
+
+@fault("norms summed over tp though all did the same work", "gqa", "tp2", "gradient of head.norm")
+def _() -> AbstractContextManager[None]:
+    return _adds(lambda right, dims: "norms" if dims == ("embed",) else right)
+
+
+@fault(
+    "replicated k and v: gradients of other heads are missing",
+    "gqa",
+    "tp4",
+    "gradient of layers.3.attn.wv",
+)
+def _() -> AbstractContextManager[None]:
+    return _adds(lambda right, dims: "" if right == "kv" else right)
+
+
+@fault("tied weight: the head's gradient is lost", "gpt", "dp2", "gradient of embed.tokens")
+def _() -> AbstractContextManager[None]:
+    right = tensor.cut_weights
+
+    def wrong(*args: Any) -> Any:
+        model = args[0]
+        head = model.pieces[-1][1]
+        head.output.register_forward_pre_hook(
+            lambda m, a: m._parameters.update(weight=m.weight.detach().requires_grad_()) or None
+        )
+        return right(*args)
+
+    return swapped(holding, "cut_weights", wrong)
+
+
+# ---- where a part stands
+
+
+@fault("the shard offset of k and v is forgotten", "gqa", "tp2", "output of layers.0")
+def _() -> AbstractContextManager[None]:
+    right = tensor.cut_of
+
+    def wrong(model: Any, name: str, shape: Any, tp: int, place: int) -> tuple[Cut, ...]:
+        if ".wk." not in name and ".wv." not in name:
+            return right(model, name, shape, tp, place)
+        first, here = right(model, name, shape, tp, 0), right(model, name, shape, tp, place)
+        return tuple(
+            replace(a, start=a.start, stop=a.stop, copies=b.copies)
+            for a, b in zip(first, here, strict=True)
+        )
+
+    return swapped(tensor, "cut_of", wrong)
+
+
+@fault("lookup: the vocabulary's offset is forgotten", "gqa", "tp2", "output of embed")
+def _() -> AbstractContextManager[None]:
+    def forward(self: VocabularyEmbedding, tokens: Tensor) -> Tensor:
+        rows = torch.nn.functional.embedding(tokens % self.weight.shape[0], self.weight)
+        return self.join(rows / 2)
+
+    return swapped(VocabularyEmbedding, "forward", forward)
+
+
+@fault("cross-entropy counts the padding of the vocabulary", "gqa", "tp2", "the loss")
+def _() -> AbstractContextManager[None]:
+    class Unpadded(Cut):
+        @property
+        def full(self) -> int:
+            return self.length
+
+    right = tensor.VocabularyCrossEntropy.__init__
+
+    def init(self: Any, cut: Cut, wire: Wire) -> None:
+        right(self, replace(cut, stop=cut.start + cut.length), wire)
+
+    return swapped(tensor.VocabularyCrossEntropy, "__init__", init)
+
+
+@fault("gathered weights come from the wrong ranks", "gqa", "dp2 zero3", "output of embed")
+def _() -> AbstractContextManager[None]:
+    right = Unit.gather
+
+    def gather(self: Unit) -> Any:
+        work = right(self)
+        work.wait()
+        assert self.buffer is not None
+        self.buffer.copy_(self.buffer.view(2, -1).flip(0).reshape(-1))
+        return work
+
+    return swapped(Unit, "gather", gather)
+
+
+@fault("gradient shards go to the wrong ranks", "gqa", "dp2 zero2", "gradient of head")
+def _() -> AbstractContextManager[None]:
+    right = Unit.reduce
+
+    def reduce(self: Unit) -> Any:
+        assert self.full is not None
+        self.full.copy_(self.full.view(2, -1).flip(0).reshape(-1))
+        return right(self)
+
+    return swapped(Unit, "reduce", reduce)
+
+
+# ---- sums of gradients
+
+
+@fault(
+    "gradients are averaged over dp on top of the global count",
+    "gqa",
+    "dp2",
+    "1/2 of it: not summed over an axis of 2",
+)
+def _() -> AbstractContextManager[None]:
+    return _summed(lambda unit, part: part.div_(unit.wires.replica.size))
+
+
+def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[None]:
+    right = Unit.summed
+
+    def summed(self: Unit, full: Tensor, part: Tensor) -> None:
+        change(self, part)
+        right(self, full, part)
+
+    return swapped(Unit, "summed", summed)
+
+
+@fault("replicas of a shard are not summed (HSDP)", "gqa", "dp2x2 zero2", "gradient of head")
+def _() -> AbstractContextManager[None]:
+    def go_on(self: _Sum) -> None:
+        if self.first is not None:
+            self.first.wait()
+            self.first, self.second = None, self.first
+
+    return swapped(_Sum, "go_on", go_on)
+
+
+@fault(
+    "only the last microbatch's gradient is kept", "gqa", "dp2 zero2 accum:3", "gradient of head"
+)
+def _() -> AbstractContextManager[None]:
+    def summed(self: Unit, full: Tensor, part: Tensor) -> None:
+        if part is not full:
+            self.pool.give(full)
+        if self.gradient is not None:
+            self.pool.give(self.gradient)
+        self.gradient = part
+
+    return swapped(Unit, "summed", summed)
+
+
+@fault("the gradient buffer is not zeroed", "gqa", "dp2", "gradient of head")
+def _() -> AbstractContextManager[None]:
+    right = Pool.take
+
+    class Stale(Tensor):
+        def zero_(self) -> Tensor:
+            return self.fill_(1e-3).as_subclass(Tensor)
+
+    def take(self: Pool, numel: int, dtype: torch.dtype) -> Tensor:
+        return right(self, numel, dtype).as_subclass(Stale)
+
+    return swapped(Pool, "take", take)
+
+
+@fault(
+    "a stale gathered buffer is used after the first step",
+    "gqa",
+    "dp2 zero1",
+    "step 1: the output of embed",
+)
+def _() -> AbstractContextManager[None]:
+    from ..wire import Work
+
+    right, gathered = Unit.gather, set[int]()
+
+    def gather(self: Unit) -> Any:
+        if id(self) in gathered:
+            return Work()
+        gathered.add(id(self))
+        return right(self)
+
+    right_fill = holding._fill
+
+    def fill(*args: Any) -> None:
+        right_fill(*args)
+        gathered.clear()
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with swapped(Unit, "gather", gather), swapped(holding, "_fill", fill):
+            yield
+
+    return both()
+
+
+# ---- loss, norm and update
+
+
+@fault("each rank divides by its own count of tokens", "gqa", "dp2", "the loss")
+def _() -> AbstractContextManager[None]:
+    def count(self: Performer, op: Any) -> None:
+        self.count = float(sum(count_valid(batch) for batch in self.batches))
+
+    return swapped(Performer, "_count", count)
+
+
+@fault("ignored targets count as tokens", "gqa", "dp2", "the loss")
+def _() -> AbstractContextManager[None]:
+    def count(batch: Mapping[str, Tensor]) -> int:
+        return next(iter(batch.values())).numel()
+
+    return swapped(perform, "count_valid", count)
+
+
+@fault("the norm counts whole weights on every rank of tp", "gqa", "tp2", "the norm")
+def _() -> AbstractContextManager[None]:
+    right = tensor.Weight.__init__
+
+    def init(self: Weight, *args: Any, **named: Any) -> None:
+        right(self, *args, **named)
+        object.__setattr__(self, "counted", True)
+
+    return swapped(tensor.Weight, "__init__", init)
+
+
+@fault("clipping by each rank's own norm", "gqa", "tp2", "the norm")
+def _() -> AbstractContextManager[None]:
+    right = Performer._agree
+
+    def agree(self: Performer, op: Any) -> None:
+        everyone = self.holding.wires.everyone
+
+        class Alone:
+            def all_reduce(self, x: Tensor) -> None:
+                pass
+
+        object.__setattr__(self.holding.wires, "everyone", Alone())
+        right(self, op)
+        object.__setattr__(self.holding.wires, "everyone", everyone)
+
+    return swapped(Performer, "_agree", agree)
+
+
+@fault("norms and biases decay too", "gqa", "dp2 zero1", "weight of head.norm")
+def _() -> AbstractContextManager[None]:
+    right = Unit.own_segments
+
+    def segments(self: Unit) -> list[Segment]:
+        return [s._replace(decay=True) for s in right(self)]
+
+    return swapped(Unit, "own_segments", segments)
+
+
+@fault("the update forgets the clipping factor", "gqa", "dp2", "weight of head")
+def _() -> AbstractContextManager[None]:
+    right = Update.__call__
+    return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, 1.0))
+
+
+@fault("a part of a weight is drawn, not cut from the whole", "gqa", "tp2", "output of embed")
+def _() -> AbstractContextManager[None]:
+    right = Weight.part
+
+    def part(self: Weight, whole: Tensor) -> Tensor:
+        cut = right(self, whole)
+        return cut if cut.shape == whole.shape else whole.flatten()[: cut.numel()].view(cut.shape)
+
+    return swapped(Weight, "part", part)
+
+
+# ---- the table
+
+
+@dataclass(frozen=True)
+class Catch:
+    """What became of a fault: what verify says, and how far the losses alone are off."""
+
+    fault: str
+    layout: str
+    caught: bool
+    named: bool
+    first_difference: str
+    first_loss_error: float
+    loss_error: float
+
+
+def catch(fault: Fault) -> Catch:
+    """Run a layout with the fault in it."""
+    shape = SHAPES[fault.shape]
+    wide = Precision(torch.float64, torch.float64, torch.float64)
+    setting = Setting(partial(batch_of, shape, packed=fault.packed), precision=wide)
+    make = partial(build_model, shape)
+    truth = true_steps(make, setting)
+    with fault.patch(), workers(fault.layout.ranks, wire="threads") as run:
+        seen = run(train_layout, fault.layout, make, setting)
+    got = join(seen, setting.steps)
+    verdict = judge(fault.layout, compare(got, truth, setting.lr), EXACT)
+    losses = [abs(a.loss / b.loss - 1) for a, b in zip(got, truth, strict=True)]
+    return Catch(
+        fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
+        verdict.first_difference, losses[0], max(losses),
+    )  # fmt: skip
