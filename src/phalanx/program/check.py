@@ -224,7 +224,7 @@ def _weights(program: Program, number: int) -> Iterator[str]:
     """Gathers and drops pair up; each contribution is summed once and each unit updated once in a
     step. A second N begins the next step."""
     who, row = _rank(program, number), program.rows[number]
-    drops = {op.piece for op in row if op.kind == "D"}
+    drops = any(op.kind == "D" for op in row)
     whole: set[int] = set()  # gathered and not dropped
     stale: set[int] = set()  # updated since they were gathered
     tied: set[int] = set()  # summed over two stages
@@ -253,7 +253,7 @@ def _weights(program: Program, number: int) -> Iterator[str]:
             for used in program.units(unit):
                 if updates[used]:
                     yield f"{who}: {op} uses unit {used} after its update {used}U in the same step."
-    for unit in sorted(whole & drops):
+    for unit in sorted(whole) if drops else ():
         yield f"{who}: unit {unit} is still gathered at the end; {unit}D is missing after its last use."
     yield from _step_ends(program, number, updates)
     yield from _unsummed(program, number)

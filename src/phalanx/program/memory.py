@@ -98,7 +98,11 @@ class _Row:
         if op.kind == "F":
             return Change((*self._keeps(op), *working), working)
         if op.kind == "R":
-            return Change((("activations", kept), *working), (*self._keeps(forward), *working))
+            # The kept input is among what is restored: it is not there twice, it changes its name.
+            held = self._keeps(forward)
+            known = sum(amount for _, amount in held)
+            back = (*held, *(("activations", -amount) for _, amount in held))
+            return Change((("activations", kept - known), *working), (*back, *working))
         if op.kind == "O":
             return Change((), self._keeps(forward))
         if op.kind == "Z":
@@ -164,4 +168,5 @@ def _peak(program: Program, sizes: Sizes, row: int) -> Peak:
             total, at, then = sum(now.values()), op, dict(now)
         for kind, amount in change.gives:
             now[kind] -= amount
+            kinds[kind] = max(kinds[kind], now[kind])
     return Peak(total, at, kinds, then)

@@ -1,0 +1,244 @@
+"""Each pass by what it promises of the list it returns."""
+
+from collections.abc import Sequence
+from itertools import combinations, product
+
+import pytest
+from program_worlds import pipeline, step
+
+from phalanx.layout import Layout
+from phalanx.program import Op, Program, ProgramError, Sizes, build, check, faults, schedule
+from phalanx.program.memory import peaks
+from phalanx.program.passes import (
+    _with_segments,
+    expand,
+    finish,
+    gather,
+    messages,
+    offload_activations,
+    recompute,
+    recompute_to_fit,
+    reduce,
+    tie,
+)
+
+LINE = [range(8)]
+
+
+def _one(pieces: int = 8, microbatches: int = 2) -> Program:
+    return expand(schedule("accum", 1, microbatches), [range(pieces)])
+
+
+def _kinds(program: Program, kinds: str) -> list[list[str]]:
+    return [[str(op) for op in row if op.kind in kinds] for row in program.rows]
+
+
+def test_stages_become_their_pieces_and_backward_goes_down() -> None:
+    program = expand(schedule("zb-h1", 2, 1), [range(2), range(2, 5)])
+    assert _kinds(program, "FIW") == [
+        ["0F0", "1F0", "1I0", "0I0", "1W0", "0W0"],
+        ["2F0", "3F0", "4F0", "4I0", "3I0", "2I0", "4W0", "3W0", "2W0"],
+    ]
+
+
+def test_a_send_follows_its_value_and_a_receive_stands_one_computation_ahead() -> None:
+    for name, m in product(("gpipe", "1f1b", "zb-h1", "zb-h2"), (1, 2, 5)):
+        for row in pipeline(name, 4, m).rows:
+            works = [op for op in row if op.kind in "FBIW"]
+            for i, op in enumerate(row):
+                if op.kind == ">":
+                    made = [o for o in row[:i] if o.kind in "FBIW"][-1]
+                    assert made == Op(op.of, op.piece, op.index)
+                if op.kind == "<":
+                    user = Op(op.of, op.piece, op.index)
+                    earlier = [o for o in row[i:] if o.kind in "FBIW"]
+                    # Sooner only where an earlier message of the same wire comes even sooner.
+                    assert earlier.index(user) <= 1 or _behind(row, i)
+                    assert user in works
+
+
+def _behind(row: tuple[Op, ...], i: int) -> bool:
+    """Whether another receive of the same flow stands directly with this one."""
+    near = [o for o in row[i + 1 :] if o.kind in "<FBIW"]
+    return bool(near) and near[0].kind == "<"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 8])
+def test_gathers_run_ahead_by_the_prefetch_distance_and_the_pool_has_one_more(
+    prefetch: int,
+) -> None:
+    for pieces, m in product((1, 2, 3, 5), (1, 2, 3)):
+        program = gather(_one(pieces, m), each_use=True, drop=True, prefetch=prefetch)
+        assert faults(program) == ()
+        assert _most_gathered(program, 0) <= min(prefetch + 1, pieces)
+        if m > 1 or pieces > 2:
+            assert _most_gathered(program, 0) == min(prefetch + 1, pieces)
+        assert check(program).counts[0].kinds["gathered"] == _most_gathered(program, 0)
+
+
+def _most_gathered(program: Program, row: int) -> int:
+    now: set[int] = set()
+    most = 0
+    for op in program.rows[row]:
+        if op.kind == "G":
+            now.add(op.piece)
+        elif op.kind == "D":
+            now.remove(op.piece)
+        most = max(most, len(now))
+    return most
+
+
+def test_the_proof_counts_the_pool_of_every_layout() -> None:
+    texts = (
+        "dp2 zero3 prefetch:2", "dp2 pp2 1f1b:4 zero3 gather:micro", "dp2 pp2 zb-v:4 zero3",
+        "dp2 zero1", "pp3 interleaved2:4 dp2 zero3 gather:micro prefetch:3",
+    )  # fmt: skip
+    for text, tied in product(texts, (False, True)):
+        program = step(text, 12, tied=tied)
+        proof = check(program)
+        for row in range(len(program.rows)):
+            assert proof.counts[row].kinds["gathered"] == _most_gathered(program, row)
+
+
+def test_the_last_block_is_not_dropped_between_forward_and_backward() -> None:
+    (row,) = _kinds(gather(_one(4, 1), each_use=True, drop=True), "FBGD")
+    forward = "0G 1G 0F0 0D 2G 1F0 1D 3G 2F0 2D 2G#1 3F0"
+    assert " ".join(row) == forward + " 3B0 3D 1G#1 2B0 2D#1 0G#1 1B0 1D#1 0B0 0D#1"
+
+
+def test_gathering_once_a_step_fetches_each_unit_once_and_drops_it_after_its_last_use() -> None:
+    kept = gather(_one(4, 3), each_use=False, drop=False)
+    assert _kinds(kept, "GD") == [["0G", "1G", "2G", "3G"]]
+    dropped = gather(_one(4, 3), each_use=False, drop=True)
+    assert _kinds(dropped, "GD") == [["0G", "1G", "2G", "3G", "3D", "2D", "1D", "0D"]]
+    assert faults(kept) == faults(dropped) == ()
+
+
+def test_weights_are_not_needed_for_weight_gradients() -> None:
+    """W multiplies its input by its output's gradient: the drop may stand before it."""
+    program = gather(expand(schedule("zb-h2", 1, 1), LINE), each_use=True, drop=True)
+    row = program.rows[0]
+    assert row.index(Op.parse("3D#1")) < row.index(Op.parse("3W0"))
+
+
+def test_gradients_are_summed_once_a_step_or_once_a_microbatch() -> None:
+    for name in ("accum", "1f1b", "zb-h2"):
+        stages, m = (1, 3) if name == "accum" else (2, 3)
+        base = pipeline(name, stages, m)
+        for each, times in ((False, 1), (True, m)):
+            program = reduce(base, each_microbatch=each)
+            assert faults(finish(program, agree=False)) == ()
+            for number, row in enumerate(program.rows):
+                sums = [op for op in row if op.kind == "S"]
+                assert sums == [Op("S", number, n) for n in range(times)]
+                last = max(i for i, op in enumerate(row) if op.kind in "BW")
+                assert row.index(sums[-1]) == last + 1
+
+
+def test_a_tied_unit_is_summed_after_both_uses_and_over_both_stages_once() -> None:
+    one = step("dp2 accum:2", 4, tied=True)
+    assert [str(op) for op in one.rows[0] if op.kind in "ST" and op.piece == 0] == ["0S"]
+    assert one.rows[0].index(Op.parse("0S")) > one.rows[0].index(Op.parse("0B1"))
+    two = step("dp2 pp2 1f1b:2", 4, tied=True)
+    for row in two.rows:
+        assert [str(op) for op in row if op.piece == 0 and op.kind in "STU"] == ["0S", "0T", "0U"]
+    three = expand(schedule("1f1b", 3, 2), [range(1), range(1, 2), range(2, 3)], ((1, 0), (2, 0)))
+    tied = finish(tie(reduce(messages(three), each_microbatch=False)), agree=False)
+    assert faults(tied) == ()
+    assert all(sum(op.kind == "T" for op in row) == 1 for row in tied.rows)
+
+
+def test_updates_wait_for_everybody_only_when_clipping_or_scaling() -> None:
+    free, held = (step("dp2", 3, agree=agree) for agree in (False, True))
+    assert _kinds(free, "NBSAU") == [["N", "2B0", "2S", "2U", "1B0", "1S", "1U", "0B0", "0S", "0U"]]
+    assert _kinds(held, "NBSAU") == [
+        ["N", "2B0", "2S", "1B0", "1S", "0B0", "0S", "A", "2U", "1U", "0U"]
+    ]
+
+
+def test_what_a_forward_kept_goes_out_and_comes_back_one_computation_before_its_use() -> None:
+    program = offload_activations(expand(schedule("gpipe", 1, 2), [range(3)]))
+    assert [" ".join(map(str, program.rows[0]))] == [
+        "0F0 0O0 1F0 1O0 2F0 2O0 0F1 0O1 1F1 1O1 2Z0 2F1 2O1 1Z0 2B0 0Z0 1B0 2Z1 0B0 1Z1 2B1 0Z1 1B1 0B1"
+    ]
+
+
+def test_nothing_goes_out_that_is_used_at_once() -> None:
+    (row,) = offload_activations(_one(3, 1)).rows
+    assert {op.piece for op in row if op.kind == "O"} == {0, 1}
+    assert faults(offload_activations(_one(3, 1))) == ()
+
+
+def test_inside_a_recomputed_segment_there_is_nothing_to_move_out() -> None:
+    again = recompute(_one(8, 1), LINE, "every=4")
+    assert {op.piece for op in again.rows[0] if op.kind == "R"} == {0, 1, 2, 3}
+    program = offload_activations(again)
+    assert faults(program) == ()
+    # The last segment is fresh and kept whole; of the first one only its input is there to move.
+    assert {op.piece for op in program.rows[0] if op.kind == "O"} == {0, 4, 5, 6}
+
+
+def test_an_unknown_recomputation_is_refused() -> None:
+    with pytest.raises(ProgramError, match="no recomputation 'half'"):
+        recompute(_one(), LINE, "half")
+
+
+def _sizes(pieces: int, kept: float = 10, entry: float = 1) -> Sizes:
+    return Sizes(kept=(kept,) * pieces, input=(entry,) * pieces)
+
+
+def test_recompute_to_fit_recomputes_more_on_the_early_stages_of_1f1b() -> None:
+    """Rank r of 1F1B holds P - r microbatches, so the early stages run out of memory first."""
+    stages = [range(4 * r, 4 * r + 4) for r in range(4)]
+    program = expand(schedule("1f1b", 4, 8), stages)
+    found = recompute_to_fit(program, _sizes(16), [70] * 4)
+    again = [len({op.piece for op in row if op.kind == "R"}) for row in found.rows]
+    assert again == sorted(again, reverse=True)
+    assert again[0] > again[1] > again[2] > again[3] == 0
+    assert all(peak.total <= 70 for peak in check(messages(found), _sizes(16)).bytes or ())
+
+
+def test_recompute_to_fit_recomputes_no_piece_too_many() -> None:
+    """Against all subsets of two stages: no smaller number of pieces fits."""
+    stages = [range(3), range(3, 6)]
+    sizes = Sizes(kept=(5, 9, 2, 7, 7, 3), input=(1, 2, 1, 1, 3, 1))
+    program = expand(schedule("1f1b", 2, 4), stages)
+    for limit in (14, 18, 22, 26, 30, 34):
+        try:
+            found = recompute_to_fit(program, sizes, [limit] * 2)
+        except ProgramError:
+            found = None
+        for row, stage in enumerate(stages):
+            subsets = [c for n in range(4) for c in combinations(stage, n)]
+            fitting = [len(c) for c in subsets if _peak_with(program, sizes, row, c) <= limit]
+            if found is not None:
+                assert len({op.piece for op in found.rows[row] if op.kind == "R"}) == min(fitting)
+        if found is None:
+            everything = [_peak_with(program, sizes, r, s) for r, s in enumerate(stages)]
+            assert max(everything) > limit
+
+
+def _peak_with(program: Program, sizes: Sizes, row: int, pieces: Sequence[int]) -> float:
+    chosen = [[range(p, p + 1) for p in pieces] if r == row else [] for r in range(2)]
+    return peaks(_with_segments(program, chosen), sizes)[row].total
+
+
+def test_a_limit_that_nothing_meets_is_refused_with_rank_bytes_and_operation() -> None:
+    program = expand(schedule("1f1b", 2, 4), [range(2), range(2, 4)])
+    with pytest.raises(ProgramError, match=r"rank 0 holds 13 bytes at 1R0 .* the limit is 5"):
+        recompute_to_fit(program, _sizes(4), [5, 100])
+
+
+def test_fit_counts_the_gathered_weights_and_gradients_that_later_passes_add() -> None:
+    layout = Layout.parse("dp2 pp2 1f1b:4 zero3 recompute:fit")
+    one = (1.0,) * 8
+    sizes = Sizes(kept=(4.0,) * 8, input=one, gathered=(3.0,) * 8, gradient=one, gradient_shard=one)
+    stages = [range(4), range(4, 8)]
+    whole = build(Layout.parse("dp2 pp2 1f1b:4 zero3"), stages)
+    high = max(peak.total for peak in check(whole, sizes).bytes or ())
+    for limit in (high, high - 4, high - 8):
+        found = build(layout, stages, sizes=sizes, limit=limit)
+        assert max(peak.total for peak in check(found, sizes).bytes or ()) <= limit
+    assert build(layout, stages, sizes=sizes, limit=high) == whole
+    with pytest.raises(ProgramError, match="recompute:fit needs the bytes"):
+        build(layout, stages)
