@@ -20,6 +20,7 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
     "check": "whether a layout fits a model, or a program can run, and what each rank holds",
+    "verify": "layouts against one process: every gradient and every update",
 }
 _OVERVIEW = """\
 phalanx: train one transformer over any mix of devices.
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 130
+        return 1
     except ValueError as error:
         if not _is_ours(error):
             raise

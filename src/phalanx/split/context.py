@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ..layout import Layout, LayoutError
 from ..wire import Wire, Work, regions
+from ..wire.base import far_side
 from .kernels import Sight, attend, attend_gradients, sights
 from .model import Model
 
@@ -115,7 +116,13 @@ class RingCore(nn.Module):
         documents: Tensor | None,
     ) -> Tensor:
         assert q.shape[1] % 2 == 0, "a place of a ring holds two chunks of one length"
-        y: Tensor = _Ring.apply(q, k, v, documents, self.wire)  # type: ignore[no-untyped-call]
+        # Contiguous, so that what is kept is no view of something larger.
+        q, kv = q.contiguous(), torch.stack((k, v))
+        ids = None if documents is None else documents.contiguous()
+        if torch.compiler.is_compiling():
+            y: Tensor = _ring_op(q, kv, ids, self.wire.name)[0]
+        else:
+            y = _Ring.apply(q, kv, ids, self.wire)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -123,11 +130,7 @@ class _Ring(torch.autograd.Function):
     """Keeps q, k, v, the result and its log-sum-exp for this place's own tokens; no visitors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, wire: Wire
-    ) -> Tensor:
-        kv = torch.stack((k, v))
-        ids = None if documents is None else documents.contiguous()
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Tensor | None, wire: Wire) -> Tensor:
         out, lse = ring_attention(q, kv, ids, wire)
         ctx.save_for_backward(q, kv, ids, out, lse)
         ctx.wire = wire
@@ -137,8 +140,52 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, ids, out, lse = ctx.saved_tensors
-        into_q, into_kv = ring_gradients(gradient.contiguous(), (q, kv, out, lse), ids, ctx.wire)
-        return into_q, into_kv[0], into_kv[1], None, None
+        return *ring_gradients(gradient, q, kv, ids, out, lse, ctx.wire), None, None
+
+
+# A compiled graph cannot hold a wire: there the ring is an opaque op that carries the wire's name,
+# as a region is.
+
+
+@torch.library.custom_op("phalanx::ring", mutates_args=())
+def _ring_op(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    return ring_attention(q, kv, ids, far_side(name))
+
+
+@torch.library.custom_op("phalanx::ring_gradients", mutates_args=())
+def _gradients_op(
+    gradient: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    return ring_gradients(gradient, q, kv, ids, out, lse, far_side(name))
+
+
+@_ring_op.register_fake
+def _(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+
+
+@_gradients_op.register_fake
+def _(gradient: Tensor, q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, kv, ids, ctx.name = inputs
+    ctx.save_for_backward(q, kv, ids, *output)
+
+
+def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients_op(gradient, *ctx.saved_tensors, ctx.name), None, None
+
+
+_ring_op.register_autograd(_back, setup_context=_keep)
 
 
 def around(places: int) -> list[tuple[int, int]]:
@@ -176,28 +223,32 @@ def ring_attention(q: Tensor, kv: Tensor, ids: Tensor | None, wire: Wire) -> tup
 
 
 def ring_gradients(
-    gradient: Tensor, kept: Sequence[Tensor], ids: Tensor | None, wire: Wire
+    gradient: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wire: Wire,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of this place's q and kv. `kept` are q, kv, the result and its log-sum-exp."""
-    q, kv, out, lse = kept
+    """The gradients of this place's q and kv; `out` and `lse` are what `ring_attention` gave."""
+    gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
-    into_q, into_kv = torch.zeros_like(q, dtype=wide), torch.zeros_like(kv, dtype=wide)
+    into_q = torch.zeros_like(q, dtype=wide)
     behind: _Passing | None = None  # the gradient that follows the block which is here
     for step, (visitor, its_ids) in enumerate(_visits(kv, ids, wire)):
         block = needed(step, wire.rank, wire.size, q.shape[1])
-        parts = [
-            (sight, attend_gradients(gradient, q, visitor, out, lse, sight))
-            for sight in sights(q, block, ids, its_ids)
-        ]
+        into_kv = torch.zeros_like(kv, dtype=wide)
+        for sight in sights(q, block, ids, its_ids):
+            parts = attend_gradients(gradient, q, visitor, out, lse, sight)
+            into_q[:, sight.rows] += parts[0]
+            into_kv[0][:, sight.keys] += parts[1]
+            into_kv[1][:, sight.keys] += parts[2]
         if behind is not None:
-            (into_kv,) = behind.come()
-        for sight, (q_part, k_part, v_part) in parts:
-            into_q[:, sight.rows] += q_part
-            into_kv[0][:, sight.keys] += k_part
-            into_kv[1][:, sight.keys] += v_part
+            into_kv += behind.come()[0]
         behind = _Passing((into_kv,), wire)
     assert behind is not None
-    (into_kv,) = behind.come()
+    (into_kv,) = behind.come()  # home
     return into_q.to(q.dtype), into_kv.to(q.dtype)
 
 

@@ -6,10 +6,12 @@ What a stranger's model must say stands here too: `describe` of its file returns
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from ..layout import LayoutError, Rules, Shape
 from ..model import Decoder, DeepMlp, decoder, mlp
 
-__all__ = ["Model", "build_model", "start"]
+__all__ = ["Model", "build_model", "load_model", "start"]
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 
@@ -114,6 +116,25 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         pieces, rules = decoder.describe(plain)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     return Model(pieces, Rules.parse(rules), counts, plain.draw, shape)
+
+
+def load_model(text: str) -> Model:
+    """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
+    told by the file's `describe(model)`, which returns a `Model`."""
+    path, _, name = text.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise LayoutError(f"there is no file {path} with a model {name!r}.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for wanted in (name, "describe"):
+        if not callable(getattr(module, wanted, None)):
+            raise LayoutError(f"{path} has no {wanted}; see docs/bring-your-model.md.")
+    with torch.device("meta"):
+        made: Model = module.describe(getattr(module, name)())
+    if not isinstance(made, Model):
+        raise LayoutError(f"{path}: describe() returns a {type(made).__name__}, not a Model.")
+    return made
 
 
 def start(model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

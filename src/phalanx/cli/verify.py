@@ -1,0 +1,179 @@
+"""`phalanx verify`: layouts against one process, every gradient and every update."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..layout import Layout, LayoutError, Shape, legal, nearest
+from .usage import Parser, UsageError, print_json
+
+if TYPE_CHECKING:
+    from ..split import Model
+
+__all__ = ["run"]
+
+_EPILOG = """\
+Exit code 0: every layout agrees with one process; 1: one does not; 2: wrong usage.
+
+  phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
+  phalanx verify --model gpt --ranks 4 --cover 40
+  phalanx verify --ranks 8 --part 1/4
+  phalanx verify --faults"""
+
+
+def run(argv: list[str]) -> int:
+    """Train a few steps in every layout and compare."""
+    parser = Parser(
+        "phalanx verify",
+        "Trains a few steps in each layout and on one process, and compares loss, norm, every"
+        " gradient and every weight.",
+        _EPILOG,
+    )
+    add = parser.add_argument
+    add("--model", default="gqa", metavar="SHAPE|FILE.py:Class", help="default gqa, a small one")
+    add("--ranks", type=int, default=4, metavar="N", help="all legal layouts up to N ranks")
+    add("--axes", default="dp pp cp tp", help="the axes that --ranks enumerates")
+    add("--layouts", metavar="TEXT", help="these layouts instead, separated by ;")
+    add("--cover", type=int, metavar="N", help="a subset of N or more that covers all pairs")
+    add("--wire", default="threads", help="threads, gloo, nccl, auto")
+    add("--steps", type=int, default=3)
+    add("--dtype", default="float64", help="float64, float32, bfloat16, float16")
+    add("--packed", action="store_true", help="sequences packed with documents")
+    add("--seed", type=int, default=0)
+    add("--part", metavar="I/N", help="one part of a long enumeration; resumes where it stopped")
+    add("--log", metavar="FILE", help="verdicts as JSON lines; those it holds are not run again")
+    add("--faults", action="store_true", help="put seeded faults in, and see each one caught")
+    add("--json", action="store_true")
+    said = parser.read(argv)
+    if said.faults:
+        return _faults(said)
+    return _verify(said)
+
+
+def _verify(said: argparse.Namespace) -> int:
+    from ..verify import verify
+
+    if said.ranks < 1 or said.steps < 1:
+        raise UsageError("--ranks and --steps are 1 or more.")
+    shape, make = _model(said.model)
+    layouts, log = _part(_layouts(said, shape), said, shape)
+    verdicts = []
+    for verdict in verify(
+        shape, layouts,
+        wire=said.wire, steps=said.steps, dtype=said.dtype, seed=said.seed,
+        packed=said.packed, log=log, make=make,
+    ):  # fmt: skip
+        verdicts.append(verdict)
+        if not said.json:
+            mark = "ok  " if verdict.passed else "FAIL"
+            print(
+                f"{mark} {verdict.max_rel_error:8.1e}  {verdict.layout or 'one process'}",
+                flush=True,
+            )
+            if not verdict.passed:
+                print(f"     {verdict.first_difference}", flush=True)
+    failed = sum(not v.passed for v in verdicts)
+    if said.json:
+        print_json(
+            {
+                "layouts": [asdict(v) for v in verdicts],
+                "passed": len(verdicts) - failed,
+                "failed": failed,
+            }
+        )
+    else:
+        worst = max((v.max_rel_error for v in verdicts), default=0.0)
+        print(
+            f"{len(verdicts) - failed} of {len(verdicts)} layouts of {shape.name} agree with one"
+            f" process in {said.dtype}; largest relative error {worst:.1e}."
+        )
+    return 1 if failed else 0
+
+
+def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
+    from ..split.model import load_model
+    from ..verify import SHAPES
+
+    if re.fullmatch(r".+\.py:\w+", name):
+        make = partial(load_model, name)
+        shape = make().shape
+        if shape is None:
+            raise LayoutError(
+                f"{name}: describe() gives no shape; add shape=Shape(...) to its Model."
+            )
+        return shape, make
+    if name in SHAPES:
+        return SHAPES[name], None
+    if name not in Shape.names() and not name.endswith(".toml"):
+        raise UsageError(
+            f"there is no model {name!r}. Small ones with awkward traits are {', '.join(SHAPES)};"
+            f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."
+        )
+    return Shape.load(name), None
+
+
+def _layouts(said: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
+    from ..verify import covering, every_layout
+
+    if said.layouts is None:
+        every = every_layout(shape, said.ranks, axes=said.axes)
+        return covering(every, said.cover) if said.cover else every
+    named = Layout.parse_many(said.layouts)
+    wrong = []
+    for layout in named:
+        broken = legal(layout, shape)
+        if broken:
+            near = "; ".join(map(str, nearest(layout, shape)))
+            wrong.append(f"{layout}: " + " ".join(map(str, broken)) + f" Nearest: {near}.")
+    if wrong:
+        raise LayoutError("\n".join(wrong))
+    return tuple(replace(x, precision="fp64") if said.dtype == "float64" else x for x in named)
+
+
+def _part(
+    layouts: Iterable[Layout], said: argparse.Namespace, shape: Shape
+) -> tuple[list[Layout], Path | None]:
+    """Every n-th layout, so that each part has its share of the large ones, and where it is told."""
+    chosen = list(layouts)
+    log = Path(said.log) if said.log else None
+    if said.part:
+        found = re.fullmatch(r"(\d+)/(\d+)", said.part)
+        if not found or not 1 <= int(found[1]) <= int(found[2]):
+            raise UsageError(f"--part {said.part}: write 1/4, 2/4, 3/4 or 4/4.")
+        part, parts = int(found[1]), int(found[2])
+        chosen = chosen[part - 1 :: parts]
+        default = f"{shape.name}-{said.ranks}-{said.dtype}-{said.wire}-{part}of{parts}.jsonl"
+        log = log or Path("runs", "verify", default)
+    if log:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    return chosen, log
+
+
+def _faults(said: argparse.Namespace) -> int:
+    from ..verify.faults import FAULTS, catch
+
+    caught = [catch(fault) for fault in FAULTS]
+    if said.json:
+        print_json({"faults": [asdict(c) for c in caught]})
+        return 0 if all(c.caught and c.named for c in caught) else 1
+    print("| fault | layout | verify says | loss of the first step off by | of three steps |")
+    print("|---|---|---|---|---|")
+    for c in caught:
+        says = c.first_difference.split(" is ")[0] if c.caught else "NOT CAUGHT"
+        print(
+            f"| {c.fault} | {c.layout.removesuffix(' fp64')} | {says} |"
+            f" {c.first_loss_error:.0e} | {c.loss_error:.0e} |"
+        )
+    first = sum(c.first_loss_error > 1e-3 for c in caught)
+    three = sum(c.loss_error > 1e-3 for c in caught)
+    print(
+        f"\nverify catches {sum(c.caught for c in caught)} of {len(caught)}. Losses that agree to"
+        f" 1e-3 would have caught {first} after one step, {three} after three."
+    )
+    return 0 if all(c.caught and c.named for c in caught) else 1
