@@ -81,7 +81,7 @@ from phalanx.wire import join
 world = join(2, wire="gloo", timeout=30.0)
 x = torch.tensor([float(world.rank + 1)])
 world.split("all", [range(2)]).all_reduce(x)
-print("sum", x.item(), flush=True)
+print(f"sum {x.item()}\\n", end="", flush=True)
 world.close()
 """
 

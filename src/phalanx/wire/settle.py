@@ -37,20 +37,6 @@ def settle(calls: Sequence[Call]) -> None:
     _MEANING[calls[0].kind](calls)
 
 
-def disagreement(calls: Sequence[Call | None]) -> tuple[int, int] | None:
-    """Two places whose calls do not belong together, or None."""
-    here = [(i, call) for i, call in enumerate(calls) if call is not None]
-    i, first = here[0]
-    for j, other in here[1:]:
-        if other.promise() != first.promise():
-            return i, j
-        if first.kind == "all_to_all":
-            for (a, x), (b, y) in ((p, q) for p in here for q in here):
-                if x.in_splits[b] != y.out_splits[a] or x.x.shape[1:] != y.x.shape[1:]:
-                    return a, b
-    return None
-
-
 def _all_reduce(calls: Sequence[Call]) -> None:
     total = reduced([call.x for call in calls], calls[0].op)
     for call in calls:

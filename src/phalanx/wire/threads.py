@@ -28,7 +28,7 @@ from phalanx.wire.base import (
     World,
     become_a_rank,
 )
-from phalanx.wire.settle import disagreement, settle
+from phalanx.wire.settle import settle
 
 # Seconds that the other ranks have to come back once one has failed.
 GRACE = 4.0
@@ -93,6 +93,24 @@ class Meeting:
     ready: list[torch.cuda.Event] = field(default_factory=list)
     settled: list[torch.cuda.Event] = field(default_factory=list)
     done: bool = False
+    first: tuple[int, str] | None = None
+
+    def enter(self, seat: int, call: Call, promise: str) -> int | None:
+        """Take a seat; the answer is a seat whose call does not belong together with this one."""
+        self.calls[seat] = call
+        if self.first is None:
+            self.first = (seat, promise)
+        if promise != self.first[1]:
+            return self.first[0]
+        if call.kind == "all_to_all":
+            for i, other in enumerate(self.calls):
+                if other is not None and (
+                    call.in_splits[i] != other.out_splits[seat]
+                    or other.in_splits[seat] != call.out_splits[i]
+                    or call.x.shape[1:] != other.x.shape[1:]
+                ):
+                    return i
+        return None
 
 
 class Group:
@@ -110,7 +128,7 @@ class Group:
     def come(self, line: tuple[int, ...], place: int, call: Call) -> Meeting:
         """Bring one's call to the next meeting of a line; the last to come settles it."""
         members = line or tuple(range(len(self.ranks)))
-        event = _event(call)
+        event, promise = _event(call), call.promise()
         with self.hub.lock:
             self._raise_failure()
             seat = int(call.kind == "receive") if line else place
@@ -119,14 +137,13 @@ class Group:
             meeting = self.meetings.setdefault(
                 (line, number), Meeting(members, [None] * len(members))
             )
-            meeting.calls[seat] = call
+            other = meeting.enter(seat, call, promise)
             meeting.ready += event
-            pair = disagreement(meeting.calls)
             complete = None not in meeting.calls
             if complete:
                 del self.meetings[line, number]
-        if pair is not None:
-            self._quarrel(meeting, number, *pair)
+        if other is not None:
+            self._quarrel(meeting, number, *sorted((other, seat)))
         if complete:
             self._settle(meeting)
         return meeting
