@@ -153,6 +153,19 @@ def test_a_ring_in_bfloat16_is_as_near_to_the_truth_as_attention():
     assert 0 < ring < 1.5 * alone
 
 
+def _compiled(world: World, batch: dict[str, Tensor]):
+    (part,) = microbatches(batch, _layout(2, 1), 0, world.rank)
+    core = _core(world, 2, 1)
+    plain = _attend(core, part)
+    whole = torch.compile(core, fullgraph=True, backend="aot_eager")
+    return plain, _attend(whole, part)
+
+
+def test_a_ring_compiles_whole_and_computes_the_same_bits():
+    for plain, compiled in launch(_compiled, 2, CASES[3], wire="threads", timeout=60.0):
+        assert all(torch.equal(compiled[name], x) for name, x in plain.items())
+
+
 # ---- who needs what
 
 
@@ -211,10 +224,12 @@ def _kept_bytes(world: World, ring: int, ulysses: int, batch: dict[str, Tensor])
 @pytest.mark.parametrize("documents", (False, True))
 def test_what_is_kept_for_backward_falls_as_one_over_the_ranks(documents):
     batch = _batch(64, 4, 2, documents=documents)
-    per_token = 8 * (2 * 4 * SIZE + 2 * 2 * SIZE + 4) + 8 * documents  # q, out, k, v, lse, ids
-    for ring in (2, 4, 8):
-        kept = _threads(ring)(_kept_bytes, ring, 1, batch)
-        assert kept == [2 * 64 // ring * per_token] * ring
+    per_token = 8 * (2 * 4 * SIZE + 2 * 2 * SIZE + 4)  # q and out, k and v, lse
+    for ring, ulysses in ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2)):
+        ranks = ring * ulysses
+        # Under Ulysses a place has the documents of more tokens, for fewer heads.
+        own = 2 * 64 // ranks * (per_token + 8 * ulysses * documents)
+        assert _threads(ranks)(_kept_bytes, ring, ulysses, batch) == [own] * ranks
 
 
 # ---- leaks
