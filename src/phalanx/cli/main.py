@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        return 1
+        return 130
     except ValueError as error:
         if not _is_ours(error):
             raise
