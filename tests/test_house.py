@@ -1,0 +1,290 @@
+"""The rules of the house: who imports whom, how long things are, what is public, what is banned,
+and that every command in the README runs.
+
+`public_names.txt` lists what each room offers. Running this file writes it anew: a change of what is
+public is then a line in the diff.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "phalanx"
+NAMES = Path(__file__).parent / "public_names.txt"
+
+FLOORS: dict[str, int] = {
+    "layout": 0, "program": 1, "draw": 2, "plan": 2, "model": 3, "wire": 3, "split": 4, "weigh": 5,
+    "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 9,
+}  # fmt: skip
+# Rooms that may import less than all that is below them.
+ONLY: dict[str, set[str]] = {"model": set(), "lab": {"wire", "draw", "model"}}
+WITHOUT_TORCH = [room for room, floor in FLOORS.items() if floor <= 2]
+
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+# Opening what comes from outside never runs code; the lab shows object collectives, and why not.
+BANNED_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "marshal",
+    "shelve",
+    "joblib",
+}
+BANNED_CALLS = {"eval", "exec"}
+BANNED_NAMES = {
+    "all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list",
+    "scatter_object_list", "send_object_list",
+}  # fmt: skip
+EXCEPT = SOURCE / "lab" / "basics" / "objects.py"
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def _where(path: Path, node: ast.AST) -> str:
+    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+
+
+def _imports(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Every module that a file imports, with its full name, whether at its top or inside."""
+    package = ("phalanx", *path.relative_to(SOURCE).parent.parts)
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module or "") if part)
+            yield node, module
+            yield from ((node, f"{module}.{alias.name}") for alias in node.names)
+
+
+def _rooms(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """The other rooms that a file imports from."""
+    own = path.relative_to(SOURCE).parts[0]
+    for node, module in _imports(path):
+        parts = module.split(".")
+        if parts[0] == "phalanx" and len(parts) > 1 and parts[1] in FLOORS and parts[1] != own:
+            yield node, parts[1]
+
+
+def _existing() -> list[str]:
+    return [room for room in FLOORS if (SOURCE / room / "__init__.py").is_file()]
+
+
+def test_imports_go_down_only_and_rooms_of_one_floor_do_not_import_each_other() -> None:
+    wrong = []
+    for path in _files():
+        own = path.relative_to(SOURCE).parts[0]
+        for node, room in _rooms(path):
+            allowed = ONLY.get(own)
+            if FLOORS[room] >= FLOORS.get(own, -1) or (allowed is not None and room not in allowed):
+                wrong.append(f"{_where(path, node)}: {own} imports {room}")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_every_room_has_its_floor() -> None:
+    found = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert found <= set(FLOORS), f"give {', '.join(found - set(FLOORS))} a floor in FLOORS"
+    assert _existing()
+
+
+def _loaded(program: str) -> set[str]:
+    """The top modules that a fresh interpreter has loaded after this program."""
+    code = f"{program}\nimport sys\nprint(*{{m.split('.')[0] for m in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_lower_floors_never_load_torch() -> None:
+    modules = [
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts)
+        for room in WITHOUT_TORCH
+        for path in sorted((SOURCE / room).rglob("*.py"))
+        if path.name not in ("__init__.py", "__main__.py")
+    ]
+    assert len(modules) > 15
+    loaded = _loaded("\n".join(f"import {module}" for module in modules))
+    assert "phalanx" in loaded
+    assert not loaded & {"torch", "numpy"}
+
+
+@pytest.mark.skipif(not (SOURCE / "cli" / "main.py").is_file(), reason="no command line yet")
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["draw", "1f1b", "--stages", "2", "--microbatches", "2"],
+        ["draw", "mesh", "dp2 pp2"],
+        ["check", "dp2 pp2", "--model", "tiny"],
+    ],
+)
+def test_drawing_and_checking_never_load_torch(argv: list[str]) -> None:
+    loaded = _loaded(f"from phalanx.cli.main import main\nassert main({argv!r}) == 0")
+    assert "torch" not in loaded
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    wrong = []
+    for path in [*_files(), *sorted((ROOT / "tests").rglob("*.py"))]:
+        lines = len(path.read_text().splitlines())
+        if lines > LONGEST_FILE:
+            wrong.append(f"{path.relative_to(ROOT)} has {lines} lines, of {LONGEST_FILE}")
+    for path in _files():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > LONGEST_FUNCTION:
+                    wrong.append(f"{_where(path, node)}: {node.name} has {lines} lines")
+    assert not wrong, "\n".join(wrong)
+
+
+def _offences(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+            yield from ((node, f"import {n}") for n in names if n in BANNED_MODULES)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            if (node.module or "").split(".")[0] in BANNED_MODULES:
+                yield node, f"from {node.module} import"
+            yield from ((node, a.name) for a in node.names if a.name in BANNED_NAMES)
+            if node.module == "torch" and any(a.name == "load" for a in node.names):
+                yield node, "torch.load"
+        elif isinstance(node, ast.Name) and node.id in BANNED_CALLS:
+            yield node, node.id
+        elif isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in BANNED_NAMES or (owner, node.attr) in (
+                ("torch", "load"),
+                ("builtins", "eval"),
+                ("builtins", "exec"),
+            ):
+                yield node, f"{owner}.{node.attr}"
+
+
+def test_nothing_that_comes_from_outside_is_run() -> None:
+    wrong = [
+        f"{_where(path, node)}: {what}"
+        for path in _files()
+        if path != EXCEPT
+        for node, what in _offences(_tree(path))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle", "import pickle as p", "from pickle import loads", "import torch\ntorch.load('x')",
+        "from torch import load", "eval('1')", "exec(text)", "run = eval",
+        "import builtins\nbuiltins.exec('')",
+        "import torch.distributed as dist\ndist.broadcast_object_list([1])", "import marshal, json",
+        "from torch.distributed import all_gather_object",
+    ],
+)  # fmt: skip
+def test_the_ban_sees_each_way_of_writing_it(code: str) -> None:
+    assert list(_offences(ast.parse(code)))
+    assert not list(
+        _offences(ast.parse("model.eval(); spec.loader.exec_module(m); json.loads('1')"))
+    )
+
+
+def _public() -> str:
+    """What every room offers, a line a room."""
+    rooms = {room: importlib.import_module(f"phalanx.{room}") for room in _existing()}
+    return "".join(
+        f"{room}: {' '.join(sorted(getattr(module, '__all__', ())))}\n"
+        for room, module in rooms.items()
+    )
+
+
+def test_public_names_are_those_listed() -> None:
+    listed = NAMES.read_text()
+    assert _public() == listed, f"run {Path(__file__).name} to list them, and say in CHANGELOG why"
+    for line in listed.splitlines():
+        room, _, names = line.partition(": ")
+        module = importlib.import_module(f"phalanx.{room}")
+        assert not [name for name in names.split() if not hasattr(module, name)]
+
+
+def test_no_path_of_one_machine_is_in_the_tree() -> None:
+    homes = [str(path) for path in (ROOT, Path.home()) if len(path.parts) > 2]
+    pattern = re.compile("|".join([*map(re.escape, homes), r"/(?:home|Users)/[a-z]\w*/"]))
+    kept = ("src", "tests", "docs", "benchmarks", ".ci")
+    files = [p for name in kept for p in (ROOT / name).rglob("*") if p.is_file()]
+    files += [p for p in ROOT.iterdir() if p.is_file()]
+    wrong = []
+    for path in files:
+        if path == Path(__file__) or path.suffix in (".pyc", ".so") or ".egg-info" in str(path):
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        wrong += [f"{path.relative_to(ROOT)}: {found}" for found in pattern.findall(text)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _readme_lines() -> list[str]:
+    """The command lines of the README's shell blocks; in a console block they begin with `$`."""
+    text = (ROOT / "README.md").read_text()
+    lines: list[str] = []
+    for kind, block in re.findall(r"^```(sh|bash|shell|console)\n(.*?)^```", text, re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if kind == "console" and not line.startswith("$ "):
+                continue  # what the command printed
+            command = line.removeprefix("$ ").strip()
+            if command and not command.startswith("#"):
+                lines.append(command)
+    return lines
+
+
+COMMANDS = [line for line in _readme_lines() if line.startswith(".venv/bin/phalanx")]
+
+
+def test_the_readme_s_commands_are_ours_or_set_the_machine_up() -> None:
+    known = (".venv/bin/", "make ", "git clone", "cd ", "python3 -m venv")
+    assert not [line for line in _readme_lines() if not line.startswith(known)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like the project's: what commands write there, later ones may read."""
+    place = tmp_path_factory.mktemp("readme")
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (place / path.name).symlink_to(path)
+    return place
+
+
+@pytest.mark.parametrize("line", COMMANDS or [".venv/bin/phalanx --help"])
+def test_every_command_of_the_readme_runs(line: str, folder: Path) -> None:
+    words = shlex.split(line, comments=True)[1:]
+    code = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+if __name__ == "__main__":
+    NAMES.write_text(_public())
