@@ -185,7 +185,9 @@ def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(tmp_pat
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_the_page_forbids_requests_so_that_one_would_be_seen(tmp_path: Path) -> None:
-    _, console = opened(
-        page(PICTURE).replace("</body>", '<img src="http://127.0.0.1:9/x">'), tmp_path
-    )
-    assert any("Content Security Policy" in line for line in console)
+    away = "http://127.0.0.1:9/x"
+    asked = f'<img src="{away}"><script>fetch("{away}").catch(() => 0)</script>'
+    _, console = opened(page(PICTURE).replace("</body>", asked), tmp_path)
+    refused = [line for line in console if "Content Security Policy" in line]
+    assert any("image" in line for line in refused)
+    assert any("connect" in line.lower() for line in refused)

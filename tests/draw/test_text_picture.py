@@ -97,6 +97,16 @@ def test_every_computation_is_named_exactly_once(case) -> None:  # type: ignore[
         assert said == names
 
 
+@pytest.mark.parametrize("width", [24, 40, 60, 80])
+def test_narrow_cells_say_less_and_never_another_name(width: int) -> None:
+    t = timeline("interleaved", 6, 96, 3, F=1, B=2)
+    drawn = rows(text(Picture("", t), width=width))
+    for rank in t.ranks:
+        said = set(re.findall(r"\d*[FB]\d+", drawn[f"rank {rank} "[:7]]))
+        names = {n for s in t.computing[rank] for n in (str(s.op), f"{s.op.kind}{s.op.index}")}
+        assert said <= names
+
+
 def test_idle_columns_are_the_bubble() -> None:
     t = timeline("gpipe", 4, 4)
     drawn = rows(text(Picture("", t), width=200))
