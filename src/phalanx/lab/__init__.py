@@ -1,0 +1,7 @@
+"""Every strategy from bare collectives: one short file each, to read, to run, and to test against."""
+
+from .catalogue import NAMES, Entry, entry
+from .claims import Claim, LabError, Size
+from .conduct import Trial, conduct
+
+__all__ = ["NAMES", "Claim", "Entry", "LabError", "Size", "Trial", "conduct", "entry"]

@@ -1,0 +1,1 @@
+"""Where ranks sit, and how much everything weighs."""

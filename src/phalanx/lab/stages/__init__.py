@@ -1,0 +1,1 @@
+"""Layers are dealt out to ranks, and what is between them travels."""
