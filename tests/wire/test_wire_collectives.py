@@ -14,6 +14,7 @@ from wire_cases import (
     expected,
     grid,
     halves,
+    late_letter,
     letters,
     meaningful,
     nans,
@@ -110,6 +111,13 @@ def test_two_that_both_send_first_both_receive_in_the_order_sent(world):
     last = size - 1
     assert results[0] == [10.0 * last + i for i in range(4)]
     assert results[last] == [float(i) for i in range(4)]
+
+
+def test_a_letter_is_not_taken_for_a_part_of_a_collective(world):
+    run, size, _ = world
+    for me, (everyone, letter) in enumerate(run(late_letter)):
+        assert everyone.tolist() == list(range(size))
+        assert letter.item() == 100 + (me - 1) % size
 
 
 @pytest.mark.parametrize("name", ["threads-2", "threads-4", "threads-8", "gloo-2", "gloo-4"])

@@ -21,6 +21,7 @@ from wire_cases import (
 )
 
 from phalanx.wire import AloneWorld, RankFailed, WireError, WireMisuse, launch, workers
+from phalanx.wire.threads import Hub
 
 
 def alive(pid):
@@ -105,24 +106,22 @@ def test_a_silent_peer_over_gloo_is_named_when_the_timeout_has_passed():
 
 LAUNCHER = """
 from phalanx.wire import workers
-from wire_cases import process
-with workers(2, wire="gloo") as run:
-    print(*run(process), flush=True)
-    input()
+from wire_cases import both_wait
+with workers(2, wire="gloo", timeout=3600.0) as run:
+    run(both_wait)
 """
 
 
 def test_no_rank_outlives_a_launcher_that_is_killed():
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER],
-        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)},
     )
     assert launcher.stdout is not None
-    assert len(launcher.stdout.readline().split()) == 2
+    assert [launcher.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
     launcher.kill()
-    # Both ranks hold the other end of this pipe: it ends when the last of them has.
+    # Both ranks wait in a call, and hold the other end of this pipe: it ends when the last has.
     launcher.communicate(timeout=5.0)
 
 
@@ -134,6 +133,16 @@ def test_local_processes_listen_on_loopback_only(kept):
     addresses = [address for rank in run(listening) for address in rank]
     assert addresses
     assert all(address.split(":")[0].endswith("0100007F") for address in addresses)
+
+
+def test_a_member_may_close_a_group_of_threads_before_another_has_come_to_it():
+    hub = Hub(2, timeout=1.0)
+    group = hub.group(1, "tp", (0, 1))
+    hub.drop(group)
+    assert hub.group(1, "tp", (0, 1)) is group
+    hub.drop(group)
+    assert not hub.groups
+    assert hub.waiting == [hub.everyone.changed]
 
 
 WIRE = "no wire is named 'ether'; there are auto, threads, gloo, nccl."

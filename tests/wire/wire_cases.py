@@ -194,7 +194,9 @@ def letters(world: World) -> list[float]:
     got = []
     if peer is not None:
         for i in range(4):
-            wire.send(torch.full((1 + 100_000 * (i % 2),), float(10 * wire.rank + i)), peer)
+            x = torch.full((1 + 100_000 * (i % 2),), float(10 * wire.rank + i))
+            wire.send(x, peer)
+            x.fill_(-1.0)  # what was sent is the sender's again at once
         late = [torch.zeros(1 + 100_000 * (i % 2)) for i in range(4)]
         works = [wire.receive(x, peer, wait=i == 0) for i, x in enumerate(late)]
         for work in reversed(works):
@@ -295,3 +297,22 @@ def other_letter(world: World) -> None:
     if wire.rank == 1:
         wire.receive(torch.ones(4), 0)
     wire.barrier()
+
+
+def both_wait(world: World) -> None:
+    """Say so, and wait for what never comes."""
+    wire = world.split("all", [range(world.size)])
+    os.write(1, b"here\n")
+    wire.receive(torch.ones(3), (world.rank + 1) % world.size)
+
+
+def late_letter(world: World) -> list[Tensor]:
+    """A letter sent before a collective is received after it, from the neighbour on each side."""
+    wire = world.split("all", [range(world.size)])
+    n, me = world.size, world.rank
+    wire.send(torch.tensor([100.0 + me]), (me + 1) % n)
+    everyone, letter = torch.zeros(n), torch.zeros(1)
+    wire.all_gather(everyone, torch.tensor([float(me)]))
+    wire.receive(letter, (me - 1) % n)
+    world.clear()
+    return [everyone, letter]
