@@ -132,8 +132,8 @@ def _said(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     for name in picture.names_of(cell.op):
         need = len(name)
         if cell.op.kind in "FBIWR":
-            # A number alone tells no kind, and one that begins a name must not join the last cell's.
-            need = size + 1 if name.isdigit() else need + name[0].isdigit()
+            # A number alone tells no kind; and where names begin with a number, a blank parts them.
+            need = size + 1 if name.isdigit() else need + picture.several
         if need <= size:
             rest = size - len(name)
             # The last column stays free, so that neighbours do not run into each other.
