@@ -118,10 +118,10 @@ def _is_layout(text: str) -> bool:
 
 def _picture(step: Step, said: argparse.Namespace) -> Picture:
     proof = check(step.program)
-    timeline = simulate(repeat(step.program, said.repeat), step.costs)
-    if said.out and said.out.endswith((".html", ".json")):
-        sizes = Sizes.counts(step.program.pieces)
-        timeline = simulate(repeat(step.program, said.repeat), step.costs, sizes)
+    # A page and a trace show memory over time; counted in pieces, as nobody has weighed them here.
+    counted = said.out and said.out.endswith((".html", ".json"))
+    sizes = Sizes.counts(step.program.pieces) if counted else None
+    timeline = simulate(repeat(step.program, said.repeat), step.costs, sizes)
     title = step.title + (f", {said.repeat} steps" if said.repeat > 1 else "")
     notes = (*step.notes, *_barrier(step, timeline, said.repeat))
     return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")

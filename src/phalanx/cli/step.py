@@ -98,8 +98,10 @@ def of_schedule(name: str, said: argparse.Namespace) -> Step:
         costs_of(said.costs, split=layout.splits_backward),
         share=dict.fromkeys(range(layers), stages / layers),
     )
-    chunks = f", {layout.chunks} chunks" if layout.chunks > 1 else ""
-    title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}{chunks}"
+    title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}"
+    title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
+    title += f", zero{layout.zero}" if layout.zero else ""
+    title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
     program, free = _built(layout, pieces, (), said, costs)
     return Step(title, program, costs, stages, layout.chunks, notes, free)
 
