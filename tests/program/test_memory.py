@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from program_worlds import pipeline, step
+from program_worlds import step
 
 from phalanx.program import Costs, Op, Program, Sizes, check, schedule, simulate
 from phalanx.program.memory import peaks
@@ -134,6 +134,16 @@ def test_on_the_compute_lane_alone_simulated_and_proved_memory_are_one() -> None
             assert max(sum(kinds.values()) for _, kinds in memory[row]) == pytest.approx(peak.total)
 
 
+def test_memory_is_taken_when_an_operation_starts_and_given_back_when_it_ends() -> None:
+    memory = simulate(_alone(), Costs({"F": 1, "B": 2}), Sizes((5.0, 7.0), (1.0, 1.0))).memory or {}
+    points = [(time, kinds.get("activations", 0)) for time, kinds in memory[0]]
+    assert points == [(0, 5), (1, 12), (2, 12), (4, 5), (6, 0)]
+
+
+def _alone() -> Program:
+    return expand(schedule("accum", 1, 1), [range(2)])
+
+
 def test_operations_without_a_piece_hold_nothing() -> None:
     """N and A carry no piece; a size must not be looked up for them."""
     program = step("dp2", 3, agree=True)
@@ -173,7 +183,3 @@ def test_in_a_pipeline_each_held_microbatch_keeps_its_segments_inputs() -> None:
         assert kinds["activations"] == length
         extra = sum(op.kind == "R" for op in program.rows[0])
         assert extra == 5 * 16  # one forward more, for every microbatch
-
-
-def test_held_microbatches_count_a_chunk_as_its_share() -> None:
-    assert check(pipeline("interleaved", 2, 4, 2)).held == (2.5, 1.5)

@@ -53,6 +53,15 @@ def test_gpipe_holds_every_microbatch_and_1f1b_only_those_on_the_way() -> None:
         assert check(pipeline("1f1b", p, m)).held == tuple(min(m, p - r) for r in range(p))
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_holds_its_warm_up_and_one_more_chunk(chunks: int) -> None:
+    """Narayanan et al. 2021, section 2.2.2: (v - 1) P + 2 (P - r - 1) chunks before the first B."""
+    for p, m in SMALL:
+        if m % p == 0 and m > p:
+            held = [((chunks - 1) * p + 2 * (p - r - 1) + 1) / chunks for r in range(p)]
+            assert check(pipeline("interleaved", p, m, chunks)).held == pytest.approx(held)
+
+
 def test_zb_h1_exceeds_the_ideal_by_p_minus_1_at_the_memory_of_1f1b() -> None:
     """Qi et al. 2023, table 1: bubble (P - 1)(F + I - W), peak memory that of 1F1B."""
     for p, m in SMALL:

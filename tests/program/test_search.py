@@ -89,6 +89,15 @@ def test_the_bound_is_below_every_schedule(name: str, chunks: int) -> None:
             assert bound(program, costs) <= simulate(program, costs).makespan + 1e-9
 
 
+def test_whole_backwards_meet_the_bound_with_nothing_left_to_win() -> None:
+    """What comes after a rank's last operation counts too: the way of the gradient to the front."""
+    costs = Costs({"F": 1, "B": 2, "send": 0.25})
+    for stages, m in ((2, 3), (4, 8)):
+        program = pipeline("gpipe", stages, m)
+        most = 3 * m + (stages - 1) * (3 + 2 * 0.25)
+        assert bound(program, costs) == simulate(program, costs).makespan == most
+
+
 def test_one_stage_or_one_microbatch_meets_the_bound() -> None:
     costs = Costs({"F": 1, "I": 1, "W": 1, "send": 0.5})
     for stages, m in ((1, 6), (5, 1)):
