@@ -156,7 +156,8 @@ def _part(
 
 
 def _faults(said: argparse.Namespace) -> int:
-    from ..verify.faults import FAULTS, catch
+    from ..verify.catch import catch
+    from ..verify.faults import FAULTS
 
     caught = [catch(fault) for fault in FAULTS]
     if said.json:

@@ -240,10 +240,11 @@ def ring_gradients(
         block = needed(step, wire.rank, wire.size, q.shape[1])
         into_kv = torch.zeros_like(kv, dtype=wide)
         for sight in sights(q, block, ids, its_ids):
-            parts = attend_gradients(gradient, q, visitor, out, lse, sight)
-            into_q[:, sight.rows] += parts[0]
-            into_kv[0][:, sight.keys] += parts[1]
-            into_kv[1][:, sight.keys] += parts[2]
+            totals = into_q[:, sight.rows], *into_kv[:, :, sight.keys]
+            for total, part in zip(
+                totals, attend_gradients(gradient, q, visitor, out, lse, sight), strict=True
+            ):
+                total += part
         if behind is not None:
             into_kv += behind.come()[0]
         behind = _Passing((into_kv,), wire)
@@ -265,6 +266,7 @@ class _Passing:
     def come(self) -> list[Tensor]:
         for work in self.works:
             work.wait()
+        self.leaving = ()
         return self.coming
 
 
@@ -290,7 +292,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     both = torch.logaddexp(lse, part_lse)
     weigh = torch.where(both == -math.inf, 0.0, both)  # -inf minus -inf would be NaN
     out *= (lse - weigh).exp().unsqueeze(-1)
-    out += part * (part_lse - weigh).exp().unsqueeze(-1)
+    out.addcmul_(part, (part_lse - weigh).exp().unsqueeze(-1))
     lse.copy_(both)
 
 

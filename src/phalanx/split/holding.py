@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..layout import Layout, stage_pieces
 from ..program import Program
 from ..wire import World
+from .context import install_context
 from .model import Model, refuse_unnamed, start
 from .shard import Pool, Precision, Unit
 from .stage import Piece
@@ -60,6 +61,7 @@ def hold(
     precision = precision or Precision()
     pool = Pool(world.device, poison=poison)
     weights = cut_weights(model, layout, wires.tp.rank)
+    install_context(model, layout, wires.ring, wires.ulysses)
     install_regions(model, layout, wires)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == "D"}
     units = {

@@ -7,6 +7,7 @@ views of it, and so are their gradients of the flat gradient.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from ..wire import Wire, Work
 from .tensor import Weight
 from .wires import Wires
 
-__all__ = ["Entry", "Pool", "Precision", "Segment", "Unit"]
+__all__ = ["Entry", "Pool", "Precision", "Segment", "Sum", "Unit"]
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Pool:
     def __init__(self, device: torch.device, *, poison: bool = False) -> None:
         self.device, self.poison = device, poison
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self.made = 0  # bytes, ever
+        self.made: Counter[tuple[int, torch.dtype]] = Counter()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         waiting = self.free.setdefault((numel, dtype), [])
         if waiting:
             return waiting.pop()
-        self.made += numel * dtype.itemsize
+        self.made[numel, dtype] += 1
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def give(self, buffer: Tensor) -> None:
@@ -75,7 +76,7 @@ class Pool:
         self.free[buffer.numel(), buffer.dtype].append(buffer)
 
 
-class _Sum(Work):
+class Sum(Work):
     """A gradient on its way to being summed: over the shards, then over the replicas."""
 
     def __init__(self, unit: Unit, full: Tensor, part: Tensor, first: Work) -> None:
@@ -240,7 +241,7 @@ class Unit:
                 parameter.grad_dtype = self.precision.reduce
             parameter.grad = self.full[offset : offset + _numel(weight)].view(weight.local)
 
-    def reduce(self) -> _Sum:
+    def reduce(self) -> Sum:
         """Begin to sum the gradient over the copies; later contributions open a new one."""
         full, self.full = self.full, None
         assert full is not None, f"unit {self.number} is summed and has no gradient"
@@ -251,9 +252,9 @@ class Unit:
                 wire: Wire = getattr(self.wires, segment.adds)
                 wire.all_reduce(full[segment.start : segment.stop])
         if self.wires.reduce.size == 1:
-            return _Sum(self, full, full, Work())
+            return Sum(self, full, full, Work())
         part = self.pool.take(self.part, self.precision.reduce)
-        return _Sum(self, full, part, self.wires.reduce.reduce_scatter(part, full, wait=False))
+        return Sum(self, full, part, self.wires.reduce.reduce_scatter(part, full, wait=False))
 
     def summed(self, full: Tensor, part: Tensor) -> None:
         """A sum has arrived: it becomes this rank's gradient, or is added to it."""

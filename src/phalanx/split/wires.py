@@ -17,6 +17,8 @@ class Wires:
     tp: Wire  # regions of tensor parallelism
     kv: Wire  # ranks of tp that hold the same key and value head
     norms: Wire  # tp again, for gradients: never between two messages of a region
+    ring: Wire  # context parallelism: blocks of keys and values
+    ulysses: Wire  # context parallelism: all tokens of some heads
     gather: Wire  # the parts of a unit's weights
     reduce: Wire  # the parts of a unit's gradients
     replica: Wire  # ranks that hold the same part
@@ -54,6 +56,8 @@ def open_wires(
         tp=along("tp", "tp"),
         kv=world.split("kv", copies),
         norms=along("norms", "tp"),
+        ring=along("ring", "cp.ring"),
+        ulysses=along("ulysses", "cp.ulysses"),
         gather=along("gather", *layout.shard_axes),
         reduce=along("reduce", *layout.shard_axes),
         replica=along("replica", *layout.replica_axes),

@@ -18,6 +18,7 @@ from ..program import Op, Program, Span, Timeline
 from ..program.needs import lane
 from ..split import Unit, count_valid
 from ..split.holding import Holding
+from ..split.shard import Sum
 from ..split.stage import Box
 from ..wire import Work
 from .optimizer import Optimizer
@@ -81,7 +82,7 @@ class Performer:
         self.leaving: list[tuple[Op, Work, Tensor]] = []
         self.outgoing: dict[tuple[str, int, int], Tensor] = {}
         self.fetching: dict[int, Work] = {}
-        self.sums: list[tuple[int, Work]] = []
+        self.sums: list[tuple[int, Sum]] = []
         self.loss, self.count, self.scale = 0.0, 1.0, 1.0
         self.norm: float | None = None
         self.spans: list[Span] = []
@@ -262,13 +263,12 @@ class Performer:
         self.holding.units[op.piece].drop()
 
     def _sum(self, op: Op) -> Work:
-        for unit, work in self.sums:
-            if unit == op.piece:
-                self._wait(work)
-        self.sums = [(unit, work) for unit, work in self.sums if not work.done()]
+        # A sum on its way holds a whole gradient. Two may be under way; more would be the model's.
+        while len(self.sums) >= 2 or any(unit == op.piece for unit, _ in self.sums):
+            self._wait(self.sums.pop(0)[1])
         wires = self.holding.wires
         if wires.replica.size > 1 and wires.reduce.size > 1 and self.sums:
-            self.sums[-1][1].go_on()  # type: ignore[attr-defined]
+            self.sums[-1][1].go_on()
         work = self.holding.units[op.piece].reduce()
         if wires.reduce.size == 1:
             work.go_on()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +89,7 @@ def _tensor(
     apart = (got.to(torch.float64) - want).abs().nan_to_num(nan=math.inf)
     at = int(apart.argmax())
     scale = max(float(want.abs().max()), floor, 1e-300)
-    element = tuple(int(i) for i in torch.unravel_index(torch.tensor(at), want.shape))
+    element = tuple(int(i) for i in np.unravel_index(at, want.shape))
     a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
     hint = _hint(a / b) if b else ""
     return Difference(step, what, name, element, a, b, float(apart.max()) / scale, hint)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +16,15 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..layout.rules import Cut
-from ..split import Precision, Unit, build_model, count_valid, holding, tensor
-from ..split.shard import Pool, Segment, _Sum
+from ..split import Unit, count_valid, holding, tensor
+from ..split.shard import Pool, Segment, Sum
 from ..split.tensor import RowLinear, VocabularyEmbedding, Weight
 from ..train import perform
 from ..train.optimizer import Update
 from ..train.perform import Performer
 from ..wire import Wire, regions
-from ..wire.launch import workers
-from .cases import SHAPES, batch_of
-from .compare import compare
-from .trial import Setting, join, train_layout
-from .verify import EXACT, judge, true_steps
 
-__all__ = ["FAULTS", "Catch", "Fault", "catch"]
+__all__ = ["FAULTS", "Fault", "fault", "swapped"]
 
 Patch = Callable[[], AbstractContextManager[None]]
 
@@ -78,9 +72,7 @@ def _whole(x: Tensor, wire: Wire, *dims: int) -> Tensor:
 # ---- regions
 
 
-@fault(
-    "column region: input gradients are not summed", "gqa", "tp2", "gradient of head.norm"
-)
+@fault("column region: input gradients are not summed", "gqa", "tp2", "gradient of head.norm")
 def _() -> AbstractContextManager[None]:
     return swapped(regions, "copy", _whole)
 
@@ -257,12 +249,12 @@ def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[
 
 @fault("replicas of a shard are not summed (HSDP)", "gqa", "dp2x2 zero2", "gradient of head")
 def _() -> AbstractContextManager[None]:
-    def go_on(self: _Sum) -> None:
+    def go_on(self: Sum) -> None:
         if self.first is not None:
             self.first.wait()
             self.first, self.second = None, self.first
 
-    return swapped(_Sum, "go_on", go_on)
+    return swapped(Sum, "go_on", go_on)
 
 
 @fault(
@@ -397,37 +389,3 @@ def _() -> AbstractContextManager[None]:
         return cut if cut.shape == whole.shape else whole.flatten()[: cut.numel()].view(cut.shape)
 
     return swapped(Weight, "part", part)
-
-
-# ---- the table
-
-
-@dataclass(frozen=True)
-class Catch:
-    """What became of a fault: what verify says, and how far the losses alone are off."""
-
-    fault: str
-    layout: str
-    caught: bool
-    named: bool
-    first_difference: str
-    first_loss_error: float
-    loss_error: float
-
-
-def catch(fault: Fault) -> Catch:
-    """Run a layout with the fault in it."""
-    shape = SHAPES[fault.shape]
-    wide = Precision(torch.float64, torch.float64, torch.float64)
-    setting = Setting(partial(batch_of, shape, packed=fault.packed), precision=wide)
-    make = partial(build_model, shape)
-    truth = true_steps(make, setting)
-    with fault.patch(), workers(fault.layout.ranks, wire="threads") as run:
-        seen = run(train_layout, fault.layout, make, setting)
-    got = join(seen, setting.steps)
-    verdict = judge(fault.layout, compare(got, truth, setting.lr), EXACT)
-    losses = [abs(a.loss / b.loss - 1) for a, b in zip(got, truth, strict=True)]
-    return Catch(
-        fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
-        verdict.first_difference, losses[0], max(losses),
-    )  # fmt: skip

@@ -128,7 +128,7 @@ def train_layout(
     results, parts, outputs = [], list[Part](), []
     for step in range(setting.steps):
         batch = {n: x.to(world.device) for n, x in setting.batches(step).items()}
-        own = microbatches(batch, layout, holding.place["dp"])
+        own = microbatches(batch, layout, holding.place["dp"], holding.place["cp"])
         results.append(performer.step(own, setting.lr))
         parts += _parts(holding, recorder, step)
         outputs.append(tracer.take() if _comparable(layout, holding, own, batch) else {})

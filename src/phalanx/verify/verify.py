@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..layout import Layout, Shape
+from ..layout import Layout, LayoutError, Shape
 from ..split import Model, Precision, build_model
 from ..wire.launch import workers
 from .cases import batch_of
@@ -46,7 +46,7 @@ def precision_of(name: str) -> Precision:
         "bfloat16": torch.bfloat16, "float16": torch.float16,
     }  # fmt: skip
     if name not in dtypes:
-        raise ValueError(f"there is no dtype {name!r}; choose {', '.join(dtypes)}.")
+        raise LayoutError(f"there is no dtype {name!r}; choose {', '.join(dtypes)}.")
     compute = dtypes[name]
     wide = torch.promote_types(compute, torch.float32)
     return Precision(compute, wide, wide)

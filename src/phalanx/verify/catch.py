@@ -1,0 +1,49 @@
+"""A layout run with a fault in it: whether `verify` says so, and how far the losses alone are off."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ..split import Precision, build_model
+from ..wire.launch import workers
+from .cases import SHAPES, batch_of
+from .compare import compare
+from .faults import Fault
+from .trial import Setting, join, train_layout
+from .verify import EXACT, judge, true_steps
+
+__all__ = ["Catch", "catch"]
+
+
+@dataclass(frozen=True)
+class Catch:
+    """What became of a fault: what verify says, and how far the losses alone are off."""
+
+    fault: str
+    layout: str
+    caught: bool
+    named: bool
+    first_difference: str
+    first_loss_error: float
+    loss_error: float
+
+
+def catch(fault: Fault) -> Catch:
+    """Run a layout with the fault in it."""
+    shape = SHAPES[fault.shape]
+    wide = Precision(torch.float64, torch.float64, torch.float64)
+    setting = Setting(partial(batch_of, shape, packed=fault.packed), precision=wide)
+    make = partial(build_model, shape)
+    truth = true_steps(make, setting)
+    with fault.patch(), workers(fault.layout.ranks, wire="threads") as run:
+        seen = run(train_layout, fault.layout, make, setting)
+    got = join(seen, setting.steps)
+    verdict = judge(fault.layout, compare(got, truth, setting.lr), EXACT)
+    losses = [abs(a.loss / b.loss - 1) for a, b in zip(got, truth, strict=True)]
+    return Catch(
+        fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
+        verdict.first_difference, losses[0], max(losses),
+    )  # fmt: skip

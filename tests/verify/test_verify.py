@@ -1,0 +1,132 @@
+"""Layouts give the gradients of one process, and the verifier that says so can say no."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.layout import Layout, legal
+from phalanx.verify import SHAPES, compare, covering, every_layout, verify
+from phalanx.verify.catch import catch
+from phalanx.verify.faults import FAULTS, Fault
+from phalanx.verify.reference import Step
+
+
+def failures(verdicts: object) -> list[str]:
+    return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_covering_subset_of_data_and_tensor_parallel_layouts_agrees_with_one_process(
+    name: str,
+) -> None:
+    layouts = covering(every_layout(SHAPES[name], 8, axes="dp tp"), 24)
+    assert len(layouts) >= 24
+    assert failures(verify(SHAPES[name], layouts)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_data_and_tensor_parallel_layout_of_eight_ranks_agrees(name: str) -> None:
+    assert failures(verify(SHAPES[name], every_layout(SHAPES[name], 8, axes="dp tp"))) == []
+
+
+def test_gloo_processes_agree_too() -> None:
+    layouts = Layout.parse_many(
+        "dp4; dp4 zero1; dp4 zero2 accum:3; dp4 zero3; dp2x2 zero3; dp2 tp2 seq zero3; tp4; tp4 seq"
+    )
+    named = [replace(x, precision="fp64") for x in layouts]
+    assert failures(verify(SHAPES["gqa"], named, wire="gloo")) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_precisions_stay_within_the_measured_error_of_one_process(dtype: str) -> None:
+    layouts = Layout.parse_many("dp2; dp2 zero1; dp2 zero3 accum:3; tp2; dp2 tp2 seq zero2")
+    assert failures(verify(SHAPES["gqa"], layouts, dtype=dtype)) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
+def test_a_seeded_fault_is_caught_and_named(fault: Fault) -> None:
+    seen = catch(fault)
+    assert seen.caught
+    assert fault.names in seen.first_difference
+
+
+def test_every_layout_is_legal_and_listed_once() -> None:
+    layouts = every_layout(SHAPES["gqa"], 4)
+    assert len(set(map(str, layouts))) == len(layouts)
+    assert all(not legal(x, SHAPES["gqa"]) for x in layouts)
+    assert {x.ranks for x in layouts} == {1, 2, 3, 4}
+
+
+def test_a_covering_subset_contains_every_pair_of_choices() -> None:
+    layouts = every_layout(SHAPES["gqa"], 4, axes="dp tp")
+    few = covering(layouts, 1)
+    pairs = {(x.tp, x.zero, x.seq) for x in layouts}
+    assert len(few) < len(layouts)
+    assert {p[:2] for p in pairs} == {(x.tp, x.zero) for x in few}
+
+
+def test_a_log_is_not_run_again(tmp_path: object) -> None:
+    log = tmp_path / "log.jsonl"  # type: ignore[operator]
+    told = {
+        "layout": "dp2", "ranks": 2, "passed": False, "max_rel_error": 7.0, "first_difference": "x",
+    }  # fmt: skip
+    log.write_text(json.dumps(told) + "\n")
+    verdicts = list(verify(SHAPES["mlp"], Layout.parse_many("dp2; tp2"), log=log))
+    assert [v.max_rel_error == 7.0 for v in verdicts] == [True, False]
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_a_true_gradient_of_zero_is_compared_on_the_scale_of_the_model() -> None:
+    import torch
+
+    def step(noise: float) -> Step:
+        gradients = {"a": torch.tensor([1.0]), "b": torch.tensor([noise])}
+        return Step(1.0, 1.0, gradients, {"a": torch.ones(1)}, {})
+
+    worst = max(d.error for d in compare([step(1e-18)], [step(-1e-18)], lr=0.01))
+    assert worst < 1e-10
+
+
+def test_the_command_says_which_layouts_failed_and_exits_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", "--model", "mlp", "--layouts", "dp2; dp2 tp2 zero3", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["passed"], said["failed"]) == (2, 0)
+    assert set(said["layouts"][0]) >= {
+        "layout",
+        "ranks",
+        "passed",
+        "max_rel_error",
+        "first_difference",
+    }
+    with FAULTS[1].patch():
+        assert main(["verify", "--layouts", "tp2"]) == 1
+    assert "output of embed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "nosuch"], "nosuch"),
+        (["--layouts", "tp3"], "tp=3 does not divide heads=4"),
+        (["--layouts", "tp2 sqe"], "sqe"),
+        (["--dtype", "float8", "--layouts", "dp2"], "float8"),
+        (["--wire", "pigeon", "--layouts", "dp2"], "pigeon"),
+        (["--part", "5/4"], "5/4"),
+        (["--ranks", "0"], "--ranks"),
+        (["--model", "nofile.py:Thing"], "nofile.py"),
+    ],
+)
+def test_a_wrong_request_is_one_sentence_and_code_2(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *argv]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "Traceback" not in said
