@@ -1,0 +1,156 @@
+"""Attention over several ranks: a ring against Ulysses against one rank, forward and backward.
+
+    python benchmarks/context.py --ranks 2 --sequence 1024 2048 4096 8192 16384
+
+Every rank has one thread, the runs of a sequence length are interleaved, and times are medians with
+the smallest and the largest. Memory is the peak of live storages on one rank: its own q, k and v,
+what autograd keeps, what is in flight. What a kernel takes for itself inside is not seen.
+"""
+
+import argparse
+import statistics
+import time
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from phalanx.layout import Layout
+from phalanx.model import Core
+from phalanx.split.batch import held_times, time_multiple
+from phalanx.split.context import RingCore, UlyssesCore, around
+from phalanx.wire import World, workers
+from phalanx.wire.alone import AloneWorld
+
+HEADS, KV_HEADS, SIZE = 8, 2, 64
+
+
+def attention(world: World, text: str, length: int, documents: int, measured: bool) -> float:
+    """Seconds of one forward and backward on this rank; or, `measured`, its peak of live bytes."""
+    layout = Layout.parse(text)
+    core, own = _core(world, layout), held_times(length, *_grid(layout), world.rank)
+    ids = (own * documents // length).unsqueeze(0) if documents else None
+    barrier = world.split("all", [range(world.size)]).barrier
+
+    def step() -> None:
+        q, k, v = (torch.randn(1, len(own), n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
+        y = core(*(x.requires_grad_() for x in (q, k, v)), None, ids)
+        y.backward(torch.ones_like(y))
+
+    barrier()
+    if measured:
+        with Live() as live:
+            step()
+        result = float(live.most)
+    else:
+        start = time.perf_counter()
+        step()
+        barrier()
+        result = time.perf_counter() - start
+    world.clear()
+    return result
+
+
+def _grid(layout: Layout) -> tuple[int, int]:
+    return layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
+
+
+def _core(world: World, layout: Layout) -> nn.Module:
+    mesh, (places, _) = layout.mesh, _grid(layout)
+    ring = world.split("ring", mesh.groups(["cp.ring"]), around(places))
+    ulysses = world.split("ulysses", mesh.groups(["cp.ulysses"]))
+    core = RingCore(ring) if ring.size > 1 else Core()
+    return UlyssesCore(core, ulysses) if ulysses.size > 1 else core
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that ops have made and that are still alive.
+
+    Not the profiler: with its memory events, ranks over gloo end with a corrupted heap.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self._see, made)
+        return made
+
+    def _see(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.alive:
+            return
+
+        def gone(_: object) -> None:
+            del self.alive[key]
+            self.now -= size
+
+        self.alive[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def table(lengths: Sequence[int], ranks: int, repeats: int, documents: int) -> None:
+    ways = {
+        "one rank": "",
+        "ring": f"cp{ranks}:ring",
+        "ulysses": f"cp{ranks}:ulysses",
+    }
+    if ranks == 4:
+        ways["2 x 2"] = "cp4:2x2"
+    print(f"{ranks} ranks, {HEADS} heads and {KV_HEADS} k/v heads of {SIZE}, float32,", end=" ")
+    print(f"{documents or 1} document(s), {repeats} runs; ms (least - most) and MiB a rank\n")
+    print("| tokens |" + "".join(f" {way} ms | x one | MiB | x one |" for way in ways))
+    print("|--:|" + "--:|--:|--:|--:|" * len(ways))
+    with workers(ranks, wire="gloo") as run:
+        for length in lengths:
+            seconds, bytes = _measure(run, ways, length, repeats, documents)
+            row, one = f"| {length} |", seconds["one rank"]
+            for way in ways:
+                middle = statistics.median(seconds[way])
+                row += f" {middle * 1e3:.0f} ({min(seconds[way]) * 1e3:.0f} - "
+                row += f"{max(seconds[way]) * 1e3:.0f}) | {middle / statistics.median(one):.2f} |"
+                row += f" {bytes[way] / 2**20:.1f} | {bytes[way] / bytes['one rank']:.2f} |"
+            print(row, flush=True)
+
+
+def _measure(run, ways: dict[str, str], length: int, repeats: int, documents: int):
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    bytes = {}
+    # The first round warms up, the last one measures memory.
+    for turn in range(repeats + 2):
+        for way, text in ways.items():
+            asked = (text, length, documents, turn > repeats)
+            most = max(run(attention, *asked) if text else [attention(AloneWorld(), *asked)])
+            if turn > repeats:
+                bytes[way] = most
+            elif turn:
+                seconds[way].append(most)
+    return seconds, bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    number = partial(parser.add_argument, type=int)
+    number("--sequence", nargs="+", default=[1024, 2048, 4096, 8192, 16384])
+    number("--ranks", default=2)
+    number("--repeats", default=5)
+    number("--documents", default=0, help="cut the sequence into this many")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    multiple = time_multiple(Layout.parse(f"cp{args.ranks}")) if args.ranks > 1 else 1
+    if args.ranks < 2 or any(length % multiple for length in args.sequence):
+        parser.error(f"needs 2 ranks or more, and sequences that divide by {multiple}")
+    table(args.sequence, args.ranks, args.repeats, args.documents)
+
+
+if __name__ == "__main__":
+    main()
