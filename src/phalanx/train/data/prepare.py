@@ -106,9 +106,10 @@ def _begun(out: Path, key: str) -> Progress:
     """What was begun here; a fresh start where nothing was."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / PROGRESS).exists():
-        if any(out.iterdir()):
+        if any(not each.name.startswith(".") for each in out.iterdir()):
             raise DataError(f"{out} holds something else; choose an empty or new folder.")
-        return Progress(key)
+        # At once, so that a start that is stopped before its first mark can be gone on with.
+        write_text(out / PROGRESS, json.dumps(asdict(Progress(key))) + "\n")
     done = _parse(Folder(out, DataError).json(PROGRESS, LIMIT))
     if done.key != key:
         raise DataError(

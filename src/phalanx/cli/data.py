@@ -1,0 +1,98 @@
+"""`phalanx data`: makes token files of text, shows what a corpus holds, and verifies it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .usage import Parser, UsageError, print_json
+
+__all__ = ["run"]
+
+_EPILOG = """\
+  phalanx data prepare books/ --out data/books
+  phalanx data prepare web.jsonl --out data/web --tokenizer tokenizer.json --end "<|endoftext|>"
+  phalanx data show python
+  phalanx data verify data/books
+
+SRC is a text, .jsonl or .parquet file, or a folder of these. A preparation that was interrupted goes
+on where it was when the same command is given again. Exit code 1: damage was found."""
+
+
+def run(argv: list[str]) -> int:
+    """Prepare, show or verify data."""
+    parser = Parser("phalanx data", "Text to token files, and what token files hold.", _EPILOG)
+    parser.add_argument("what", choices=("prepare", "show", "verify"))
+    parser.add_argument("source", metavar="SRC", help="text to prepare, or data to look at")
+    parser.add_argument("--out", metavar="DIR", help="where the token files go")
+    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; bytes without")
+    parser.add_argument("--end", metavar="TOKEN", help="the token that closes each document")
+    parser.add_argument("--field", default="text", metavar="NAME", help="of .jsonl and .parquet")
+    parser.add_argument("--held-out", type=float, default=0.05, metavar="SHARE")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    said = parser.read(argv)
+    if said.what == "prepare":
+        return _prepare(said)
+    return _show(said) if said.what == "show" else _verify(said)
+
+
+def _prepare(said: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ..train.data import open_vocabulary, prepare
+
+    if not said.out:
+        raise UsageError("phalanx data prepare SRC needs --out DIR.")
+    if not 0 <= said.held_out < 1:
+        raise UsageError(f"--held-out is {said.held_out}; a share from 0 to below 1 belongs there.")
+    vocabulary = open_vocabulary(Path(said.tokenizer) if said.tokenizer else None, said.end)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tokens", total=None)
+        prepare(
+            Path(said.source), Path(said.out), vocabulary,
+            share=said.held_out, field=said.field,
+            told=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    said.source = said.out
+    return _show(said)
+
+
+def _show(said: argparse.Namespace) -> int:
+    from ..train.data import open_corpus
+
+    corpus = open_corpus(said.source)
+    figures: dict[str, object] = {
+        "name": corpus.name,
+        "vocab": corpus.vocab,
+        "bytes_per_token": corpus.bytes_per_token,
+        "fingerprint": corpus.fingerprint,
+    }
+    for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
+        figures[name] = {"tokens": stream.size, "documents": len(stream.starts) - 1}
+    if said.json:
+        print_json(figures)
+        return 0
+    vocab = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an untold vocabulary"
+    known = corpus.bytes_per_token
+    print(f"{corpus.name}: {vocab}" + (f", {known:.2f} bytes of text a token" if known else ""))
+    for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
+        print(f"  {name:10}  {stream.size:>15,} tokens in {len(stream.starts) - 1:,} documents")
+    return 0
+
+
+def _verify(said: argparse.Namespace) -> int:
+    from ..train.data import verify_form
+
+    faults = verify_form(Path(said.source))
+    if said.json:
+        print_json({"sound": not faults, "faults": faults})
+    else:
+        print("\n".join(faults) or f"{said.source}: every checksum is right")
+    return 1 if faults else 0
