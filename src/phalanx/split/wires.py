@@ -23,7 +23,9 @@ class Wires:
     reduce: Wire  # the parts of a unit's gradients
     replica: Wire  # ranks that hold the same part
     count: Wire  # ranks that saw other tokens
-    pipe: Wire  # stages of one pipeline, activations and gradients
+    # Stages of one pipeline. Under a V schedule both kinds go both ways, so each has its own order.
+    activations: Wire
+    gradients: Wire
     tie: Wire  # stages of one pipeline that hold a tied weight; the rest alone
     everyone: Wire
 
@@ -62,7 +64,8 @@ def open_wires(
         reduce=along("reduce", *layout.shard_axes),
         replica=along("replica", *layout.replica_axes),
         count=along("count", "dp", "cp"),
-        pipe=world.split("pipe", mesh.groups(["pp"]), flows),
+        activations=world.split("activations", mesh.groups(["pp"]), flows),
+        gradients=world.split("gradients", mesh.groups(["pp"]), flows),
         tie=world.split("tie", ties),
         everyone=world.split("everyone", [tuple(range(world.size))]),
     )

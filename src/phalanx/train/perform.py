@@ -7,6 +7,7 @@ all the synchronisation there is.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from ..program import Op, Program, Span, Timeline
 from ..program.needs import lane
 from ..split import Unit, count_valid
 from ..split.holding import Holding
-from ..split.shard import Sum
+from ..split.shard import Precision, Sum
 from ..split.stage import Box
-from ..wire import Work
+from ..wire import Wire, WireError, Work
 from .optimizer import Optimizer
+from .precision import LossScale
 
 __all__ = ["Performer", "StepResult"]
 
@@ -39,7 +41,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        return self.norm is None or (self.norm == self.norm and self.norm != float("inf"))
+        return self.norm is None or math.isfinite(self.norm)
 
 
 class Performer:
@@ -55,6 +57,7 @@ class Performer:
         width: int,
         clip: float = 0.0,
         time_cut: int = 1,
+        scaling: LossScale | None = None,
     ) -> None:
         self.holding, self.program, self.rank = holding, program, rank
         self.row = program.rows[program.owner[rank]]
@@ -62,7 +65,8 @@ class Performer:
         self.ops = frozenset(self.row)
         self.updates = {n: optimizer.of(u) for n, u in holding.units.items()}
         self.width, self.clip, self.time_cut = width, clip, time_cut
-        self.pooled = {unit: n for n, unit in enumerate(holding.units)}
+        self.scaling = scaling
+        self.precision = next((u.precision for u in holding.units.values()), Precision())
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             "N": self._count, "F": self._forward, "R": self._again, "B": self._backward,
             "G": self._gather, "D": self._drop, "S": self._sum, "T": self._tie, "A": self._agree,
@@ -79,7 +83,7 @@ class Performer:
         self.segments: dict[tuple[int, int], Tensor] = {}  # inputs kept for recomputation
         self.away: dict[tuple[int, int], Box] = {}  # those of them that are on the host
         self.coming: dict[tuple[str, int, int], Work] = {}
-        self.leaving: list[tuple[Op, Work, Tensor]] = []
+        self.leaving: list[tuple[Work, Tensor]] = []
         self.outgoing: dict[tuple[str, int, int], Tensor] = {}
         self.fetching: dict[int, Work] = {}
         self.sums: list[tuple[int, Sum]] = []
@@ -89,14 +93,20 @@ class Performer:
         self.began: dict[Work, tuple[Op, float]] = {}
         for op in self.row:
             self._perform(op)
-        for _, work, _ in self.leaving:
+        for work, _ in self.leaving:
             self._wait(work)
+        if self.norm is not None and self.scaling:
+            self.scaling.saw(finite=math.isfinite(self.norm))
         return StepResult(self.loss, self.count, self.norm, Timeline(tuple(self.spans)))
 
     def _perform(self, op: Op) -> None:
         try:
             self.ready = time.perf_counter()
             work = self.handlers[op.kind](op)
+        except WireError as error:
+            # Every rank says for itself at which operation it lost the others.
+            error.args = (f"{error} Rank {self.rank} was at {op}.",)
+            raise
         except Exception as error:
             error.add_note(f"rank {self.rank} was at {op}.")
             raise
@@ -132,15 +142,20 @@ class Performer:
             if self._counts(number):
                 squares += _squares(unit)
         self.holding.wires.everyone.all_reduce(squares)
-        self.norm = float(squares.sqrt())
+        self.norm = float(squares.sqrt()) / self._loss_scale
+        self.scale = 1.0 / self._loss_scale
         if self.clip:
             # As torch's clip_grad_norm_ does, with its 1e-6.
-            self.scale = min(1.0, self.clip / (self.norm + 1e-6))
+            self.scale *= min(1.0, self.clip / (self.norm + 1e-6))
 
     def _counts(self, unit: int) -> bool:
         """Each logical weight is counted by one rank of its copies, and on one stage."""
         home = self.program.host[unit] == self.program.owner[self.rank]
         return home and self.holding.wires.replica.rank == 0
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.scaling.scale if self.scaling else 1.0
 
     # ---- computing
 
@@ -183,9 +198,10 @@ class Performer:
         p, m = op.piece, op.index
         piece = self.holding.pieces[p]
         self._weights(p)
-        gradient = (
-            piece.seed(m, 1.0 / self.count) if piece.last else self._take(self.gradients, "B", p, m)
-        )
+        if piece.last:
+            gradient = piece.seed(m, self._loss_scale / self.count)
+        else:
+            gradient = self._take(self.gradients, "B", p, m)
         into = (piece.backward if op.kind == "B" else piece.input_gradient)(m, gradient)
         if into is not None:
             self._pass_on("B", p, p - 1, m, into)
@@ -227,21 +243,25 @@ class Performer:
 
     # ---- messages between stages
 
+    def _flow(self, op: Op) -> Wire:
+        wires = self.holding.wires
+        return wires.activations if op.of == "F" else wires.gradients
+
     def _send(self, op: Op) -> Work:
         x = self.outgoing.pop(("F" if op.of == "F" else "B", op.piece, op.index))
-        work = self.holding.wires.pipe.send(x, self.program.host[op.peer], wait=False)
-        self.leaving.append((op, work, x))  # the tensor must live until it has left
+        work = self._flow(op).send(x, self.program.host[op.peer], wait=False)
+        self.leaving.append((work, x))  # the tensor must live until it has left
         return work
 
     def _receive(self, op: Op) -> Work:
         p, m = op.piece, op.index
         x = torch.empty(
             self._edge_shape(self.batches[m]),
-            dtype=next(iter(self.holding.units.values())).precision.compute,
+            dtype=self.precision.compute,
             device=self.holding.pool.device,
         )
         way = "F" if op.of == "F" else "B"
-        work = self.holding.wires.pipe.receive(x, self.program.host[op.peer], wait=False)
+        work = self._flow(op).receive(x, self.program.host[op.peer], wait=False)
         (self.inputs if way == "F" else self.gradients)[p, m] = x
         self.coming[way, p, m] = work
         return work
@@ -291,7 +311,11 @@ class Performer:
     def _update(self, op: Op) -> None:
         self._settle(op.piece)
         self.ready = time.perf_counter()
-        self.updates[op.piece](self.lr, self.scale)
+        if self.norm is None or math.isfinite(self.norm):
+            self.updates[op.piece](self.lr, self.scale)
+        else:
+            # Every rank has the same norm, so all of them leave their weights as they are.
+            self.holding.units[op.piece].spend()
 
 
 def _squares(unit: Unit) -> Tensor:

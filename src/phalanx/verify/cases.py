@@ -67,7 +67,7 @@ def _documents(batch: Mapping[str, Tensor], draw: torch.Generator) -> dict[str, 
     return {"documents": starts.cumsum(1), "positions": time - begun}
 
 
-def every_layout(shape: Shape, ranks: int, *, axes: str = "dp tp") -> tuple[Layout, ...]:
+def every_layout(shape: Shape, ranks: int, *, axes: str = "dp pp cp tp") -> tuple[Layout, ...]:
     """All legal layouts of 1 to `ranks` ranks over these axes, each once."""
     found: dict[Layout, None] = {}
     for layout in _all(shape, ranks, set(axes.split())):

@@ -15,6 +15,7 @@ from ..split import Entry, Model, Piece, Precision, Unit, microbatches
 from ..split.holding import Holding, hold, model_stages
 from ..train.optimizer import AdamW, Sgd
 from ..train.perform import Performer
+from ..train.precision import LossScale
 from ..wire import World
 from .reference import Step
 
@@ -123,6 +124,7 @@ def train_layout(
         width=mine.shape.hidden if mine.shape else 0,
         clip=setting.clip,
         time_cut=layout.tp if layout.seq else 1,
+        scaling=LossScale(1024.0) if setting.precision.compute == torch.float16 else None,
     )  # fmt: skip
     tracer = _Tracer(holding, mine)
     results, parts, outputs = [], list[Part](), []

@@ -16,13 +16,14 @@ import torch
 
 from ..layout import Layout, LayoutError, Shape
 from ..split import Model, Precision, build_model
+from ..train.precision import precision_of
 from ..wire.launch import workers
 from .cases import batch_of
 from .compare import Difference, compare
 from .reference import Step, reference
 from .trial import Seen, Setting, join, train_layout
 
-__all__ = ["EXACT", "Verdict", "judge", "precision_of", "true_steps", "verify"]
+__all__ = ["EXACT", "Verdict", "judge", "true_steps", "verify"]
 
 EXACT = 1e-10
 SLACK = 4.0
@@ -39,17 +40,12 @@ class Verdict:
     first_difference: str = ""
 
 
-def precision_of(name: str) -> Precision:
-    """Weights are kept and gradients summed in float32 when they are computed in less."""
-    dtypes = {
-        "float64": torch.float64, "float32": torch.float32,
-        "bfloat16": torch.bfloat16, "float16": torch.float16,
-    }  # fmt: skip
-    if name not in dtypes:
-        raise LayoutError(f"there is no dtype {name!r}; choose {', '.join(dtypes)}.")
-    compute = dtypes[name]
-    wide = torch.promote_types(compute, torch.float32)
-    return Precision(compute, wide, wide)
+def precision_named(dtype: str) -> Precision:
+    """The precision that computes in a dtype of torch's name."""
+    words = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    if dtype not in words:
+        raise LayoutError(f"there is no dtype {dtype!r}; choose {', '.join(words)}.")
+    return precision_of(words[dtype])
 
 
 def verify(
@@ -69,7 +65,7 @@ def verify(
     One world of ranks serves all layouts of its size.
     """
     make = make or partial(build_model, shape)
-    precision = precision_of(dtype)
+    precision = precision_named(dtype)
     wide = torch.float64
     setting = Setting(
         partial(batch_of, shape, seed=seed, dtype=wide, packed=packed),
