@@ -3,5 +3,20 @@
 from .catalogue import NAMES, Entry, entry
 from .claims import Claim, LabError, Size
 from .conduct import Trial, conduct
+from .page import page
+from .show import as_json, listing, text
 
-__all__ = ["NAMES", "Claim", "Entry", "LabError", "Size", "Trial", "conduct", "entry"]
+__all__ = [
+    "NAMES",
+    "Claim",
+    "Entry",
+    "LabError",
+    "Size",
+    "Trial",
+    "as_json",
+    "conduct",
+    "entry",
+    "listing",
+    "page",
+    "text",
+]

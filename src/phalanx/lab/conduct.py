@@ -12,10 +12,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..wire import World
+from ..wire import RankFailed, World
 from ..wire.launch import workers
 from .catalogue import Entry, entry
-from .claims import Claim, Held, Size
+from .claims import Claim, Held, LabError, Size
 from .note import Note
 from .record import Record
 
@@ -48,12 +48,21 @@ def conduct(
     wire = wire_for(wire)
     with workers(ranks, wire=wire, timeout=60.0) as run:
         for each in entries:
-            told = run(on_a_rank, each.module, size)
+            try:
+                told = run(on_a_rank, each.module, size)
+            except RankFailed as failed:
+                raise _sentence(each.name, failed) from None
             records, held = zip(
                 *((record, _opened(packed)) for record, packed in told), strict=True
             )
             claims = judge(each.module, held, size)
             yield Trial(each, size, ranks, wire, records, held, claims)
+
+
+def _sentence(name: str, failed: RankFailed) -> Exception:
+    """What does not fit is the user's to change; anything else is told with its traceback."""
+    kind, _, text = failed.reports[0].error.partition(": ")
+    return LabError(f"{name}: {text}") if kind == "LabError" else failed
 
 
 def judge(module: str, held: Sequence[Held], size: Size) -> tuple[Claim, ...]:

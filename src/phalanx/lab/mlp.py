@@ -79,7 +79,7 @@ def gradients_of(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, list[Ten
         x, saved = forward(x, w)
         kept.append(saved)
     loss, g = loss_of(x)
-    gradients = []
+    gradients: list[Tensor] = []
     for w in reversed(weights):
         g, gw = backward(g, kept.pop(), w)
         gradients.insert(0, gw)
@@ -128,7 +128,8 @@ def one_process(size: Size, adam: bool = False) -> OneProcess:
     """The same training with nothing split, its gradients left to autograd."""
     weights = [w.requires_grad_() for w in start(size)]
     states = [Adam(w.shape) for w in weights]
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     for step in range(size.steps):
         x = batch(size, step)
         for w in weights:

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from ..wire import Wire, World
 from ..wire.base import Call
 from .record import Figure, Message, Moment, Record, Span, value_of
@@ -85,6 +87,12 @@ class Note:
     def received(self, wire: str | None = None) -> float:
         """Bytes that this rank has received so far, on one wire or on all."""
         return sum(self._received.values()) if wire is None else self._received[wire]
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """In here nothing is watched, and so nothing slowed down: for what is timed."""
+        with _disable_current_modes():
+            yield
 
     def close(self) -> Record:
         """The record, its memory curve thinned to what a picture can show."""

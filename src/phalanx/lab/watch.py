@@ -115,7 +115,7 @@ class WatchedWorld(World):
         self._inner.clear()
 
 
-class Live(TorchDispatchMode):
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The bytes of every tensor that this thread made and that somebody still holds.
 
     A storage is counted when an operation first returns it, and until it is freed. What wires and
@@ -123,7 +123,7 @@ class Live(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self.samples: list[tuple[float, int]] = []

@@ -34,7 +34,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     wire, rank, n = everyone(world), world.rank, world.size
     data = draw(20_000, samples(size), size.width)
     weights = start(size)
-    losses, means, counts, first = [], [], [], []
+    losses, means, counts = [], [], []
+    first: list[Tensor] = []
     seen: list[Tensor] = []
     for epoch in range(EPOCHS):
         shuffled = order(size, epoch)
@@ -84,15 +85,16 @@ def check(results: list[Held], size: Size) -> Iterator[Claim]:
         says = f"epoch {epoch}: every sample was seen once"
         yield equal(says, everything, torch.arange(samples(size)))
         for rank, held in enumerate(results):
-            batches = order(size, epoch).split(size.batch)
+            batches = torch.split(order(size, epoch), size.batch)
             want = torch.cat([chosen[rank::n] for chosen in batches])
             yield equal(f"rank {rank}, epoch {epoch}: every n-th", held["seen"][epoch], want)
     yield holds("the epochs differ in order", not torch.equal(order(size, 0), order(size, 1)))
 
     data, weights = draw(20_000, samples(size), size.width), start(size)
-    losses, first, rows = [], [], []
+    losses, rows = [], []
+    first: list[Tensor] = []
     for epoch in range(EPOCHS):
-        for chosen in order(size, epoch).split(size.batch):
+        for chosen in torch.split(order(size, epoch), size.batch):
             loss, gradients = gradients_of(weights, data[chosen])
             losses.append(loss.item())
             first = first or gradients

@@ -24,7 +24,8 @@ from phalanx.wire import Wire, World
 def run(world: World, size: Size, note: Note) -> Held:
     wire, rank = everyone(world), world.rank
     half = size.steps // 2
-    weights, losses, first = start(size), [], []
+    weights, losses = start(size), []
+    first: list[Tensor] = []
     note.step(f"{half} steps of data parallel")
     note.holds("before", weights=weights)
     for step in range(half):

@@ -52,7 +52,7 @@ def run(world: World, size: Size, note: Note) -> Held:
 def scores(wire: Wire, q: Tensor, k: Tensor, source: int) -> Tensor:
     """q k' / sqrt(d) of own queries and the keys of `source`, later keys masked."""
     count = q.shape[1]
-    s = q @ k.mT / q.shape[-1] ** 0.5
+    s: Tensor = q @ k.mT / q.shape[-1] ** 0.5
     rows = torch.arange(count)[:, None] + wire.rank * count
     return s.masked_fill(torch.arange(count) + source * count > rows, -torch.inf)
 
@@ -127,7 +127,7 @@ def attention_of_one_process(results: list[Held], size: Size) -> Iterator[Claim]
     s = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
     out = s.softmax(-1) @ v
     loss = out.square().mean()
-    loss.backward()
+    torch.autograd.backward(loss)
     for rank, held in enumerate(results):
         mine = size.part("batch", rank, n)
         yield equal(f"rank {rank}: output is that of its tokens", held["out"], out[:, mine])

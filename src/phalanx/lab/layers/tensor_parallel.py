@@ -22,7 +22,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     wire = everyone(world)
     columns = size.part("width", wire.rank, wire.size)
     weights = [w[:, columns].clone() for w in start(size)]
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     for step in range(size.steps):
         note.step(f"step {step}")
         x, kept = batch(size, step), []  # every rank has all rows
@@ -73,7 +74,7 @@ def check(results: list[Held], size: Size) -> Iterator[Claim]:
     y = x
     for w in start(size):
         y = torch.nn.functional.gelu(y @ w)
-    y.square().mean().backward()
+    torch.autograd.backward(y.square().mean())
     assert x.grad is not None
     for rank, held in enumerate(results):
         columns = size.part("width", rank, n)

@@ -29,7 +29,8 @@ def cut(w: Tensor, layer: int, size: Size, rank: int, n: int) -> Tensor:
 def run(world: World, size: Size, note: Note) -> Held:
     wire, rank, n = everyone(world), world.rank, world.size
     weights = [cut(w, i, size, rank, n).clone() for i, w in enumerate(start(size))]
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     for step in range(size.steps):
         note.step(f"step {step}")
         x: Tensor = batch(size, step)

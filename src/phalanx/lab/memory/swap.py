@@ -46,7 +46,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     host = start(size)
     device = Device(host)
     last = size.layers - 1
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     for step in range(size.steps):
         note.step(f"step {step}")
         note.holds("before", host=host, device=list(device.here.values()))

@@ -35,7 +35,7 @@ def shape_of(n: int) -> tuple[int, ...]:
 
 def place(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """The digits of a rank."""
-    digits = []
+    digits: list[int] = []
     for size in reversed(sizes):
         rank, digit = divmod(rank, size)
         digits.insert(0, digit)

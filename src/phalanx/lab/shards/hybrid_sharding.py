@@ -32,7 +32,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     across = world.split("across", [range(i, n, k) for i in range(k)])
     rows = size.part("width", inside.rank, k)
     shards = [w[rows].clone() for w in start(size)]
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     for step in range(size.steps):
         note.step(f"step {step}")
         note.holds("before", shards=shards)

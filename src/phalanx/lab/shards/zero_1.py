@@ -23,7 +23,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     flat = padded(start(size), n)
     each = flat.numel() // n
     adam = Adam([each])
-    losses, first = [], []
+    losses: list[Tensor] = []
+    first = torch.empty(0)
     for step in range(size.steps):
         note.step(f"step {step}")
         weights = opened(flat, size)

@@ -26,7 +26,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     mine = [i for i in range(size.layers) if owner(i, size, n) == rank]
     weights = start(size)
     states = {i: Adam(weights[i].shape) for i in mine}
-    losses, first, most = [], {}, 0
+    losses, most = [], 0
+    first: dict[int, torch.Tensor] = {}
     for step in range(size.steps):
         note.step(f"step {step}")
         note.holds("before", weights=weights, state=[states[i].m for i in mine])

@@ -56,7 +56,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     wire, rank, n = everyone(world), world.rank, world.size
     layers, last = Layers(wire, size), size.layers - 1
     states = {i: Adam((size.width, size.width)) for i in layers.mine}
-    losses, first = [], {}
+    losses = []
+    first: dict[int, Tensor] = {}
     for step in range(size.steps):
         note.step(f"step {step}")
         note.holds("before", weights=[layers.here[i] for i in layers.mine])

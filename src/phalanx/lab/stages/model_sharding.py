@@ -57,7 +57,8 @@ def run(world: World, size: Size, note: Note) -> Held:
     wire, rank, n = everyone(world), world.rank, world.size
     mine = size.part("layers", rank, n)
     weights = [w.requires_grad_() for w in start(size)[mine]]
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     for step in range(size.steps):
         note.step(f"step {step}, a rank for each run of layers")
         note.holds("before", weights=weights)
@@ -85,7 +86,7 @@ def run(world: World, size: Size, note: Note) -> Held:
 
 def autograd(end: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """`backward`, which also runs through what leads nowhere here: the crossing to the left."""
-    end.backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(end)
     gradients = [w.grad for w in weights if w.grad is not None]
     for w in weights:
         w.grad = None
@@ -98,7 +99,8 @@ def two_devices(size: Size, note: Note) -> Held:
     devices = [torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)]
     where = [devices[2 * i // size.layers] for i in range(size.layers)]
     weights = [w.to(at).requires_grad_() for w, at in zip(start(size), where, strict=True)]
-    losses, first = [], []
+    losses = []
+    first: list[Tensor] = []
     note.step(f"one process, devices {devices[0]} and {devices[1]}")
     note.holds("before", weights=weights)
     for step in range(size.steps):

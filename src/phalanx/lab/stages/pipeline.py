@@ -74,7 +74,9 @@ class Stage:
 def run(world: World, size: Size, note: Note) -> Held:
     wire = everyone(world)
     stage = Stage(wire, size, note)
-    losses, first, most = [], [], 0
+    losses: list[Tensor] = []
+    first: list[Tensor] = []
+    most = 0
     for step in range(size.steps):
         note.step(f"step {step}")
         note.holds("before", weights=stage.weights)

@@ -1,0 +1,83 @@
+"""`phalanx lab`: the experiments, listed, run on real ranks and checked, or written as a page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..lab import NAMES, Size, Trial, as_json, conduct, entry, listing, page, text
+from ..wire import RankFailed
+from .usage import Parser, UsageError, print_json
+
+__all__ = ["run"]
+
+_EPILOG = """\
+  phalanx lab                               lists the experiments
+  phalanx lab zero-3 --ranks 2              runs one, shows what each rank held, checks it
+  phalanx lab pipeline --wire gloo          the same with a process for each rank
+  phalanx lab all --html lab.html           runs all into one narrated page
+
+Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
+
+
+def run(argv: list[str]) -> int:
+    """List the experiments, or run those that are named."""
+    said = _parser().read(argv)
+    if not said.names:
+        if said.html:
+            raise UsageError("--html needs an experiment's name, or all.")
+        if said.json:
+            print_json({name: entry(name).title for name in NAMES})
+        else:
+            print(listing(), end="")
+        return 0
+    if said.ranks < 1:
+        raise UsageError(f"--ranks is {said.ranks}; a world has 1 rank or more.")
+    names = list(NAMES) if said.names == ["all"] else said.names
+    size = Size(said.batch, said.width, said.layers, said.steps)
+    trials: list[Trial] = []
+    try:
+        for trial in conduct(names, size, ranks=said.ranks, wire=said.wire):
+            trials.append(trial)
+            if not said.json:
+                _tell(trial, short=bool(said.html) or said.names == ["all"])
+    except RankFailed as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    if said.html:
+        Path(said.html).write_text(page(trials), encoding="utf-8")
+    if said.json:
+        print_json({"experiments": [as_json(trial) for trial in trials]})
+    return 0 if all(trial.holds for trial in trials) else 1
+
+
+def _tell(trial: Trial, *, short: bool) -> None:
+    if not short:
+        print(text(trial), end="")
+        return
+    failed = [claim for claim in trial.claims if not claim.holds]
+    print(
+        f"{trial.entry.name:24} {len(trial.claims) - len(failed)} of {len(trial.claims)} claims hold"
+    )
+    for claim in failed:
+        print(f"  FAIL {claim.says} ({claim.detail})")
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "phalanx lab", "Every strategy from bare collectives, to read and to run.", _EPILOG
+    )
+    add = parser.add_argument
+    add("names", nargs="*", metavar="NAME", help="experiments, or all; none: list them")
+    add("--ranks", type=int, default=4, metavar="N", help="how many ranks (default 4)")
+    add("--wire", choices=("threads", "gloo"), default="threads", help="what carries messages")
+    default = Size()
+    add(
+        "--batch", type=int, default=default.batch, metavar="N", help="rows of a step (default 128)"
+    )
+    add("--width", type=int, default=default.width, metavar="N", help="of the MLP (default 1024)")
+    add("--layers", type=int, default=default.layers, metavar="N", help="of the MLP (default 4)")
+    add("--steps", type=int, default=default.steps, metavar="N", help="of training (default 5)")
+    add("--html", metavar="FILE", help="write one page with sources, values and pictures")
+    add("--json", action="store_true", help="everything that was written down, as JSON")
+    return parser
