@@ -1,0 +1,104 @@
+"""The layout that `auto` means: a rule of thumb, written down, for who does not want to choose.
+
+Plain data parallel up to 128 devices and 1B parameters. Above that the weights are sharded (ZeRO-3)
+and every block is recomputed, which buys a larger batch; above 256 devices shards stay within groups
+of a node or more (HSDP). Above 1,000 devices, 50B parameters or 16k tokens also tensor, pipeline and
+context parallel. After that, measure, and tune for the highest MFU.
+"""
+
+from __future__ import annotations
+
+from .layout import Layout
+from .legal import legal, nearest
+from .mesh import LayoutError
+from .shape import Shape
+
+__all__ = ["recipe"]
+
+NODE = 8  # devices that talk fast to each other
+STATE = (
+    16  # bytes a parameter: weight, gradient, two averages and a float32 copy, in mixed precision
+)
+FEW, MANY, VERY_MANY = 128, 256, 1000
+SMALL, LARGE = 1e9, 50e9
+LONG = 16384
+
+
+def recipe(
+    shape: Shape,
+    ranks: int,
+    *,
+    batch: int = 0,
+    sequence: int = 0,
+    memory: float = 0.0,
+    precision: str = "fp32",
+) -> Layout:
+    """A legal layout for so many ranks. `memory` is a device's bytes, 0 if not known."""
+    batch, sequence = batch or shape.batch, sequence or shape.sequence
+    cp = _divisor(ranks, -(-sequence // LONG))
+    vast = shape.total > LARGE or ranks > VERY_MANY
+    tp = _divisor(ranks // cp, NODE) if vast else 1
+    pp = _divisor(ranks // cp // tp, min(shape.layers, _stages(shape))) if vast else 1
+    dp = ranks // (tp * pp * cp)
+    sharded = shape.total > SMALL or ranks > FEW
+    parts = _shards(dp, shape.total / (tp * pp), memory) if sharded and ranks > MANY else dp
+    sizes = [("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp)]
+    words = [f"{axis}{size}" for axis, size in sizes if size > 1]
+    if 1 < parts < dp:
+        words[0] = f"dp{dp // parts}x{parts}"
+    words += ["seq"] * (tp > 1)
+    words += ["zero3", "recompute:all"] * sharded
+    words += [precision] * (precision != "fp32")
+    rows = batch // max(1, dp)
+    held = _bytes(shape, sequence // cp, sharded) / (tp * pp)
+    count = max(_split(rows, held, memory / 2), 4 * pp if pp > 1 else 1)
+    count = max(1, min(count, rows))
+    layout = Layout.parse(" ".join([*words, f"{'1f1b' if pp > 1 else 'accum'}:{count}"]))
+    if not legal(layout, shape, batch=batch, sequence=sequence):
+        return layout
+    near = nearest(layout, shape, batch=batch, sequence=sequence, most=1)
+    if not near:
+        raise LayoutError(
+            f"auto finds no layout of {shape.name} for {ranks} ranks and a batch of {batch}."
+            f" Use a batch of {ranks} or more, or fewer ranks."
+        )
+    return near[0]
+
+
+def _divisor(ranks: int, wanted: int) -> int:
+    """The smallest power of two from `wanted` on that divides, or else the largest that does."""
+    found = 1
+    while found < wanted and ranks % (2 * found) == 0:
+        found *= 2
+    return found
+
+
+def _stages(shape: Shape) -> int:
+    """A pipeline stage for every 50B parameters, at least two."""
+    return max(2, -(-shape.total // int(LARGE)))
+
+
+def _shards(dp: int, parameters: float, memory: float) -> int:
+    """Into how many parts a replica's weights are cut: a node's, and more until half the memory
+    holds one."""
+    parts = _divisor(dp, NODE)
+    while memory and parameters * STATE / parts > memory / 2 and dp % (2 * parts) == 0:
+        parts *= 2
+    return parts
+
+
+def _bytes(shape: Shape, tokens: int, recomputed: bool) -> float:
+    """Bytes that one sequence keeps until its backward, in 16-bit numbers.
+
+    Korthikanti et al. 2022, eq. 2, with the scores never kept: 34 bytes a token and hidden feature
+    of a block; its input alone, 2, where it is recomputed; six for each logit."""
+    per_block = 34.0
+    blocks = 2.0 * shape.layers + per_block if recomputed else per_block * shape.layers
+    return tokens * (shape.hidden * blocks + 6.0 * shape.vocab)
+
+
+def _split(rows: int, each: float, room: float) -> int:
+    """The fewest microbatches whose rows fit: the largest batch per device that memory holds."""
+    if not room:
+        return 1
+    return -(-rows // max(1, int(room // each)))

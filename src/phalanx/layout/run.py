@@ -1,0 +1,295 @@
+"""The run file: what is trained, on what, how and for how long, as one frozen value.
+
+It reads from TOML and `key=value` arguments, prints back, and is refused with all its mistakes at
+once before any process starts. No torch: a wrong file is told in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .layout import PRECISIONS, Layout
+from .legal import legal, nearest
+from .mesh import LayoutError
+from .shape import Shape
+from .strict import Mistake, Said, dump, key, read, schema, section, toml_value
+
+__all__ = [
+    "Checkpoints",
+    "Metrics",
+    "OptimizerChoice",
+    "Profile",
+    "Run",
+    "RunError",
+    "Validation",
+    "run_schema",
+]
+
+BYTES = 256  # the vocabulary of the built-in data
+
+
+class RunError(ValueError):
+    """A run file that cannot be run: every mistake in it."""
+
+    def __init__(self, name: str, mistakes: list[Mistake]) -> None:
+        self.mistakes = tuple(mistakes)
+        count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
+        said = "\n".join("- " + str(m).replace("\n", "\n  ") for m in mistakes)
+        super().__init__(f"{name} has {count}.\n{said}")
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """How weights are updated, and how fast at which step."""
+
+    kind: str = key("adamw", "adamw or sgd", choices=("adamw", "sgd"))
+    lr: float = key(3e-4, "the highest learning rate", above=0)
+    schedule: str = key(
+        "cosine", "how it falls: cosine, linear, wsd, constant",
+        choices=("cosine", "linear", "wsd", "constant"),
+    )  # fmt: skip
+    warmup: int = key(0, "steps in which it rises to the highest", least=0)
+    fall: int = key(0, "steps of the fall at the end, of wsd; 0: a tenth of all", least=0)
+    least: float = key(0.1, "where it ends, as a part of the highest", least=0, most=1)
+    betas: tuple[float, float] = key(
+        (0.9, 0.95), "memory of adamw's averages", least=0, most=0.999999
+    )
+    eps: float = key(1e-8, "what adamw adds below the fraction", above=0)
+    momentum: float = key(0.0, "memory of sgd", least=0, most=0.999999)
+    decay: float = key(0.1, "weight decay; norms and biases have none", least=0)
+    clip: float = key(1.0, "the longest gradient; 0 clips nothing", least=0)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When the run is saved, and where."""
+
+    dir: str = key("", "folder of the checkpoints; empty: checkpoints in `out`")
+    every: int = key(0, "steps between saves; 0: only at the end", least=0)
+    keep: int = key(2, "how many are kept", least=2)
+    asynchronous: bool = key(False, "write while training goes on", name="async")
+    on_disk_full: str = key("stop", "stop, or go on without saving", choices=("stop", "go-on"))
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What is told while the run goes on. metrics.jsonl in `out` is always written."""
+
+    every: int = key(1, "steps between lines", least=1)
+    tensorboard: bool = key(False, "also to TensorBoard, if installed")
+    wandb: bool = key(False, "also to Weights & Biases, if installed")
+    trackio: bool = key(False, "also to trackio, if installed")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The loss on the held-out part."""
+
+    every: int = key(0, "steps between validations; 0: only at the end", least=0)
+    batches: int = key(8, "how many batches of the held-out part; 0: none at all", least=0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A closer look at some steps."""
+
+    start: int = key(3, "the first step looked at", least=0)
+    steps: int = key(0, "how many are traced by torch.profiler", least=0)
+    nvtx: bool = key(False, "NVTX ranges named by operation")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. `shape` and `layout_of` resolve the names in it."""
+
+    model: str | dict[str, Any] = key("tiny", "a shape's name, a .toml file, or a table of sizes")
+    layout: str = key("auto", "a layout's text, or auto: the recipe of docs/training.md")
+    data: str = key(
+        "python", "python (its own library's text), or a path that `phalanx data` knows"
+    )
+    masks: bool = key(True, "documents are kept apart in attention")
+    batch: int = key(0, "sequences of a step over all ranks; 0: the shape's", least=0)
+    sequence: int = key(0, "tokens of a sequence; 0: the shape's", least=0)
+    steps: int = key(100, "how long", least=1)
+    seed: int = key(0, "start of the weights and order of the data", least=0)
+    out: str = key("", "the run's folder; empty: runs/ and the file's name")
+    machine: str = key("", "a .toml file with [peak_flops]; empty: measured at the start")
+    optimizer: OptimizerChoice = section(OptimizerChoice, "how weights are updated")
+    checkpoint: Checkpoints = section(Checkpoints, "when the run is saved")
+    metrics: Metrics = section(Metrics, "what is told")
+    validation: Validation = section(Validation, "the loss on the held-out part")
+    profile: Profile = section(Profile, "a closer look at some steps")
+
+    @classmethod
+    def parse(cls, text: str, name: str = "run", overrides: tuple[str, ...] = ()) -> Run:
+        """The run that a file's text and the arguments after it tell."""
+        said = Said(text, overrides, name)
+        run, mistakes = read(cls, said.table, said.where)
+        mistakes = [*said.mistakes, *mistakes]
+        run = replace(run, out=run.out or f"runs/{Path(name).stem}")
+        mistakes += [m._replace(place=said.where(m.place) or name) for m in _misfits(run)]
+        if mistakes:
+            raise RunError(name, list(dict.fromkeys(mistakes)))
+        return run
+
+    @classmethod
+    def load(cls, path: str, overrides: tuple[str, ...] = ()) -> Run:
+        """The run of a file; without one (an empty path) that of the arguments alone."""
+        if not path:
+            return cls.parse("", "run", overrides)
+        try:
+            return cls.parse(Path(path).read_text(encoding="utf-8"), path, overrides)
+        except FileNotFoundError:
+            raise RunError(path, [Mistake("", "there is no such file", _WRITE_ONE)]) from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunError(path, [Mistake("", f"it cannot be read: {error}", _WRITE_ONE)]) from None
+
+    def __str__(self) -> str:
+        return dump(self)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The model's sizes, with the batch and the sequence of this run."""
+        if isinstance(self.model, dict):
+            text = "".join(f"{name} = {toml_value(v)}\n" for name, v in self.model.items())
+            plain = Shape.parse(text, "model")
+        else:
+            plain = Shape.load(self.model)
+        # Learned positions are weights: their number is the model's and not the run's.
+        learned = plain.positions == "learned"
+        sequence = plain.sequence if learned else self.sequence or plain.sequence
+        return replace(plain, batch=self.batch or plain.batch, sequence=sequence)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.sequence or self.shape.sequence
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, "checkpoints")
+
+    def peak(self, precision: str) -> float | None:
+        """FLOP/s of one rank's device in a precision, if a machine file tells it."""
+        if not self.machine:
+            return None
+        table = tomllib.loads(Path(self.machine).read_text(encoding="utf-8"))["peak_flops"]
+        return float(table[precision]) if precision in table else None
+
+
+_WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
+
+
+def run_schema() -> dict[str, Any]:
+    """The JSON Schema of the run file."""
+    made = schema(Run, "phalanx run file")
+    made["properties"]["model"] |= {"type": ["string", "object"]}
+    return made
+
+
+def misfits(layout: Layout, run: Run, place: str = "layout") -> Iterator[Mistake]:
+    """Why a layout cannot train this run, with the nearest that can."""
+    shape, batch, sequence = run.shape, run.shape.batch, run.tokens
+    broken = legal(layout, shape, batch=batch, sequence=sequence)
+    near = nearest(layout, shape, batch=batch, sequence=sequence) if broken else ()
+    hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
+    for violation in broken:
+        what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
+        yield Mistake(place, what, violation.way_out.rstrip(".") + "." + hint)
+    if layout.recompute == "fit":
+        what = f"layout = {str(layout)!r}: recompute:fit needs the bytes that pieces keep"
+        yield Mistake(place, what, "Write recompute:all, recompute:every=2 or recompute:sqrt")
+
+
+def _misfits(run: Run) -> Iterator[Mistake]:
+    """What does not fit together, though each key by itself is right. `place` is a key."""
+    yield from _plan(run)
+    yield from _files(run)
+    try:
+        shape = run.shape
+    except LayoutError as error:
+        yield Mistake(
+            "model",
+            f"model = {run.model!r}: {str(error).rstrip('.')}",
+            "See `phalanx check --help`",
+        )
+        shape = None
+    try:
+        layout = None if run.layout.strip() == "auto" else Layout.parse(run.layout)
+    except LayoutError as error:
+        yield Mistake(
+            "layout", f"layout = {run.layout!r}: {str(error).rstrip('.')}", 'Or write "auto"'
+        )
+        return
+    if shape is None:
+        return
+    yield from _tokens(run, shape)
+    if layout is not None and shape.kind == "decoder":
+        yield from misfits(layout, run)
+
+
+def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
+    if shape.kind != "decoder":
+        what = f"model = {run.model!r} is no decoder, and the data is text"
+        yield Mistake("model", what, f"Choose one of {', '.join(_decoders())}")
+        return
+    if shape.positions == "learned" and run.sequence > shape.sequence:
+        what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
+        yield Mistake("sequence", what, f"Write sequence = {shape.sequence} or less")
+    if run.data == "python" and shape.vocab < BYTES:
+        what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"
+        yield Mistake("model", what, f"Give it vocab = {BYTES} or more")
+
+
+def _decoders() -> list[str]:
+    return [name for name in Shape.names() if Shape.load(name).kind == "decoder"]
+
+
+def _plan(run: Run) -> Iterator[Mistake]:
+    o = run.optimizer
+    for name, steps in (("warmup", o.warmup), ("fall", o.fall)):
+        if steps > run.steps:
+            what = f"optimizer.{name} = {steps} is longer than steps = {run.steps}"
+            yield Mistake(f"optimizer.{name}", what, f"Write {run.steps} or less")
+    if o.schedule == "wsd" and o.warmup <= run.steps and o.warmup + o.fall > run.steps:
+        what = f"optimizer.warmup + optimizer.fall = {o.warmup + o.fall} of steps = {run.steps}"
+        yield Mistake("optimizer.fall", what, f"Write fall = {run.steps - o.warmup} or less")
+    if o.fall and o.schedule != "wsd":
+        what = f"optimizer.fall = {o.fall} means nothing with schedule = {o.schedule!r}"
+        yield Mistake("optimizer.fall", what, 'Leave it out, or write schedule = "wsd"')
+    if o.momentum and o.kind != "sgd":
+        what = f"optimizer.momentum = {o.momentum} means nothing to adamw"
+        yield Mistake("optimizer.momentum", what, 'Write optimizer.betas, or kind = "sgd"')
+    if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
+        what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
+        yield Mistake("profile.start", what, "Profile earlier, or fewer steps")
+
+
+def _files(run: Run) -> Iterator[Mistake]:
+    if run.data != "python" and not Path(run.data).exists():
+        what = f"data = {run.data!r} is not there"
+        yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
+    if Path(run.out).is_file():
+        yield Mistake("out", f"out = {run.out!r} is a file", "Name a folder, or a new one")
+    if run.machine:
+        try:
+            table = tomllib.loads(Path(run.machine).read_text(encoding="utf-8"))["peak_flops"]
+            if not all(n in PRECISIONS and float(r) > 0 for n, r in table.items()):
+                raise ValueError(f"[peak_flops] holds {table}")
+        except (
+            OSError,
+            UnicodeDecodeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
+            what = f"machine = {run.machine!r} tells no peak rate: {error}"
+            yield Mistake(
+                "machine", what, "Write a table [peak_flops] with a line such as bf16 = 9.89e14"
+            )
