@@ -14,7 +14,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 __all__ = ["Mistake", "Said", "dump", "key", "read", "schema", "section", "toml_value"]
 
@@ -28,6 +28,7 @@ _KINDS: dict[Any, tuple[str, str, str]] = {  # what it is called, an example, JS
     str: ("text", '"text"', "string"),
     tuple[float, float]: ("two numbers", "[0.9, 0.95]", "array"),
 }
+_CALLED: dict[Any, str] = {dict: "a table", **{kind: told[0] for kind, told in _KINDS.items()}}
 
 
 class Mistake(NamedTuple):
@@ -148,7 +149,13 @@ def read(
             said[one.name], more = read(hint, value, where, f"{dotted}.")
             found += more
         elif isinstance(hint, type(int | str)):
-            said[one.name] = value  # a choice of types is for the file's own checks
+            kinds = tuple(get_origin(kind) or kind for kind in get_args(hint))
+            if isinstance(value, kinds):
+                said[one.name] = value  # what it says is for the file's own checks
+            else:
+                what = f"{dotted} = {_shown(value)} is {_kind(value)}"
+                wanted = " or ".join(_CALLED.get(kind, str(kind)) for kind in kinds)
+                found.append(Mistake(where(dotted), what, f"Write {wanted}"))
         else:
             wrong = _wrong(dotted, value, hint, one.metadata)
             found += [Mistake(where(dotted), *wrong)] if wrong else []
@@ -251,7 +258,7 @@ def _kind(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return "no finite number"
-    return {dict: "a table", **{k: v[0] for k, v in _KINDS.items()}}.get(type(value), "a date")
+    return _CALLED.get(type(value), "a date")
 
 
 def dump(value: Any, prefix: str = "") -> str:
