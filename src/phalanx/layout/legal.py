@@ -123,18 +123,11 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
         yield Violation("cp", f"cp={x.cp}: an MLP has no sequence to cut.", "Use dp instead of cp.")
         return
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
-    # k and v that tp has already repeated are one head a rank.
-    kv = max(1, s.kv_heads // x.tp)
     if s.heads % x.tp == 0 and heads % ulysses:
         yield Violation(
             "ulysses", f"ulysses={ulysses} does not divide the {heads} heads of a rank"
             f" (heads={s.heads}, tp={x.tp}).",
             f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring.",
-        )  # fmt: skip
-    elif kv % ulysses and ulysses % kv:
-        yield Violation(
-            "ulysses", f"ulysses={ulysses} does not divide the {kv} k/v heads of a rank, nor they it.",
-            f"Use ulysses {_divisors(kv)}, and a ring for the rest: cp{x.cp}:ring.",
         )  # fmt: skip
     if sequence < 2 * x.cp:
         yield Violation(

@@ -76,8 +76,8 @@ class Core(nn.Module):
     Called `core(q, k, v, positions, documents)` with q (B, T, heads, head_dim) and k, v (B, T,
     kv_heads, head_dim), where kv_heads divides heads and each key head serves a run of neighbouring
     query heads; returns (B, T, heads, head_dim). With `documents` (B, T) a token attends only to
-    its own document. `positions` (B, T) are not needed here: a core that sees only a part of the
-    time dim, or sees it out of order, finds its causal mask in them.
+    its own document. `positions` (B, T) are not needed here, nor do they order the tokens: they
+    begin again with each document.
     """
 
     def forward(

@@ -119,7 +119,7 @@ class RingCore(nn.Module):
         # Contiguous, so that what is kept is no view of something larger.
         q, kv = q.contiguous(), torch.stack((k, v))
         ids = None if documents is None else documents.contiguous()
-        if torch.compiler.is_compiling():
+        if regions.is_opaque():
             y: Tensor = _ring_op(q, kv, ids, self.wire.name)[0]
         else:
             y = _Ring.apply(q, kv, ids, self.wire)  # type: ignore[no-untyped-call]

@@ -78,7 +78,8 @@ def hold(
     _place(model, units, mine, layout, wires.tp.rank, world.device)
     _fill(model, units, weights, seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
-    pieces = {p: _piece(model, p, program, units, kinds) for p in mine}
+    selective = layout.recompute == "selective"
+    pieces = {p: _piece(model, p, program, units, kinds, selective) for p in mine}
     return Holding(pieces, units, wires, pool, world_place(layout, world.rank))
 
 
@@ -88,7 +89,12 @@ def world_place(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def _piece(
-    model: Model, piece: int, program: Program, units: dict[int, Unit], kinds: set[str]
+    model: Model,
+    piece: int,
+    program: Program,
+    units: dict[int, Unit],
+    kinds: set[str],
+    selective: bool,
 ) -> Piece:
     return Piece(
         model.pieces[piece][1],
@@ -98,6 +104,7 @@ def _piece(
         last=piece == program.pieces - 1,
         splits="I" in kinds,
         offloads="O" in kinds,
+        selective=selective,
     )
 
 

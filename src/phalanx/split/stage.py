@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from ..wire import regions
+from . import context as _registers_the_ring  # noqa: F401
 from .shard import Unit
 
 __all__ = ["Box", "Piece"]
@@ -117,6 +125,27 @@ class _Deferred(torch.autograd.Function):
         return into, None, None, None, None
 
 
+# What selective recomputation keeps: products, attention and what came over a wire. The cheap rest
+# is computed again.
+_aten = torch.ops.aten
+_DEAR = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.phalanx.region.default,
+    torch.ops.phalanx.ring.default,
+}
+
+
+def _keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
@@ -157,9 +186,11 @@ class Piece:
         last: bool,
         splits: bool = False,
         offloads: bool = False,
+        selective: bool = False,
     ) -> None:
         self.module, self.units, self.takes = module, tuple(units), tuple(takes)
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
+        self.selective = selective and not first and not last
         self.kept: dict[int, _Kept] = {}
 
     def forward(
@@ -174,9 +205,7 @@ class Piece:
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._packing(kept.boxes))
-            if self.splits and not self.first:
-                stack.enter_context(_Deferring(kept.due))
-            y = self._call(self._edge(x, kept.into), named)
+            y = self._differentiable(self._edge(x, kept.into), named, kept.due)
         if y.requires_grad:
             kept.root = get_gradient_edge(y)
         kept.like = y.detach()[:0] if y.dim() else torch.zeros_like(y.detach())
@@ -185,6 +214,26 @@ class Piece:
 
     def _call(self, x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
         y: Tensor = self.module(**named) if self.first else self.module(x, **named)
+        return y
+
+    def _differentiable(
+        self, x: Tensor | None, named: Mapping[str, Tensor], due: list[_Due]
+    ) -> Tensor:
+        def call(x: Tensor | None) -> Tensor:
+            # Inside: what is recomputed selectively must put off the same gradients again.
+            with ExitStack() as stack:
+                if self.splits and not self.first:
+                    stack.enter_context(_Deferring(due))
+                if self.selective:
+                    stack.enter_context(regions.opaque())
+                return self._call(x, named)
+
+        if not self.selective:
+            return call(x)
+        keeping = partial(create_selective_checkpoint_contexts, _keeps)
+        y: Tensor = checkpoint(
+            call, x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping
+        )
         return y
 
     def _edge(self, x: Tensor | None, into: list[Tensor]) -> Tensor | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..layout import Layout, LayoutError
 from ..wire import Wire, World
+from .context import around
 
 __all__ = ["Wires", "open_wires"]
 
@@ -58,7 +59,7 @@ def open_wires(
         tp=along("tp", "tp"),
         kv=world.split("kv", copies),
         norms=along("norms", "tp"),
-        ring=along("ring", "cp.ring"),
+        ring=world.split("ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
         gather=along("gather", *layout.shard_axes),
         reduce=along("reduce", *layout.shard_axes),

@@ -95,6 +95,8 @@ class Performer:
             self._perform(op)
         for work, _ in self.leaving:
             self._wait(work)
+        for wire in (self.holding.wires.activations, self.holding.wires.gradients):
+            wire.flush()
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=math.isfinite(self.norm))
         return StepResult(self.loss, self.count, self.norm, Timeline(tuple(self.spans)))

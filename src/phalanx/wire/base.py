@@ -128,6 +128,10 @@ class Wire(ABC):
     def close(self) -> None:  # noqa: B027 - most wires hold nothing
         """Give back what the wire holds. Every member closes, in the same order."""
 
+    def flush(self) -> None:
+        """Wait until all that was sent has left. Only where every receive of it is, or will be,
+        posted without anything more from here."""
+
     def _do(self, call: Call, wait: bool) -> Work:
         check(self, call)
         work = self._begin(call)

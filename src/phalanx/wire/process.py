@@ -93,10 +93,14 @@ class ProcessWire(Wire):
         self._sent: list[tuple[Pending, Tensor]] = []
         self._own: deque[Tensor] = deque()
 
-    def close(self) -> None:
+    def flush(self) -> None:
+        # gloo's isend is never `done` by itself: what was sent stays in memory until waited for.
         for sent, _ in self._sent:
             sent.wait()
         self._sent.clear()
+
+    def close(self) -> None:
+        self.flush()
         # A member may be done here while another still reads what it sent.
         self.barrier()
         for group in (self._group, *(self._flows or {}).values()):

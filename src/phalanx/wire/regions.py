@@ -14,6 +14,9 @@ runs in. A compiled graph cannot hold a wire: there the region is one opaque op 
 wire's name and finds the far side in the table. That one mechanism serves every transport.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +73,24 @@ _GROWS = ("gather", "gather_sum")
 _SHRINKS = ("take", "scatter_sum")
 
 
+_local = threading.local()
+
+
+@contextmanager
+def opaque() -> Iterator[None]:
+    """Regions as one op each on this thread, also eagerly: for code that looks at every operation,
+    as selective recomputation does. What goes on inside a wire is no business of its."""
+    _local.opaque = True
+    try:
+        yield
+    finally:
+        _local.opaque = False
+
+
+def is_opaque() -> bool:
+    return torch.compiler.is_compiling() or getattr(_local, "opaque", False)
+
+
 def _region(kind: str, x: Tensor, wire: Wire, dim: int = 0, join: int = 0) -> Tensor:
     if wire.size == 1:
         return x
@@ -80,7 +101,7 @@ def _region(kind: str, x: Tensor, wire: Wire, dim: int = 0, join: int = 0) -> Te
             f"{kind} on {wire.name}: dim {dim} of {x.shape[dim]} does not divide by "
             f"{wire.size} ranks; pad it to {-(-x.shape[dim] // wire.size) * wire.size}."
         )
-    if torch.compiler.is_compiling():
+    if is_opaque():
         result = _Compiled.apply(  # type: ignore[no-untyped-call]
             x, kind, wire.name, wire.size, dim, join
         )
