@@ -19,7 +19,7 @@ from phalanx.lab.mlp import draw
 from phalanx.lab.note import Note, everyone
 from phalanx.wire import Wire, Work, World
 
-HEADS = 2
+HEADS = 4
 
 
 def whole(size: Size) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,224 @@
+"""Every experiment, run on real ranks: its claims hold, and each of them can fail."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import phalanx.lab
+import phalanx.wire.threads
+from phalanx.lab import NAMES, LabError, Size, Trial, conduct, entry
+from phalanx.lab.conduct import judge
+from phalanx.wire import RankFailed, WireError
+from phalanx.wire.base import Call
+from phalanx.wire.settle import settle
+
+SMALL = Size(batch=8, width=16, layers=4, steps=2)
+ROOMS = Path(phalanx.lab.__file__).parent
+
+
+@cache
+def trial(name: str, ranks: int) -> Trial:
+    (done,) = conduct([name], SMALL, ranks=ranks)
+    return done
+
+
+def failed(done: Trial) -> list[str]:
+    return [f"{claim.says} {claim.detail}" for claim in done.claims if not claim.holds]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_claim_holds_on_threads(name: str, ranks: int) -> None:
+    done = trial(name, ranks)
+    assert done.claims
+    assert not failed(done)
+
+
+def test_every_claim_holds_among_four_processes() -> None:
+    wrong = {done.entry.name: failed(done) for done in conduct(NAMES, SMALL, wire="gloo")}
+    assert list(wrong) == list(NAMES)
+    assert not any(wrong.values()), wrong
+
+
+def perturbed(x: Any) -> Any:
+    """The same thing with its first number, or word, changed."""
+    if isinstance(x, Tensor):
+        x = x.clone()
+        flat = x.view(-1)
+        flat[0] += 1 + 2 * flat[0].abs()
+        return x
+    if isinstance(x, list):
+        return [perturbed(x[0]), *x[1:]]
+    return f"{x}!" if isinstance(x, str) else x + 1 + abs(x)
+
+
+def empty(x: Any) -> bool:
+    return (isinstance(x, list) and not x) or (isinstance(x, Tensor) and not x.numel())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_a_rank_hands_over_is_judged(name: str, ranks: int) -> None:
+    done = trial(name, ranks)
+    for rank in {0, ranks - 1}:
+        for key, value in done.held[rank].items():
+            if empty(value):
+                continue
+            held = copy.copy(list(done.held))
+            held[rank] = held[rank] | {key: perturbed(value)}
+            claims = judge(done.entry.module, held, SMALL)
+            assert not all(claim.holds for claim in claims), f"rank {rank}: nobody looks at {key}"
+
+
+def nearly(calls: Sequence[Call]) -> None:
+    """A wire that gets everything right to one in a thousand."""
+    settle(calls)
+    for call in calls:
+        for x in call.tensors()[:2]:
+            if x.dtype == torch.float64 and call.kind != "send":
+                with torch.no_grad():
+                    x *= 1.001
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "process-groups"])
+def test_a_wire_that_is_a_little_wrong_is_found_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phalanx.wire.threads, "settle", nearly)
+    (done,) = conduct([name], SMALL, ranks=2)
+    assert failed(done)
+
+
+# What a writer of such code gets wrong, as one edit of an experiment's source each.
+MISTAKES = {
+    "point-to-point": ("wire.send(g * factor", "wire.send(g + factor"),
+    "process-groups": ("[rows])[1][0] / n", "[rows])[1][0]"),
+    "data-parallel": ("x = batch(size, step)[size.part", "x = batch(size, 0)[size.part"),
+    "threads-data-parallel": (".mean(0)", ".sum(0)"),
+    "sampler": ("chosen[rank::n]\n            mine", "chosen[:: n]\n            mine"),
+    "save-and-barrier": ("{str(i): w for", "{str(i): w + 1 for"),
+    "zero-1": ('padded(gradients, n), "average"', 'padded(gradients, n), "sum"'),
+    "zero-2": ("reduce(gradient, owner(layer, size, n)", "reduce(gradient, owner(0, size, n)"),
+    "zero-3": ("self.most = max(self.most, len(self.here))", "self.most = 9"),
+    "hybrid-sharding": ('across.all_reduce(part, "average")', "pass"),
+    "tensor-parallel": ("g = sum_to_own_features(wire, g)", "g = g[:, columns]"),
+    "tensor-parallel-pair": ("wire.all_reduce(g)", "pass"),
+    "ring-attention": ("out * (log_sum - total).exp()", "out * (total - log_sum).exp()"),
+    "ulysses": (".transpose(0, 1).reshape(", ".reshape("),
+    "model-sharding": ("ctx.wire.send(gradients[0].contiguous()", "ctx.wire.send(2 * gradients[0]"),
+    "pipeline": ("self.gradients[i] += gradient", "self.gradients[i] = gradient"),
+    "pipeline-async": ("if left else stage.own_rows(micro)", "if left else stage.own_rows(0)"),
+    "one-f-one-b": ("min(ranks - rank, microbatches)", "min(1 + ranks - rank, microbatches)"),
+    "recompute": ("chain.pass_through(start, first, i), i", "start, i"),
+    "mixed-precision": ("gradient.double() / scale", "gradient.double()"),
+    "swap": ("if layer != last:", "if layer > last:"),
+    "grid": ("line.all_reduce(gradient)", "pass"),
+    "arithmetic": ("[half] * 4", "[half] * 5"),
+    "collectives": ("wire.all_to_all(out, x)", "out.copy_(x)"),
+    "objects": ("total = torch.tensor([each", "total = torch.tensor([2 * each"),
+    "one-process": ("quiet = TallyWorld(rank, n,", "quiet = TallyWorld(rank, n + 1,"),
+    "asynchronous-launch": ("done = work.done()", "done = True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mistake_in_an_experiment_is_found_by_its_check(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, wrong = MISTAKES[name]
+    found = entry(name)
+    assert found.source.count(right) >= 1, f"{name} no longer says {right}"
+    module = importlib.import_module(found.module)
+    # What the mistaken source defines takes the place of what stands there, and goes again.
+    before = dict(vars(module))
+    try:
+        compiled = compile(found.source.replace(right, wrong), f"{name}, mistaken", "exec")
+        for function in ("run", "check"):
+            assert function in before
+        exec(compiled, vars(module))
+        monkeypatch.setattr(module, "check", before["check"])
+        try:
+            # Two groups of two are the least that have a wire across.
+            ranks = 4 if name == "hybrid-sharding" else 2
+            (done,) = conduct([name], SMALL, ranks=ranks)
+        except (RankFailed, WireError, LabError):
+            return
+        assert failed(done)
+    finally:
+        vars(module).clear()
+        vars(module).update(before)
+
+
+def code_lines(path: Path) -> int:
+    """Lines that are neither empty, comment nor docstring."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    story = sum(
+        (node.value.end_lineno or 0) - node.value.lineno + 1
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+    lines = [line.strip() for line in source.splitlines()]
+    return sum(bool(line) and not line.startswith("#") for line in lines) - story
+
+
+def files() -> Iterator[Path]:
+    for room in ("basics", "data", "shards", "layers", "stages", "memory", "numbers"):
+        yield from (p for p in sorted((ROOMS / room).glob("*.py")) if p.name != "__init__.py")
+
+
+def test_every_file_is_an_experiment_and_every_experiment_a_short_file() -> None:
+    assert {path.stem.replace("_", "-") for path in files()} == set(NAMES)
+    lengths = {path.stem: code_lines(path) for path in files()}
+    assert max(lengths.values()) <= 150, lengths
+    # Mostly under a hundred.
+    assert sum(length < 100 for length in lengths.values()) >= 0.8 * len(lengths), lengths
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_tells_its_idea_and_shows_before_and_after(name: str) -> None:
+    found, done = entry(name), trial(name, 2)
+    assert found.title.endswith((".", "measured."))
+    assert len(found.story) > 200
+    for record in done.records:
+        said = [moment.when for moment in record.moments]
+        assert any(when.startswith("before") for when in said)
+        assert any(when.startswith("after") for when in said)
+
+
+def test_with_more_ranks_than_heads_ulysses_becomes_the_ring() -> None:
+    done = trial("ulysses", 8)
+    assert not failed(done)
+    assert {held["how"] for held in done.held} == {"ring"}
+    assert {held["how"] for held in trial("ulysses", 4).held} == {"ulysses"}
+
+
+def test_the_reasons_of_a_refusal_reach_whoever_asked() -> None:
+    with pytest.raises(LabError, match="batch 8 does not divide by 3; use --batch 6"):
+        list(conduct(["data-parallel"], SMALL, ranks=3))
+    with pytest.raises(LabError, match="Did you mean 'zero-3'"):
+        list(conduct(["zero-9"], SMALL))
+    with pytest.raises(LabError, match="width is 0"):
+        Size(width=0)
+
+
+def test_the_numbers_of_one_f_one_b_and_hybrid_sharding_are_the_known_ones() -> None:
+    said = [s for record in trial("one-f-one-b", 4).records for _, s in record.sentences]
+    assert said == ["Taking the batch whole uses 1/4 of the cells. Counted here: 32 of 56, 16/28."]
+    whole = 8 * SMALL.layers * SMALL.width**2
+    inside, across = trial("hybrid-sharding", 4).held[0]["sent"]
+    assert math.isclose(inside, SMALL.steps * 3 * whole * 1 / 2)
+    assert math.isclose(across, SMALL.steps * 2 * 1 / 2 * whole / 2)

@@ -1,0 +1,210 @@
+"""What is shown of a trial: text, JSON, one page that asks for nothing, and the verb's exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli import lab as verb
+from phalanx.cli.usage import UsageError
+from phalanx.lab import NAMES, Claim, LabError, Size, Trial, conduct, page, text
+from phalanx.lab.told import bytes_said, steps_of
+
+SMALL = Size(batch=8, width=16, layers=4, steps=2)
+FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def trials() -> list[Trial]:
+    return list(conduct(NAMES, SMALL, ranks=2))
+
+
+class Reader(HTMLParser):
+    """Tags that open and close, words, and whatever would make a request or run something."""
+
+    ALONE = frozenset(("meta", "link"))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.tags: set[str] = set()
+        self.words: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        said = dict(attrs)
+        assert not [name for name in said if name.startswith("on")]
+        self.links += [said[name] or "" for name in ("href", "src") if name in said]
+        self.ids += [said["id"] or ""] if "id" in said else []
+        if tag not in self.ALONE:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def read(written: str) -> Reader:
+    reader = Reader()
+    reader.feed(written)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(trials: list[Trial]) -> None:
+    reader = read(page(trials))
+    assert not reader.tags & {"script", "img", "iframe", "object", "embed"}
+    assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
+    assert reader.ids == list(NAMES)
+    assert {link[1:] for link in reader.links if link.startswith("#")} == set(NAMES)
+    assert "url(" not in page(trials)
+
+
+def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
+    trials: list[Trial],
+) -> None:
+    for trial in trials:
+        written = page([trial])
+        words = "".join(read(written).words)
+        for line in trial.entry.source.splitlines()[:40]:
+            assert line in words
+        for record in trial.records:
+            for moment in record.moments:
+                assert all(value.hash in written for value in moment.values)
+        for told in steps_of(trial):
+            assert told.title in words
+        assert all(claim.says in words for claim in trial.claims)
+        assert "<svg" in written, trial.entry.name
+
+
+def test_what_is_told_cannot_become_a_tag(trials: list[Trial]) -> None:
+    evil = '<script>alert("x")</script>'
+    entry = replace(
+        trials[0].entry, title=evil, story=f"{evil}\n\n    {evil}", source=f"x = '{evil}'\n"
+    )
+    record = trials[0].records[0]
+    moments = [replace(record.moments[0], when=evil)]
+    record = replace(record, sentences=[(0, evil)], moments=moments, steps=[(evil, 0.0)])
+    claims = (Claim(evil, False, evil),)
+    reader = read(page([replace(trials[0], entry=entry, records=(record,), claims=claims)]))
+    assert "script" not in reader.tags
+    assert "".join(reader.words).count(evil) >= 7
+
+
+def test_text_shows_what_every_rank_held_and_ends_with_the_check(trials: list[Trial]) -> None:
+    trial = next(each for each in trials if each.entry.name == "zero-2")
+    said = text(trial)
+    assert re.search(r"before  rank 0  weights +4 x \[16, 16\] float64", said)
+    assert "rank 1  reduce on everyone" in said
+    assert said.splitlines()[-11] == "check: 10 of 10 claims hold"
+    wrong = replace(trial, claims=(Claim("two is three", False, "2, not 3"),))
+    assert "  FAIL two is three (2, not 3)" in text(wrong)
+    assert "FAIL two is three 2, not 3" in "".join(read(page([wrong])).words)
+
+
+def test_bytes_are_said_in_thousands() -> None:
+    assert [bytes_said(x) for x in (0, 999, 1000, 8.4e6, 67.6e9)] == [
+        "0 B", "999 B", "1 kB", "8.4 MB", "67.6 GB",
+    ]  # fmt: skip
+
+
+def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb.run([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(NAMES)
+    assert verb.run(["--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == list(NAMES)
+
+
+def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert verb.run(["grid", *FLAGS]) == 0
+    out = capsys.readouterr().out
+    assert "before" in out
+    assert "after" in out
+    assert "claims hold" in out
+    assert verb.run(["grid", "zero-1", *FLAGS, "--html", str(tmp_path / "lab.html")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert read((tmp_path / "lab.html").read_text()).ids == ["grid", "zero-1"]
+    assert verb.run(["swap", *FLAGS, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)["experiments"]
+    assert said["holds"] is True
+    assert [record["rank"] for record in said["records"]] == [0, 1]
+    assert said["records"][0]["moments"][0]["values"][0]["hash"]
+
+
+def test_a_claim_that_fails_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, trials: list[Trial], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def false(*_: Any, **__: Any) -> Iterator[Trial]:
+        yield replace(trials[0], claims=(Claim("two is three", False, "2, not 3"),))
+
+    monkeypatch.setattr(verb, "conduct", false)
+    assert verb.run(["collectives", *FLAGS]) == 1
+    assert verb.run(["collectives", *FLAGS, "--json"]) == 1
+    assert "FAIL two is three" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["zero-9"], ["grid", "--ranks", "0"], ["--html", "x"], ["grid", "--wire", "pigeon"],
+     ["grid", "--width", "0"],
+     ["data-parallel", "--ranks", "3", "--batch", "8", "--width", "16"]],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_with_a_sentence(argv: list[str]) -> None:
+    with pytest.raises((UsageError, LabError)) as refused:
+        verb.run(argv)
+    assert len(str(refused.value)) > 20
+
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+QUIET = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--enable-logging=stderr", "--dump-dom", "--virtual-time-budget=2000",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]  # fmt: skip
+
+
+def complaints(written: str, folder: Path) -> tuple[str, list[str]]:
+    """The page's elements as a browser has them, and what it wrote on the console."""
+    place = folder / "lab.html"
+    place.write_text(written)
+    done = subprocess.run(
+        [str(CHROMIUM), *QUIET, f"--user-data-dir={folder / 'profile'}", place.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_in_a_browser_the_page_opens_without_a_complaint_and_may_not_ask_for_anything(
+    trials: list[Trial], tmp_path: Path
+) -> None:
+    dom, console = complaints(page(trials), tmp_path)
+    assert console == []
+    assert dom.count("<section") == len(NAMES)
+    # The page forbids itself every request, so one of its own would be seen on the console.
+    asking = page(trials[:1]).replace("</body>", '<img src="http://127.0.0.1:9/x"></body>')
+    _, console = complaints(asking, tmp_path)
+    assert [line for line in console if "Content Security Policy" in line]

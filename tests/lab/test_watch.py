@@ -1,0 +1,163 @@
+"""What is written down of a rank is true: bytes over wires, bytes held, values, and the reference."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from phalanx.lab import Size
+from phalanx.lab.claims import equal
+from phalanx.lab.conduct import traced, wire_for
+from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
+from phalanx.lab.note import Note, everyone
+from phalanx.lab.record import value_of
+from phalanx.lab.watch import Live
+from phalanx.model import DeepMlp
+from phalanx.wire import World, launch
+
+SMALL = Size(batch=8, width=16, layers=3, steps=2)
+
+
+def test_one_process_is_the_model_of_the_house_trained_by_autograd() -> None:
+    model = DeepMlp(width=SMALL.width, layers=SMALL.layers).double()
+    for layer, weight in zip(model.layers, start(SMALL), strict=True):
+        layer.weight.data.copy_(weight)
+    loss = model(batch(SMALL, 0)) / SMALL.batch
+    loss.backward()
+    alone = one_process(SMALL)
+    assert loss.item() == pytest.approx(alone.losses[0], rel=1e-14)
+    for layer, gradient in zip(model.layers, alone.gradients, strict=True):
+        torch.testing.assert_close(layer.weight.grad, gradient, rtol=1e-12, atol=1e-18)
+
+
+def test_a_layers_backward_by_hand_is_autograds() -> None:
+    x, w, g = draw(1, 5, 4).requires_grad_(), draw(2, 4, 4).requires_grad_(), draw(3, 5, 4)
+    want = torch.autograd.grad(F.gelu(x @ w), (x, w), g)
+    _, kept = forward(x.detach(), w.detach())
+    for got, wanted in zip(backward(g, kept, w.detach()), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-14, atol=1e-15)
+
+
+def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() -> None:
+    losses = one_process(Size(8, 16, 4, 5)).losses
+    assert losses[-1] < 0.2 * losses[0]
+    assert (
+        gradients_of(start(SMALL), batch(SMALL, 0))[0]
+        != gradients_of(start(SMALL), batch(SMALL, 1))[0]
+    )
+
+
+def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, float]:
+    note = Note(world.rank)
+    wire = everyone(note.watched(world))
+    n, rank = world.size, world.rank
+    x, big = torch.zeros(8, dtype=torch.float64), torch.zeros(8 * n, dtype=torch.float64)
+    wire.all_reduce(x)
+    wire.reduce(x, root=1)
+    wire.broadcast(x, root=1)
+    wire.all_gather(big, x)
+    wire.reduce_scatter(x, big)
+    wire.all_to_all(torch.zeros_like(big), big)
+    wire.gather([torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, x, root=2)
+    wire.scatter(x, [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, root=2)
+    wire.barrier()
+    wire.send(x, to=(rank + 1) % n)
+    work = wire.receive(x, source=(rank - 1) % n, wait=False)
+    work.wait()
+    work.wait()  # told once
+    kinds: Counter[str] = Counter()
+    for message in note.close().messages:
+        assert message.source == rank != message.to
+        kinds[message.kind] += int(message.bytes)
+    spans = Counter(span.name.split()[0] for span in note.record.spans)
+    return kinds, spans, note.sent(), note.received("everyone")
+
+
+def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
+    n, one = 4, 64
+    results = launch(every_collective, n, wire="threads")
+    for rank, (kinds, spans, sent, _) in enumerate(results):
+        want = {
+            "all_reduce": 2 * one * (n - 1) // n,
+            "reduce": one if rank != 1 else 0,
+            "broadcast": one * (n - 1) if rank == 1 else 0,
+            "all_gather": one * (n - 1),
+            "reduce_scatter": one * (n - 1),
+            "all_to_all": one * (n - 1),
+            "gather": one if rank != 2 else 0,
+            "scatter": one * (n - 1) if rank == 2 else 0,
+            "send": one,
+        }
+        assert kinds == {kind: size for kind, size in want.items() if size}
+        assert sent == sum(want.values())
+        assert set(spans.values()) == {1}
+        assert set(spans) == {*want, "barrier", "receive"}
+    assert sum(sent for _, _, sent, _ in results) == sum(came for *_, came in results)
+
+
+def test_bytes_held_are_those_of_living_tensors() -> None:
+    with Live() as live:
+        x = torch.zeros(100, dtype=torch.float64)
+        assert live.now == 800
+        y = x.view(10, 10).T  # the same storage
+        z = x + 1
+        assert live.now == 1600
+        del x
+        assert live.now == 1600
+        del y, z
+        assert live.now == 0
+        assert live.peak == 1600
+        live.reset_peak()
+        with live.paused():
+            kept = torch.zeros(100)
+        assert live.peak == 0
+        assert kept.sum() == 0
+    assert [size for _, size in live.samples][:2] == [800, 1600]
+
+
+def test_a_value_shows_its_shape_first_numbers_and_the_hash_of_all_bytes() -> None:
+    x = torch.arange(20, dtype=torch.float32).view(4, 5)
+    digest = hashlib.blake2b(x.numpy().tobytes(), digest_size=4).hexdigest()
+    value = value_of("x", x)
+    assert (value.shape, value.first) == ("[4, 5] float32", "0 1 2 3 ...")
+    assert (value.hash, value.bytes) == (digest, 80)
+    assert value_of("x", x.T).hash != digest
+    assert value_of("xs", [x, x]).shape == "2 x [4, 5] float32"
+    assert value_of("loss", 0.1234567).first == "0.123457"
+    assert value_of("none", []).shape == "nothing"
+    assert value_of("one", x[:, 2][1:2]).first == "7"
+
+
+def test_numbers_far_apart_are_not_equal_and_a_nan_is_never() -> None:
+    x = torch.ones(3)
+    assert equal("", x, [1, 1, 1]).holds
+    assert not equal("", x, [1, 1, 1 + 1e-6]).holds
+    assert not equal("", x, [1, 1]).holds
+    assert not equal("", torch.tensor([1.0, float("nan")]), torch.ones(2)).holds
+    assert not equal("", [1.0], [float("nan")]).holds
+    assert not equal("", [1e-300], [0.0]).holds
+    assert equal("", [], []).holds
+    assert not equal("", "a", "b").holds
+
+
+def test_under_a_tracer_ranks_become_threads() -> None:
+    found: list[tuple[bool, str]] = []
+
+    def look() -> None:
+        sys.settrace(lambda *_: None)
+        found.append((traced(), wire_for("gloo")))
+        sys.settrace(None)
+        found.append((traced(), wire_for("gloo")))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found[0] == (True, "threads")
+    if not traced():  # a debugger of this test's own traces every thread
+        assert found[1] == (False, "gloo")
