@@ -87,6 +87,7 @@ class Performer:
         self.outgoing: dict[tuple[str, int, int], Tensor] = {}
         self.fetching: dict[int, Work] = {}
         self.sums: list[tuple[int, Sum]] = []
+        self.ties: dict[int, Work] = {}
         self.loss, self.count, self.scale = 0.0, 1.0, 1.0
         self.norm: float | None = None
         self.spans: list[Span] = []
@@ -303,12 +304,16 @@ class Performer:
             if unit is None or number == unit:
                 self._wait(work)
         self.sums = [s for s in self.sums if unit is not None and s[0] != unit]
+        for number in [n for n in self.ties if unit is None or n == unit]:
+            self._wait(self.ties.pop(number))
 
-    def _tie(self, op: Op) -> None:
+    def _tie(self, op: Op) -> Work:
+        # Not waited for here: the other stage may need a message from us before it gets there.
         self._settle(op.piece)
         gradient = self.holding.units[op.piece].gradient
         assert gradient is not None
-        self.holding.wires.tie.all_reduce(gradient)
+        self.ties[op.piece] = self.holding.wires.tie.all_reduce(gradient, wait=False)
+        return self.ties[op.piece]
 
     def _update(self, op: Op) -> None:
         self._settle(op.piece)
