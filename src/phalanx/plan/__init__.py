@@ -1,0 +1,33 @@
+"""Floor 2: what machines are, by their makers' word and as measured. No torch."""
+
+from .curve import Curve, bus_factor
+from .device import Chip, Device, Memory, device, device_named, devices
+from .hierarchy import Place, hierarchy
+from .link import Cluster, Level, Link, cluster, clusters, link, links
+from .machine import Hidden, Machine, Rate, Store
+from .toml import MachineError
+
+__all__ = [
+    "Chip",
+    "Cluster",
+    "Curve",
+    "Device",
+    "Hidden",
+    "Level",
+    "Link",
+    "Machine",
+    "MachineError",
+    "Memory",
+    "Place",
+    "Rate",
+    "Store",
+    "bus_factor",
+    "cluster",
+    "clusters",
+    "device",
+    "device_named",
+    "devices",
+    "hierarchy",
+    "link",
+    "links",
+]

@@ -1,0 +1,88 @@
+"""How long a collective takes for its size: a latency for each step and a bandwidth, measured.
+
+The two forms are the textbook ones (Thakur, Rabenseifner, Gropp 2005). A *ring* passes parts
+around: few bytes, as many steps as ranks. A *tree* halves the distance: few steps, more bytes.
+For one group size both are the same straight line; growth with the ranks tells them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["FACTORS", "Curve", "bus_factor", "moved", "steps"]
+
+# The bytes that each rank has to send, for each byte of S, whoever does the collective how well.
+# S is a rank's input of all-reduce, reduce-scatter, reduce and all-to-all, its output of all-gather,
+# the root's whole of scatter and gather, the message of broadcast and send.
+FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "gather": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "send": lambda n: 1.0,
+}
+
+
+def bus_factor(op: str, ranks: int) -> float:
+    """What algorithm bandwidth S/t is multiplied by, so that it can be compared with a link's."""
+    return FACTORS[op](ranks)
+
+
+def steps(op: str, form: str, ranks: int) -> int:
+    """How many messages follow one another."""
+    if op == "send":
+        return 1
+    around = ranks - 1 if form == "ring" else math.ceil(math.log2(ranks))
+    return 2 * around if op == "all_reduce" else around
+
+
+def moved(op: str, form: str, ranks: int) -> float:
+    """How many times S passes through one rank's link, one message after another."""
+    if form == "tree":
+        depth = math.ceil(math.log2(ranks))
+        if op in ("all_reduce", "broadcast", "reduce"):
+            return depth * (2.0 if op == "all_reduce" else 1.0)
+        if op == "all_to_all":  # Bruck: half of everything in every step
+            return depth / 2
+    return bus_factor(op, ranks)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One operation over one shape of group, fitted: latency of a step, bandwidth of a rank.
+
+    `apart`: how far the group's ranks are from each other in the world; 1 is neighbours.
+    """
+
+    op: str
+    wire: str
+    ranks: int
+    form: str  # "ring" or "tree": how its time grows with the ranks
+    latency: float  # seconds of a step
+    bandwidth: float  # bytes a second
+    error: float  # median relative error on what was fitted
+    least: int  # bytes: the range that was measured
+    most: int
+    apart: int = 1
+    # Above `bend` bytes the bandwidth is another: caches end, protocols change. 0: it never does.
+    bend: int = 0
+    beyond: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """The time for S bytes."""
+        start = steps(self.op, self.form, self.ranks) * self.latency
+        passes = moved(self.op, self.form, self.ranks)
+        if not self.bend or size <= self.bend:
+            return start + passes * size / self.bandwidth
+        near = passes * self.bend / self.bandwidth
+        return start + near + passes * (size - self.bend) / self.beyond
+
+    def bus(self, size: float) -> float:
+        """Bus bandwidth at S bytes."""
+        return bus_factor(self.op, self.ranks) * size / self.seconds(size)

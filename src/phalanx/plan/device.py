@@ -1,0 +1,160 @@
+"""What a device is by its makers' word: peaks, memory, links, and its chip from the inside.
+
+A data file states what the maker states, with the source of each number; what follows from that
+(peak = units x operations a cycle x clock) is computed here and typed nowhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from .toml import MachineError, parse
+
+__all__ = ["MACHINES", "Chip", "Device", "Memory", "device", "device_named", "devices"]
+
+MACHINES = Path(__file__).parent / "machines"
+_OTHERS = ("links", "clusters")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The inside: `units` (streaming multiprocessors, compute units) that are on, and what each
+    does in a cycle. `vector` runs at `clock_ghz`, `matrix` at `matrix_clock_ghz`."""
+
+    units: int
+    clock_ghz: float
+    matrix_clock_ghz: float
+    vector: Mapping[str, int]  # FLOP a cycle and unit, by dtype
+    matrix: Mapping[str, int]
+    units_made: int = 0  # on the die; some are off so that more dies are good
+    cores: int = 0  # float32 lanes of a unit
+    matrix_cores: int = 0  # of a unit
+    registers_kib: int = 0  # of a unit
+    l1_kib: int = 0  # of a unit, shared memory included
+    l1_bytes_per_cycle: int = 0  # of a unit
+    register_bytes_per_cycle: int = 0  # of a unit
+    l2_mib: int = 0
+    l2_gb_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The device's own memory. With a bus its bandwidth is computed, else it is stated."""
+
+    gib: float
+    kind: str
+    bus_bits: int = 0
+    gbit_per_pin: float = 0.0
+    gb_s: float = 0.0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return (self.bus_bits / 8 * self.gbit_per_pin or self.gb_s) * 1e9
+
+    @property
+    def bytes(self) -> float:
+        return self.gib * 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One entry of the catalogue. Peaks are dense: no sparsity is counted."""
+
+    title: str
+    memory: Memory
+    sources: Mapping[str, str]  # a key, or a table, to where its numbers are from
+    drivers: tuple[str, ...] = ()  # what drivers call it; a name matches whole
+    links: tuple[str, ...] = ()  # names in links.toml, the fastest first
+    peak_tflops: Mapping[str, float] = field(default_factory=dict)  # where no chip gives it
+    chip: Chip | None = None
+    pod: int = 0  # devices that its own links join
+    note: str = ""
+    name: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of matrix products in a dtype; 0 where the maker states none."""
+        chip = self.chip
+        if chip is not None and dtype in chip.matrix:
+            return chip.units * chip.matrix[dtype] * chip.matrix_clock_ghz * 1e9
+        if dtype in self.peak_tflops:
+            return self.peak_tflops[dtype] * 1e12
+        if chip is not None and dtype in chip.vector:
+            return chip.units * chip.vector[dtype] * chip.clock_ghz * 1e9
+        return 0.0
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those with a peak, the fastest first."""
+        chip = self.chip
+        known = {*self.peak_tflops, *(chip.matrix if chip else ()), *(chip.vector if chip else ())}
+        return tuple(sorted(known, key=lambda dtype: (-self.peak(dtype), dtype)))
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs of bf16 for each byte of memory at which both are busy: below, memory decides."""
+        return self.peak("bf16") / self.memory.bandwidth
+
+    def source(self, place: str) -> str:
+        """Where the number at `memory.gib` is from: its own source, else its table's, or ''."""
+        while place not in self.sources and "." in place:
+            place = place.rpartition(".")[0]
+        return self.sources.get(place, "")
+
+    def stated(self) -> dict[str, float]:
+        """Every number that the data file states, by its place."""
+        return dict(_numbers(self, ""))
+
+
+def _numbers(said: object, place: str) -> list[tuple[str, float]]:
+    if isinstance(said, bool | str):
+        return []
+    if isinstance(said, int | float):
+        return [(place, float(said))] if said else []
+    if isinstance(said, Mapping):
+        items = list(said.items())
+    elif is_dataclass(said):
+        items = [(f.name, getattr(said, f.name)) for f in fields(said)]
+    else:
+        return []
+    dot = f"{place}." if place else ""
+    return [found for key, x in items for found in _numbers(x, f"{dot}{key}")]
+
+
+@cache
+def devices() -> dict[str, Device]:
+    """The whole catalogue, by name."""
+    paths = sorted(path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS)
+    return {
+        path.stem: replace(
+            parse(Device, path.read_text(encoding="utf-8"), path.name), name=path.stem
+        )
+        for path in paths
+    }
+
+
+def device(name: str) -> Device:
+    """The device of a catalogue name; `h100` alone is the first that begins so."""
+    known = devices()
+    if name in known:
+        return known[name]
+    begins = [each for each in known if each.startswith(f"{name}-")]
+    if len(begins) == 1 or name in _USUAL:
+        return known[_USUAL.get(name, begins[0] if begins else "")]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f" Did you mean {(begins or near)[0]!r}?" if begins or near else ""
+    raise MachineError(
+        f"there is no device {name!r} in the catalogue.{hint} It has {', '.join(known)}."
+    )
+
+
+_USUAL = {"h100": "h100-sxm", "a100": "a100-80"}
+
+
+def device_named(driver: str) -> Device | None:
+    """The entry for what a driver calls a device. None is "unknown": nothing near is taken for it."""
+    return next((d for d in devices().values() if driver.strip() in d.drivers), None)

@@ -1,0 +1,163 @@
+"""The ways between devices, with the source of each number, and clusters as levels of them."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from .device import MACHINES, Device, device
+from .toml import MachineError, value
+
+__all__ = ["Cluster", "Level", "Link", "cluster", "clusters", "link", "links"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sends to its peers over one kind of link."""
+
+    title: str
+    source: str
+    lanes: int
+    gbit: float  # of a lane, in one direction
+    efficiency: float = 1.0  # what coding leaves of it
+    all_reduce_factor: float = 1.0  # of a ring's traffic, where the switch sums
+    name: str = ""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second in one direction."""
+        return self.lanes * self.gbit / 8 * self.efficiency * 1e9
+
+    @property
+    def both(self) -> float:
+        """Bytes a second, both directions added: the number on the box of NVLink."""
+        return 2 * self.bandwidth
+
+
+@dataclass(frozen=True)
+class Level:
+    """`size` of the level below, joined: 8 devices to a server, 2 servers to a rack."""
+
+    name: str
+    link: str
+    size: int = 0  # 0: as many as are left
+    share: float = 1.0
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second and device, in one direction, when everyone sends across this level."""
+        return link(self.link).bandwidth * self.share
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices joined in levels, the innermost first."""
+
+    device: str
+    source: str
+    levels: tuple[Level, ...]
+    name: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(level.size for level in self.levels)
+
+    @property
+    def kind(self) -> Device:
+        return device(self.device)
+
+    def level(self, ranks: int, apart: int = 1) -> Level:
+        """The outermost level that a group of `ranks`, each `apart` from the next, has to cross."""
+        inside = 1
+        for level in self.levels:
+            inside *= level.size
+            # A group that starts at 0 stays inside as long as its last rank does.
+            if (ranks - 1) * apart < inside:
+                return level
+        raise MachineError(
+            f"{self.name} has {self.size} devices; {ranks} of them {apart} apart do not fit."
+        )
+
+    def totals(self) -> dict[str, float]:
+        """What all devices have together: cores, matrix cores, bytes of memory, FLOP/s of bf16."""
+        kind, chip = self.kind, self.kind.chip
+        return {
+            "devices": self.size,
+            "cores": self.size * chip.units * chip.cores if chip else 0,
+            "matrix_cores": self.size * chip.units * chip.matrix_cores if chip else 0,
+            "memory": self.size * kind.memory.bytes,
+            "flops": self.size * kind.peak("bf16"),
+        }
+
+
+@cache
+def links() -> dict[str, Link]:
+    """Every link of the catalogue, by name."""
+    return {
+        name: replace(value(Link, said, f"links.toml, {name}"), name=name)
+        for name, said in _tables("links").items()
+    }
+
+
+def link(name: str) -> Link:
+    """The link of that name."""
+    if name not in links():
+        near = difflib.get_close_matches(name, links(), 1, 0)
+        raise MachineError(f"there is no link {name!r}. Did you mean {near[0]!r}?")
+    return links()[name]
+
+
+@cache
+def clusters() -> dict[str, Cluster]:
+    """Every family of clusters, by name; the outermost level of most has no size yet."""
+    return {
+        name: replace(value(Cluster, said, f"clusters.toml, {name}"), name=name)
+        for name, said in _tables("clusters").items()
+    }
+
+
+def cluster(name: str) -> Cluster:
+    """`llama3`, or a family with how many devices: `h100x64`."""
+    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
+    family, count = (found[1], int(found[2] or 0)) if found else (name, 0)
+    known = clusters()
+    if name in known:
+        family, count = name, 0
+    if family not in known:
+        near = difflib.get_close_matches(family, known, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise MachineError(
+            f"there is no cluster {name!r}.{hint} Families are {', '.join(known)};"
+            " write h100x64 for 64 devices of one."
+        )
+    whole = known[family]
+    if not count and not whole.size:
+        raise MachineError(f"how many devices has {name!r}? Write {family}x64 for 64.")
+    return replace(whole, name=name, levels=_filled(whole, count or whole.size))
+
+
+def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
+    """The levels of the first `count` devices."""
+    made, left = [], count
+    for level in whole.levels:
+        size = min(level.size or left, left)
+        if left % size:
+            raise MachineError(
+                f"{whole.name}x{count}: {left} do not fill levels of {size} ({level.name});"
+                f" use a multiple of {size}."
+            )
+        made.append(replace(level, size=size))
+        left //= size
+    if left > 1:
+        raise MachineError(f"{whole.name} has {whole.size} devices, not {count}.")
+    return tuple(level for level in made if level.size > 1) or (made[0],)
+
+
+def _tables(name: str) -> Mapping[str, Any]:
+    return tomllib.loads((MACHINES / f"{name}.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,108 @@
+"""A measured machine: what the benches found, as one value and one TOML file that plans read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .curve import Curve
+from .device import Device, device
+from .toml import MachineError, dump, load, parse
+
+__all__ = ["Hidden", "Machine", "Rate", "Store"]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One shape of matrix product, (m, k) @ (k, n), and how fast it went."""
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    flops: float  # a second
+
+    @property
+    def seconds(self) -> float:
+        return 2.0 * self.m * self.n * self.k / self.flops
+
+
+@dataclass(frozen=True)
+class Store:
+    """A way of moving bytes that is no link: the device's memory, host to device."""
+
+    name: str
+    bandwidth: float  # bytes read and written a second
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """How much of the shorter of two activities disappears behind the longer."""
+
+    name: str
+    part: float  # 1: all of it; 0: none; below 0: together takes longer than one after the other
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine on one day. Every number was measured there, by `method`."""
+
+    name: str
+    date: str  # 2026-01-31
+    method: str
+    device: str  # what the driver or the system calls it
+    kind: str  # "cpu" or "cuda"
+    count: int  # devices; a CPU is one
+    cores: int
+    memory: float  # bytes of one device
+    host: str = ""  # only if its user wants it told
+    catalogue: str = ""  # the device's name in the catalogue; "": unknown there
+    threads: int = 1  # of the process that measured matrix products
+    torch: str = ""
+    stores: tuple[Store, ...] = ()
+    rates: tuple[Rate, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
+    curves: tuple[Curve, ...] = ()
+    links: tuple[str, ...] = ()  # kinds of links between devices, as the driver names them
+
+    @classmethod
+    def parse(cls, text: str, name: str = "the machine") -> Machine:
+        """The machine that TOML describes; unknown keys and wrong types are refused together."""
+        return parse(cls, text, name)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        return load(cls, Path(path), "machine file")
+
+    def text(self) -> str:
+        """The file: `parse` reads it back."""
+        return dump(self)
+
+    @property
+    def entry(self) -> Device | None:
+        """What the catalogue says of the device, None if it does not know it."""
+        return device(self.catalogue) if self.catalogue else None
+
+    @property
+    def memory_bandwidth(self) -> float:
+        """Bytes a second, read and written, of the device's own memory; 0 if it was not measured."""
+        return next((s.bandwidth for s in self.stores if s.name == "copy"), 0.0)
+
+    def best(self, dtype: str) -> Rate | None:
+        """The fastest product that was measured in a dtype: the peak of a device that is unknown."""
+        rates = [rate for rate in self.rates if rate.dtype == dtype]
+        return max(rates, key=lambda rate: rate.flops, default=None)
+
+    def curve(self, op: str, ranks: int, *, wire: str = "", apart: int = 1) -> Curve:
+        """The curve of an operation for a group; that of the nearest size that was measured,
+        with the steps and bytes of the size that is asked for."""
+        known = [c for c in self.curves if c.op == op and (not wire or c.wire == wire)]
+        if not known:
+            wires = sorted({c.wire for c in self.curves})
+            raise MachineError(
+                f"{self.name} has no measured {op}{f' over {wire}' if wire else ''};"
+                f" it has {', '.join(wires) or 'no collectives'}."
+                " Measure it: phalanx doctor --out FILE."
+            )
+        near = min(known, key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks))
+        return replace(near, ranks=ranks, apart=apart)
