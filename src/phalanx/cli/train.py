@@ -1,0 +1,195 @@
+"""`phalanx train`: a run file, on one process, on local ranks, or as a rank of torchrun or Slurm."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from ..layout import Layout, LayoutError
+from ..layout.recipe import recipe
+from ..layout.run import Run, RunError, misfits, run_schema
+from .usage import Parser, UsageError, print_json
+
+if TYPE_CHECKING:
+    from ..train.loop import Outcome
+
+__all__ = ["STOPPED", "run"]
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
+_EPILOG = """\
+Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM or a STOP file in
+the run's folder, saved, to be gone on with by the same command.
+
+  phalanx train steps=50
+  phalanx train run.toml optimizer.lr=1e-3 --ranks 4 --layout "dp2 pp2 zero1 1f1b:4"
+  torchrun --nproc-per-node 8 -m phalanx train run.toml
+  phalanx train run.toml --print-config"""
+
+
+def run(argv: list[str]) -> int:
+    """Train a run file's model."""
+    parser = Parser(
+        "phalanx train",
+        "Trains what a run file says, and goes on from its newest checkpoint if there is one.",
+        _EPILOG,
+    )
+    add = parser.add_argument
+    add("said", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
+    add("--ranks", type=int, metavar="N", help="local processes; one a GPU, or 2 without any")
+    add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
+    add("--wire", default="auto", help="auto, gloo, nccl, threads")
+    add("--print-config", action="store_true", help="print the whole run file and end")
+    add("--schema", action="store_true", help="print the run file's JSON Schema and end")
+    add("--json", action="store_true", help="only what became of the run, as JSON")
+    # Keys may stand between the flags, which argparse calls intermixed.
+    said, rest = parser.parse_known_intermixed_args(argv)
+    if rest:
+        parser.read(rest)
+    if said.schema:
+        print_json(run_schema())
+        return 0
+    wanted = _run_of(said)
+    if said.print_config:
+        print(wanted, end="")
+        return 0
+    if said.ranks is not None and said.ranks < 1:
+        raise UsageError(f"--ranks {said.ranks}: write 1 or more.")
+    _refuse_misfit(wanted, said.ranks)
+    return _train(wanted, said)
+
+
+def _run_of(said: argparse.Namespace) -> Run:
+    files = [word for word in said.said if "=" not in word]
+    if len(files) > 1:
+        raise UsageError(f"{' and '.join(files)}: name one run file; keys are set by key=value.")
+    overrides = [word for word in said.said if "=" in word]
+    if said.layout is not None:
+        overrides.append(f"layout={said.layout}")
+    return Run.load(files[0] if files else "", tuple(overrides))
+
+
+def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
+    """What can be known of ranks and layout before torch is loaded."""
+    if ranks is None or wanted.layout.strip() == "auto":
+        return
+    layout = Layout.parse(wanted.layout)
+    if layout.ranks != ranks:
+        raise UsageError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks, and --ranks says {ranks}."
+            f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
+        )
+
+
+def _train(wanted: Run, said: argparse.Namespace) -> int:
+    """Find the ranks and the layout, and train."""
+    from ..train.rank import batches_of
+    from ..wire.join import find, join
+
+    place = find(os.environ)
+    ranks = place.size if place else _ranks(wanted, said.ranks)
+    if place and said.ranks not in (None, place.size):
+        raise UsageError(
+            f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
+        )
+    layout = _layout(wanted, ranks)
+    if layout.ranks != ranks:
+        raise UsageError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
+        )
+    batches_of(wanted)  # data that does not fit is told here, by one process
+    if place is None:
+        return _local(wanted, layout, said)
+    from ..train.loop import train
+
+    world = join(ranks, wire=said.wire)
+    outcome = train(world, wanted, str(layout), quiet=said.json)
+    world.close()
+    return _ended(outcome, said.json and place.rank == 0)
+
+
+def _ranks(wanted: Run, told: int | None) -> int:
+    if told is not None:
+        return told
+    if wanted.layout.strip() != "auto":
+        return Layout.parse(wanted.layout).ranks
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def _layout(wanted: Run, ranks: int) -> Layout:
+    """The run's layout; `auto` is the recipe's."""
+    if wanted.layout.strip() != "auto":
+        return Layout.parse(wanted.layout)
+    import torch
+
+    cuda = torch.cuda.is_available()
+    memory = float(torch.cuda.get_device_properties(0).total_memory) if cuda else 0.0
+    found = recipe(
+        wanted.shape, ranks,
+        batch=wanted.shape.batch, sequence=wanted.tokens,
+        memory=memory, precision="bf16" if cuda else "fp32",
+    )  # fmt: skip
+    if wrong := list(misfits(found, wanted)):
+        raise RunError("layout = auto", wrong)
+    return found
+
+
+def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
+    """Ranks of our own, on this machine."""
+    from ..train.checkpoint_file import CheckpointError
+    from ..train.data import DataError
+    from ..train.loop import STOP, TrainError, train
+    from ..wire import RankFailed, launch
+
+    if not said.json:
+        print(
+            f"{layout or 'one rank'}: {layout.ranks} ranks, {wanted.shape.total:,} parameters",
+            flush=True,
+        )
+    ours = tuple(kind.__name__ for kind in (TrainError, CheckpointError, DataError, LayoutError))
+    with _passed_on(Path(wanted.out, STOP)):
+        try:
+            outcomes = launch(train, layout.ranks, wanted, str(layout), said.json, wire=said.wire)
+        except RankFailed as error:
+            told = error.reports[0].error
+            # What the run itself refuses is a sentence; anything else needs its traceback.
+            print(told if told.startswith(ours) else error, flush=True)
+            return 1
+        except (TrainError, CheckpointError) as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            return 1
+    return _ended(outcomes[0], said.json)
+
+
+@contextmanager
+def _passed_on(file: Path) -> Iterator[None]:
+    """SIGTERM to this process, which holds the ranks, reaches them as a STOP file."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _ended(outcome: Outcome, as_json: bool) -> int:
+    if as_json:
+        from dataclasses import asdict
+
+        print_json(asdict(outcome))
+    return STOPPED if outcome.stopped else 0

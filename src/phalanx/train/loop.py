@@ -1,0 +1,295 @@
+"""A training run on one rank: steps from where the last checkpoint is to the end, or to a stop.
+
+Every rank calls `train` with the same run. What a rank holds is in `rank.py`, what its steps are
+made of in `steps.py`, what is told in `teller.py`, what is kept in `checkpoint.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..layout.run import Run
+from ..program import Span, Timeline
+from ..wire import World
+from .checkpoint import Saved, Saver, load
+from .checkpoint_agree import agree, hear
+from .checkpoint_manifest import Progress
+from .metrics import memory_of
+from .perform import StepResult
+from .rank import Rank
+from .schedule import learning_rate
+from .teller import Teller
+
+__all__ = ["IN_A_ROW", "STOP", "Outcome", "TrainError", "train"]
+
+STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
+IN_A_ROW = 3  # so many steps that are not finite end a run
+
+
+class TrainError(ValueError):
+    """A run that cannot go on: at which step, why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run ended. `stopped`: it was asked to, before its last step."""
+
+    step: int
+    loss: float | None
+    validation: float | None
+    stopped: bool
+
+
+def train(world: World, run: Run, layout: str, quiet: bool = False) -> Outcome:
+    """Train to the end, or until asked to stop; every rank of the world calls it."""
+    rank = Rank(world, run, Layout.parse(layout))
+    with _asked_to_stop(Path(run.out, STOP), first=world.rank == 0) as asked:
+        rank.trainer.wants_to_stop = asked
+        return _Loop(rank, quiet=quiet).run()
+
+
+@contextmanager
+def _asked_to_stop(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM came to this rank, or somebody has put the file there."""
+    told: list[int] = []
+
+    def hear_signal(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one is meant
+
+    asked = lambda: bool(told) or (first and file.exists())  # noqa: E731
+    if threading.current_thread() is not threading.main_thread():
+        yield asked  # ranks that are threads hear no signals; who has started them does
+        return
+    before = signal.signal(signal.SIGTERM, hear_signal)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if first:
+            file.unlink(missing_ok=True)
+
+
+class _Loop:
+    """The steps of one start of a run."""
+
+    def __init__(self, rank: Rank, *, quiet: bool) -> None:
+        self.rank, self.run_, self.trainer = rank, rank.run, rank.trainer
+        self.everyone = rank.holding.wires.everyone
+        self.teller = Teller(rank.run, speaks=rank.world.rank == 0, quiet=quiet)
+        kept = rank.run.checkpoint
+        self.saver = Saver(
+            rank.run.checkpoints, rank.holding, rank.updates,
+            keep=kept.keep, asynchronous=kept.asynchronous,
+            on_failure="stop" if kept.on_disk_full == "stop" else "go on",
+        )  # fmt: skip
+        self.bad = 0
+        self.loss: float | None = None
+        self.validated: tuple[int, float | None] = (-1, None)
+
+    def run(self) -> Outcome:
+        run, start = self.run_, self._resume()
+        self.teller.start(
+            start, self.rank.flops, self.rank.peak(),
+            layout=str(self.rank.layout), ranks=self.rank.world.size,
+            model=asdict(run.shape), parameters=run.shape.total,
+            data=self.rank.batches.corpus.name, held=self._memory_parts(),
+        )  # fmt: skip
+        done, stopped = start, False
+        self.looked_at = min(start + run.profile.start, run.steps - 1)
+        with _profiled(self, start) as watch:
+            for step in range(start, run.steps):
+                watch(step)
+                self._step(step)
+                done = step + 1
+                stopped = self.trainer.stops and done < run.steps
+                self._after(done, last=stopped or done == run.steps)
+                if stopped:
+                    break
+        self._decided(self.saver.finish())
+        self._end(done, stopped)
+        return Outcome(done, self.loss, self.validated[1], stopped)
+
+    def _resume(self) -> int:
+        """The step to go on with, from the newest sound checkpoint."""
+        loaded = load(self.run_.checkpoints, self.rank.holding, self.rank.updates)
+        if loaded is None:
+            return 0
+        at, batches = loaded.progress, self.rank.batches
+        if at.seed != self.run_.seed:
+            raise TrainError(
+                f"{loaded.path} was begun with seed = {at.seed}, the run says {self.run_.seed}."
+                f" Write seed = {at.seed}, or another `out`."
+            )
+        self.rank.batches = batches.resumed(at.step, at.cursor)
+        scaling, kept = self.trainer.scaling, at.config.get("loss_scale")
+        if scaling and isinstance(kept, list):
+            scaling.scale, scaling.steady = float(kept[0]), int(kept[1])
+        for damaged in loaded.damaged:
+            self._notice("damaged", damaged)
+        if at.data != batches.corpus.fingerprint:
+            self._notice("data", f"the data is not what {loaded.path} was trained on")
+        self._notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
+        return at.step
+
+    def _notice(self, event: str, text: str) -> None:
+        if self.teller.speaks:
+            self.teller.journal.write(event, text=text)
+            if not self.teller.quiet:
+                print(text, flush=True)
+
+    def _memory_parts(self) -> int:
+        return sum(unit.part for unit in self.rank.holding.units.values())
+
+    # ---- one step
+
+    def _step(self, step: int) -> None:
+        begun = time.perf_counter()
+        lr = learning_rate(self.run_.optimizer, step, self.run_.steps)
+        own = self.rank.batch(step)
+        if step == self.looked_at:
+            self.everyone.barrier()
+            begun = time.perf_counter()
+        result = self.trainer.step(own, lr)
+        self.loss = self.trainer.total
+        if result.finite:
+            self.bad = 0
+        else:
+            self._not_finite(step, own)
+        self.teller.took(time.perf_counter() - begun)
+        if step == self.looked_at:
+            self._look(step, result, begun)
+        if (step + 1) % self.run_.metrics.every == 0 or step + 1 == self.run_.steps:
+            self._tell(step + 1, lr, result)
+
+    def _tell(self, done: int, lr: float, result: StepResult) -> None:
+        memory = torch.tensor(
+            [memory_of(self.rank.world.device)], dtype=torch.float64, device=self.everyone.device
+        )
+        self.everyone.all_reduce(memory, "max")
+        norm = math.nan if result.norm is None else result.norm
+        numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr, "memory": float(memory)}
+        self.teller.step(done, numbers)
+
+    def _not_finite(self, step: int, own: list[dict[str, Tensor]]) -> None:
+        """The step was skipped everywhere: name the first bad piece, and end after a few in a row."""
+        overflow = self.trainer.scaling is not None and math.isfinite(self.trainer.total)
+        if overflow:  # float16's own way of finding its scale
+            self.teller.event("skip", step=step + 1, why="a float16 gradient overflowed")
+            return
+        found = self.rank.first_bad(own)
+        places = agree(self.everyone, "" if found is None else f"{found[0]:06} {found[1]}")
+        ranked = sorted((p.partition(": ")[::2] for p in places), key=lambda p: p[1])
+        why = "the loss or a gradient is not finite"
+        if ranked:
+            who, where = ranked[0]
+            why += f"; first in {where.partition(' ')[2]} on {who}"
+        self.bad += 1
+        text = f"step {step + 1} was skipped on all ranks: {why}"
+        self.teller.event("skip", text, step=step + 1, why=why)
+        if self.bad >= IN_A_ROW:
+            raise TrainError(
+                f"steps {step + 2 - IN_A_ROW} to {step + 1}: {why}. The weights are those before"
+                " them. Lower optimizer.lr, write optimizer.clip, or use bf16 or fp32."
+            )
+
+    def _look(self, step: int, result: StepResult, begun: float) -> None:
+        """What every rank did in this step and what it holds, in files for the report."""
+        spans = tuple(
+            Span(s.rank, s.lane, s.op, s.start - begun, s.end - begun)
+            for s in result.timeline.spans
+        )
+        parts = hear(self.everyone, json.dumps(Timeline(spans).to_json()))
+        self.teller.timeline(step + 1, str(self.rank.layout), parts)
+        held = hear(self.everyone, json.dumps(self.rank.memory()))
+        self.teller.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
+
+    # ---- after a step
+
+    def _after(self, done: int, *, last: bool) -> None:
+        run = self.run_
+        if run.validation.batches and (last or _due(done, run.validation.every)):
+            self._validate(done)
+        if last or _due(done, run.checkpoint.every):
+            self._decided(self.saver.save(self._progress(done)))
+        else:
+            self._decided(self.saver.poll())
+
+    def _validate(self, done: int) -> None:
+        loss = self.rank.validation()
+        self.validated = (done, loss)
+        if loss is not None:
+            self.teller.validation(done, loss, self.rank.batches.bits_per_byte(loss))
+
+    def _progress(self, done: int) -> Progress:
+        batches, scaling = self.rank.batches, self.trainer.scaling
+        config: dict[str, Any] = {"run": asdict(self.run_)}
+        if scaling:
+            config["loss_scale"] = [scaling.scale, scaling.steady]
+        return Progress(
+            done, batches.cursor(done), self.run_.seed, batches.corpus.fingerprint,
+            str(self.rank.layout), self.run_.shape, config,
+        )  # fmt: skip
+
+    def _decided(self, saves: tuple[Saved, ...]) -> None:
+        for saved in saves:
+            text = f"not saved: {saved.error}" if saved.error else f"saved {saved.path}"
+            said = {"step": saved.step, "path": str(saved.path), "error": saved.error}
+            self.teller.event("checkpoint", f"step {saved.step}  {text}", **said)
+
+    def _end(self, done: int, stopped: bool) -> None:
+        if stopped:
+            text = f"asked to stop: saved at step {done}; the same command goes on from there"
+            self.teller.event("stop", text, step=done)
+        else:
+            self.teller.event("end", step=done, loss=self.loss, validation=self.validated[1])
+        self.teller.close()
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+@contextmanager
+def _profiled(loop: _Loop, start: int) -> Iterator[Callable[[int], None]]:
+    """Call what this gives before each step: it traces those that the run wants traced."""
+    wanted, rank = loop.run_.profile, loop.rank
+    first, cuda = start + wanted.start, rank.world.device.type == "cuda"
+    if wanted.nvtx and cuda:
+        rank.trainer.ranges = torch.cuda.nvtx.range
+    traced: Any = None
+
+    def end() -> None:
+        nonlocal traced
+        traced.stop()
+        folder = Path(loop.run_.out, "profile")
+        folder.mkdir(parents=True, exist_ok=True)
+        traced.export_chrome_trace(str(folder / f"rank-{rank.world.rank}.json"))
+        traced = None
+
+    def watch(step: int) -> None:
+        nonlocal traced
+        if wanted.steps and step == first:
+            rank.trainer.ranges = torch.profiler.record_function
+            traced = torch.profiler.profile()
+            traced.start()
+        elif traced is not None and step == first + wanted.steps:
+            end()
+
+    yield watch
+    if traced is not None:
+        end()

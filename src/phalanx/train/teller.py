@@ -1,0 +1,127 @@
+"""Rank 0's voice: what a run tells to its journal, the screen and other tools. Other ranks are mute."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..layout.run import Run
+from ..program import Timeline
+from ..weigh import StepFlops
+from .metrics import Goodput, Journal, Screen, Sink, open_sinks, read_journal
+
+__all__ = ["Teller"]
+
+
+class Teller:
+    """Tells of one start of a run. Made on every rank; only the first one speaks."""
+
+    def __init__(self, run: Run, *, speaks: bool, quiet: bool) -> None:
+        self.run, self.out, self.speaks = run, Path(run.out), speaks
+        self.seconds: list[float] = []
+        if not speaks:
+            return
+        path = self.out / "metrics.jsonl"
+        self.history = read_journal(path)
+        self.journal = Journal(path)
+        (self.out / "run.toml").write_text(str(run), encoding="utf-8")
+        self.sinks: list[Sink] = open_sinks(run)
+        self.quiet = quiet
+
+    def start(self, step: int, flops: StepFlops, peak: tuple[float, str], **said: Any) -> None:
+        """The run begins, or goes on, at a step."""
+        if not self.speaks:
+            return
+        self.flops, self.peak = flops, peak[0]
+        self.goodput = Goodput(self.history, step)
+        self.screen = None if self.quiet else Screen(self.run, step)
+        self.journal.write(
+            "start", step=step, steps=self.run.steps, flops=flops._asdict(),
+            peak_flops=peak[0], peak_from=peak[1], versions=_versions(), **said,
+        )  # fmt: skip
+        self.say(
+            f"peak {peak[0] / 1e12:.3g} TFLOP/s over all ranks ({peak[1]}); MFU counts causal"
+            " attention, HFU also what is computed again"
+        )
+
+    def say(self, text: str) -> None:
+        if self.speaks and self.screen:
+            self.screen.say(text)
+
+    def event(self, event: str, text: str = "", **said: Any) -> None:
+        """Something that happened: a record, and a line if there is a text."""
+        if self.speaks:
+            self.journal.write(event, **said)
+            if text:
+                self.say(text)
+
+    def took(self, seconds: float) -> None:
+        """One more step that counts."""
+        self.seconds.append(seconds)
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of the steps since the last line, of which the last is number `step`."""
+        count, total = len(self.seconds), sum(self.seconds)
+        self.seconds = []
+        if not self.speaks or not count:
+            return
+        each = total / count
+        self.goodput.add(total)
+        told = {
+            **numbers,
+            "seconds": each,
+            "tokens_per_second": self.run.shape.batch * self.run.tokens / each,
+            "mfu": self.flops.model / each / self.peak,
+            "mfu_full": self.flops.full / each / self.peak,
+            "hfu": self.flops.hardware / each / self.peak,
+            "goodput": float(self.goodput),
+        }
+        self.journal.write("step", step=step, steps=count, **told)
+        for sink in self.sinks:
+            sink.tell(step, told)
+        if self.screen:
+            self.screen.tell(step, told)
+
+    def validation(self, step: int, loss: float, bits: float | None) -> None:
+        if not self.speaks:
+            return
+        more = "" if bits is None else f", {bits:.4f} bits per byte"
+        self.event(
+            "validation", f"step {step}  validation loss {loss:.4f} nats per token{more}",
+            step=step, loss=loss, bits_per_byte=bits,
+        )  # fmt: skip
+        for sink in self.sinks:
+            sink.tell(step, {"validation": loss})
+
+    def timeline(self, step: int, layout: str, parts: list[str]) -> None:
+        """The measured step of all ranks, as one timeline in a file."""
+        if not self.speaks:
+            return
+        spans = [span for part in parts for span in json.loads(part)["spans"]]
+        said = {"step": step, "layout": layout, "spans": spans, "memory": {}}
+        Timeline.from_json(json.dumps(said))
+        (self.out / "timeline.json").write_text(json.dumps(said), encoding="utf-8")
+
+    def close(self) -> None:
+        if self.speaks:
+            for sink in self.sinks:
+                sink.close()
+            if self.screen:
+                self.screen.close()
+            self.journal.close()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "phalanx": version("phalanx"), "torch": str(torch.__version__),
+        "python": platform.python_version(), "machine": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }  # fmt: skip

@@ -1,0 +1,107 @@
+"""The floating-point operations of a training step, counted operation by operation.
+
+Matrix products and attention count, two for each multiply-add; norms, activations, lookups and the
+softmax do not, as everywhere that MFU is reported (Chowdhery et al. 2022, appendix B). Attention is
+counted causal, the pairs of which it computes: T (T + 1) / 2 of a sequence of T. The full count, T
+squared, which others report, stands beside it. Masks between documents make pairs fewer; they are
+not subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..layout import Shape
+from ..program import Program
+
+__all__ = ["OpFlops", "StepFlops", "forward_flops", "step_flops"]
+
+# A backward computes two products for each of the forward: the input's gradient and the weight's.
+BACKWARD = 2.0
+# Flash attention keeps no scores: its backward computes them again, five products for two.
+FLASH_BACKWARD = 2.5
+
+
+class OpFlops(NamedTuple):
+    """One operation of a forward: of which piece, its name, its FLOPs counted causal and in full."""
+
+    piece: int
+    name: str
+    causal: float
+    full: float
+
+    @property
+    def attends(self) -> bool:
+        return self.name == "attention"
+
+
+class StepFlops(NamedTuple):
+    """A step over all ranks: what the model needs (MFU), what the hardware does (HFU), and the
+    model's with attention in full."""
+
+    model: float
+    hardware: float
+    full: float
+
+
+def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...]:
+    """Every operation of the forward of `batch` sequences (rows, for the MLP) that counts."""
+    rows = batch * (sequence if shape.kind == "decoder" else 1)
+    found = []
+    for piece in range(1, 1 + shape.layers):
+        products = _products(shape)
+        found += [OpFlops(piece, name, *[2.0 * rows * k * n] * 2) for name, k, n in products]
+        if shape.kind == "decoder":
+            # Two products, q k and p v, each of head_dim multiply-adds for each pair and head.
+            per_pair = 4.0 * shape.head_dim * shape.heads * batch
+            pairs = sequence * (sequence + 1) / 2
+            found.append(OpFlops(piece, "attention", per_pair * pairs, per_pair * sequence**2))
+    if shape.kind == "decoder":
+        logits = 2.0 * rows * shape.hidden * shape.vocab
+        found.append(OpFlops(shape.layers + 1, "output", logits, logits))
+    return tuple(found)
+
+
+def _products(shape: Shape) -> list[tuple[str, int, int]]:
+    """The products of a block with its weights: name, features in, features out."""
+    if shape.kind == "mlp":
+        return [("weight", shape.hidden, shape.hidden)]
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    up = [("up", shape.hidden, shape.ffn), ("down", shape.ffn, shape.hidden)]
+    gate = [("gate", shape.hidden, shape.ffn)] * shape.gated
+    return [
+        ("wq", shape.hidden, wide),
+        ("wk", shape.hidden, narrow),
+        ("wv", shape.hidden, narrow),
+        ("wo", wide, shape.hidden),
+        *gate,
+        *up,
+    ]
+
+
+def step_flops(
+    shape: Shape, batch: int, sequence: int, program: Program | None = None
+) -> StepFlops:
+    """What one step needs and, with its program, what is computed again in it."""
+    ops = forward_flops(shape, batch, sequence)
+    again = _recomputed(program) if program else {}
+    model = sum(op.causal * (1 + BACKWARD) for op in ops)
+    full = sum(op.full * (1 + BACKWARD) for op in ops)
+    hardware = 0.0
+    for op in ops:
+        backward = FLASH_BACKWARD if op.attends else BACKWARD
+        hardware += op.causal * (1 + backward + again.get(op.piece, 0.0))
+    return StepFlops(model, hardware, full)
+
+
+def _recomputed(program: Program) -> dict[int, float]:
+    """For each piece, the part of the microbatches for which its forward is computed twice."""
+    counts: dict[int, list[int]] = {}
+    for piece, kind in _computed(program):
+        counts.setdefault(piece, [0, 0])[kind == "R"] += 1
+    return {piece: again / max(1, once) for piece, (once, again) in counts.items()}
+
+
+def _computed(program: Program) -> Iterable[tuple[int, str]]:
+    return ((op.piece, op.kind) for row in program.rows for op in row if op.kind in "FR")
