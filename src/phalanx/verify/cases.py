@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Axis, Layout, LayoutError, Mesh, Shape, legal
+from ..model import token_noise
 from ..split.tensor import IGNORED
 
 __all__ = ["SHAPES", "batch_of", "covering", "every_layout"]
@@ -39,6 +40,7 @@ def batch_of(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     packed: bool = False,
+    noisy: bool = False,
 ) -> Mapping[str, Tensor]:
     """The batch of a step: the same in every layout, with ignored targets spread unevenly."""
     draw = torch.Generator().manual_seed(1_000_003 * seed + step)
@@ -54,6 +56,9 @@ def batch_of(
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "positions": time}
     if packed:
         batch |= _documents(batch, draw)
+    if noisy:  # what dropout draws from: a key for every token of the step
+        token = torch.arange(time.numel()).view(time.shape)
+        batch["noise"] = token_noise(seed, step, token)
     return batch
 
 

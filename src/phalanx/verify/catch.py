@@ -9,6 +9,7 @@ import torch
 
 from ..split import Precision, build_model
 from ..wire.launch import workers
+from . import faults_of_order as _enters_more  # noqa: F401
 from .cases import SHAPES, batch_of
 from .compare import compare
 from .faults import Fault
@@ -35,8 +36,10 @@ def catch(fault: Fault) -> Catch:
     """Run a layout with the fault in it."""
     shape = SHAPES[fault.shape]
     wide = Precision(torch.float64, torch.float64, torch.float64)
-    setting = Setting(partial(batch_of, shape, packed=fault.packed), precision=wide)
-    make = partial(build_model, shape)
+    noisy = fault.dropout > 0
+    batches = partial(batch_of, shape, packed=fault.packed, noisy=noisy)
+    setting = Setting(batches, precision=wide)
+    make = partial(build_model, shape, dropout=fault.dropout)
     truth = true_steps(make, setting)
     with fault.patch(), workers(fault.layout.ranks, wire="threads") as run:
         seen = run(train_layout, fault.layout, make, setting)

@@ -39,6 +39,7 @@ class Fault:
     patch: Patch
     names: str
     packed: bool = False
+    dropout: float = 0.0
 
 
 FAULTS: list[Fault] = []
@@ -55,11 +56,14 @@ def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
         setattr(owner, name, old)
 
 
-def fault(name: str, shape: str, layout: str, names: str) -> Callable[[Patch], Patch]:
+def fault(
+    name: str, shape: str, layout: str, names: str, *, packed: bool = False, dropout: float = 0.0
+) -> Callable[[Patch], Patch]:
     """Enter a patch into the list."""
 
     def enter(patch: Patch) -> Patch:
-        FAULTS.append(Fault(name, shape, Layout.parse(layout + " fp64"), patch, names))
+        where = Layout.parse(layout + " fp64")
+        FAULTS.append(Fault(name, shape, where, patch, names, packed, dropout))
         return patch
 
     return enter

@@ -1,0 +1,297 @@
+"""Seeded faults of pipelines, context parallelism, recomputation and offload; see `faults.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..program import Op
+from ..split import batch, context, kernels
+from ..split.kernels import Sight
+from ..split.stage import Box, Piece
+from ..train.perform import Performer
+from ..wire import Wire, Work, regions
+from .faults import fault, swapped
+
+__all__: list[str] = []
+
+
+# ---- pipelines
+
+
+@fault(
+    "the loss of a microbatch is not divided by the number of them",
+    "gqa",
+    "pp2 1f1b:3",
+    "3 times as much",
+)
+def _() -> AbstractContextManager[None]:
+    right = Piece.seed
+    return swapped(Piece, "seed", lambda self, m, scale: right(self, m, 3 * scale))
+
+
+@fault(
+    "a tied weight's gradients are not summed over the stages",
+    "gpt",
+    "pp2 1f1b:3",
+    "gradient of embed",
+)
+def _() -> AbstractContextManager[None]:
+    def tie(self: Performer, op: Op) -> None:
+        self._settle(op.piece)
+
+    return swapped(Performer, "_tie", tie)
+
+
+@fault("gradients are averaged where they cross stages", "gqa", "pp2 1f1b:3", "1/2 of it")
+def _() -> AbstractContextManager[None]:
+    right = Performer._send
+
+    def send(self: Performer, op: Op) -> Work:
+        if op.of != "F":
+            self.outgoing["B", op.piece, op.index].div_(2)
+        return right(self, op)
+
+    return swapped(Performer, "_send", send)
+
+
+@fault("the head takes another microbatch's targets", "gqa", "pp2 gpipe:3", "the loss")
+def _() -> AbstractContextManager[None]:
+    right = Performer._forward
+
+    def forward(self: Performer, op: Op) -> None:
+        kept = self.batches
+        if self.holding.pieces[op.piece].last:
+            self.batches = [kept[0], kept[2], kept[1]]  # of one size
+        right(self, op)
+        self.batches = kept
+
+    return swapped(Performer, "_forward", forward)
+
+
+@fault(
+    "the last weight gradient that was put off is never computed",
+    "gqa",
+    "pp2 zb-h1:3",
+    "gradient of head.output",
+)
+def _() -> AbstractContextManager[None]:
+    right = Piece.weight_gradient
+
+    def weight_gradient(self: Piece, m: int) -> None:
+        if m == 2:
+            self.kept[m].due.clear()
+        right(self, m)
+
+    return swapped(Piece, "weight_gradient", weight_gradient)
+
+
+@fault(
+    "the embedding's backward, put off as a whole, is lost",
+    "gqa",
+    "pp2 zb-h2:3",
+    "gradient of embed.tokens",
+)
+def _() -> AbstractContextManager[None]:
+    right = Piece.weight_gradient
+
+    def weight_gradient(self: Piece, m: int) -> None:
+        self.kept[m].whole = None
+        right(self, m)
+
+    return swapped(Piece, "weight_gradient", weight_gradient)
+
+
+@fault(
+    "a put-off product takes the wrong microbatch's input",
+    "gqa",
+    "pp2 zb-h2:3",
+    "gradient of head.output",
+)
+def _() -> AbstractContextManager[None]:
+    right = Piece.weight_gradient
+
+    def weight_gradient(self: Piece, m: int) -> None:
+        self.kept[m].due = [due._replace(x=due.x.flip(0)) for due in self.kept[m].due]
+        right(self, m)
+
+    return swapped(Piece, "weight_gradient", weight_gradient)
+
+
+# ---- context parallelism
+
+
+@fault("a step of the ring is skipped", "gqa", "cp2", "output of layers.0")
+def _() -> AbstractContextManager[None]:
+    right = context.needed
+
+    def needed(step: int, place: int, places: int, length: int) -> Sight:
+        sight = right(step, place, places, length)
+        return sight._replace(keys=slice(0, 1)) if step else sight
+
+    return swapped(context, "needed", needed)
+
+
+@fault("the causal block of the ring is not masked", "gqa", "cp2", "output of layers.0")
+def _() -> AbstractContextManager[None]:
+    right = context.needed
+    return swapped(context, "needed", lambda *where: right(*where)._replace(causal=False))
+
+
+@fault(
+    "a cp rank turns its queries and keys by local positions", "gqa", "cp2", "output of layers.0"
+)
+def _() -> AbstractContextManager[None]:
+    right = batch._held
+
+    def held(whole: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+        mine = right(whole, layout, cp)
+        time = torch.arange(mine["tokens"].shape[1])
+        return mine | {"positions": time.expand_as(mine["tokens"]).contiguous()}
+
+    return swapped(batch, "_held", held)
+
+
+@fault("targets are cut in order, tokens by head and tail", "gqa", "cp2", "the loss")
+def _() -> AbstractContextManager[None]:
+    right = batch._held
+
+    def held(whole: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+        mine = right(whole, layout, cp)
+        return mine | {"targets": whole["targets"].chunk(layout.cp, 1)[cp].contiguous()}
+
+    return swapped(batch, "_held", held)
+
+
+@fault(
+    "documents are forgotten on visiting blocks", "gqa", "cp2", "output of layers.0", packed=True
+)
+def _() -> AbstractContextManager[None]:
+    right = kernels.sights
+
+    def sights(q: Tensor, block: Sight, ids: Tensor | None, its_ids: Tensor | None) -> Any:
+        return right(q, block, *((ids, its_ids) if block.causal else (None, None)))
+
+    return swapped(context, "sights", sights)
+
+
+@fault("partial softmaxes are averaged, not weighed", "gqa", "cp2", "output of layers.0")
+def _() -> AbstractContextManager[None]:
+    right = context._merge
+
+    def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        known = lse > -torch.inf
+        right(out, lse, part, torch.where(known, lse, part_lse))
+
+    return swapped(context, "_merge", merge)
+
+
+@fault(
+    "gradients of visiting blocks do not come home", "gqa", "cp2", "gradient of layers.3.attn.wv"
+)
+def _() -> AbstractContextManager[None]:
+    right = context.ring_gradients
+
+    def gradients(*args: Any) -> tuple[Tensor, Tensor]:
+        into_q, into_kv = right(*args)
+        return into_q, into_kv.roll(1, 2)
+
+    return swapped(context, "ring_gradients", gradients)
+
+
+@fault("Ulysses gives heads back in the wrong order", "gqa", "cp2:ulysses", "output of layers.0")
+def _() -> AbstractContextManager[None]:
+    right = regions.exchange
+
+    def exchange(x: Tensor, wire: Wire, split: int, join: int) -> Tensor:
+        y = right(x, wire, split, join)
+        return y.flip(2) if split == 1 else y
+
+    return swapped(regions, "exchange", exchange)
+
+
+@fault("gradients are summed over dp and not over cp", "gqa", "dp2 cp2", "gradient of head")
+def _() -> AbstractContextManager[None]:
+    wrong = property(lambda self: ("dp.replicate",) if self.zero else ("dp",))
+    return swapped(Layout, "replica_axes", wrong)
+
+
+# ---- recomputation and offload
+
+
+@fault(
+    "dropout is recomputed with another mask",
+    "gqa",
+    "recompute:all accum:3",
+    "gradient of layers.3",
+    dropout=0.2,
+)
+def _() -> AbstractContextManager[None]:
+    right = Performer._again
+
+    def again(self: Performer, op: Op) -> None:
+        kept = self.batches
+        self.batches = [{**b, "noise": b["noise"] + 1} for b in kept]
+        right(self, op)
+        self.batches = kept
+
+    return swapped(Performer, "_again", again)
+
+
+@fault(
+    "a piece is recomputed from another's input",
+    "gqa",
+    "recompute:all accum:3",
+    "gradient of layers.3",
+)
+def _() -> AbstractContextManager[None]:
+    right = Performer._again
+
+    def again(self: Performer, op: Op) -> None:
+        key = op.piece, op.index
+        if key in self.segments:
+            self.segments[key] = self.segments[key].flip(0)
+        right(self, op)
+
+    return swapped(Performer, "_again", again)
+
+
+@fault(
+    "offloaded activations come back before they have left",
+    "gqa",
+    "accum:3 offload:activations",
+    "gradient of layers",
+)
+def _() -> AbstractContextManager[None]:
+    right = Box.come_back
+
+    def come_back(self: Box) -> None:
+        assert self.host is not None
+        self.host = torch.zeros_like(self.host)
+        right(self)
+
+    return swapped(Box, "come_back", come_back)
+
+
+@fault(
+    "a document's tokens are masked on one row of the batch only",
+    "gqa",
+    "cp2",
+    "output of layers.0",
+    packed=True,
+)
+def _() -> AbstractContextManager[None]:
+    right = batch._held
+
+    def held(whole: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
+        mine = right(whole, layout, cp)
+        ids = mine["documents"].clone()
+        ids[1:] = 1
+        return mine | {"documents": ids}
+
+    return swapped(batch, "_held", held)
