@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..draw import Picture, chrome, page, svg, text
 from ..layout import Layout, LayoutError
 from ..program import SCHEDULES, Sizes, Timeline, check, repeat, simulate
-from . import draw_mesh, draw_recompute
+from . import draw_mesh, draw_recompute, draw_run
 from .step import Step, of_file, of_layout, of_schedule
 from .usage import Parser, UsageError, print_json, screen, write
 
@@ -20,6 +20,7 @@ WHAT is one of
                    or your own as file.py:function
   a layout         "dp2 pp2 zero3 1f1b:4", with --model
   program FILE     a program saved with --out step.txt, perhaps edited
+  run FILE         a step that was carried out, over its prediction: phalanx draw run --help
   mesh LAYOUT      who sits where: phalanx draw mesh --help
   recompute        what recomputation costs and saves: phalanx draw recompute --help
 
@@ -38,6 +39,8 @@ def run(argv: list[str]) -> int:
         return draw_mesh.run(argv[1:])
     if argv[:1] == ["recompute"]:
         return draw_recompute.run(argv[1:])
+    if argv[:1] == ["run"]:
+        return draw_run.run(argv[1:])
     said = _parser().read(argv)
     step = _step(said)
     picture = _picture(step, said)

@@ -48,6 +48,7 @@ def run(argv: list[str]) -> int:
     add("--seed", type=int, default=0)
     add("--part", metavar="I/N", help="one part of a long enumeration; resumes where it stopped")
     add("--log", metavar="FILE", help="verdicts as JSON lines; those it holds are not run again")
+    add("--record", metavar="FILE", help="the last layout's last step, for `phalanx draw run`")
     add("--faults", action="store_true", help="put seeded faults in, and see each one caught")
     add("--json", action="store_true")
     said = parser.read(argv)
@@ -68,6 +69,7 @@ def _verify(said: argparse.Namespace) -> int:
         shape, layouts,
         wire=said.wire, steps=said.steps, dtype=said.dtype, seed=said.seed,
         packed=said.packed, log=log, make=make,
+        record=Path(said.record) if said.record else None,
     ):  # fmt: skip
         verdicts.append(verdict)
         if not said.json:

@@ -4,6 +4,7 @@ from .build import build
 from .check import Proof, check, faults
 from .memory import Peak, Sizes
 from .op import KINDS, Op, Program, ProgramError
+from .recorded import Recorded
 from .schedules import SCHEDULES, schedule
 from .search import bound, search
 from .simulate import Costs, repeat, simulate
@@ -18,6 +19,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Proof",
+    "Recorded",
     "Sizes",
     "Span",
     "Timeline",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..program import Program, build, check
+from ..program import Program, Timeline, build, check
 from ..split import Entry, Model, Piece, Precision, Unit, microbatches
 from ..split.holding import Holding, hold, model_stages
 from ..train.optimizer import AdamW, Sgd
@@ -54,6 +54,7 @@ class Seen(NamedTuple):
     norms: tuple[float | None, ...]
     parts: tuple[Part, ...]
     outputs: tuple[dict[str, float], ...]  # this rank's share of each piece's sum of squares
+    timeline: Timeline  # of the last step
 
 
 class _Recorder:
@@ -141,6 +142,7 @@ def train_layout(
         tuple(r.norm for r in results),
         tuple(parts),
         tuple(outputs),
+        results[-1].timeline,
     )
 
 

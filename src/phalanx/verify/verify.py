@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from ..layout import Layout, LayoutError, Shape
+from ..program import Recorded, Timeline
 from ..split import Model, Precision, build_model
 from ..train.precision import precision_of
 from ..wire.launch import workers
 from .cases import batch_of
 from .compare import Difference, compare
 from .reference import Step, reference
-from .trial import Seen, Setting, join, train_layout
+from .trial import Seen, Setting, join, program_of, train_layout
 
 __all__ = ["EXACT", "Verdict", "judge", "true_steps", "verify"]
 
@@ -58,11 +59,13 @@ def verify(
     seed: int = 0,
     packed: bool = False,
     log: Path | None = None,
+    record: Path | None = None,
     make: Callable[[], Model] | None = None,
 ) -> Iterator[Verdict]:
     """A verdict for each layout, as they come; those that the log already tells are not run again.
 
-    One world of ranks serves all layouts of its size.
+    One world of ranks serves all layouts of its size. `record` is where the last layout's last step
+    is written, for `phalanx draw run`.
     """
     make = make or partial(build_model, shape)
     precision = precision_named(dtype)
@@ -84,7 +87,9 @@ def verify(
     for size, group in sorted(by_size.items()):
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
-        for verdict in _world(size, new, wire, make, narrow, truth, tolerance) if new else ():
+        for verdict in (
+            _world(size, new, wire, make, narrow, truth, tolerance, record) if new else ()
+        ):
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
@@ -99,6 +104,7 @@ def _world(
     setting: Setting,
     truth: list[Step],
     tolerance: float,
+    record: Path | None,
 ) -> Iterator[Verdict]:
     with workers(size, wire=wire) as run:
         for layout in layouts:
@@ -108,6 +114,10 @@ def _world(
                 yield Verdict(str(layout), size, False, float("inf"), str(error).splitlines()[0])
                 return
             got = join(seen, setting.steps)
+            if record:
+                spans = tuple(span for rank in seen for span in rank.timeline.spans)
+                program = program_of(make(), layout, agree=True)
+                record.write_text(str(Recorded(program, Timeline(spans))))
             yield judge(layout, compare(got, truth, setting.lr), tolerance)
 
 

@@ -1,0 +1,75 @@
+"""`phalanx draw run FILE`: the measured timeline of a real step over the predicted one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..draw import Picture, chrome, page, svg, text
+from ..program import Recorded, Timeline, check
+from .usage import Parser, print_json, read, screen, write
+
+__all__ = ["run"]
+
+_EPILOG = """\
+The file is what a performed step leaves: `phalanx verify --layouts "pp2 1f1b:4" --record step.json`
+writes one. The prediction is simulated with that run's own median costs, so what differs between
+the two is the waiting.
+
+  phalanx draw run step.json
+  phalanx draw run step.json --out step.html"""
+
+_FORMATS: dict[str, Callable[[Picture], str]] = {".svg": svg, ".html": page, ".json": chrome}
+
+
+def run(argv: list[str]) -> int:
+    """Draw both timelines, and say how much of each is waiting."""
+    parser = Parser("phalanx draw run", "A step that ran, over its prediction.", _EPILOG)
+    parser.add_argument("file", metavar="FILE", help="the recorded step")
+    parser.add_argument("--width", type=int, metavar="N", help="columns of the text")
+    parser.add_argument("--out", metavar="FILE", help=".svg, .html or .json (a trace)")
+    parser.add_argument("--json", action="store_true", help="figures and both timelines as JSON")
+    said = parser.read(argv)
+    recorded = Recorded.parse(read(said.file, "recorded step"))
+    proof = check(recorded.program)
+    predicted, measured = recorded.predicted(), recorded.measured()
+    picture = Picture(
+        f"a step on {recorded.program.mesh.size} ranks, predicted and measured",
+        predicted,
+        measured,
+        held=proof.held,
+        notes=(_bubbles(predicted, measured),),
+        clock="s",
+    )
+    if said.out:
+        write(said.out, _FORMATS, picture)
+    if said.json:
+        print_json(
+            {
+                "predicted": _figures(predicted),
+                "measured": _figures(measured),
+                "program": str(recorded.program),
+            }
+        )
+    elif said.out:
+        print("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
+    else:
+        width, colour = screen(said.width)
+        print(text(picture, width=width, colour=colour), end="")
+    return 0
+
+
+def _bubbles(predicted: Timeline, measured: Timeline) -> str:
+    return (
+        f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
+        f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
+    )
+
+
+def _figures(timeline: Timeline) -> dict[str, object]:
+    return {
+        "makespan": timeline.makespan,
+        "bubble_fraction": timeline.bubble_fraction,
+        "inner_idle": [timeline.inner_idle(rank) for rank in timeline.ranks],
+        "exposed": [timeline.exposed(rank) for rank in timeline.ranks],
+        "timeline": timeline.to_json(),
+    }
