@@ -1,0 +1,116 @@
+"""Runs of a few steps that save and go on, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.layout import Layout, Shape
+from phalanx.split import Precision, build_model, microbatches
+from phalanx.split.holding import hold
+from phalanx.train import AdamW, Performer, Sgd
+from phalanx.train.checkpoint import Saver, load
+from phalanx.train.checkpoint_manifest import Progress
+from phalanx.verify.cases import SHAPES, batch_of
+from phalanx.verify.trial import program_of
+from phalanx.wire import World, launch
+
+# Odd sizes that no tp divides: padding in the vocabulary and in the ffn; tied over stages.
+SHAPE = dataclasses.replace(SHAPES["gpt"], layers=2, vocab=37, ffn=23, batch=6, sequence=6)
+WIDE = torch.float64
+ADAM = AdamW()
+
+
+class Run:
+    """One rank of a run: steps, saves, goes on."""
+
+    def __init__(
+        self,
+        world: World,
+        layout: str,
+        shape: Shape = SHAPE,
+        *,
+        optimizer: AdamW | Sgd = ADAM,
+        seed: int = 0,
+    ) -> None:
+        self.layout, self.shape = Layout.parse(f"{layout} fp64"), shape
+        model = build_model(shape)
+        program = program_of(model, self.layout, agree=True)
+        precision = Precision(WIDE, WIDE, WIDE)
+        self.holding = hold(world, self.layout, model, program, seed=seed, precision=precision)
+        self.performer = Performer(
+            self.holding, program, world.rank, optimizer,
+            width=shape.hidden, clip=0.5, time_cut=self.layout.tp if self.layout.seq else 1,
+        )  # fmt: skip
+        self.updates: Any = self.performer.updates
+        self.world, self.step = world, 0
+
+    def steps(self, count: int) -> list[str]:
+        """The losses of these steps over all ranks, every bit of them."""
+        losses = []
+        for _ in range(count):
+            batch = batch_of(self.shape, self.step)
+            place = self.holding.place
+            own = microbatches(batch, self.layout, place["dp"], place["cp"])
+            done = self.performer.step(own, 1e-2)
+            loss = torch.tensor([done.loss], dtype=WIDE)
+            self.holding.wires.everyone.all_reduce(loss)
+            losses.append((float(loss) / done.count).hex())
+            self.step += 1
+        return losses
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            self.step, self.step * self.shape.batch, 7, "tokens", str(self.layout), self.shape,
+            {"lr": 1e-2}, {"scale": 1.0},
+        )  # fmt: skip
+
+    def saver(self, folder: Path, **options: Any) -> Saver:
+        return Saver(folder, self.holding, self.updates, **options)
+
+    def resume(self, folder: Path) -> Any:
+        loaded = load(folder, self.holding, self.updates)
+        if loaded is not None:
+            self.step = loaded.progress.step
+        return loaded
+
+
+def run(layout: str, what: Callable[[Run], Any], **options: Any) -> list[Any]:
+    """What each rank of a new world returns."""
+
+    def rank(world: World) -> Any:
+        found = what(Run(world, layout, **options))
+        world.clear()
+        return found
+
+    return launch(rank, Layout.parse(layout).ranks, wire="threads", timeout=30.0)
+
+
+def trained(folder: Path, layout: str, steps: int = 2, **options: Any) -> list[str]:
+    """Train, save; the losses of the two steps after it."""
+
+    def work(each: Run) -> list[str]:
+        each.steps(steps)
+        each.saver(folder).save(each.progress)
+        return each.steps(2)
+
+    return run(layout, work, **options)[0]
+
+
+def resaved(source: Path, layout: str, folder: Path, **options: Any) -> list[str]:
+    """Go on in this layout, save at once elsewhere; the losses of two more steps."""
+
+    def work(each: Run) -> list[str]:
+        assert each.resume(source) is not None
+        each.saver(folder).save(each.progress)
+        return each.steps(2)
+
+    return run(layout, work, **{"seed": 99, **options})[0]
+
+
+__all__ = ["SHAPE", "Run", "resaved", "run", "trained"]

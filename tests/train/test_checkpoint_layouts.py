@@ -1,0 +1,207 @@
+"""Any layout goes on from any checkpoint: whole tensors to the bit, in the same layout losses too."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
+
+from phalanx.train import AdamW, Sgd
+from phalanx.train.checkpoint import CheckpointError, steps
+from phalanx.train.checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
+from phalanx.verify.cases import SHAPES
+
+LAYOUTS = (
+    "dp1",
+    "dp2 zero3",
+    "tp2",
+    "pp2",  # the tied weight on two stages
+    "cp2 zero2",
+    "dp2x2 zero3",
+    "dp2 tp2 seq zero1",
+    "dp2 pp2 zero2",
+)
+# Two key and value heads over four places: copies that are written once.
+GQA = replace(SHAPES["gqa"], layers=4, batch=8, sequence=8, vocab=38, ffn=22)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the first layout, saved after two steps."""
+    folder = tmp_path_factory.mktemp("saved")
+    trained(folder, LAYOUTS[0])
+    return folder
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_loads_what_every_layout_saved_to_the_bit(
+    saved: Path, tmp_path: Path, source: str
+) -> None:
+    first = trained(tmp_path / "first", source)
+    truth = hash_tensors(tmp_path / "first" / "step-00000002")
+    kept = {kind: sum(title.startswith(kind) for title in truth) for kind in ("weight", "exp_avg/")}
+    assert kept["weight"] == kept["exp_avg/"] == len(truth) // 3
+    for number, target in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        losses = resaved(tmp_path / "first", target, folder)
+        path = folder / "step-00000002"
+        assert hash_tensors(path) == truth, f"{source} -> {target}"
+        assert verify_checkpoint(path) == []
+        assert [float.fromhex(x) for x in losses] == pytest.approx(
+            [float.fromhex(x) for x in first], rel=1e-10
+        ), f"{source} -> {target}"
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp4 seq zero0", "dp2 tp4 zero3", "pp2 interleaved2:2", "dp3 zero3"]
+)
+@pytest.mark.parametrize("optimizer", [AdamW(), Sgd(momentum=0.9)])
+def test_copies_of_heads_padding_and_other_optimizers(
+    tmp_path: Path, layout: str, optimizer: object
+) -> None:
+    trained(tmp_path / "a", layout, shape=GQA, optimizer=optimizer)
+    path = tmp_path / "a" / "step-00000002"
+    told = read_manifest(path)
+    for tensor in told.tensors:  # no number is written twice, and all of them are
+        numbers = sum(p.stop - p.start for p in tensor.pieces)
+        padding = {"embed.tokens.weight", "head.output.weight"} | {
+            t.name for t in told.tensors if ".mlp." in t.name
+        }
+        whole = 1
+        for n in tensor.shape:
+            whole *= n
+        assert numbers == whole or (numbers > whole and tensor.name in padding), tensor.title
+    resaved(tmp_path / "a", "dp2 pp2 tp2", tmp_path / "b", shape=GQA, optimizer=optimizer)
+    resaved(tmp_path / "b", layout, tmp_path / "c", shape=GQA, optimizer=optimizer)
+    assert hash_tensors(tmp_path / "c" / "step-00000002") == hash_tensors(path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "dp2 zero3", "tp2", "pp2 1f1b:3", "cp2", "dp2 tp2 zero2"]
+)
+def test_to_go_on_in_the_same_layout_is_to_have_never_stopped(
+    tmp_path: Path, layout: str, asynchronous: bool
+) -> None:
+    def through(each: Run) -> list[str]:
+        losses = each.steps(2)
+        saver = each.saver(tmp_path / "a", asynchronous=asynchronous)
+        saver.save(each.progress)
+        losses += each.steps(3)  # while it is being written
+        saver.finish()
+        each.saver(tmp_path / "end").save(each.progress)
+        return losses
+
+    def again(each: Run) -> list[str]:
+        loaded = each.resume(tmp_path / "a")
+        assert loaded.progress == replace(each.progress, step=2, cursor=2 * SHAPE.batch)
+        losses = each.steps(3)
+        each.saver(tmp_path / "other").save(each.progress)
+        return losses
+
+    undisturbed = run(layout, through)[0]
+    resumed = run(layout, again, seed=5)[0]
+    assert resumed == undisturbed[2:]
+    ends = [hash_tensors(tmp_path / name / "step-00000005") for name in ("end", "other")]
+    assert ends[0] == ends[1]
+
+
+def test_an_asynchronous_save_is_decided_at_a_later_step_by_all_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.train import checkpoint
+
+    gate = threading.Event()
+    plain = checkpoint.write_file
+
+    def slow(path, tensors):  # type: ignore[no-untyped-def]
+        if path.name == "rank-00001.safetensors":
+            gate.wait(20)
+        return plain(path, tensors)
+
+    monkeypatch.setattr(checkpoint, "write_file", slow)
+
+    def work(each: Run) -> list[int]:
+        saver = each.saver(tmp_path, asynchronous=True)
+        each.steps(1)
+        assert saver.save(each.progress) == ()
+        decided = []
+        for step in range(2, 200):
+            each.steps(1)
+            if step == 4 and each.world.rank == 0:
+                assert steps(tmp_path) == [], "not before the last rank has written"
+                gate.set()
+            decided += [step for _ in saver.poll()]
+            if decided:
+                break
+        return decided
+
+    first, second = run("dp2 zero3", work)
+    assert first == second
+    assert len(first) == 1
+    assert first[0] >= 4
+    assert verify_checkpoint(tmp_path / "step-00000001") == []
+
+
+def test_the_newest_stay_and_what_was_begun_and_left_goes(tmp_path: Path) -> None:
+    (tmp_path / ".saving-00000009").mkdir()
+    (tmp_path / ".saving-00000009" / "rank-00000.safetensors").write_bytes(b"half")
+    (tmp_path / ".removed-step-00000001").mkdir()
+
+    def work(each: Run) -> None:
+        saver = each.saver(tmp_path, keep=2)
+        for _ in range(4):
+            each.steps(1)
+            saver.save(each.progress)
+
+    run("dp2", work)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    before = hash_tensors(tmp_path / "step-00000004")
+    resaved(tmp_path, "tp2", tmp_path)  # the same step once more, where it already is
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert hash_tensors(tmp_path / "step-00000004") == before
+
+
+def test_a_course_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
+    trained(tmp_path, "dp1", 5)
+    trained(tmp_path, "dp1", 3)
+    assert [p.name for p in steps(tmp_path)] == ["step-00000003"]
+    assert verify_checkpoint(tmp_path / "set-aside-step-00000005") == []
+
+
+def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(saved: Path) -> None:
+    def work(each: Run) -> str:
+        before = each.steps(1)
+        weights = {n: u.home.clone() for n, u in each.holding.units.items()}
+        with pytest.raises(CheckpointError) as refused:
+            each.resume(saved)
+        assert all(bool((weights[n] == u.home).all()) for n, u in each.holding.units.items())
+        assert before
+        return str(refused.value)
+
+    for options, words in (
+        ({"shape": replace(SHAPE, hidden=24)}, "embed.tokens.weight is [37, 16]"),
+        ({"shape": replace(SHAPE, layers=3)}, "has no weight layers.2"),
+        ({"optimizer": Sgd(momentum=0.9)}, "state of AdamW, the run's optimizer is SGD"),
+    ):
+        said = run("dp2 zero3", work, **options)
+        assert said[0] == said[1]
+        assert words in said[0]
+
+
+def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
+    assert run("dp2", lambda each: each.resume(tmp_path / "nowhere")) == [None, None]
+
+
+def test_the_safetensors_library_reads_our_files(saved: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    path = saved / "step-00000002"
+    told = read_manifest(path)
+    with safetensors.safe_open(path / "rank-00000.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(t.title for t in told.tensors)
+        assert file.get_tensor("weight/head.norm.weight").dtype == WIDE
+    assert json.loads((path / "manifest.json").read_text())["body"]["updates"] == 2
