@@ -8,7 +8,7 @@ from phalanx.wire import workers
 from phalanx.wire.threads import run_threads
 
 WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
-PROCESSES = ("gloo-2", "gloo-4")
+PROCESSES = ("shared-2", "shared-3", "shared-4", "shared-8", "gloo-2", "gloo-4")
 
 
 def threads_of(size, timeout=30.0):

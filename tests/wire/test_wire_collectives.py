@@ -120,7 +120,9 @@ def test_a_letter_is_not_taken_for_a_part_of_a_collective(world):
         assert letter.item() == 100 + (me - 1) % size
 
 
-@pytest.mark.parametrize("name", ["threads-2", "threads-4", "threads-8", "gloo-2", "gloo-4"])
+@pytest.mark.parametrize(
+    "name", ["threads-2", "threads-4", "threads-8", "shared-4", "shared-8", "gloo-2", "gloo-4"]
+)
 def test_each_rank_gets_the_wire_of_its_own_group_and_names_are_free_after_clear(name, kept):
     run, n = kept(name)
     half = n // 2

@@ -145,7 +145,7 @@ def test_a_member_may_close_a_group_of_threads_before_another_has_come_to_it():
     assert hub.waiting == [hub.everyone.changed]
 
 
-WIRE = "no wire is named 'ether'; there are auto, threads, gloo, nccl."
+WIRE = "no wire is named 'ether'; there are auto, threads, shared, gloo, nccl."
 
 
 def test_an_unknown_wire_and_a_world_of_nobody_are_refused_in_a_sentence():

@@ -63,7 +63,18 @@ def assert_like_one_process(results):
 
 
 @pytest.mark.parametrize(
-    "name", ["alone-1", "threads-1", "threads-2", "threads-4", "threads-8", "gloo-2", "gloo-4"]
+    "name",
+    [
+        "alone-1",
+        "threads-1",
+        "threads-2",
+        "threads-4",
+        "threads-8",
+        "shared-2",
+        "shared-4",
+        "gloo-2",
+        "gloo-4",
+    ],
 )
 def test_a_block_cut_by_regions_has_the_values_and_gradients_of_one_process(name, kept):
     run, _ = kept(name)
@@ -75,7 +86,7 @@ def test_regions_compile_without_a_graph_break_and_change_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["threads-4", "gloo-2"])
+@pytest.mark.parametrize("name", ["threads-4", "shared-2", "gloo-2"])
 def test_regions_compile_with_inductor(name, kept):
     run, _ = kept(name)
     assert_like_one_process(run(columns_and_rows, "inductor"))
@@ -97,7 +108,9 @@ def exchanges(world):
     return results
 
 
-@pytest.mark.parametrize("name", ["alone-1", "threads-2", "threads-4", "gloo-2", "gloo-4"])
+@pytest.mark.parametrize(
+    "name", ["alone-1", "threads-2", "threads-4", "shared-4", "gloo-2", "gloo-4"]
+)
 def test_exchange_moves_the_cut_from_one_dim_to_another_and_its_gradient_back(name, kept):
     run, n = kept(name)
     for me, pairs in enumerate(run(exchanges)):

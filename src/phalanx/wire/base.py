@@ -128,7 +128,7 @@ class Wire(ABC):
     def close(self) -> None:  # noqa: B027 - most wires hold nothing
         """Give back what the wire holds. Every member closes, in the same order."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - most wires keep nothing of what was sent
         """Wait until all that was sent has left. Only where every receive of it is, or will be,
         posted without anything more from here."""
 
@@ -247,6 +247,10 @@ class World(ABC):
         if wire.size > 1:
             _here()[name] = wire
         return wire
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor to send and receive much with: where ranks share memory, they share it."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def clear(self) -> None:
         """Close every wire split so far, in that order, so that their names are free again."""
