@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
-from phalanx.lab import NAMES, Claim, LabError, Size, Trial, conduct, page, text
+from phalanx.lab import NAMES, Claim, LabError, Size, Trial, conduct, listing, page, text
 from phalanx.lab.told import bytes_said, steps_of
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
@@ -131,6 +131,11 @@ def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFi
     assert [line.split()[0] for line in lines] == list(NAMES)
     assert verb.run(["--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == list(NAMES)
+
+
+def test_the_docs_list_what_the_verb_lists() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "lab.md").read_text()
+    assert "".join(f"    {line}\n" for line in listing().splitlines()) in docs
 
 
 def test_a_run_prints_before_after_and_the_check_and_exits_with_0(

@@ -77,9 +77,7 @@ def equal(says: str, got: Any, want: Any, *, within: float = 1e-10) -> Claim:
     # Written so that a NaN fails.
     fits = apart <= within * largest
     if ours.numel() == 1:
-        return Claim(
-            says, fits, f"{ours.item():,.10g}" + (f", not {theirs.item():,.10g}" * (not fits))
-        )
+        return Claim(says, fits, f"{ours.item():,.10g}; wanted {theirs.item():,.10g}")
     return Claim(says, fits, f"{ours.numel():,} numbers, at most {apart:.1e} apart")
 
 

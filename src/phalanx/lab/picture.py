@@ -207,7 +207,7 @@ def _segments(title: str, data: dict[str, Any]) -> str:
     longest = max(sum(length for _, length in bar) for bar in data["bars"].values())
     unit, body = (_WIDTH - 90) / longest, []
     colours = {
-        part: _SERIES[i % len(_SERIES)]
+        part: _SERIES[(i + 1) % len(_SERIES)]
         for i, part in enumerate(dict.fromkeys(p for bar in data["bars"].values() for p, _ in bar))
     }
     for row, (name, bar) in enumerate(data["bars"].items()):

@@ -33,28 +33,35 @@ def run(world: World, size: Size, note: Note) -> Held:
     x = fresh("all-reduce")  # everyone gets the sum
     wire.all_reduce(x)
     after("all-reduce", x)
+
     x = fresh("reduce")  # only rank 0 gets it
     wire.reduce(x, root=0)
     after("reduce", x)
+
     x = fresh("broadcast")  # everyone gets what the last rank has
     wire.broadcast(x, root=n - 1)
     after("broadcast", x)
+
     x = fresh("all-gather")  # everyone gets everything
     out = torch.empty(n * n, dtype=x.dtype)
     wire.all_gather(out, x)
     after("all-gather", out)
+
     x = fresh("reduce-scatter")  # everyone gets one part of the sum
     out = torch.empty(1, dtype=x.dtype)
     wire.reduce_scatter(out, x)
     after("reduce-scatter", out)
+
     x = fresh("all-to-all")  # part j of mine goes to rank j: a transpose over ranks
     out = torch.empty_like(x)
     wire.all_to_all(out, x)
     after("all-to-all", out)
+
     x = fresh("gather")  # rank 0 gets everything
     parts = [torch.empty_like(x) for _ in range(n)] if rank == 0 else None
     wire.gather(parts, x, root=0)
     after("gather", torch.cat(parts) if parts else x)
+
     x = fresh("scatter")  # rank 0 deals out its parts
     out = torch.empty(1, dtype=x.dtype)
     wire.scatter(out, [x[i : i + 1].clone() for i in range(n)] if rank == 0 else None, root=0)

@@ -78,7 +78,8 @@ def run(world: World, size: Size, note: Note) -> Held:
         dist.broadcast_object_list(trap, src=0)
         pid = trap[0] if rank else pid
         note.holds("after", gradient=pickled, what_arrived=pid, own_process_id=os.getpid())
-        note.says(f"Rank {rank} got a number: its own process id. Receiving called a function.")
+        if rank:
+            note.says(f"Rank {rank} received its own process id: receiving called a function.")
     elif rank == 0:
         note.says("The object forms need processes: run this with --wire gloo.")
     went = pickled if dist.is_initialized() and wire.size > 1 else total

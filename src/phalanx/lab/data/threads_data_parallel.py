@@ -7,6 +7,8 @@ a time run Python; everything lands on the first device first, which sends n-1 t
 while the others idle; and a replica is a whole model on one device, so it does not combine with
 splitting the model. Measured here beside one process per rank, which sends 2(n-1)/n of the weights.
 
+Ranks as threads share one interpreter too; `--wire gloo` gives the second form its processes.
+
 Without several GPUs the devices are the CPU under n names: copies are real, the devices are not.
 """
 

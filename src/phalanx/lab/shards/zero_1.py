@@ -44,6 +44,12 @@ def run(world: World, size: Size, note: Note) -> Held:
             first = summed.clone()
         note.holds("after", gradient_slice=summed, weights=weights, state=[adam.m, adam.v])
     sent = note.sent()
+    formula = 2 * (n - 1) / n * flat.nbytes
+    note.says(
+        f"Rank {rank} sent {sent / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
+        f"{formula:,.0f}. Its state takes {adam.m.nbytes + adam.v.nbytes:,} bytes of "
+        f"{2 * flat.nbytes:,}."
+    )
     loss_of_all = torch.stack(losses)
     wire.all_reduce(loss_of_all, "average")
     whole = torch.empty_like(flat)

@@ -55,6 +55,11 @@ def run(world: World, size: Size, note: Note) -> Held:
         first = first or owned
         note.holds("after", gradients=list(owned.values()), weights=weights)
     sent = note.sent()
+    whole = sum(w.nbytes for w in weights)
+    note.says(
+        f"Rank {rank} sent {sent / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
+        f"{2 * (n - 1) / n * whole:,.0f}. It held gradients of {most:,} bytes of {whole:,}."
+    )
     mean = torch.stack(losses)
     wire.all_reduce(mean, "average")
     held = {"losses": mean, "weights": weights, "gradients": [first[i] for i in sorted(first)]}

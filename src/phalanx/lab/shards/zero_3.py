@@ -88,6 +88,12 @@ def run(world: World, size: Size, note: Note) -> Held:
         first = first or owned
         note.holds("after", gradients=list(owned.values()), weights=list(layers.here.values()))
     sent, received = note.sent(), note.received()
+    whole = 8 * size.layers * size.width**2
+    note.says(
+        f"Rank {rank} received {received / size.steps:,.0f} bytes a step and sent "
+        f"{sent / size.steps:,.0f}; 3(n-1)/n of the weights are {3 * (n - 1) / n * whole:,.0f}. "
+        f"It held {layers.most} layers at most, of {size.layers}."
+    )
     mean = torch.stack(losses)
     wire.all_reduce(mean, "average")
     held = {"losses": mean, "weights": [layers.here[i] for i in layers.mine]}
