@@ -93,24 +93,25 @@ def _damage(folder: Folder, manifest: Manifest, number: int) -> Iterator[str]:
         with folder.open(told.name) as file:
             size = file.seek(0, 2)
             file.seek(0)
-            sums = tuple(chunk_sums(file)) if size == told.size else ()
+            known = any(size == each.size for each in manifest.files)
+            sums = tuple(chunk_sums(file)) if known else ()
     except (CheckpointError, OSError) as error:
         yield str(error)
         return
-    if size != told.size:
+    if size == told.size and sums == told.chunks:
+        return
+    other = next((f.name for f in manifest.files if sums and f.chunks == sums), None)
+    if other:
+        yield f"{path}: holds what belongs into {other}."
+    elif size != told.size:
         yield f"{path}: has {size:,} bytes, {told.size:,} were written."
-    elif sums != told.chunks:
-        other = next((f.name for f in manifest.files if f.chunks == sums), None)
-        if other:
-            yield f"{path}: holds what belongs into {other}."
-        else:
-            first = next(
-                n for n, (a, b) in enumerate(zip(sums, told.chunks, strict=True)) if a != b
-            )
-            yield (
-                f"{path}: its bytes from {first * CHUNK:,} on differ from what was written:"
-                f" checksum {sums[first][:12]}, not {told.chunks[first][:12]}."
-            )
+    else:
+        pairs = enumerate(zip(sums, told.chunks, strict=True))
+        first = next(n for n, (is_now, was) in pairs if is_now != was)
+        yield (
+            f"{path}: its bytes from {first * CHUNK:,} on differ from what was written:"
+            f" checksum {sums[first][:12]}, not {told.chunks[first][:12]}."
+        )
 
 
 def verify_checkpoint(path: Path) -> list[str]:
