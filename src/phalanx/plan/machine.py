@@ -59,6 +59,7 @@ class Machine:
     catalogue: str = ""  # the device's name in the catalogue; "": unknown there
     threads: int = 1  # of the process that measured matrix products
     torch: str = ""
+    launch: float = 0.0  # seconds to start an operation that does next to nothing
     stores: tuple[Store, ...] = ()
     rates: tuple[Rate, ...] = ()
     hidden: tuple[Hidden, ...] = ()

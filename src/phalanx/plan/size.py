@@ -65,8 +65,9 @@ def seconds(time: float) -> str:
 
 
 def tera(per_second: float) -> str:
-    """Operations a second in TFLOP/s, EFLOP/s where there are many."""
-    if per_second >= 1e17:
-        return f"{per_second / 1e18:.3g} EFLOP/s"
-    x = per_second / 1e12
-    return f"{x:.1f} TFLOP/s" if x >= 100 else f"{x:.3g} TFLOP/s"
+    """Operations a second in TFLOP/s; GFLOP/s where there are few, EFLOP/s where many."""
+    for power, unit in ((1e18, "E"), (1e12, "T")):
+        x = per_second / power
+        if x >= 0.1:
+            return f"{x:.1f} {unit}FLOP/s" if x >= 100 else f"{x:.3g} {unit}FLOP/s"
+    return f"{per_second / 1e9:.3g} GFLOP/s"

@@ -1,0 +1,139 @@
+"""The one clock of all benches: how often, between which barriers, and whose time counts.
+
+What is timed has been run before, so that nothing is started, compiled or mapped while the clock
+runs. Before each reading the device is idle and the ranks have met. A reading repeats what is short
+until it is long enough to be told from the clock's own noise. Where ranks take part, the slowest
+one's reading counts; of the readings the median. Several works are read in turn, so that what
+disturbs the machine disturbs all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..wire import Wire
+
+__all__ = ["Clock", "Timing"]
+
+# A reading is at least this long (seconds): hundreds of times the clock's own step.
+LEAST = 1e-3
+MOST_CALLS = 200
+
+WorkOf = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The readings of one work, each the slowest rank's, in seconds a call."""
+
+    readings: tuple[float, ...]
+    calls: int  # in a reading
+    warm_up: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.readings)
+
+    @property
+    def least(self) -> float:
+        return min(self.readings)
+
+    @property
+    def most(self) -> float:
+        return max(self.readings)
+
+
+class Clock:
+    """The clock of one rank. Ranks that share a wire measure together: all call the same methods."""
+
+    def __init__(self, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
+        self.device = torch.device(device)
+        self._wire = wire if wire is not None and wire.size > 1 else None
+
+    @property
+    def method(self) -> str:
+        """How it measures, in a sentence."""
+        how = "device events" if self.device.type == "cuda" else "the system's monotonic clock"
+        return f"{how}; warmed up, device idle before and after; medians over repeats"
+
+    def settle(self) -> None:
+        """Return when the device has done all it was asked."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def meet(self) -> None:
+        """Return when every rank's device has done all it was asked."""
+        self.settle()
+        if self._wire is not None:
+            self._wire.barrier()
+            self.settle()
+
+    def agree(self, seconds: Sequence[float]) -> list[float]:
+        """The slowest rank's, of each time."""
+        if self._wire is None:
+            return list(seconds)
+        said = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        self._wire.all_reduce(said, "max")
+        return [float(each) for each in said.tolist()]
+
+    def read(self, work: WorkOf, calls: int = 1) -> float:
+        """One reading of this rank's own: seconds a call."""
+        self.meet()
+        if self.device.type == "cuda":
+            start, end = _event(), _event()
+            start.record()
+            for _ in range(calls):
+                work()
+            end.record()
+            end.synchronize()
+            took = float(start.elapsed_time(end)) / 1e3
+        else:
+            began = time.perf_counter()
+            for _ in range(calls):
+                work()
+            took = time.perf_counter() - began
+        self.meet()
+        return took / calls
+
+    def claimed(self, work: WorkOf) -> float:
+        """What a clock that does not wait for the device would say: on a GPU the launch alone."""
+        self.meet()
+        began = time.perf_counter()
+        work()
+        took = time.perf_counter() - began
+        self.meet()
+        return took
+
+    def measure(
+        self, *works: WorkOf, repeats: int = 7, warm_up: int = 2, limit: float = 5.0
+    ) -> tuple[Timing, ...]:
+        """The timing of each work. `limit`: seconds that all of them may take about; less is
+        repeated where one call alone is long, but each is read once at least."""
+        firsts: list[float] = []
+        warmed = 0
+        for _ in range(max(1, warm_up)):
+            firsts = self.agree([self.read(work) for work in works])
+            warmed += 1
+            if sum(firsts) > limit / 4:
+                break
+        calls = [min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9)))) for first in firsts]
+        once = sum(first * n for first, n in zip(firsts, calls, strict=True))
+        times = max(1, min(repeats, int(limit / max(once, 1e-9))))
+        read = [
+            self.read(work, n)
+            for _ in range(times)
+            for work, n in zip(works, calls, strict=True)
+        ]  # fmt: skip
+        slowest = self.agree(read)
+        return tuple(
+            Timing(tuple(slowest[i :: len(works)]), calls[i], warmed) for i in range(len(works))
+        )
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

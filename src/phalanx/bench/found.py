@@ -1,0 +1,123 @@
+"""What this machine is, before anything is measured: devices, memory, cores, what torch can use."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..plan import Device, MachineError, device_named
+
+__all__ = ["DTYPES", "Found", "dtype_of", "find", "products_in"]
+
+DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "tf32": torch.float32, "fp64": torch.float64,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Found:
+    """The device that benches run on, and what surrounds it."""
+
+    name: str  # what the driver or the system calls it
+    kind: str  # "cpu" or "cuda"
+    count: int
+    cores: int
+    memory: int  # bytes of one device
+    free: int
+    entry: Device | None  # None: the catalogue does not know it
+    backends: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.kind == "cuda" else torch.device("cpu")
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s by its maker's word; 0 for a device that is unknown."""
+        return self.entry.peak(dtype) if self.entry else 0.0
+
+    def known(self) -> str:
+        """Whether the catalogue knows it, in a sentence."""
+        if self.entry is None:
+            return f"{self.name} is unknown to the catalogue: its peak is what is measured here, not a guess."
+        return f"{self.name} is {self.entry.name} in the catalogue."
+
+
+def find(kind: str = "auto") -> Found:
+    """This machine's devices of a kind; `auto` takes GPUs where there are any."""
+    cuda = torch.cuda.is_available()
+    if kind not in ("auto", "cpu", "cuda"):
+        raise MachineError(f"there is no kind of device {kind!r}; use auto, cpu or cuda.")
+    if kind == "cuda" and not cuda:
+        raise MachineError("torch sees no GPU here; leave --device out, or use --device cpu.")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if kind == "cpu" or not cuda:
+        name, total, free = _cpu_name(), *_host_memory()
+        return Found(name, "cpu", 1, cores or 1, total, free, device_named(name), _backends())
+    name = torch.cuda.get_device_name(0)
+    free, total = torch.cuda.mem_get_info(0)
+    count = torch.cuda.device_count()
+    return Found(name, "cuda", count, cores or 1, total, free, device_named(name), _backends())
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine() or "a CPU"
+
+
+def _host_memory() -> tuple[int, int]:
+    """All bytes, and those that can be had without pushing anyone out."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+        total, free = (
+            int(found[1]) * 1024
+            for key in ("MemTotal", "MemAvailable")
+            if (found := re.search(rf"^{key}:\s+(\d+) kB", text, re.M))
+        )
+    except (OSError, ValueError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total // 2
+    return total, free
+
+
+def _backends() -> tuple[str, ...]:
+    if not dist.is_available():
+        return ()
+    there = {
+        "nccl": dist.is_nccl_available(),
+        "gloo": dist.is_gloo_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return tuple(name for name, yes in there.items() if yes)
+
+
+def dtype_of(name: str, kind: str) -> torch.dtype:
+    """The dtype of tensors for a precision that people name."""
+    if name not in DTYPES:
+        raise MachineError(f"there is no precision {name!r}; use {', '.join(DTYPES)}.")
+    if name == "tf32" and kind != "cuda":
+        raise MachineError("tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
+    return DTYPES[name]
+
+
+@contextmanager
+def products_in(dtype: str) -> Iterator[None]:
+    """Inside, products of float32 are made in full, or in TF32 where that is asked for."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

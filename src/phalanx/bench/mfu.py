@@ -1,0 +1,128 @@
+"""Model FLOPs utilisation: the time that the model's products need at the peak, over the time that
+the whole iteration takes, optimizer included.
+
+Two models: the wide MLP (nothing but large products: what the device can give at best) and one
+block of a decoder (norms, attention, small things between). Backward counts twice the forward.
+30 % is good, 40 % excellent for a real training run. Newer devices reach less of their peak: from
+A100 to H100 products became 3.2 times faster and memory 1.6 to 2.2 times, so whatever is bound by
+memory takes a larger part of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..layout import Shape
+from ..model import Decoder
+from .clock import Clock
+from .found import Found, dtype_of, products_in
+
+__all__ = ["Iteration", "Mlp", "measure_block", "measure_mlp"]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A whole training iteration: forward, backward, update."""
+
+    name: str
+    dtype: str
+    flops: float  # of the model: forward x 3, attention counted causal
+    flops_full: float  # the same with attention counted full
+    seconds: float
+    forward: float  # seconds of the forward pass alone
+    readings: int
+
+    def share(self, peak: float) -> float:
+        """MFU: theoretical over measured time."""
+        return self.flops / peak / self.seconds
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """L layers x -> relu(x W), W of D x D, on N rows."""
+
+    layers: int = 8
+    width: int = 8192
+    rows: int = 8192
+
+    @property
+    def flops(self) -> float:
+        return 3 * 2.0 * self.layers * self.rows * self.width**2
+
+
+def measure_mlp(found: Found, mlp: Mlp, dtype: str, *, limit: float = 20.0) -> Iteration:
+    """The wide MLP with Adam; half precision by autocast, weights in float32."""
+    device = found.device
+    weights = [
+        (torch.randn(mlp.width, mlp.width, device=device) * (2 / mlp.width) ** 0.5).requires_grad_()
+        for _ in range(mlp.layers)
+    ]
+    x = torch.randn(mlp.rows, mlp.width, device=device)
+
+    def forward() -> Tensor:
+        y = x
+        for weight in weights:
+            y = F.relu(y @ weight)
+        return y.float().square().mean()
+
+    name = f"MLP L={mlp.layers} D={mlp.width} N={mlp.rows}"
+    timed = _iteration(found, weights, forward, dtype, limit)
+    return Iteration(name, dtype, mlp.flops, mlp.flops, *timed)
+
+
+def measure_block(
+    found: Found, shape: Shape, batch: int, sequence: int, dtype: str, *, limit: float = 20.0
+) -> Iteration:
+    """One block of a decoder of that shape, on `batch` sequences."""
+    device = found.device
+    block = _block(shape).to(device)
+    x = torch.randn(batch, sequence, shape.hidden, device=device, requires_grad=True)
+    positions = torch.arange(sequence, device=device).expand(batch, -1)
+
+    def forward() -> Tensor:
+        y: Tensor = block(x, positions=positions)
+        return y.float().square().mean()
+
+    timed = _iteration(found, list(block.parameters()), forward, dtype, limit)
+    matmuls = shape.cost(1) / shape.sequence - shape.sequence * shape.heads * shape.head_dim
+    attention = sequence * shape.heads * shape.head_dim  # multiply-adds of a token, causal
+    tokens = 3 * 2.0 * batch * sequence
+    name = f"a block of {shape.name}, {batch} x {sequence} tokens"
+    full = tokens * (matmuls + 2 * attention)
+    return Iteration(name, dtype, tokens * (matmuls + attention), full, *timed)
+
+
+def _block(shape: Shape) -> nn.Module:
+    return Decoder(
+        vocab=8, hidden=shape.hidden, layers=1, heads=shape.heads, kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim, ffn=shape.ffn, sequence=shape.sequence,
+        norm="layer" if shape.norm == "layer" else "rms", rope_theta=shape.rope_theta,
+        gated=shape.gated, qk_norm=shape.qk_norm,
+    ).layers[0]  # fmt: skip
+
+
+def _iteration(
+    found: Found, weights: list[Tensor], forward: Callable[[], Tensor], dtype: str, limit: float
+) -> tuple[float, float, int]:
+    """Seconds of an iteration and of its forward pass, and how often they were read."""
+    kind, half = found.kind, dtype in ("bf16", "fp16")
+    # On a GPU one kernel updates all weights; elsewhere the fused form is as good.
+    optimizer = torch.optim.Adam(weights, lr=1e-6, fused=True)
+
+    def once() -> Tensor:
+        with torch.autocast(kind, dtype_of(dtype, kind), enabled=half):
+            return forward()
+
+    def iteration() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        once().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    with products_in(dtype):
+        whole, alone = Clock(found.device).measure(iteration, once, repeats=5, limit=limit)
+    return whole.median, alone.median, len(whole.readings)

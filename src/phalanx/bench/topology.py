@@ -1,0 +1,208 @@
+"""Who is linked to whom, as `nvidia-smi topo -m` tells it: link kinds, groups, nearest NICs and CPUs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["KINDS", "Topology", "TopologyError", "parse_topology", "read_topology"]
+
+# From near to far, as nvidia-smi explains them.
+KINDS: dict[str, str] = {
+    "NV": "NVLink, the number of links follows",
+    "PIX": "one PCIe bridge",
+    "PXB": "several PCIe bridges, without the CPU",
+    "PHB": "a PCIe host bridge, that is the CPU",
+    "NODE": "host bridges of one NUMA node",
+    "SYS": "the link between NUMA nodes",
+}
+_ORDER = list(KINDS)
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class TopologyError(ValueError):
+    """A text that is no topology: which line, and what was expected there."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices and NICs, and the kind of link between each two of them (`NV18`, `PIX`, ...)."""
+
+    names: tuple[str, ...]  # devices first, then NICs
+    links: tuple[tuple[str, ...], ...]  # in the order of names; X is oneself
+    cpus: tuple[tuple[int, ...], ...] = ()  # of each device: the CPUs next to it
+    numa: tuple[int | None, ...] = ()  # of each device
+    nics: tuple[tuple[str, str], ...] = ()  # what NIC0 is called: mlx5_0
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(name for name in self.names if name.startswith("GPU"))
+
+    def between(self, a: str, b: str) -> str:
+        """The kind of link between two of the names."""
+        return self.links[self.names.index(a)][self.names.index(b)]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that join devices, the nearest first."""
+        devices = range(len(self.devices))
+        found = {self.links[i][j] for i in devices for j in devices if i != j}
+        return tuple(sorted(found, key=lambda kind: (_far(kind), kind)))
+
+    def groups(self, kind: str) -> tuple[tuple[str, ...], ...]:
+        """The devices that reach each other over links of this kind or nearer ones."""
+        left, found = list(self.devices), []
+        while left:
+            group = [left.pop(0)]
+            for member in group:
+                near = [d for d in left if _far(self.between(member, d)) <= _far(kind)]
+                left = [d for d in left if d not in near]
+                group += near
+            found.append(tuple(sorted(group, key=self.names.index)))
+        return tuple(found)
+
+    def nearest_nics(self, device: str) -> tuple[str, ...]:
+        """The NICs that this device reaches over the nearest kind of link, by what they are called."""
+        nics = [name for name in self.names if name not in self.devices]
+        least = min((_far(self.between(device, nic)) for nic in nics), default=0)
+        called = dict(self.nics)
+        return tuple(
+            called.get(nic, nic) for nic in nics if _far(self.between(device, nic)) == least
+        )
+
+    def told(self) -> list[str]:
+        """The groups and neighbours, in lines for people."""
+        if not self.devices:
+            return ["no GPUs"]
+        lines = []
+        for kind in self.kinds:
+            groups = [g for g in self.groups(kind) if len(g) > 1]
+            what = KINDS[re.sub(r"\d", "", kind)]
+            what = what.replace(", the number of links follows", f", {kind[2:]} links")
+            lines.append(f"{kind} ({what}): " + "; ".join(map(" ".join, groups)))
+        for i, device in enumerate(self.devices):
+            near = self.nearest_nics(device)
+            said = [f"NIC {', '.join(near)}"] if near else []
+            said += [f"CPUs {_ranges(self.cpus[i])}"] if self.cpus and self.cpus[i] else []
+            numa = self.numa[i] if self.numa else None
+            said += [f"NUMA node {numa}"] if numa is not None else []
+            if said:
+                lines.append(f"{device}: {', '.join(said)}")
+        return lines
+
+
+def _far(kind: str) -> int:
+    return _ORDER.index(re.sub(r"\d", "", kind))
+
+
+def read_topology() -> Topology:
+    """What the driver of this machine says; no devices where there is none."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Topology((), ())
+    done = subprocess.run(
+        [program, "topo", "-m"], capture_output=True, text=True, timeout=60, check=False
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+        raise TopologyError(
+            f"nvidia-smi topo -m ended with code {done.returncode}: {said[0].rstrip('.')}."
+        )
+    return parse_topology(done.stdout)
+
+
+def parse_topology(text: str) -> Topology:
+    """The topology that `nvidia-smi topo -m` printed."""
+    lines = [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
+    if any(line.startswith("No devices were found") for line in lines):
+        return Topology((), ())
+    start = next((i for i, line in enumerate(lines) if _cells(line)[:1] == ["GPU0"]), None)
+    if start is None:
+        first = next((line for line in lines if line.strip()), "")
+        raise TopologyError(
+            f"this is not what nvidia-smi topo -m prints: no line begins with GPU0 as a column."
+            f" It begins {first[:60]!r}."
+        )
+    names = tuple(_names(_cells(lines[start])))
+    rows: list[tuple[str, ...]] = []
+    rest: list[list[str]] = []
+    for number, line in enumerate(lines[start + 1 : start + 1 + len(names)], start + 2):
+        cells = _cells(line)
+        rows.append(_row(cells, names, len(rows), number))
+        rest.append(cells[1 + len(names) :])
+    _check_square(names, rows)
+    devices = sum(name.startswith("GPU") for name in names)
+    return Topology(
+        names,
+        tuple(rows),
+        tuple(_cpus(cells[0] if cells else "") for cells in rest[:devices]),
+        tuple(int(c[1]) if len(c) > 1 and c[1].isdigit() else None for c in rest[:devices]),
+        tuple(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.M)),
+    )
+
+
+def _cells(line: str) -> list[str]:
+    """Tabs part the cells; a terminal may have made several blanks of one."""
+    return [cell.strip() for cell in re.split(r"\t| {2,}", line) if cell.strip()]
+
+
+def _names(cells: Sequence[str]) -> list[str]:
+    found = []
+    for cell in cells:
+        if " " in cell:  # CPU Affinity, NUMA Affinity, GPU NUMA ID
+            break
+        found.append(cell)
+    return found
+
+
+def _row(cells: list[str], names: tuple[str, ...], place: int, number: int) -> tuple[str, ...]:
+    name = names[place]
+    if not cells or cells[0] != name:
+        seen = repr(cells[0]) if cells else "nothing"
+        raise TopologyError(f"line {number}: {seen} where the row of {name} belongs.")
+    links = tuple(cells[1 : 1 + len(names)])
+    if len(links) < len(names):
+        raise TopologyError(f"line {number}: {name} has {len(links)} links, of {len(names)}.")
+    for other, kind in zip(names, links, strict=True):
+        good = kind == "X" if other == name else re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", kind)
+        if not good:
+            raise TopologyError(
+                f"line {number}: {kind!r} between {name} and {other} is no kind of link;"
+                f" there are NV1, NV2, ..., {', '.join(_ORDER[1:])}, and X for oneself."
+            )
+    return links
+
+
+def _check_square(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    if len(rows) < len(names):
+        raise TopologyError(f"the text ends before the row of {names[len(rows)]}.")
+    for i, row in enumerate(rows):
+        for j, kind in enumerate(row):
+            if rows[j][i] != kind:
+                raise TopologyError(
+                    f"{names[i]} says {kind} of {names[j]}, which says {rows[j][i]} of it."
+                )
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    """`0-2,8` as 0, 1, 2, 8; anything else as none, since drivers also write N/A."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", text):
+        return ()
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return tuple(found)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)

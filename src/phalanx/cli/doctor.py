@@ -1,0 +1,220 @@
+"""`phalanx doctor`: what this machine is, measured on request; and the catalogue of others."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from ..plan.size import rate, seconds, size
+from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
+from .doctor_picture import hierarchy_svg
+from .usage import Parser, UsageError, print_json, read, write
+
+if TYPE_CHECKING:
+    from ..bench import Found, Topology
+    from ..plan import Machine, Store
+
+__all__ = ["run"]
+
+_EPILOG = """\
+  phalanx doctor                            what this machine is; measures its memory bandwidth
+  phalanx doctor --out machine.toml         measures all of it; the file is what plans read
+  phalanx doctor topology [FILE]            who is linked to whom, here or as nvidia-smi topo -m told
+  phalanx doctor devices [NAME]             the catalogue: what makers state, with sources
+  phalanx doctor links
+  phalanx doctor clusters [NAME]            levels and totals, as of llama3 or h100x64
+  phalanx doctor hierarchy NAME [--out F.svg]   registers to network: size and speed of each
+
+Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
+
+_SUBJECTS = ("topology", "devices", "links", "clusters", "hierarchy")
+
+
+def run(argv: list[str]) -> int:
+    """Tell of this machine, or of one of the catalogue."""
+    parser = Parser(
+        "phalanx doctor", "What this machine is and how fast; what others are.", _EPILOG
+    )
+    add = parser.add_argument
+    add("subject", nargs="?", choices=_SUBJECTS, metavar="SUBJECT", help=", ".join(_SUBJECTS))
+    add(
+        "name", nargs="?", metavar="NAME", help="a device, a cluster, or a recorded topology's file"
+    )
+    add("--out", metavar="FILE", help="machine.toml, or .svg with hierarchy")
+    add("--device", default="auto", help="auto, cpu, cuda")
+    add("--ranks", type=int, default=0, metavar="N", help="of the largest group measured")
+    add("--wire", default="auto", help="threads, shared, gloo, nccl, auto")
+    add("--model", default="124m", metavar="SHAPE", help="whose products are measured")
+    add("--limit", type=float, default=60.0, help="seconds for all measurements of --out, about")
+    add("--with-host", action="store_true", help="write the host's name into the file")
+    add("--json", action="store_true")
+    said = parser.read(argv)
+    if said.subject is None:
+        return _here(said)
+    if said.out and said.subject != "hierarchy":
+        raise UsageError(f"--out does not go with {said.subject}.")
+    if said.subject == "topology":
+        return _topology(said)
+    return _catalogue(said)
+
+
+# ---- this machine
+
+
+def _here(said: argparse.Namespace) -> int:
+    from ..bench import WrongResult, examine, find
+    from ..bench.doctor import Examination, topology_of
+    from ..layout import Shape
+    from ..wire import RankFailed
+
+    if said.limit <= 0 or said.ranks < 0 or said.ranks == 1:
+        raise UsageError("--limit is more than 0, --ranks 2 or more.")
+    if said.out and not said.out.endswith(".toml"):
+        raise UsageError(f"--out {said.out}: a machine file is .toml.")
+    found = find(said.device)
+    Shape.load(said.model)
+    if not said.out:
+        return _look(said, found, topology_of(found))
+    asked = Examination(
+        said.limit, said.ranks, said.wire, said.model, with_host=said.with_host
+    )  # fmt: skip
+    say = (
+        (lambda line: None) if said.json else (lambda line: print(f"measuring {line}", flush=True))
+    )
+    try:
+        machine = examine(found, asked, say)
+    except (WrongResult, RankFailed) as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    write(said.out, {".toml": lambda m: m.text()}, machine)
+    if said.json:
+        print_json(asdict(machine))
+    else:
+        print("\n".join([*_identity(found), *_measured(machine), f"written: {said.out}"]))
+    return 0
+
+
+def _look(said: argparse.Namespace, found: Found, topology: Topology) -> int:
+    from ..bench import measure_stores
+
+    stores = measure_stores(found)
+    if said.json:
+        entry = found.entry
+        print_json(
+            {
+                "device": found.name, "kind": found.kind, "count": found.count,
+                "cores": found.cores, "memory": found.memory, "free": found.free,
+                "catalogue": entry.name if entry else None, "backends": list(found.backends),
+                "links": list(topology.kinds),
+                "stores": {store.name: store.bandwidth for store in stores},
+            }
+        )  # fmt: skip
+        return 0
+    lines = [*_identity(found), *_stores(stores, found)]
+    lines += topology.told() if found.kind == "cuda" else []
+    print("\n".join([*lines, "For everything else: phalanx doctor --out machine.toml"]))
+    return 0
+
+
+def _identity(found: Found) -> list[str]:
+    import torch
+
+    many = f"{found.count} x " if found.count > 1 else ""
+    return [
+        f"{many}{found.name}: {size(found.memory)}, {size(found.free)} free; {found.cores} CPU cores",
+        found.known(),
+        f"torch {torch.__version__} with {', '.join(found.backends) or 'no backends'}",
+    ]
+
+
+def _stores(stores: tuple[Store, ...], found: Found) -> list[str]:
+    from ..bench import judged
+
+    lines = []
+    for store in stores:
+        of = ""
+        if found.entry and store.name in ("copy", "read", "write"):
+            of = f" ({judged(store.bandwidth, found.entry.memory.bandwidth)})"
+        lines.append(f"memory, {store.name}: {rate(store.bandwidth)}{of}")
+    return lines
+
+
+def _measured(machine: Machine) -> list[str]:
+    lines = [f"memory, {s.name}: {rate(s.bandwidth)}" for s in machine.stores]
+    lines.append(f"starting an operation takes {seconds(machine.launch)}")
+    for dtype in dict.fromkeys(r.dtype for r in machine.rates):
+        best = machine.best(dtype)
+        if best:
+            from ..bench import judged
+            from ..plan.size import tera
+
+            peak = machine.entry.peak(dtype) if machine.entry else 0.0
+            shape = f"{best.m} x {best.n} x {best.k}"
+            lines.append(f"{dtype}: {tera(best.flops)} at {shape}; {judged(best.flops, peak)}")
+    lines += [f"{h.name}: {h.part:.0%} of the shorter hidden" for h in machine.hidden]
+    lines += [
+        f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.wire}:"
+        f" {seconds(c.latency)} a step, {rate(c.beyond or c.bandwidth)}, error {c.error:.0%}"
+        for c in machine.curves
+    ]
+    return lines
+
+
+def _topology(said: argparse.Namespace) -> int:
+    from ..bench import parse_topology, read_topology
+
+    found = parse_topology(read(said.name, "topology")) if said.name else read_topology()
+    if said.json:
+        print_json(
+            {
+                "devices": list(found.devices), "names": list(found.names),
+                "links": [list(row) for row in found.links],
+                "groups": {kind: [list(g) for g in found.groups(kind)] for kind in found.kinds},
+                "nics": {d: list(found.nearest_nics(d)) for d in found.devices},
+                "cpus": [list(c) for c in found.cpus], "numa": list(found.numa),
+            }
+        )  # fmt: skip
+    else:
+        print("\n".join(found.told()))
+    return 0
+
+
+# ---- the catalogue
+
+
+def _catalogue(said: argparse.Namespace) -> int:
+    from ..plan import cluster, clusters, device, devices, hierarchy, links
+
+    if said.subject == "hierarchy":
+        if not said.name:
+            raise UsageError("hierarchy of which device? As in `phalanx doctor hierarchy h100`.")
+        places = hierarchy(device(said.name))
+        if said.out:
+            title = f"{device(said.name).title}, from the inside out"
+            write(said.out, {".svg": lambda p: hierarchy_svg(title, p)}, places)
+        if said.json:
+            print_json({"places": [asdict(place) for place in places]})
+        else:
+            print(hierarchy_text(device(said.name)))
+        return 0
+    if said.subject == "links":
+        if said.json:
+            print_json({n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()})
+        else:
+            print(links_text())
+        return 0
+    if said.subject == "clusters":
+        chosen = [cluster(said.name)] if said.name else list(clusters().values())
+        if said.json:
+            print_json({c.name: asdict(c) | {"totals": c.totals()} for c in chosen})
+        else:
+            print(clusters_text(chosen))
+        return 0
+    named = [device(said.name)] if said.name else list(devices().values())
+    if said.json:
+        print_json({d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in named})
+    else:
+        print(device_text(named[0]) if said.name else devices_text(named))
+    return 0

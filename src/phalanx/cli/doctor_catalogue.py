@@ -1,0 +1,128 @@
+"""The catalogue as text: devices, links, clusters, and what lies between registers and network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import Cluster, Device, hierarchy, link, links
+from ..plan.size import rate, seconds, size, tera
+
+__all__ = ["clusters_text", "device_text", "devices_text", "hierarchy_text", "links_text"]
+
+
+def devices_text(devices: Sequence[Device]) -> str:
+    """A line for each device; peaks are dense."""
+    lines = ["device           bf16 TFLOP/s       fp8      fp32     memory   bandwidth  FLOP/byte"]
+    lines += [
+        f"{d.name:16} {_peak(d, 'bf16'):>12} {_peak(d, 'fp8'):>9} {_peak(d, 'fp32'):>9}"
+        f" {size(d.memory.bytes):>10} {rate(d.memory.bandwidth):>11} {d.ridge:10.0f}"
+        for d in devices
+    ]
+    lines += ["", "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."]
+    return "\n".join(lines)
+
+
+def _peak(device: Device, dtype: str) -> str:
+    peak = device.peak(dtype)
+    return f"{peak / 1e12:.1f}" if peak else "-"
+
+
+def device_text(device: Device) -> str:
+    """One device: what follows from its data file, and where every number there is from."""
+    lines = [device.title, ""]
+    lines += [f"  {dtype:5} {tera(device.peak(dtype)):>16}" for dtype in device.dtypes]
+    lines.append(
+        f"  {device.memory.kind}: {size(device.memory.bytes)} at {rate(device.memory.bandwidth)}"
+    )
+    for name in device.links:
+        way = link(name)
+        lines.append(
+            f"  {way.title}: {rate(way.bandwidth)} in one direction, {rate(way.both)} both"
+        )
+    chip = device.chip
+    if chip:
+        made = f" of {chip.units_made} made" if chip.units_made else ""
+        lines.append(f"  {chip.units} units{made}, {chip.units * chip.cores:,} cores,")
+        matrix = chip.matrix.get("bf16", 0)
+        each = f" x {matrix // chip.matrix_cores} FLOP" if chip.matrix_cores else ""
+        lines.append(
+            f"  {chip.matrix_cores} matrix cores a unit{each} a cycle in bf16:"
+            f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {tera(device.peak('bf16'))}"
+        )
+    if device.pod:
+        lines.append(f"  pods of {device.pod:,}")
+    lines += [f"  {device.note}"] if device.note else []
+    lines += ["", "Stated, with its source:"]
+    by_source: dict[str, list[str]] = {}
+    for place, number in device.stated().items():
+        by_source.setdefault(device.source(place), []).append(f"{place} = {number:g}")
+    for source, numbers in by_source.items():
+        lines += [f"  {source}:", *(f"    {line}" for line in _filled(numbers))]
+    return "\n".join(lines)
+
+
+def _filled(parts: Sequence[str], width: int = 92) -> list[str]:
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
+            lines.append("")
+        lines[-1] += f", {part}" if lines[-1] else part
+    return lines
+
+
+def links_text() -> str:
+    """Every link, one direction and both."""
+    width = max(len(x.title) for x in links().values())
+    lines = [f"{'link':18} {'':{width}} one direction        both"]
+    for name, x in links().items():
+        halved = ""
+        if x.all_reduce_factor != 1:
+            halved = f"  all-reduce sends {x.all_reduce_factor:g} of a ring's bytes"
+        lines.append(
+            f"{name:18} {x.title:{width}} {rate(x.bandwidth):>13} {rate(x.both):>11}{halved}"
+        )
+    four = links()["nvlink4"].bandwidth
+    for other in ("infiniband-ndr", "infiniband-xdr"):
+        times = four / links()[other].bandwidth
+        lines.append(f"NVLink 4 is {times:.2g} times one port of {links()[other].title}.")
+    return "\n".join(lines)
+
+
+def clusters_text(clusters: Sequence[Cluster]) -> str:
+    """The levels of each cluster from the inside out, and its totals where its size is known."""
+    lines: list[str] = []
+    for c in clusters:
+        sizes = " x ".join(str(level.size or "...") for level in c.levels)
+        lines += [f"{c.name}: {c.kind.title}, {sizes}"]
+        for level in c.levels:
+            share = f", {level.share:.2g} of the link" if level.share != 1 else ""
+            lines.append(
+                f"  {level.name:12} {level.size or '...':>5} by {link(level.link).title}:"
+                f" {rate(level.bandwidth)} a device in one direction{share}"
+            )
+        lines += _totals(c) if c.size else []
+        lines += [f"  {c.source}", ""]
+    return "\n".join(lines).rstrip()
+
+
+def _totals(cluster: Cluster) -> list[str]:
+    t = cluster.totals()
+    cores = f", {t['cores'] / 1e6:.3g}M cores, {t['matrix_cores'] / 1e6:.3g}M matrix cores"
+    return [
+        f"  together     {t['devices']:,} devices{cores if t['cores'] else ''},"
+        f" {size(t['memory'])}, {tera(t['flops'])} in bf16"
+    ]
+
+
+def hierarchy_text(device: Device) -> str:
+    """Registers to network: how much is there, how fast it comes, how long reading all of it takes."""
+    lines = [
+        device.title,
+        "",
+        "level                              size    bandwidth   to read all  ",
+    ]
+    for p in hierarchy(device):
+        held = size(p.bytes) if p.bytes else "-"
+        whole = seconds(p.to_read) if p.bytes else "-"
+        lines.append(f"{p.name:30} {held:>10} {rate(p.bandwidth):>12} {whole:>12}  {p.how[:70]}")
+    return "\n".join(line.rstrip() for line in lines)
