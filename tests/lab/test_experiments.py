@@ -45,6 +45,11 @@ def test_every_claim_holds_on_threads(name: str, ranks: int) -> None:
     assert not failed(done)
 
 
+def test_every_claim_holds_in_an_odd_world() -> None:
+    wrong = {t.entry.name: failed(t) for t in conduct(NAMES, Size(24, 24, 3, 1), ranks=3)}
+    assert not any(wrong.values()), wrong
+
+
 def test_every_claim_holds_among_four_processes() -> None:
     wrong = {done.entry.name: failed(done) for done in conduct(NAMES, SMALL, wire="gloo")}
     assert list(wrong) == list(NAMES)

@@ -46,7 +46,7 @@ def test_a_layers_backward_by_hand_is_autograds() -> None:
 
 def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() -> None:
     losses = one_process(Size(8, 16, 4, 5)).losses
-    assert losses[-1] < 0.2 * losses[0]
+    assert losses[-1] < 0.5 * losses[0]
     assert (
         gradients_of(start(SMALL), batch(SMALL, 0))[0]
         != gradients_of(start(SMALL), batch(SMALL, 1))[0]

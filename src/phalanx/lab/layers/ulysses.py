@@ -3,8 +3,9 @@
 A rank comes with all heads of some tokens. An all-to-all gives it all tokens of some heads, plain
 attention runs as it always does, and another all-to-all returns. Each exchange moves (n-1)/n of a
 rank's numbers whatever n, where a ring passes everything n-1 times. But a head cannot be cut, so
-there can be at most as many ranks as query heads; with more, the ring takes over (Jacobs et al.
-2023). Large runs combine the two: Ulysses inside a machine, the ring across.
+there can be at most as many ranks as query heads; with more, or where heads do not deal out evenly,
+the ring takes over (Jacobs et al. 2023). Large runs combine the two: Ulysses inside a machine, the
+ring across.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from phalanx.wire import Wire, World
 
 def run(world: World, size: Size, note: Note) -> Held:
     n = world.size
-    if n > HEADS:
+    if HEADS % n:
         note.says(f"{n} ranks and {HEADS} heads: a head cannot be cut, so the ring does it.")
         return ring_attention.run(world, size, note) | {"how": "ring"}
     wire = everyone(world)
@@ -73,13 +74,13 @@ def to_tokens(wire: Wire, x: Tensor) -> Tensor:
 
 def check(results: list[Held], size: Size) -> Iterator[Claim]:
     n = len(results)
-    if n > HEADS:
+    if HEADS % n:
         yield from ring_attention.check(results, size)
     else:
         yield from attention_of_one_process(results, size)
     for rank, held in enumerate(results):
-        how = "ring" if n > HEADS else "ulysses"
+        how = "ring" if HEADS % n else "ulysses"
         yield equal(f"rank {rank} took the way that {n} ranks allow", held["how"], how)
-        if n <= HEADS:
+        if HEADS % n == 0:
             formula = 8 * (n - 1) / n * size.batch * size.width / n * 8 + 2 * (n - 1) / n * 8
             yield equal(f"rank {rank} sent (n-1)/n of it eight times", held["sent"], formula)
