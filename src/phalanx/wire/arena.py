@@ -76,9 +76,15 @@ class Reserved:
         if self._fd >= 0:
             os.close(self._fd)
         elif self._file:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._file)
+            forget(self._file)
         self._fd, self._file = -1, ""
+
+
+def forget(path: str) -> None:
+    """Take an arena's name away, if it has one."""
+    if not path.startswith("/proc/"):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())) -> str:

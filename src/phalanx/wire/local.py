@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.wire.arena import Arena, Extent
+from phalanx.wire.arena import Arena, Extent, forget
 from phalanx.wire.base import Call, Wire, WireError, Work, World
 from phalanx.wire.settle import settle
 from phalanx.wire.table import Done, Letters, Line, Outbox, Table
@@ -106,6 +106,9 @@ class SharedWorld(World):
         self._seats: dict[int, int] = {}
         self._splits = 0
         self._meet(Call("barrier", torch.empty(0)))
+        if rank == 0:
+            # All have mapped it: a file loses its name here, so that a kill leaves nothing.
+            forget(path)
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]

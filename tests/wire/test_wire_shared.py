@@ -1,0 +1,230 @@
+"""Shared memory carries any sequence of calls as threads do, bit for bit, and waits cheaply."""
+
+import errno
+import hashlib
+import os
+import random
+import resource
+import time
+
+import pytest
+import torch
+from conftest import threads_of
+from wire_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
+
+from phalanx.wire import OPS, WireMisuse, arena, launch, workers
+
+CHUNK = arena.Extent(1, 1 << 20, 0, 0).chunk
+SIZES = (0, 1, 7, 64, 1000, 20_000)
+
+
+def fill(x, seed):
+    g = torch.Generator().manual_seed(seed)
+    if x.dtype in EXACT:
+        low = 0 if x.dtype in (torch.uint8, torch.bool) else -5
+        return x.copy_(torch.randint(low, 5, x.shape, generator=g))
+    return x.copy_(torch.randn(x.shape, generator=g))
+
+
+def call_of(wire, world, draw, seed):
+    """Make a random call, which is the same on all ranks of the group; its work and its results."""
+    step = Step("average", "average", 0, torch.int64)
+    while not meaningful(step):
+        step = Step(
+            draw.choice(KINDS),
+            draw.choice(OPS),
+            draw.randrange(64),
+            draw.choice(DTYPES),
+            draw.random() < 0.5,
+        )
+    size = draw.choice(SIZES) if draw.random() < 0.98 else 3 * CHUNK // 4
+    made = world.empty if draw.random() < 0.4 else torch.empty
+    n, me, root = wire.size, wire.rank, step.root % wire.size
+    return _begin(
+        wire, step, root, size, lambda k, s: fill(made(k, dtype=step.dtype), s + me), n, seed
+    )
+
+
+def _begin(wire, step, root, m, tensor, n, seed):
+    me, wait, mine = wire.rank, step.wait, 1000 * seed
+    if step.kind in REDUCING[:2] or step.kind == "broadcast":
+        x = tensor(m, mine)
+        at = () if step.kind == "all_reduce" else (root,)
+        op = () if step.kind == "broadcast" else (step.op,)
+        return getattr(wire, step.kind)(x, *at, *op, wait=wait), [x]
+    if step.kind == "reduce_scatter":
+        out = tensor(m, mine)
+        return wire.reduce_scatter(out, tensor(m * n, mine + 100), step.op, wait=wait), [out]
+    if step.kind == "all_gather":
+        out = tensor(m * n, mine)
+        # Sometimes in place: a rank's part stands where it belongs.
+        x = out.view(n, m)[me] if step.root % 3 == 0 else tensor(m, mine + 100)
+        return wire.all_gather(out, x, wait=wait), [out]
+    if step.kind == "all_to_all":
+        counts = [
+            [random.Random(f"{seed} {i} {j}").randrange(4) for j in range(n)] for i in range(n)
+        ]
+        takes, sends = [counts[i][me] for i in range(n)], counts[me]
+        out = tensor(sum(takes) * m, mine).view(sum(takes), m)
+        x = tensor(sum(sends) * m, mine + 100).view(sum(sends), m)
+        return wire.all_to_all(out, x, takes, sends, wait=wait), [out]
+    if step.kind in ("gather", "scatter"):
+        x = tensor(m, mine)
+        parts = [tensor(m, mine + 100 * (i + 1)) for i in range(n)] if me == root else None
+        first, second = (parts, x) if step.kind == "gather" else (x, parts)
+        return getattr(wire, step.kind)(first, second, root, wait=wait), [x, *(parts or ())]
+    if step.kind == "barrier":
+        return wire.barrier(wait=wait), []
+    x, out = tensor(m, mine), tensor(m, mine + 100)
+    wire.send(x, (me + 1) % n)
+    x.zero_()
+    return wire.receive(out, (me - 1) % n, wait=wait), [out]
+
+
+def groups_of(size, draw):
+    """A random way to part the ranks."""
+    ranks = list(range(size))
+    draw.shuffle(ranks)
+    cuts = sorted(draw.sample(range(1, size), draw.randrange(size)))
+    return [sorted(ranks[a:b]) for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+
+
+def dance(world, first, last):
+    """Random sequences of calls on several wires at once; a digest of all results for each."""
+    digests = []
+    for seed in range(first, last):
+        draw = random.Random(seed)
+        wires = [world.split(f"w{i}", groups_of(world.size, draw)) for i in range(2)]
+        calls = [
+            call_of(wires[draw.randrange(2)], world, draw, 100 * seed + k)
+            for k in range(draw.randrange(1, 7))
+        ]
+        order = list(calls)
+        random.Random(world.rank).shuffle(order)  # each rank waits in an order of its own
+        for work, _ in order:
+            work.wait()
+        digest = hashlib.sha256()
+        for _, results in calls:
+            for x in results:
+                digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
+        digests.append(digest.hexdigest())
+        world.clear()
+    return digests
+
+
+def assert_like_threads(run, size, first, last):
+    wanted = threads_of(size, timeout=60.0)(dance, first, last)
+    for rank, (got, want) in enumerate(zip(run(dance, first, last), wanted, strict=True)):
+        differing = [
+            first + k for k, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]
+        ]
+        assert not differing, f"rank {rank}, seeds {differing}"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_random_sequences_of_calls_equal_those_over_threads_bit_for_bit(size, kept):
+    run, _ = kept(f"shared-{size}")
+    assert_like_threads(run, size, 0, 60 if size < 8 else 20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_ten_thousand_random_sequences_equal_those_over_threads(part, kept):
+    size = (2, 3, 4, 8)[part % 4]
+    run, _ = kept(f"shared-{size}")
+    assert_like_threads(run, size, 1000 + 500 * part, 1500 + 500 * part)
+
+
+def large(world, numel, dtype):
+    """Calls of several chunks, on ordinary tensors and on those in shared memory."""
+    wire = world.split("all", [range(world.size)])
+    n, results = world.size, []
+    for made in (torch.empty, world.empty):
+        x, part = fill(made(numel * n, dtype=dtype), world.rank), made(numel, dtype=dtype)
+        wire.reduce_scatter(part, x)
+        results.append(part.clone())
+        wire.all_gather(x, part)
+        results.append(x.clone())
+        wire.all_reduce(x)
+        results.append(x)
+    world.clear()
+    return [x.clone() for x in results]
+
+
+@pytest.mark.parametrize("name", ["shared-2", "shared-3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(name, dtype, kept):
+    run, size = kept(name)
+    numel = 3 * CHUNK // dtype.itemsize + 5
+    for got, want in zip(
+        run(large, numel, dtype), threads_of(size)(large, numel, dtype), strict=True
+    ):
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(got[:3], got[3:], strict=True))
+
+
+def recycled(world):
+    """Buffers whose room is taken again once nothing holds them, and not before."""
+    a = world.empty(1000, torch.float32)
+    view, place = a[10:20].fill_(7.0), a.data_ptr()
+    del a
+    b = world.empty(1000, torch.float32).fill_(1.0)
+    kept_alive = b.data_ptr() != place and view.eq(7.0).all().item()
+    del view
+    return kept_alive, world.empty(1000, torch.float32).data_ptr() == place
+
+
+def test_a_shared_buffer_lives_as_long_as_any_view_of_it(kept):
+    run, _ = kept("shared-2")
+    assert run(recycled) == [(True, True)] * 2
+
+
+def idle(world):
+    """The share of a core that a rank uses while it waits, after it has waited for a while."""
+    wire = world.split("all", [range(world.size)])
+    if world.rank == 0:
+        time.sleep(1.5)
+    used, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    wire.barrier()
+    now, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - start
+    world.clear()
+    return (now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / max(seconds, 1.5)
+
+
+def test_waiting_ranks_leave_the_cores_to_others():
+    # All four together stay below a tenth of a core; a rank that spins would take a whole one.
+    assert sum(launch(idle, 4, wire="shared")) < 0.1
+
+
+def test_without_room_for_shared_memory_the_size_needed_is_said(monkeypatch, tmp_path):
+    def full(fd, offset, size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WireMisuse, match=r"needs 5 MiB of shared memory .* \(No space left"):
+        arena.filled_file(5 << 20, (str(tmp_path),))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_small_shared_memory_file_system_falls_back_to_a_file_on_disk(tmp_path):
+    path = arena.filled_file(1 << 20, ("/nowhere", str(tmp_path)))
+    assert os.stat(path).st_blocks * 512 >= 1 << 20
+    os.unlink(path)
+
+
+def in_a_filled_file(world):
+    wire = world.split("all", [range(world.size)])
+    x = torch.full((100_000,), float(world.rank))
+    wire.all_reduce(x)
+    wire.send(x, 1 - world.rank)
+    out = torch.zeros_like(x)
+    wire.receive(out, 1 - world.rank)
+    left = [name for name in os.listdir("/dev/shm") if name.startswith("phalanx")]
+    return out.sum().item(), left
+
+
+def test_where_memory_without_a_name_cannot_be_had_ranks_meet_in_a_file_that_goes(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with workers(2, wire="shared") as run:
+        # It has lost its name while they still use it.
+        assert run(in_a_filled_file) == [(100_000.0, [])] * 2
