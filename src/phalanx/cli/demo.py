@@ -110,7 +110,7 @@ class _Demo:
 
         self.watch(kill=True)
         try:
-            launch(train, Layout.parse(FIRST).ranks, self.run_of(FIRST), FIRST, True, wire="gloo")
+            launch(train, Layout.parse(FIRST).ranks, self.run_of(FIRST), FIRST, True)
         except RankFailed as error:
             return str(error).splitlines()[0]
         return "no rank was killed: the run was over before"

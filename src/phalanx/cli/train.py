@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     add("said", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
     add("--ranks", type=int, metavar="N", help="local processes; one a GPU, or 2 without any")
     add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
-    add("--wire", default="auto", help="auto, gloo, nccl, threads")
+    add("--wire", default="auto", help="auto, shared, gloo, nccl, threads")
     add("--print-config", action="store_true", help="print the whole run file and end")
     add("--schema", action="store_true", help="print the run file's JSON Schema and end")
     add("--json", action="store_true", help="only what became of the run, as JSON")

@@ -199,8 +199,9 @@ def misfits(layout: Layout, run: Run, place: str = "layout") -> Iterator[Mistake
     near = nearest(layout, shape, batch=batch, sequence=sequence) if broken else ()
     hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
     for violation in broken:
+        hint_here = hint if violation is broken[-1] else ""
         what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
-        yield Mistake(place, what, violation.way_out.rstrip(".") + "." + hint)
+        yield Mistake(place, what, violation.way_out.rstrip(".") + "." + hint_here)
     if layout.recompute == "fit":
         what = f"layout = {str(layout)!r}: recompute:fit needs the bytes that pieces keep"
         yield Mistake(place, what, "Write recompute:all, recompute:every=2 or recompute:sqrt")

@@ -178,18 +178,22 @@ def _summary(told: _Told) -> str:
     return "".join(f"<p>{escape(line)}</p>" for line in lines)
 
 
-def _loss(told: _Told) -> str:
-    segments = told.segments()
+def _lines(told: _Told, name: str, scale: float, words: str, colour: int) -> list[Series]:
+    """A line for each start; what a later one did again was in vain, and is faint."""
     begins = [_number(start, "step") for start in told.starts]
     series = []
-    for n, segment in enumerate(segments):
-        # What a later start did again was in vain.
+    for n, segment in enumerate(told.segments()):
         again = min([b for b in begins[n + 1 :] if math.isfinite(b)], default=math.inf)
         kept = [r for r in segment if _number(r, "step") <= again]
         lost = [r for r in segment if _number(r, "step") >= again]
-        series.append(Series("loss", _points(kept, "loss")))
+        series.append(Series(words, _points(kept, name, scale), colour))
         if len(lost) > 1:
-            series.append(Series("lost", _points(lost, "loss"), faint=True))
+            series.append(Series(f"{words}, lost", _points(lost, name, scale), colour, faint=True))
+    return series
+
+
+def _loss(told: _Told) -> str:
+    series = _lines(told, "loss", 1.0, "loss", 0)
     series.append(Series("validation", _points(told.of("validation"), "loss"), 1, dots=True))
     said = "Nats per token: of each step over all ranks (blue), of the held-out part (red)."
     drawn = chart(Chart("loss", "nats per token", series, _marks(told)))
@@ -198,9 +202,9 @@ def _loss(told: _Told) -> str:
 
 def _curve(told: _Told, title: str, unit: str, of: Sequence[tuple[str, float, str]]) -> str:
     series = [
-        Series(words, _points(segment, name, scale), colour)
-        for segment in told.segments()
+        line
         for colour, (name, scale, words) in enumerate(of)
+        for line in _lines(told, name, scale, words, colour)
     ]
     return chart(Chart(title, unit, series, _marks(told), from_zero=True))
 

@@ -1,0 +1,226 @@
+"""Run files: what is right reads and prints back, what is wrong is refused with place and way out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.layout import Layout, Shape, legal
+from phalanx.layout.recipe import recipe
+from phalanx.layout.run import Run, RunError, run_schema
+from phalanx.layout.strict import every_key
+
+WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and value told, way out
+    "no such key": ("batchsize = 3", "line 1: batchsize = 3", "'batch'"),
+    "key of another table": ("[checkpoint]\nlr = 1", "line 2: checkpoint.lr = 1", "'optimizer.lr'"),
+    "key that resembles nothing": ("zzz = 1", "line 1: zzz = 1", "Keys here are model"),
+    "no such table": ("[optimiser]\nlr = 1", "line 1: optimiser", "'optimizer'"),
+    "text for a number": ('steps = "many"', 'line 1: steps = "many" is text', "steps = 100"),
+    "fraction for a whole": ("steps = 1.5", "steps = 1.5 is a number", "a whole number"),
+    "true for a number": ("steps = true", "steps = true is true or false", "a whole number"),
+    "number for true": ("masks = 1", "masks = 1 is a whole number", "true or false"),
+    "number for text": ("data = 5", "data = 5 is a whole number", "Write text"),
+    "date for a number": ("steps = 2020-01-01", "steps", "a whole number"),
+    "list for a number": ("steps = [1, 2]", "steps = [1, 2] is a list of 2", "a whole number"),
+    "number for a table": ("optimizer = 1", "optimizer = 1", "optimizer.lr"),
+    "table for a number": ("[steps]\nn = 1", "steps", "a whole number"),
+    "not finite": ("optimizer.lr = inf", "optimizer.lr = Infinity", "a number"),
+    "not a number": ("optimizer.lr = nan", "optimizer.lr = NaN", "a number"),
+    "no steps": ("steps = 0", "steps = 0 is out of bounds", "1 or more"),
+    "rate of nothing": ("optimizer.lr = 0", "optimizer.lr = 0", "more than 0"),
+    "negative seed": ("seed = -1", "seed = -1", "0 or more"),
+    "part above one": ("optimizer.least = 1.5", "optimizer.least = 1.5", "0 to 1"),
+    "one beta": ("optimizer.betas = [0.9]", "optimizer.betas = [0.9]", "two numbers"),
+    "beta of one": ("optimizer.betas = [0.9, 1.0]", "optimizer.betas", "0 to 0.999999"),
+    "unknown optimizer": ('optimizer.kind = "adam"', 'optimizer.kind = "adam"', "'adamw'"),
+    "unknown schedule": ('optimizer.schedule = "cos"', 'optimizer.schedule = "cos"', "'cosine'"),
+    "unknown choice": ('checkpoint.on_disk_full = "x"', 'on_disk_full = "x"', "stop, go-on"),
+    "one checkpoint kept": ("checkpoint.keep = 1", "checkpoint.keep = 1", "2 or more"),
+    "long warm-up": ("steps = 10\noptimizer.warmup = 11", "line 2: optimizer.warmup = 11", "10"),
+    "long fall": (
+        'steps = 10\n[optimizer]\nschedule = "wsd"\nwarmup = 6\nfall = 5',
+        "line 5: optimizer.warmup + optimizer.fall = 11", "fall = 4",
+    ),
+    "fall of a cosine": ("optimizer.fall = 5", "optimizer.fall = 5 means nothing", '"wsd"'),
+    "momentum of adamw": ("optimizer.momentum = 0.9", "optimizer.momentum = 0.9", '"sgd"'),
+    "late profile": ("steps = 5\nprofile.steps = 3\nprofile.start = 4", "= 7 of 5", "earlier"),
+    "no such shape": ('model = "tini"', "model = 'tini'", "'tiny'"),
+    "shape of nothing": ("model = {layers = 2}", "'hidden' is missing", "phalanx check"),
+    "shape that cannot be": (
+        "model = {layers = 2, hidden = 64, heads = 4, kv_heads = 3, vocab = 256}",
+        "kv_heads=3 does not divide heads=4", "phalanx check",
+    ),
+    "model of a number": ("model = 3", "model = 3 is a whole number", "text or a table"),
+    "no decoder": ('model = "mlp"', "'mlp' is no decoder", "tiny"),
+    "few words": ("model = {layers = 2, hidden = 64, vocab = 99}", "a vocabulary of 99", "256"),
+    "many positions": ('model = "124m"\nsequence = 2048', "line 2: sequence = 2048", "1024"),
+    "layout of no word": ('layout = "dp2 zeero3"', "line 1: layout = 'dp2 zeero3'", "'zero3'"),
+    "layout that does not fit": ('layout = "tp3"', "tp=3 does not divide heads=4", "Nearest"),
+    "layout for a larger batch": ('layout = "dp4"\nbatch = 2', "a batch of 2", "4 or more"),
+    "layout that needs bytes": ('layout = "recompute:fit"', "recompute:fit", "recompute:all"),
+    "no such data": ('data = "nowhere/at/all"', "data = 'nowhere/at/all' is not there", "python"),
+    "no such machine": ('machine = "nothing.toml"', "machine = 'nothing.toml'", "[peak_flops]"),
+    "said twice": ("steps = 1\nsteps = 2", "this is not TOML", "docs/training.md"),
+    "not TOML": ("steps 1", "this is not TOML", "docs/training.md"),
+}  # fmt: skip
+ARGUMENTS = {
+    "nothing set": ("steps", "argument: 'steps' sets nothing", "key=value"),
+    "no key": ("=3", "argument: '=3' sets nothing", "key=value"),
+    "no such key": ("stepps=3", "argument 'stepps=3'", "'steps'"),
+    "wrong type": ("steps=x", "argument 'steps=x': steps = \"x\" is text", "a whole number"),
+    "below a number": ("steps.x=3", "steps", "a whole number"),
+    "wrong layout": ("layout=dp2 qq", "argument 'layout=dp2 qq'", "auto"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_file_is_refused_with_place_value_and_way_out(name: str) -> None:
+    text, told, way_out = WRONG[name]
+    with pytest.raises(RunError) as error:
+        Run.parse(text, "my.toml")
+    said = str(error.value)
+    assert said.startswith("my.toml has ")
+    assert told in said
+    assert way_out in said
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_wrong_argument_is_refused_with_place_value_and_way_out(name: str) -> None:
+    argument, told, way_out = ARGUMENTS[name]
+    with pytest.raises(RunError) as error:
+        Run.parse("", "my.toml", (argument,))
+    assert told in str(error.value)
+    assert way_out in str(error.value)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    whole = "\n".join(
+        ['steps = "x"', 'model = "tini"', 'layout = "qq"', "[optimizer]", "lr = -1", "speed = 2"]
+    )
+    with pytest.raises(RunError) as error:
+        Run.parse(whole, "my.toml", ("seed=-4", "checkpoint.keep=0"))
+    assert len(error.value.mistakes) == 7
+    assert len({m.place for m in error.value.mistakes}) == 7
+
+
+def test_a_wrong_run_is_refused_without_loading_torch(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text("stepps = 1\n")
+    code = (
+        "import sys\nfrom phalanx.cli.train import run\n"
+        f"try: run([{str(file)!r}, 'layout=tp3'])\n"
+        "except ValueError as error: print(error)\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "2 mistakes" not in done.stdout  # tp3 breaks two rules of its own
+    assert "3 mistakes" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+RUNS = st.fixed_dictionaries(
+    {},
+    optional={
+        "steps": st.integers(20, 10**9),
+        "seed": st.integers(0, 2**31),
+        "masks": st.booleans(),
+        "out": st.text(
+            st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=1, max_size=8
+        ),
+        "optimizer": st.fixed_dictionaries(
+            {"lr": st.floats(1e-9, 1e3), "warmup": st.integers(0, 20)},
+            optional={"betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list)},
+        ),
+        "checkpoint": st.fixed_dictionaries({"async": st.booleans(), "every": st.integers(0, 99)}),
+    },
+)
+
+
+@given(RUNS)
+def test_what_is_printed_reads_back_the_same(said: dict[str, object]) -> None:
+    arguments = [
+        f"{name}.{inner}={json.dumps(v)}"
+        if isinstance(value, dict)
+        else f"{name}={json.dumps(value)}"
+        for name, value in said.items()
+        for inner, v in (value.items() if isinstance(value, dict) else [("", None)])
+    ]
+    run = Run.parse("", "x", tuple(arguments))
+    assert Run.parse(str(run), "x") == run
+    table = tomllib.loads(str(run))
+    for name, value in said.items():
+        assert table[name] == value or value.items() <= table[name].items()  # type: ignore[attr-defined]
+
+
+def test_a_model_told_by_its_sizes_reads_back_too() -> None:
+    run = Run.parse("batch = 3\nmodel = {layers = 2, hidden = 64, heads = 4, vocab = 300}", "x")
+    assert Run.parse(str(run), "x") == run
+    assert run.shape == Shape("model", 2, 64, heads=4, vocab=300, batch=3)
+
+
+def test_an_argument_wins_over_the_file_and_needs_no_quotes() -> None:
+    run = Run.parse(
+        'layout = "dp2"\n[optimizer]\nlr = 1', "x", ("layout=pp2 zero1", "optimizer.lr=2")
+    )
+    assert (run.layout, run.optimizer.lr) == ("pp2 zero1", 2.0)
+
+
+def test_the_schema_names_every_key_with_its_default_and_bounds() -> None:
+    said = run_schema()
+
+    def keys(table: dict[str, object], prefix: str = "") -> list[str]:
+        found = []
+        for name, inner in table["properties"].items():  # type: ignore[attr-defined]
+            deeper = "properties" in inner
+            found += keys(inner, f"{prefix}{name}.") if deeper else [prefix + name]
+        assert table["additionalProperties"] is False
+        return found
+
+    assert keys(said) == list(every_key(Run))
+    optimizer = said["properties"]["optimizer"]["properties"]
+    assert optimizer["lr"] == {
+        "type": "number", "description": "the highest learning rate", "exclusiveMinimum": 0, "default": 3e-4,
+    }  # fmt: skip
+    assert optimizer["kind"]["enum"] == ["adamw", "sgd"]
+
+
+@pytest.mark.parametrize("name", [n for n in Shape.names() if n != "mlp"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 8, 24, 128, 256, 512, 1024, 2000])
+def test_the_recipe_is_legal_for_every_shape_and_number_of_ranks(name: str, ranks: int) -> None:
+    shape = Shape.load(name)
+    batch = max(shape.batch, ranks)
+    layout = recipe(shape, ranks, batch=batch, memory=80e9, precision="bf16")
+    assert layout.ranks == ranks
+    assert legal(layout, shape, batch=batch) == ()
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_the_recipe_says_what_it_says() -> None:
+    def of(name: str, ranks: int, **more: float) -> Layout:
+        shape = Shape.load(name)
+        return recipe(shape, ranks, batch=max(shape.batch, ranks), **more)  # type: ignore[arg-type]
+
+    assert str(of("124m", 8)) == "dp8"  # plain data parallel
+    assert str(of("124m", 128)) == "dp128"
+    assert (of("8b", 8).zero, of("8b", 8).recompute) == (3, "all")  # above 1B
+    assert of("8b", 512).mesh.of("dp.replicate") > 1  # above 256 devices HSDP
+    assert of("8b", 256).mesh.of("dp.replicate") == 1
+    assert of("70b", 64).tp > 1  # above 50B
+    assert of("70b", 64).pp > 1
+    assert of("8b", 8).tp == of("8b", 512).pp == 1
+    long = recipe(Shape.load("8b"), 8, batch=8, sequence=65536)
+    assert long.cp == 4  # a place for every 16k tokens
+
+
+def test_the_less_memory_the_more_microbatches() -> None:
+    shape = Shape.load("1b")
+    counts = [recipe(shape, 8, memory=m).microbatches for m in (400e9, 80e9, 20e9)]
+    assert counts == sorted(set(counts))
