@@ -129,7 +129,7 @@ class Saver:
             reports = hear(self.wire, pending.snapshot.report(pending.file))
             error = ""
             if self.wire.rank == 0:
-                error = _committed(self.folder, beside, pending.progress, reports, self.keep)
+                error = commit(self.folder, beside, pending.progress, reports, self.keep)
             complaints = agree(self.wire, error)
         if complaints and self.wire.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
@@ -195,9 +195,7 @@ def _prepared(beside: Path) -> str:
     return ""
 
 
-def _committed(
-    folder: Path, beside: Path, progress: Progress, reports: list[str], keep: int
-) -> str:
+def commit(folder: Path, beside: Path, progress: Progress, reports: list[str], keep: int) -> str:
     """Make what all ranks have written a checkpoint, then let old ones go."""
     try:
         text = str(manifest_of(progress, reports))

@@ -70,13 +70,15 @@ class Stored:
         return math.prod(self.shape)
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor]) -> File:
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> File:
     """Write host tensors to a new file; it is on the disk when this returns."""
     sums: list[str] = []
     digest, room, size = hashlib.sha256(), CHUNK, 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
-        for block in _blocks(tensors):
+        for block in _blocks(tensors, metadata):
             left = block
             while left:
                 part = left[:room]
@@ -92,9 +94,9 @@ def write_file(path: Path, tensors: Mapping[str, Tensor]) -> File:
     return File(path.name, size, tuple(sums))
 
 
-def header_of(tensors: Mapping[str, Tensor]) -> bytes:
+def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
     """The length and the header of a file with these tensors."""
-    said: dict[str, object] = {}
+    said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, x in tensors.items():
         end = offset + x.numel() * x.element_size()
@@ -107,8 +109,10 @@ def header_of(tensors: Mapping[str, Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    yield memoryview(header_of(tensors))
+def _blocks(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> Iterator[memoryview]:
+    yield memoryview(header_of(tensors, metadata))
     for x in tensors.values():
         if x.numel():
             yield raw_bytes(x)

@@ -1,0 +1,123 @@
+"""`phalanx checkpoint`: shows, verifies, exports and imports what a run has saved."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from .usage import Parser, UsageError, print_json
+
+__all__ = ["run"]
+
+_EPILOG = """\
+  phalanx checkpoint show runs/first
+  phalanx checkpoint verify runs/first/step-00000100
+  phalanx checkpoint export runs/first --out exported --dtype BF16
+  phalanx checkpoint import Llama-3.2-1B --out runs/second
+
+DIR is a run's folder, of which the newest checkpoint is taken (verify: all), or one checkpoint.
+Exported and imported are Llama, Mistral, Qwen2 and Qwen3 in the layout of Hugging Face.
+Exit code 1: damage was found."""
+
+
+def run(argv: list[str]) -> int:
+    """Show, verify, export or import a checkpoint."""
+    parser = Parser(
+        "phalanx checkpoint", "What a run has saved, and its weights elsewhere.", _EPILOG
+    )
+    parser.add_argument("what", choices=("show", "verify", "export", "import"))
+    parser.add_argument("source", metavar="DIR", help="a run, a checkpoint, or weights to import")
+    parser.add_argument("--out", metavar="DIR", help="where exported or imported weights go")
+    parser.add_argument(
+        "--family", default="", metavar="NAME", help="mistral, where llama is meant"
+    )
+    parser.add_argument("--dtype", default="", metavar="TYPE", help="of the export: F32, BF16, F16")
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    said = parser.read(argv)
+    if said.what in ("export", "import") and not said.out:
+        raise UsageError(f"phalanx checkpoint {said.what} DIR needs --out DIR.")
+    verbs = {"show": _show, "verify": _verify, "export": _export, "import": _import}
+    return verbs[said.what](said)
+
+
+def _checkpoints(source: str) -> list[Path]:
+    from ..train.checkpoint import steps
+
+    path = Path(source)
+    found = [path] if (path / "manifest.json").exists() else steps(path)
+    if not found:
+        raise UsageError(f"{path} holds no checkpoint: neither manifest.json nor step-...")
+    return found
+
+
+def _show(said: argparse.Namespace) -> int:
+    from ..train.checkpoint_read import read_manifest
+
+    found = _checkpoints(said.source)
+    manifest = read_manifest(found[0])
+    progress, kinds = manifest.progress, dict[str, int]()
+    numbers = 0
+    for tensor in manifest.tensors:
+        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + 1
+        if tensor.kind == "weight":
+            size = 1
+            for n in tensor.shape:
+                size *= n
+            numbers += size
+    figures: dict[str, object] = {
+        "path": str(found[0]), "step": progress.step, "sequences": progress.cursor,
+        "seed": progress.seed, "layout": progress.layout,
+        "shape": progress.shape.name if progress.shape else None, "parameters": numbers,
+        "tensors": kinds, "files": len(manifest.files),
+        "bytes": sum(file.size for file in manifest.files), "optimizer": manifest.optimizer,
+        "updates": manifest.updates, "versions": dict(manifest.versions),
+    }  # fmt: skip
+    if said.json:
+        print_json(figures | {"older": [str(path) for path in found[1:]]})
+        return 0
+    for key, value in figures.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        print(f"{key:>10}  {f'{value:,}' if type(value) is int else value}")
+    if found[1:]:
+        print(f"{'older':>10}  {', '.join(path.name for path in found[1:])}")
+    return 0
+
+
+def _verify(said: argparse.Namespace) -> int:
+    from ..train.checkpoint_read import verify_checkpoint
+
+    verdicts = {str(path): verify_checkpoint(path) for path in _checkpoints(said.source)}
+    if said.json:
+        print_json({"sound": not any(verdicts.values()), "faults": verdicts})
+    else:
+        for path, faults in verdicts.items():
+            print("\n".join(faults) or f"{path}: every byte is as it was written")
+    return 1 if any(verdicts.values()) else 0
+
+
+def _export(said: argparse.Namespace) -> int:
+    from ..train.checkpoint_exchange import export_weights
+    from ..train.checkpoint_read import verify_checkpoint
+
+    path = _checkpoints(said.source)[0]
+    faults = verify_checkpoint(path)
+    if faults:
+        print("\n".join(faults))
+        return 1
+    files = export_weights(path, Path(said.out), family=said.family, dtype=said.dtype.upper())
+    return _written(said, files)
+
+
+def _import(said: argparse.Namespace) -> int:
+    from ..train.checkpoint_exchange import import_weights
+
+    return _written(said, [import_weights(Path(said.source), Path(said.out))])
+
+
+def _written(said: argparse.Namespace, files: list[Path]) -> int:
+    if said.json:
+        print_json({"written": [str(file) for file in files]})
+    else:
+        print("\n".join(f"wrote {file}" for file in files))
+    return 0
