@@ -94,7 +94,7 @@ def collectives_chart(samples: Sequence[Sample], wire: str) -> str:
     notes = [
         "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
     ]
-    across, up = Axis("S", size, 4), Axis("bus bandwidth", lambda y: f"{y:g} GB/s")
+    across, up = Axis("S", size, 4), Axis("bus bandwidth in GB/s", lambda y: f"{y:g}")
     return chart(f"collectives over {wire}", series, across, up, notes)
 
 
@@ -155,7 +155,7 @@ def products_chart(done: Sequence[Product], found: Found) -> str:
         Series(dtype, tuple((float(p.n), p.rate / 1e12) for p in squares if p.dtype == dtype))
         for dtype in dict.fromkeys(p.dtype for p in squares)
     ]
-    up = Axis("TFLOP/s", lambda y: f"{y:g} TFLOP/s")
+    up = Axis("TFLOP/s", lambda y: f"{y:g}")
     across = Axis("N of N x N", lambda x: f"{x:g}", 2)
     return chart(f"matrix products on {found.name}", series, across, up, [found.known()])
 

@@ -124,5 +124,5 @@ def hierarchy_text(device: Device) -> str:
     for p in hierarchy(device):
         held = size(p.bytes) if p.bytes else "-"
         whole = seconds(p.to_read) if p.bytes else "-"
-        lines.append(f"{p.name:30} {held:>10} {rate(p.bandwidth):>12} {whole:>12}  {p.how[:70]}")
+        lines.append(f"{p.name:30} {held:>10} {rate(p.bandwidth):>12} {whole:>12}  {p.how}")
     return "\n".join(line.rstrip() for line in lines)

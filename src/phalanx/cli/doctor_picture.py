@@ -53,5 +53,5 @@ def _bar(place: Place, top: float, width: float, colour: str) -> list[str]:
         f' fill="{colour}"><title>{escape(place.how)}</title></rect>',
         f'<text x="{_LABEL + width + 8:.1f}" y="{top + 17:.0f}">{escape(rate(place.bandwidth))}</text>',
         f'<text class="soft" x="{_LABEL:.0f}" y="{top + 38:.0f}">'
-        f"{escape(' · '.join(part for part in (held, place.how[:80]) if part))}</text>",
+        f"{escape(' · '.join(part for part in (held, place.how) if part))}</text>",
     ]

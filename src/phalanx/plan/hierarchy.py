@@ -50,8 +50,8 @@ def _inside(device: Device) -> list[Place]:
             how = f"{chip.units} x {kib} KiB; {per_cycle} bytes a cycle at {chip.clock_ghz} GHz"
             found.append(Place(name, chip.units * kib * 1024.0, cycles * per_cycle, how))
     if chip.l2_mib and chip.l2_gb_s:
-        l2 = Place("L2", chip.l2_mib * 2.0**20, chip.l2_gb_s * 1e9, device.source("chip.l2_gb_s"))
-        found.append(l2)
+        how = device.source("chip.l2_gb_s").split(":")[0]
+        found.append(Place("L2", chip.l2_mib * 2.0**20, chip.l2_gb_s * 1e9, how))
     return found
 
 
