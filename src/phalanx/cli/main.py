@@ -21,6 +21,7 @@ VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
     "check": "whether a layout fits a model, or a program can run, and what each rank holds",
     "verify": "layouts against one process: every gradient and every update",
+    "lab": "every strategy from bare collectives: to read, to run, checked against one process",
 }
 _OVERVIEW = """\
 phalanx: train one transformer over any mix of devices.

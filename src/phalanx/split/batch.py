@@ -21,7 +21,7 @@ from torch import Tensor
 from ..layout import Layout
 from .tensor import IGNORED
 
-__all__ = ["count_valid", "held_times", "microbatches", "share", "time_multiple"]
+__all__ = ["count_valid", "edge_shape", "held_times", "microbatches", "share", "time_multiple"]
 
 # Padding is a document of its own whose targets count nothing.
 _FILLS = {"targets": IGNORED, "documents": -1}
@@ -100,6 +100,15 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
     for name, x in _timed(batch).items():
         held[name] = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
     return held
+
+
+def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[int, ...]:
+    """The shape of what passes between two pieces, for a microbatch as this rank holds it; with
+    `seq` tp places hold equal parts of its time."""
+    if "tokens" not in batch:
+        return tuple(next(iter(batch.values())).shape)
+    rows, tokens = batch["tokens"].shape
+    return rows, tokens // time_cut, width
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> int:

@@ -149,6 +149,8 @@ def _buffers(
 
 def _fill(model: Model, units: dict[int, Unit], weights: dict[str, Weight], seed: int) -> None:
     for unit in units.values():
+        if unit.home.is_meta:
+            continue
         for name in unit.parameters:
             whole = start(model, name, seed, unit.precision.master)
             unit.fill(name, weights[name].part(whole))

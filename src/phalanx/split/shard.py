@@ -129,7 +129,9 @@ class Unit:
         self.numel = -(-total // shards) * shards
         self.part = self.numel // shards
         self.start = self.part * wires.gather.rank
-        self.parameters = {w.name: nn.Parameter(torch.empty(0)) for w in self.order}
+        self.parameters = {
+            w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
+        }
         self.home = torch.zeros(self.part, dtype=precision.master, device=pool.device)
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
@@ -194,8 +196,8 @@ class Unit:
         )
 
     def storage(self) -> int:
-        """Where the weights' buffer begins, to know a view of it by; 0 when it is dropped."""
-        return 0 if self.buffer is None else self.buffer.untyped_storage().data_ptr()
+        """What the weights' buffer is known by; 0 when it is dropped."""
+        return 0 if self.buffer is None else storage_of(self.buffer)
 
     def drop(self) -> None:
         """Give the weights' buffer back. Nothing may hold a view of it: see `stage.py`."""
@@ -271,6 +273,11 @@ class Unit:
         assert self.gradient is not None
         self.pool.give(self.gradient)
         self.gradient = None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """One number for all views of one storage. Not its address: on meta all have the same."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _numel(weight: Weight) -> int:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from ..wire import regions
 from . import context as _registers_the_ring  # noqa: F401
-from .shard import Unit
+from .shard import Unit, storage_of
 
 __all__ = ["Box", "Piece"]
 
@@ -80,7 +80,7 @@ class _Kept:
     """What a forward leaves for its backward."""
 
     root: GradientEdge | None  # not the output itself: its storage would live as long
-    like: Tensor  # an empty tensor of the output's dtype
+    like: Tensor  # a zero of the loss's dtype, on its device
     into: list[Tensor] = field(default_factory=list)  # where the input's gradient arrives
     boxes: list[Box] = field(default_factory=list)
     due: list[_Due] = field(default_factory=list)
@@ -120,7 +120,8 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.due.append(_Due(ctx.parameter, x, gradient, ctx.transposed))
+        # Detached: an input with its graph would lead back to this list, and neither would be freed.
+        ctx.due.append(_Due(ctx.parameter, x.detach(), gradient.detach(), ctx.transposed))
         into = gradient @ weight.T if ctx.transposed else gradient @ weight
         return into, None, None, None, None
 
@@ -208,7 +209,8 @@ class Piece:
             y = self._differentiable(self._edge(x, kept.into), named, kept.due)
         if y.requires_grad:
             kept.root = get_gradient_edge(y)
-        kept.like = y.detach()[:0] if y.dim() else torch.zeros_like(y.detach())
+        if self.last:
+            kept.like = torch.zeros_like(y.detach())  # a view would keep the output's storage
         self.kept[microbatch] = kept
         return y.detach()
 
@@ -306,7 +308,7 @@ class Piece:
         seen: dict[tuple[Any, ...], Box] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Packed | Box:
-            storage = tensor.untyped_storage().data_ptr()
+            storage = storage_of(tensor)
             unit = homes.get(storage)
             if unit is not None:
                 offset = int(tensor.storage_offset())

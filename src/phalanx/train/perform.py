@@ -18,6 +18,7 @@ from torch import Tensor
 from ..program import Op, Program, Span, Timeline
 from ..program.needs import lane
 from ..split import Unit, count_valid
+from ..split.batch import edge_shape
 from ..split.holding import Holding
 from ..split.shard import Precision, Sum
 from ..split.stage import Box
@@ -83,7 +84,7 @@ class Performer:
         self.segments: dict[tuple[int, int], Tensor] = {}  # inputs kept for recomputation
         self.away: dict[tuple[int, int], Box] = {}  # those of them that are on the host
         self.coming: dict[tuple[str, int, int], Work] = {}
-        self.leaving: list[tuple[Work, Tensor]] = []
+        self.leaving: list[Work] = []
         self.outgoing: dict[tuple[str, int, int], Tensor] = {}
         self.fetching: dict[int, Work] = {}
         self.sums: list[tuple[int, Sum]] = []
@@ -94,7 +95,7 @@ class Performer:
         self.began: dict[Work, tuple[Op, float]] = {}
         for op in self.row:
             self._perform(op)
-        for work, _ in self.leaving:
+        for work in self.leaving:
             self._wait(work)
         for wire in (self.holding.wires.activations, self.holding.wires.gradients):
             wire.flush()
@@ -253,13 +254,13 @@ class Performer:
     def _send(self, op: Op) -> Work:
         x = self.outgoing.pop(("F" if op.of == "F" else "B", op.piece, op.index))
         work = self._flow(op).send(x, self.program.host[op.peer], wait=False)
-        self.leaving.append((work, x))  # the tensor must live until it has left
+        self.leaving.append(work)
         return work
 
     def _receive(self, op: Op) -> Work:
         p, m = op.piece, op.index
         x = torch.empty(
-            self._edge_shape(self.batches[m]),
+            edge_shape(self.batches[m], self.width, self.time_cut),
             dtype=self.precision.compute,
             device=self.holding.pool.device,
         )
@@ -268,12 +269,6 @@ class Performer:
         (self.inputs if way == "F" else self.gradients)[p, m] = x
         self.coming[way, p, m] = work
         return work
-
-    def _edge_shape(self, batch: Batch) -> tuple[int, ...]:
-        if "tokens" not in batch:
-            return tuple(next(iter(batch.values())).shape)
-        rows, tokens = batch["tokens"].shape
-        return rows, tokens // self.time_cut, self.width
 
     # ---- weights and gradients
 

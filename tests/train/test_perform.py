@@ -1,0 +1,205 @@
+"""A rank at work: nothing is computed twice, a file's program runs, failures name operations."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.layout import Layout
+from phalanx.program import Program, ProgramError, Recorded, check
+from phalanx.split import Precision, build_model, microbatches
+from phalanx.split.holding import hold
+from phalanx.train import AdamW, Performer, Sgd, StepResult
+from phalanx.train.precision import LossScale, precision_of
+from phalanx.verify import SHAPES, batch_of
+from phalanx.verify.trial import program_of
+from phalanx.wire import RankFailed, World
+from phalanx.wire.launch import launch
+
+GQA = SHAPES["gqa"]
+F64 = Precision(torch.float64, torch.float64, torch.float64)
+
+
+def performer_of(
+    world: World, layout: Layout, program: Program | None = None, **options: object
+) -> tuple[Performer, list[dict[str, torch.Tensor]]]:
+    model = build_model(GQA)
+    program = program or program_of(model, layout, agree=True)
+    precision = options.pop("precision", F64)
+    held = hold(world, layout, model, program, precision=precision)  # type: ignore[arg-type]
+    performer = Performer(
+        held, program, world.rank, AdamW(), width=GQA.hidden, clip=1.0, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+    batch = batch_of(GQA, 0, dtype=precision.compute)  # type: ignore[attr-defined]
+    return performer, microbatches(batch, layout, held.place["dp"], held.place["cp"])
+
+
+class Products(TorchDispatchMode):
+    """Counts multiply-adds of matrix products, also of those that add into what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::addmm_"):
+            a, b = args[-2:] if "addmm" in name else args[:2]
+            self.count += a.numel() * b.shape[-1]
+        elif "flash_attention" in name:
+            self.count += args[0].numel() * 1_000_003  # each call counts, and is told apart
+        return func(*args, **(kwargs or {}))
+
+
+def products(world: World, layout: Layout) -> int:
+    performer, own = performer_of(world, layout)
+    with Products() as counter:
+        performer.step(own, 1e-3)
+    return counter.count
+
+
+def test_input_and_weight_gradients_apart_multiply_no_more_than_together() -> None:
+    whole = launch(products, 2, Layout.parse("pp2 1f1b:3"), wire="threads")
+    apart = launch(products, 2, Layout.parse("pp2 zb-h1:3"), wire="threads")
+    assert apart == whole
+    assert min(whole) > 0
+
+
+def step_of(world: World, layout: Layout, program: Program | None) -> StepResult:
+    performer, own = performer_of(world, layout, program)
+    result = performer.step(own, 1e-3)
+    world.clear()
+    return result
+
+
+def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
+    layout = Layout.parse("pp2 1f1b:3")
+    text = str(program_of(build_model(GQA), layout, agree=True))
+    # Somebody lets the first stage run one forward further ahead.
+    head, row = text.split("ranks 1:")[0], text.split("ranks 1:")[1]
+    edited = Program.parse(head + "ranks 1:" + row)
+    assert edited == Program.parse(text)
+    check(edited)
+    gpipe = program_of(build_model(GQA), Layout.parse("pp2 gpipe:3"), agree=True)
+    loaded = Program.parse(str(gpipe))
+    a = launch(step_of, 2, layout, loaded, wire="threads")
+    b = launch(step_of, 2, layout, None, wire="threads")
+    assert a[0].norm == pytest.approx(b[0].norm, rel=1e-12)
+    assert [str(s.op) for s in a[0].timeline.spans] != [str(s.op) for s in b[0].timeline.spans]
+
+
+def test_a_timeline_holds_every_operation_of_the_row_once() -> None:
+    layout = Layout.parse("dp2 pp2 zero3 1f1b:3")
+    program = program_of(build_model(GQA), layout, agree=True)
+    results = launch(step_of, 4, layout, None, wire="threads")
+    for rank, result in enumerate(results):
+        ran = sorted(str(span.op) for span in result.timeline.spans)
+        assert ran == sorted(map(str, program.rows[program.owner[rank]]))
+        assert all(span.end >= span.start for span in result.timeline.spans)
+    spans = tuple(span for result in results for span in result.timeline.spans)
+    recorded = Recorded(program, type(results[0].timeline)(spans))
+    again = Recorded.parse(str(recorded))
+    assert again == recorded
+    assert again.predicted().makespan <= again.measured().makespan * 1.5
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", "[]", "no", '{"phalanx run": 1, "program": "x", "spans": []}']
+)
+def test_a_file_that_is_no_run_is_refused(text: str) -> None:
+    with pytest.raises(ProgramError):
+        Recorded.parse(text)
+
+
+def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool, float]:
+    scaling = LossScale(2.0**24)
+    performer, own = performer_of(world, layout, precision=precision_of("fp16"), scaling=scaling)
+    homes = [u.home.clone() for u in performer.holding.units.values()]
+    norms = [performer.step(own, 1e-3).norm]
+    same = all(
+        torch.equal(a, u.home) for a, u in zip(homes, performer.holding.units.values(), strict=True)
+    )
+    while norms[-1] != norms[-1] or norms[-1] == float("inf"):
+        norms.append(performer.step(own, 1e-3).norm)
+    world.clear()
+    return norms, same, scaling.scale
+
+
+def test_float16_overflow_skips_the_step_alike_on_all_ranks_and_halves_the_scale() -> None:
+    told = launch(overflowing, 4, Layout.parse("dp2 tp2 zero1"), wire="threads")
+    norms, same, scale = told[0]
+    assert len(norms) > 1
+    assert same
+    assert scale == 2.0 ** (24 - (len(norms) - 1))
+    assert [len(n) for n, _, _ in told] == [len(norms)] * 4
+    assert [n[-1] for n, _, _ in told] == [norms[-1]] * 4
+
+
+def dying(world: World, layout: Layout, how: str) -> None:
+    performer, own = performer_of(world, layout)
+    plain = performer._backward
+
+    def backward(op: object) -> None:
+        if world.rank == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("a cosmic ray")
+        plain(op)  # type: ignore[arg-type]
+
+    performer.handlers["B"] = backward  # type: ignore[assignment]
+    performer.step(own, 1e-3)
+
+
+@pytest.mark.parametrize("how", ["raises", "killed"])
+def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(how: str) -> None:
+    wire = "threads" if how == "raises" else "gloo"
+    with pytest.raises(RankFailed) as failed:
+        launch(dying, 2, Layout.parse("pp2 1f1b:3"), how, wire=wire, timeout=20)
+    said = str(failed.value)
+    if how == "raises":
+        assert "a cosmic ray" in said
+        assert "rank 1 was at 5B0" in said
+    assert "Rank 0 was at 2B0" in said
+
+
+def deaf(world: World, layout: Layout) -> None:
+    performer, own = performer_of(world, layout)
+    if world.rank == 1:
+        performer.handlers[">"] = lambda op: None  # a message that is never sent
+    performer.step(own, 1e-3)
+
+
+def test_a_message_that_never_comes_ends_in_the_names_of_those_who_wait() -> None:
+    with pytest.raises(RankFailed, match="Rank 0 was at 2B0"):
+        launch(deaf, 2, Layout.parse("pp2 1f1b:3"), wire="threads", timeout=2)
+
+
+def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
+    layout = Layout.parse("dp2 zero2")
+    model = build_model(GQA)
+    program = program_of(model, layout, agree=False)
+    held = hold(world, layout, model, program, precision=F64)
+    performer = Performer(held, program, world.rank, optimizer, width=GQA.hidden)
+    seen = []
+    for _ in range(5):
+        own = microbatches(batch_of(GQA, 0), layout, held.place["dp"])
+        result = performer.step(own, 1e-2)
+        assert result.norm is None  # nobody clips, so nobody agrees
+        seen.append(result.loss / result.count)
+    world.clear()
+    return seen
+
+
+@pytest.mark.parametrize("optimizer", [Sgd(momentum=0.9), AdamW()], ids=["sgd", "adamw"])
+def test_without_clipping_each_unit_is_updated_as_soon_as_it_is_summed(
+    optimizer: Sgd | AdamW,
+) -> None:
+    told = launch(partial(losses), 2, optimizer, wire="threads")
+    total = [a + b for a, b in zip(*told, strict=True)]
+    assert total == sorted(total, reverse=True)
