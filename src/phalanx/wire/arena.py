@@ -59,11 +59,11 @@ def whole(size: int, unit: int) -> int:
 class Reserved:
     """An arena that nobody has mapped yet. `path` is where ranks open it until it is closed."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, heap: int = 1 << 36) -> None:
         self._fd, self._file = -1, ""
         if hasattr(os, "memfd_create"):
             # 64 GiB of addresses a rank, which cost nothing until they are written to.
-            self.extent = Extent(ranks, 1 << 20, 256, 1 << 36)
+            self.extent = Extent(ranks, 1 << 20, 256, heap)
             self._fd = os.memfd_create("phalanx")
             os.ftruncate(self._fd, self.extent.total)
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"

@@ -182,8 +182,12 @@ class SharedWorld(World):
         """Tell the others why this rank goes; they raise it wherever they wait."""
         self._watch.tell(failure)
 
+    def leave(self) -> None:
+        """Tell the others that this rank makes no further call."""
+        self._watch.leave()
+
     def close(self) -> None:
         """Leave together: nobody takes a rank that has left for one that is lost."""
         self.clear()
         self._meet(Call("barrier", torch.empty(0)))
-        self._watch.leave()
+        self.leave()
