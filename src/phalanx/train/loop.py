@@ -71,15 +71,17 @@ def _asked_to_stop(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
         told.append(number)
         signal.signal(number, signal.SIG_DFL)  # a second one is meant
 
-    asked = lambda: bool(told) or (first and file.exists())  # noqa: E731
-    if threading.current_thread() is not threading.main_thread():
-        yield asked  # ranks that are threads hear no signals; who has started them does
-        return
-    before = signal.signal(signal.SIGTERM, hear_signal)
+    def asked() -> bool:
+        return bool(told) or (first and file.exists())
+
+    # Ranks that are threads hear no signals; who has started them puts the file there.
+    hears = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, hear_signal) if hears else None
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if hears:
+            signal.signal(signal.SIGTERM, before)
         if first:
             file.unlink(missing_ok=True)
 

@@ -1,0 +1,302 @@
+"""Whole runs: the same in every layout, bit for bit after a stop, and safe when numbers go wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_worlds import losses, records, small, trained, weights
+
+from phalanx.layout import Layout
+from phalanx.layout.run import OptimizerChoice
+from phalanx.program import Timeline
+from phalanx.train import loop
+from phalanx.train.loop import TrainError
+from phalanx.train.metrics import Goodput, Journal, read_journal
+from phalanx.train.rank import Rank
+from phalanx.train.schedule import learning_rate
+from phalanx.wire import RankFailed
+
+LAYOUTS = [
+    "dp3",
+    "dp2 zero3 accum:2",
+    "tp2 seq",
+    "pp2 1f1b:3 zero1",
+    "cp2",
+    "pp3 zb-h1:3",
+    "dp2 cp2 zero2",
+]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    trained(small(out, "validation.every=2"), "fp64")
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_sees_the_same_losses_and_validates_alike(
+    layout: str, alone: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    outcomes = trained(small(out, "validation.every=2"), f"{layout} fp64")
+    assert len(set(outcomes)) == 1  # every rank knows the same
+    for event, count in (("step", 5), ("validation", 3)):
+        found, truth = records(out, event), records(alone, event)
+        assert len(found) == len(truth) == count
+        for one, other in zip(found, truth, strict=True):
+            assert one["step"] == other["step"]
+            assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
+    assert records(out, "step")[0]["norm"] == pytest.approx(records(alone, "step")[0]["norm"])
+
+
+def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
+    for one in records(alone, "validation"):  # a token of the built-in data is a byte
+        assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2))
+
+
+# ---- going on
+
+
+class _Crash(Exception):
+    pass
+
+
+def _crashing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate(choice: OptimizerChoice, at: int, steps: int) -> float:
+        if at == step:
+            raise _Crash
+        return learning_rate(choice, at, steps)
+
+    monkeypatch.setattr(loop, "learning_rate", rate)
+
+
+@pytest.mark.parametrize(
+    "layout, crash, asynchronous",
+    [
+        ("", 3, False), ("dp2", 4, True), ("dp2 zero3", 3, False), ("tp2", 3, True),
+        ("pp2 1f1b:2", 4, False), ("cp2", 3, False), ("dp2 zero1", 4, True),
+    ],
+)  # fmt: skip
+def test_a_run_that_was_interrupted_ends_bit_for_bit_as_one_that_was_not(
+    layout: str, crash: int, asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = (f"checkpoint.async={str(asynchronous).lower()}", "checkpoint.every=1")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    trained(small(whole, *more), layout)
+    with monkeypatch.context() as patched:
+        _crashing_at(crash, patched)
+        with pytest.raises((RankFailed, _Crash)):
+            trained(small(broken, *more), layout)
+    trained(small(broken, *more), layout)
+    starts = [r["step"] for r in records(broken, "start")]
+    # Lost work is at most one interval, two when saving goes on beside the training.
+    assert starts[0] == 0
+    assert crash - (2 if asynchronous else 1) <= starts[1] <= crash
+    assert losses(broken) == losses(whole)
+    assert weights(broken, 5) == weights(whole, 5)
+
+
+def test_a_run_goes_on_in_another_layout(alone: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = small(out, "validation.every=2", "checkpoint.every=1")
+    (out / "STOP").parent.mkdir()
+    for layout in ("dp2 zero3 fp64", "pp3 1f1b:3 fp64", "tp2 fp64"):
+        (out / "STOP").touch()
+        outcomes = trained(run, layout)
+        assert all(o.stopped for o in outcomes)
+        assert not (out / "STOP").exists()
+    trained(run, "cp2 fp64")
+    assert [r["step"] for r in records(out, "start")] == [0, 1, 2, 3]
+    for one, other in zip(records(out, "step"), records(alone, "step"), strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
+
+
+def test_a_run_goes_on_behind_what_it_has_seen_with_another_batch(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out, "steps=2"), "")
+    trained(small(out, "steps=3", "batch=3"), "")
+    manifest = json.loads((out / "checkpoints/step-00000003/manifest.json").read_text())
+    assert manifest["body"]["cursor"] == 2 * 6 + 3
+
+
+def test_another_seed_is_refused_as_the_data_would_be_others(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out, "steps=1"), "")
+    with pytest.raises(TrainError, match="was begun with seed = 0, the run says 7"):
+        trained(small(out, "seed=7"), "")
+
+
+# ---- numbers that are not finite
+
+
+class _Spoiled(Rank):
+    """Puts NaN into what one rank's piece makes at some steps: its output, or its gradient."""
+
+    steps: tuple[int, ...] = ()
+    piece, rank, backward = 2, 1, False
+
+    def batch(self, step: int) -> list[dict[str, torch.Tensor]]:
+        self.now = step
+        return super().batch(step)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        piece = self.holding.pieces.get(self.piece)
+        if piece is None or self.world.rank != self.rank:
+            return
+        name = "backward" if self.backward else "forward"
+        plain = getattr(piece, name)
+
+        def spoiled(*given: Any, **named: Any) -> Any:
+            y = plain(*given, **named)
+            if self.now in self.steps:
+                if self.backward:
+                    unit = self.holding.units[self.piece]
+                    assert unit.full is not None
+                    unit.full[0] = math.nan
+                else:
+                    y = y * math.nan
+            return y
+
+        setattr(piece, name, spoiled)
+
+
+@pytest.mark.parametrize("layout, piece", [("dp2", 2), ("dp2 zero3", 1), ("pp2 1f1b:2", 3)])
+def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_place_named(
+    layout: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Spoiled, "piece", piece)
+    monkeypatch.setattr(loop, "Rank", _Spoiled)
+    monkeypatch.setattr(_Spoiled, "steps", (2,))
+    out = tmp_path / "run"
+    outcomes = trained(small(out, "checkpoint.every=1", "checkpoint.keep=9"), layout)
+    assert {o.step for o in outcomes} == {5}
+    (skip,) = records(out, "skip")
+    assert skip["step"] == 3
+    assert skip["why"].endswith(f"first in the output of piece layers.{piece - 1} on rank 1")
+    assert weights(out, 2) == weights(out, 3)  # untouched, the optimizer's averages too
+    assert weights(out, 3) != weights(out, 4)
+    assert records(out, "step")[2]["loss"] == "nan"
+    assert math.isfinite(records(out, "step")[4]["loss"])
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_the_piece_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "Rank", _Spoiled)
+    monkeypatch.setattr(_Spoiled, "steps", (1,))
+    monkeypatch.setattr(_Spoiled, "backward", True)
+    monkeypatch.setattr(_Spoiled, "rank", 0)
+    out = tmp_path / "run"
+    trained(small(out, "checkpoint.every=1", "checkpoint.keep=9"), "pp2 1f1b:2")
+    (skip,) = records(out, "skip")
+    assert skip["why"].endswith("first in the gradient of piece layers.1 on rank 0")
+    assert weights(out, 1) == weights(out, 2)
+
+
+def test_three_in_a_row_end_the_run_and_two_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "Rank", _Spoiled)
+    monkeypatch.setattr(_Spoiled, "steps", (0, 1, 3, 4))
+    out = tmp_path / "two"
+    assert trained(small(out), "dp2")[0].step == 5
+    monkeypatch.setattr(_Spoiled, "steps", (1, 2, 3))
+    out = tmp_path / "three"
+    with pytest.raises(RankFailed) as error:
+        trained(small(out, "checkpoint.every=1"), "dp2")
+    assert all("TrainError: steps 2 to 4:" in r.error for r in error.value.reports)
+    assert len(records(out, "skip")) == 3
+
+
+# ---- what is told
+
+
+def test_a_step_is_recorded_with_its_timeline_and_memory(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out), "dp2 pp2 zero3 1f1b:2 fp64")
+    timeline = Timeline.from_json((out / "timeline.json").read_text())
+    assert timeline.ranks == (0, 1, 2, 3)
+    assert {s.op.kind for s in timeline.spans} >= set("FBGDSUAN")
+    (held,) = records(out, "memory")
+    for rank in held["ranks"]:
+        for kind in ("weights", "optimizer"):
+            assert rank["promised"][kind] == rank["measured"][kind] > 0
+
+
+def test_mfu_is_what_the_model_needs_over_time_and_peak(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out), "dp2 recompute:all")
+    (start,) = records(out, "start")
+    assert start["peak_flops"] == 2 * 1e11
+    assert start["peak_from"].endswith("machine.toml for each rank")
+    for step in records(out, "step"):
+        needed = step["mfu"] * step["seconds"] * start["peak_flops"]
+        assert needed == pytest.approx(start["flops"]["model"])
+        assert step["mfu"] < step["hfu"]
+        assert step["tokens_per_second"] * step["seconds"] == pytest.approx(6 * 18)
+
+
+def test_a_peak_that_no_file_tells_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out, "machine=", "steps=1"), "")
+    (start,) = records(out, "start")
+    assert start["peak_from"] == "measured"
+    assert start["peak_flops"] > 1e8
+
+
+def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"event": "start", "time": 1, "step": 0}\n{"event": "st')
+    journal = Journal(path)
+    journal.write("end", loss=math.inf)
+    journal.close()
+    assert [r["event"] for r in read_journal(path)] == ["start", "end"]
+    assert read_journal(path)[1]["loss"] == "inf"
+
+
+def test_goodput_counts_a_step_that_was_done_twice_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 100.0)
+    step = {"event": "step", "steps": 1, "seconds": 5.0}
+    history = [
+        {"event": "start", "time": 0.0, "step": 0},
+        *({**step, "step": n} for n in (1, 2, 3)),
+        {"event": "start", "time": 50.0, "step": 2},
+        {**step, "step": 3},
+    ]
+    goodput = Goodput(history, 3)
+    goodput.add(25.0)
+    assert float(goodput) == (3 * 5 + 25) / 100
+
+
+# ---- rates
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_the_rate_rises_to_the_highest_and_ends_at_the_least(schedule: str) -> None:
+    choice = OptimizerChoice(lr=2.0, schedule=schedule, warmup=4, least=0.25)
+    rates = [learning_rate(choice, step, 40) for step in range(40)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert max(rates) == 2.0
+    assert rates[-1] == pytest.approx(0.5)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_a_cosine_is_half_way_in_the_middle_and_wsd_level_until_its_fall() -> None:
+    cosine = OptimizerChoice(lr=1.0, least=0.0)
+    assert learning_rate(cosine, 49, 100) == pytest.approx(0.5)
+    wsd = OptimizerChoice(lr=1.0, schedule="wsd", fall=20, least=0.0)
+    assert learning_rate(wsd, 79, 100) == 1.0
+    assert learning_rate(wsd, 89, 100) == pytest.approx(0.5)
+    assert learning_rate(OptimizerChoice(lr=1.0, schedule="constant"), 99, 100) == 1.0
+
+
+def test_the_layouts_of_this_file_are_of_all_axes() -> None:
+    used = {axis.name for text in LAYOUTS for axis in Layout.parse(text).mesh.axes}
+    assert used == {"dp", "tp", "pp", "cp"}
