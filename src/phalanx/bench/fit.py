@@ -18,8 +18,10 @@ from .collectives import Sample
 
 __all__ = ["Growth", "fit", "fit_all", "growths"]
 
-# A bend has to lower the error by this factor, or it describes noise.
+# A bend has to lower the squared error by this factor, or it describes noise; and where a straight
+# line is already this near (relative, mean square), none is looked for.
 WORTH = 0.6
+NEAR = 0.01
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def fit(samples: Sequence[Sample], wire: str, form: str = "ring") -> Curve:
         first.bytes, ordered[-1].bytes, first.apart,
     )  # fmt: skip
     line = replace(line, error=_off(line, ordered))
+    if _squares(line, ordered) < NEAR**2 * len(ordered):
+        return line
     bent = [_bent(line, ordered, ordered[i].bytes) for i in range(2, len(ordered) - 2)]
     best = min(bent, key=lambda curve: _squares(curve, ordered), default=line)
     worth = _squares(best, ordered) < WORTH * _squares(line, ordered)

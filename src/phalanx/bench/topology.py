@@ -119,18 +119,18 @@ def parse_topology(text: str) -> Topology:
     lines = [_ESCAPES.sub("", line).rstrip() for line in text.splitlines()]
     if any(line.startswith("No devices were found") for line in lines):
         return Topology((), ())
-    start = next((i for i, line in enumerate(lines) if _cells(line)[:1] == ["GPU0"]), None)
+    start = next((i for i, line in enumerate(lines) if line.split()[:1] == ["GPU0"]), None)
     if start is None:
         first = next((line for line in lines if line.strip()), "")
         raise TopologyError(
             f"this is not what nvidia-smi topo -m prints: no line begins with GPU0 as a column."
             f" It begins {first[:60]!r}."
         )
-    names = tuple(_names(_cells(lines[start])))
+    names = _names(lines[start])
     rows: list[tuple[str, ...]] = []
     rest: list[list[str]] = []
     for number, line in enumerate(lines[start + 1 : start + 1 + len(names)], start + 2):
-        cells = _cells(line)
+        cells = line.split()
         rows.append(_row(cells, names, len(rows), number))
         rest.append(cells[1 + len(names) :])
     _check_square(names, rows)
@@ -144,18 +144,11 @@ def parse_topology(text: str) -> Topology:
     )
 
 
-def _cells(line: str) -> list[str]:
-    """Tabs part the cells; a terminal may have made several blanks of one."""
-    return [cell.strip() for cell in re.split(r"\t| {2,}", line) if cell.strip()]
-
-
-def _names(cells: Sequence[str]) -> list[str]:
-    found = []
-    for cell in cells:
-        if " " in cell:  # CPU Affinity, NUMA Affinity, GPU NUMA ID
-            break
-        found.append(cell)
-    return found
+def _names(line: str) -> tuple[str, ...]:
+    """The columns' names up to `CPU Affinity`, whose rows are told apart by place. No other cell
+    has a blank in it, so it does not matter whether tabs or a terminal's blanks part them."""
+    cells = line.split()
+    return tuple(cells[: cells.index("CPU")] if "CPU" in cells else cells)
 
 
 def _row(cells: list[str], names: tuple[str, ...], place: int, number: int) -> tuple[str, ...]:

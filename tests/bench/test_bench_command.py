@@ -1,0 +1,134 @@
+"""The two verbs: what they print, what they write, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import bench, doctor
+from phalanx.plan import Machine, MachineError
+from phalanx.wire import WireMisuse
+
+Capture = pytest.CaptureFixture[str]
+RECORDED = Path(__file__).parent / "recordings" / "4xpcie.txt"
+
+
+def said(capsys: Capture, run: object, words: str) -> str:
+    assert run(words.split()) == 0  # type: ignore[operator]
+    return capsys.readouterr().out
+
+
+def test_collectives_as_table_json_and_picture(capsys: Capture, tmp_path: Path) -> None:
+    picture = tmp_path / "c.svg"
+    words = "collectives --ranks 2 --wire threads --sizes 1K:4K --limit 0.01 --repeats 1"
+    out = said(capsys, bench.run, f"{words} --ops all_reduce,send --out {picture}")
+    assert out.count("right") == 4
+    assert "fitted" in out
+    ET.fromstring(picture.read_text())
+    told = json.loads(said(capsys, bench.run, f"{words} --ops all_gather --json"))
+    assert [s["op"] for s in told["samples"]] == ["all_gather"] * 2
+    assert told["curves"][0]["op"] == "all_gather"
+
+
+def test_products_steps_and_overlap(capsys: Capture, tmp_path: Path) -> None:
+    words = "matmul --device cpu --sizes 16:32 --dtype fp32 --model tiny --tokens 8 --limit 5"
+    picture = tmp_path / "m.svg"
+    out = said(capsys, bench.run, f"{words} --out {picture}")
+    assert out.count("square") == 2
+    assert "unsynchronised" in out
+    ET.fromstring(picture.read_text())
+    assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["products"]) == 8
+    words = "mfu --device cpu --layers 2 --width 16 --model tiny --seq 8 --limit 0.05"
+    assert "forward x 3" in said(capsys, bench.run, words)
+    assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["iterations"]) == 2
+    words = "overlap --device cpu --size 16 --copy 4K --wire threads --limit 0.05"
+    assert "copying thread" in said(capsys, bench.run, words)
+    assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["overlaps"]) == 2
+
+
+def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> None:
+    place = tmp_path / "machine.toml"
+    words = f"--device cpu --out {place} --limit 2 --ranks 2 --wire threads --model tiny"
+    out = said(capsys, doctor.run, words)
+    assert f"written: {place}" in out
+    machine = Machine.load(place)
+    assert machine.name == "this"
+    assert machine.host == ""
+    assert machine.cores >= 1
+    assert {c.ranks for c in machine.curves} == {2}
+    assert {c.wire for c in machine.curves} == {"threads"}
+    assert machine.memory_bandwidth > 0
+    assert machine.best("fp32") is not None
+    assert len(machine.hidden) == 2
+    assert "all_reduce of 2 over threads" in out
+
+
+def test_doctor_tells_this_machine_and_the_catalogue(capsys: Capture, tmp_path: Path) -> None:
+    assert "memory, copy" in said(capsys, doctor.run, "--device cpu")
+    assert "PHB" in said(capsys, doctor.run, f"topology {RECORDED}")
+    told = json.loads(said(capsys, doctor.run, f"topology {RECORDED} --json"))
+    assert told["groups"]["PIX"][0] == ["GPU0", "GPU1"]
+    assert "mi325x" in said(capsys, doctor.run, "devices")
+    assert "132 x 4096 x 1.83 GHz = 989.4 TFLOP/s" in said(capsys, doctor.run, "devices h100")
+    assert "242 GB/s" in said(capsys, doctor.run, "links")
+    llama = said(capsys, doctor.run, "clusters llama3")
+    for number in ("24,576", "415M cores", "13M matrix cores", "1.875 PiB", "24.3 EFLOP/s"):
+        assert number in llama
+    assert "h100: NVIDIA H100 SXM 80 GB, 8 x ..." in said(capsys, doctor.run, "clusters")
+    picture = tmp_path / "h.svg"
+    out = said(capsys, doctor.run, f"hierarchy h100 --out {picture}")
+    assert all(word in out for word in ("registers", "L1 / shared", "L2", "HBM3", "NVLink 4"))
+    assert "3352 GB/s" in "".join(ET.fromstring(picture.read_text()).itertext())
+
+
+def test_everything_of_the_catalogue_is_also_json(capsys: Capture) -> None:
+    for words in (
+        "devices",
+        "devices b200",
+        "links",
+        "clusters",
+        "clusters h100x64",
+        "hierarchy a100",
+    ):
+        json.loads(said(capsys, doctor.run, f"{words} --json"))
+
+
+BAD = {
+    "bench": "required: BENCH",
+    "bench matmull": "invalid choice: 'matmull'",
+    "bench collectives --ranks 1": "--ranks is 1; a collective needs 2",
+    "bench collectives --ops all_redcue": "--ops all_redcue: there are all_reduce",
+    "bench collectives --sizes 1K:1X": "'1X' is not a size",
+    "bench collectives --groups 8": "--groups '8'",
+    "bench collectives --groups two": "write 4 for neighbours",
+    "bench collectives --dtype int3": "no precision 'int3'",
+    "bench collectives --repeats 0": "--repeats is 1 or more",
+    "bench collectives --wire smoke": "no wire is named 'smoke'",
+    "bench matmul --device cpu --dtype tf32": "tf32 is how GPUs multiply",
+    "bench matmul --sizes big": "--sizes big",
+    "bench matmul --threads 0": "--threads is 0",
+    "bench mfu --width 0 --layers 0": "are 1 or more",
+    "bench overlap --copy 3Q": "'3Q' is not a size",
+    "doctor --out machine.txt": "a machine file is .toml",
+    "doctor --limit 0 --out m.toml": "--limit is more than 0",
+    "doctor devices h10 --out x": "--out does not go with devices",
+    "doctor devices h10": "no device 'h10'",
+    "doctor clusters h10x8": "Did you mean 'h100'",
+    "doctor hierarchy": "hierarchy of which device",
+    "doctor hierarchy h100 --out h.png": "use .svg",
+    "doctor topology nowhere.txt": "cannot read the topology nowhere.txt",
+    "doctor planets": "invalid choice: 'planets'",
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_means_nothing_is_refused_with_a_sentence(words: str) -> None:
+    verb, *argv = words.split()
+    from phalanx.cli.usage import UsageError
+
+    with pytest.raises((UsageError, MachineError, WireMisuse)) as told:
+        {"bench": bench.run, "doctor": doctor.run}[verb](argv)
+    assert BAD[words] in str(told.value)
