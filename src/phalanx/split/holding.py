@@ -47,6 +47,7 @@ def hold(
     seed: int = 0,
     precision: Precision | None = None,
     poison: bool = False,
+    prefix: str = "",
 ) -> Holding:
     """This rank's part of a model, with the weights of the run's start.
 
@@ -57,7 +58,7 @@ def hold(
     held = sorted({unit for piece in mine for unit in program.units(piece)})
     stages = {program.host[piece] for pair in program.tied for piece in pair}
     tied = tuple(sorted(stages)) if len(stages) > 1 else ()
-    wires = open_wires(world, layout, kv_heads=model.counts.get("kv", 0), tied=tied)
+    wires = open_wires(world, layout, kv_heads=model.counts.get("kv", 0), tied=tied, prefix=prefix)
     precision = precision or Precision()
     pool = Pool(world.device, poison=poison)
     weights = cut_weights(model, layout, wires.tp.rank)

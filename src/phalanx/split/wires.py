@@ -32,10 +32,15 @@ class Wires:
 
 
 def open_wires(
-    world: World, layout: Layout, *, kv_heads: int = 0, tied: tuple[int, ...] = ()
+    world: World,
+    layout: Layout,
+    *,
+    kv_heads: int = 0,
+    tied: tuple[int, ...] = (),
+    prefix: str = "",
 ) -> Wires:
     """All wires of a layout; a collective call of the whole world. `tied` are the stages that
-    share a weight."""
+    share a weight. With a `prefix` of its own a second set can be open beside the first."""
     if world.size != layout.ranks:
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
@@ -43,7 +48,7 @@ def open_wires(
     mesh = layout.mesh
 
     def along(name: str, *axes: str) -> Wire:
-        return world.split(name, mesh.groups(axes))
+        return world.split(prefix + name, mesh.groups(axes))
 
     same = layout.tp // kv_heads if kv_heads and layout.tp > kv_heads else 1
     copies = [
@@ -57,16 +62,16 @@ def open_wires(
     flows = [(a, b) for a in stages for b in stages if (a - b) % layout.pp in (1, layout.pp - 1)]
     return Wires(
         tp=along("tp", "tp"),
-        kv=world.split("kv", copies),
+        kv=world.split(prefix + "kv", copies),
         norms=along("norms", "tp"),
-        ring=world.split("ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
+        ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
         gather=along("gather", *layout.shard_axes),
         reduce=along("reduce", *layout.shard_axes),
         replica=along("replica", *layout.replica_axes),
         count=along("count", "dp", "cp"),
-        activations=world.split("activations", mesh.groups(["pp"]), flows),
-        gradients=world.split("gradients", mesh.groups(["pp"]), flows),
-        tie=world.split("tie", ties),
-        everyone=world.split("everyone", [tuple(range(world.size))]),
+        activations=world.split(prefix + "activations", mesh.groups(["pp"]), flows),
+        gradients=world.split(prefix + "gradients", mesh.groups(["pp"]), flows),
+        tie=world.split(prefix + "tie", ties),
+        everyone=world.split(prefix + "everyone", [tuple(range(world.size))]),
     )

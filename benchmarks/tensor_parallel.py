@@ -1,0 +1,128 @@
+"""Tensor parallel, side by side with torch's `parallelize_module` (DTensor), over the same gloo.
+
+    OMP_NUM_THREADS=1 python benchmarks/tensor_parallel.py --rounds 10
+
+Two ranks share the work of one process: a ratio of 0.5 would be perfect. On the tiny model there is
+next to nothing to compute, so its time is what the host does for each layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from phalanx.layout import Layout, Shape
+from phalanx.model import Decoder
+from phalanx.program import build
+from phalanx.split import build_model, count_valid, microbatches
+from phalanx.split.holding import hold, model_stages
+from phalanx.train import AdamW, Performer
+from phalanx.verify import batch_of
+from phalanx.wire import World
+from phalanx.wire.launch import launch
+from side_by_side import Row, Step, alone, in_turn, machine, table
+
+SIZES = {
+    "17m": Shape(
+        "17m",
+        layers=6,
+        hidden=448,
+        heads=8,
+        head_dim=56,
+        ffn=1216,
+        vocab=2048,
+        sequence=256,
+        batch=4,
+    ),
+    "tiny": Shape("tiny", layers=6, hidden=32, heads=4, ffn=64, vocab=64, sequence=16, batch=1),
+}
+
+
+def plain(shape: Shape) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(
+        vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
+        head_dim=shape.head_dim, ffn=shape.ffn,
+    )  # fmt: skip
+
+
+def dtensor(model: Decoder) -> Decoder:
+    """Blocks as torch's tutorial cuts them; embedding and head stay whole, which favours it."""
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {
+        "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(), "attn.wv": ColwiseParallel(),
+        "attn.wo": RowwiseParallel(),
+        "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel(),
+    }  # fmt: skip
+    for block in model.layers:
+        parallelize_module(block, mesh, plan)
+    return model
+
+
+def torch_step(shape: Shape, wrap: Callable[[Decoder], Decoder]) -> Step:
+    model = wrap(plain(shape))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    batch = microbatches(batch_of(shape, 0, dtype=torch.float32), Layout(), 0)[0]
+    count = count_valid(batch)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        (model(batch["tokens"], batch["targets"], positions=batch["positions"]) / count).backward()
+        optimizer.step()
+
+    return step
+
+
+def our_step(world: World, shape: Shape, name: str, text: str) -> Step:
+    layout = Layout.parse(text)
+    model = build_model(shape)
+    program = build(layout, model_stages(model, layout), model.tied)
+    held = hold(world, layout, model, program, prefix=f"{name}/")
+    performer = Performer(
+        held,
+        program,
+        world.rank,
+        AdamW(),
+        width=shape.hidden,
+        time_cut=layout.tp if layout.seq else 1,
+    )
+    own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, 0)
+    return lambda: performer.step(own, 1e-4)
+
+
+def run(world: World, size: str, rounds: int) -> list[Row]:
+    shape = SIZES[size]
+    steps = {
+        "one process": alone(torch_step(shape, lambda m: m)),
+        "torch DTensor": torch_step(shape, dtensor),
+        "ours, tp2": our_step(world, shape, "plain", "tp2"),
+        "ours, tp2 seq": our_step(world, shape, "seq", "tp2 seq"),
+    }
+    times = in_turn(steps, rounds)
+    world.clear()
+    return [Row(name, tuple(times[name])) for name in steps]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--rounds", type=int, default=10)
+    said = parser.parse_args()
+    print(machine())
+    for size in said.sizes:
+        rows = launch(run, 2, size, said.rounds, wire="gloo", threads_per_rank=1)[0]
+        print(f"\n{table(f'{size}, fp32, 2 ranks over gloo', rows, 'one process')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
