@@ -13,8 +13,9 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/phalanx draw 1f1b --stages 4 --microbatches 8
 
+# Two workers: most tests are worlds of threads, which share one interpreter's lock.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
