@@ -154,7 +154,7 @@ def kill_something(seed):
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline().split()[1]) for _ in range(5)]
     time.sleep(draw.random() / 2)  # the random moment
-    victims = draw.choice([[draw.choice(pids[1:])], [pids[0]], pids])
+    victims = [[draw.choice(pids[1:])], pids[:1], pids][seed % 3]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
     start = time.monotonic()
@@ -178,12 +178,12 @@ def assert_all_are_down(seed):
         assert said.endswith("ended\n")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_whoever_is_killed_at_any_moment_all_ranks_end_and_nothing_is_left(seed):
     assert_all_are_down(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4, 104))
+@pytest.mark.parametrize("seed", range(3, 103))
 def test_a_hundred_kills_leave_nothing(seed):
     assert_all_are_down(seed)

@@ -1,0 +1,165 @@
+"""The collectives of ranks of one machine: gloo beside shared memory beside a plain copy.
+
+    python benchmarks/wires.py --ranks 2 4 --sizes 1K 32K 1M 16M 64M 256M
+
+Five ways, interleaved in one run: torch's own functions over gloo, our wire over gloo (which trades
+parts for most collectives), our wire over shared memory with ordinary tensors and with buffers that
+lie in shared memory, and a copy of as many bytes within each rank, as the limit. One thread a rank.
+
+A size is the whole buffer that a call is about, on one rank: for all-gather what comes out, for
+reduce-scatter what goes in. A time is the slowest rank's; a cell has the median, the least and the
+most of all runs, and the bus bandwidth of the median: bytes that cross between ranks, by the
+convention of nccl-tests, so that it compares with the copy's.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.wire import Wire, World, workers
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send/receive")
+WAYS = {
+    "gloo": ("gloo", "own"),
+    "wire over gloo": ("gloo", "wire"),
+    "shared": ("shared", "wire"),
+    "shared buffers": ("shared", "buffers"),
+    "copy": ("shared", "copy"),
+}
+
+
+def calls(
+    wire: Wire, kind: str, how: str, x: Tensor, part: Tensor, y: Tensor
+) -> Callable[[], object]:
+    """What is measured; x and y are whole buffers, part is one rank's part."""
+    before, after = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+    if how == "copy":
+        return lambda: y.copy_(x)
+    if how == "own":
+        return {
+            "all_reduce": lambda: dist.all_reduce(x),
+            "all_gather": lambda: dist.all_gather_into_tensor(x, part),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, x),
+            "all_to_all": lambda: dist.all_to_all_single(y, x),
+            "broadcast": lambda: dist.broadcast(x, 0),
+            "send/receive": lambda: own_ring(x, y, before, after),
+        }[kind]
+
+    def ring() -> None:
+        wire.send(x, after)
+        wire.receive(y, before)
+
+    return {
+        "all_reduce": lambda: wire.all_reduce(x),
+        "all_gather": lambda: wire.all_gather(x, part),
+        "reduce_scatter": lambda: wire.reduce_scatter(part, x),
+        "all_to_all": lambda: wire.all_to_all(y, x),
+        "broadcast": lambda: wire.broadcast(x, 0),
+        "send/receive": ring,
+    }[kind]
+
+
+def own_ring(x: Tensor, y: Tensor, before: int, after: int) -> None:
+    sent = dist.isend(x, after)
+    dist.recv(y, before)
+    sent.wait()
+
+
+def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[float]:
+    """Seconds of each call on this rank, after one that warms up."""
+    wire = world.split("all", [range(world.size)])
+    numel = size // 4
+    make = world.empty if how == "buffers" else torch.empty
+    x, y, part = (
+        make(n, dtype=torch.float32).fill_(1.0) for n in (numel, numel, numel // world.size)
+    )
+    call = calls(wire, kind, how, x, part, y)
+    # Several calls make one time where a call is short, so that coming together is not measured.
+    many = max(1, min(50, (1 << 18) // size))
+    seconds = []
+    for turn in range(repeats + 1):
+        wire.barrier()
+        start = time.perf_counter()
+        for _ in range(many):
+            call()
+        if turn:
+            seconds.append((time.perf_counter() - start) / many)
+    world.clear()
+    return seconds
+
+
+def crossing(kind: str, ranks: int) -> float:
+    """Bytes that cross to or from a rank, for each byte of the buffer."""
+    if kind in ("broadcast", "send/receive"):
+        return 1.0
+    return (2.0 if kind == "all_reduce" else 1.0) * (ranks - 1) / ranks
+
+
+def table(
+    ranks: int, sizes: Sequence[int], kinds: Sequence[str], rounds: int, repeats: int
+) -> None:
+    print(
+        f"\n{ranks} ranks, float32: ms (least - most) and GB/s of the bus; {rounds} interleaved",
+        end="",
+    )
+    print(
+        f" rounds of {repeats}\n\n| collective | size |" + "".join(f" {way} | |" for way in WAYS),
+        end="",
+    )
+    print(" shared x | buffers x |\n|---|--:|" + "--:|--:|" * len(WAYS) + "--:|--:|")
+    with ExitStack() as stack:
+        runs = {
+            wire: stack.enter_context(workers(ranks, wire=wire, threads_per_rank=1))
+            for wire in ("gloo", "shared")
+        }
+        for kind in kinds:
+            for size in sizes:
+                seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+                for _ in range(rounds):
+                    for way, (wire, how) in WAYS.items():
+                        told = runs[wire](measure, kind, how, size, repeats)
+                        seconds[way] += map(max, zip(*told, strict=True))
+                print(row(kind, size, ranks, seconds), flush=True)
+
+
+def row(kind: str, size: int, ranks: int, seconds: dict[str, list[float]]) -> str:
+    text = f"| {kind} | {name_of(size)} |"
+    middle = {way: statistics.median(times) for way, times in seconds.items()}
+    for way, times in seconds.items():
+        bus = size * (1.0 if way == "copy" else crossing(kind, ranks)) / middle[way] / 1e9
+        low, high = min(times) * 1e3, max(times) * 1e3
+        text += f" {middle[way] * 1e3:.3g} ({low:.3g} - {high:.3g}) | {bus:.2f} |"
+    return text + "".join(
+        f" {middle['gloo'] / middle[way]:.1f} |" for way in ("shared", "shared buffers")
+    )
+
+
+def name_of(size: int) -> str:
+    return f"{size >> 20} MB" if size >> 20 else f"{size >> 10} KB"
+
+
+def bytes_of(text: str) -> int:
+    return int(text[:-1]) << {"K": 10, "M": 20}[text[-1].upper()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", default=[2, 4])
+    add("--sizes", type=bytes_of, nargs="+", default=[1 << k for k in (10, 15, 20, 24, 26, 28)])
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    add("--rounds", type=int, default=3)
+    add("--repeats", type=int, default=5)
+    said = parser.parse_args()
+    for ranks in said.ranks:
+        table(ranks, said.sizes, said.kinds, said.rounds, said.repeats)
+
+
+if __name__ == "__main__":
+    main()
