@@ -1,0 +1,139 @@
+"""`phalanx train` as somebody types it: flags, runs on real processes, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import report as report_verb
+from phalanx.cli import train as train_verb
+from phalanx.cli.usage import UsageError
+from phalanx.layout.run import Run, RunError
+from phalanx.train.metrics import read_journal
+
+SMALL = [
+    "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",
+    "optimizer.lr=1e-2", "validation.batches=1",
+]  # fmt: skip
+
+
+def test_the_printed_file_reads_back_as_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_verb.run(["--print-config", "steps=7", "--layout", "dp2 zero1"]) == 0
+    run = Run.parse(capsys.readouterr().out, "run.toml")
+    assert (run.steps, run.layout) == (7, "dp2 zero1")
+
+
+def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_verb.run(["--schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"]["steps"]["minimum"] == 1
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["a.toml", "b.toml"], "name one run file"),
+        (["--rank", "2"], "Did you mean --ranks?"),
+        (["--ranks", "0"], "write 1 or more"),
+        (["--ranks", "2", "--layout", "dp4"], "is for 4 ranks, and --ranks says 2"),
+        (["steps=1", "--ranks", "two"], "invalid int value"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(argv: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        train_verb.run(argv)
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(RunError, match=r"nowhere\.toml has a mistake"):
+        train_verb.run(["nowhere.toml"])
+
+
+def test_auto_on_more_ranks_than_sequences_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    # 7 ranks cannot share 2 heads, 2 layers and 2 sequences of 12 tokens in any way.
+    with pytest.raises(ValueError, match=r"auto finds no layout.*fewer ranks"):
+        train_verb.run([*SMALL, "batch=2", f"out={tmp_path}", "--ranks", "7"])
+
+
+def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1"]) == 0
+    said = capfd.readouterr().out
+    for part in (
+        "step 3/3  loss",
+        "tokens/s  MFU",
+        "HFU",
+        "GiB  left 0:00",
+        "validation loss",
+        "saved",
+    ):
+        assert part in said
+    assert report_verb.run([str(out)]) == 0
+    assert "wrote" in capfd.readouterr().out
+    assert (out / "report.html").stat().st_size > 5000
+    # The same command again has nothing to do, and says where it is.
+    assert train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["step"] == 3
+
+
+CODE = "import sys; from phalanx.cli.train import run; sys.exit(run(sys.argv[1:]))"
+
+
+def _begun(out: Path, *argv: str) -> subprocess.Popen[str]:
+    """A run of very many steps, once it has done one."""
+    words = [*SMALL, f"out={out}", "steps=1000000", "checkpoint.every=100000", *argv]
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, *words],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if line.startswith("step 1/"):
+            return process
+    raise AssertionError("".join(before))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_sigterm_ends_the_step_saves_and_leaves_with_75(ranks: str, tmp_path: Path) -> None:
+    process = _begun(tmp_path / "run", "--ranks", ranks)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, said
+    records = read_journal(tmp_path / "run" / "metrics.jsonl")
+    last = [r for r in records if r["event"] == "step"][-1]["step"]
+    assert records[-1]["event"] == "stop"
+    assert (tmp_path / "run" / "checkpoints" / f"step-{last:08}" / "manifest.json").is_file()
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) -> None:
+    process = _begun(tmp_path / "run", "--ranks", "2")
+    ranks = _descendants(process.pid)
+    os.kill(max(ranks), signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    assert "was killed by signal 9" in said
+    assert "Traceback" not in said.split("was killed by signal 9")[0]
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            number, rest = path.read_text().split(" (", 1)
+        except OSError:
+            continue
+        if int(rest.rpartition(") ")[2].split()[1]) == pid:
+            found += [int(number), *_descendants(int(number))]
+    return found

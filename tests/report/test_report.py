@@ -1,0 +1,162 @@
+"""The report: what it shows is what the journal says, nothing is fetched, everything is escaped."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.layout import Layout
+from phalanx.program import Costs, build, simulate
+from phalanx.report import ReportError, report
+from phalanx.report.chart import Chart, Series, chart
+
+HOSTILE = """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
+
+
+def journal(hostile: str = "") -> list[dict[str, Any]]:
+    """Ten steps as pp2, killed; from step 5 on as dp2; a validation at the end of each."""
+
+    def start(step: int, layout: str) -> dict[str, Any]:
+        return {
+            "event": "start", "time": 10.0 * step, "step": step, "steps": 12, "layout": layout,
+            "ranks": 2, "parameters": 1234, "data": hostile or "python",
+            "model": {"name": hostile or "tiny"}, "peak_flops": 2e12,
+            "peak_from": hostile or "measured", "flops": {"model": 100.0, "full": 110.0},
+            "versions": {"torch": hostile or "2.13"},
+        }  # fmt: skip
+
+    def step(number: int, loss: float) -> dict[str, Any]:
+        return {
+            "event": "step", "time": 10.0 * number, "step": number, "steps": 1, "loss": loss,
+            "seconds": 0.5, "mfu": 0.3, "hfu": 0.4, "memory": 3 * 2**20,
+            "tokens_per_second": 100.0, "goodput": 0.8,
+        }  # fmt: skip
+
+    ranks = [{"promised": {"weights": 2048.0}, "measured": {"weights": 1024.0}}]
+    return [
+        start(0, "pp2"), *(step(n, 5 - n / 4) for n in range(1, 11)),
+        {"event": "skip", "time": 4, "step": 4, "why": hostile or "not finite"},
+        start(5, "dp2 zero3"), *(step(n, 5 - n / 4) for n in range(6, 13)),
+        {"event": "memory", "time": 5, "step": 6, "ranks": ranks},
+        {"event": "validation", "time": 9, "step": 12, "loss": 2.5, "bits_per_byte": 3.6},
+        {"event": "end", "time": 130, "step": 12, "loss": 2.0},
+    ]  # fmt: skip
+
+
+def written(folder: Path, hostile: str = "") -> Path:
+    lines = "".join(json.dumps(record) + "\n" for record in journal(hostile))
+    (folder / "metrics.jsonl").write_text(lines + '{"event": "st')
+    (folder / "run.toml").write_text(f"steps = 12 # {hostile}")
+    timeline = simulate(
+        build(Layout.parse("dp2 zero3"), [range(4)]), Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3})
+    )
+    (folder / "timeline.json").write_text(json.dumps(timeline.to_json()))
+    return folder
+
+
+def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
+    page = report(written(tmp_path))
+    for said in (
+        "tiny, 1,234 parameters, on python; step 12 of 12, ended",
+        "2 starts; the last as dp2 zero3 on 2 ranks", "goodput 80 %",
+        "validation loss 2.5000 nats per token, 3.6000 bits per byte",
+        "a peak of 2 TFLOP/s over all ranks (measured)", "attention causal",
+        "would be higher by 10.0 %", "2.00 KiB</td><td>1.00 KiB", "3.00 MiB",
+        "start: pp2", "restart: dp2 zero3", "not finite", "steps = 12", "torch 2.13",
+        "groups along dp: 1 of 2", "makespan",
+    ):  # fmt: skip
+        assert said in page, said
+
+
+def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(tmp_path: Path) -> None:
+    page = report(written(tmp_path))
+    loss = page.split("<h2>Step time</h2>")[0]
+    (faint,) = re.findall(r'<polyline points="([^"]*)"[^>]*opacity', loss)
+    assert len(faint.split()) == 6  # steps 5 to 10 of the first start
+    lines = re.findall(r'<polyline points="([^"]*)"', loss)
+    assert sorted(len(line.split()) for line in lines) == [5, 6, 7]
+
+
+def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
+    page = report(written(tmp_path)).replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|<iframe|<script|\ssrc=", page)
+    assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
+    assert "default-src 'none'" in page
+
+
+def test_whatever_stands_in_the_files_is_escaped(tmp_path: Path) -> None:
+    page = report(written(tmp_path, HOSTILE))
+    assert "<script" not in page
+    assert "<img" not in page
+    assert page.count("&lt;script&gt;") >= 5
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"event": "step", "step": "x", "loss": "nan", "seconds": None},
+        {"event": "start", "step": None, "layout": HOSTILE, "model": 3, "flops": [], "versions": 1},
+        {"event": "memory", "ranks": [1, {"promised": 2}]},
+        {"event": HOSTILE, "step": [HOSTILE]},
+    ],
+)
+def test_a_record_that_is_not_as_it_should_be_spoils_nothing(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    written(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"time": 1, **record}) + "\n")
+    (tmp_path / "timeline.json").write_text("{}")
+    page = report(tmp_path)
+    assert "<img" not in page
+    assert page.endswith("</html>\n")
+
+
+def test_a_folder_without_a_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"holds no run.*phalanx train"):
+        report(tmp_path)
+
+
+def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
+    points = ((0.0, 1.0), (5.0, 2.0), (10.0, 4.0))
+    drawn = chart(Chart("t", "u", [Series("a", points, dots=True)], [(5.0, "here & now")]))
+    tree = xml.fromstring(drawn)
+    dots = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter("circle")]
+    assert dots[1][0] - dots[0][0] == pytest.approx(dots[2][0] - dots[1][0])
+    assert 2 * (dots[0][1] - dots[1][1]) == pytest.approx(dots[1][1] - dots[2][1], abs=0.2)
+    assert "here & now" in [t.text for t in tree.iter("text")]
+
+
+def test_a_chart_of_one_point_and_of_none_are_drawn_too() -> None:
+    xml.fromstring(chart(Chart("t", "u", [Series("a", ((3.0, 0.0),))])))
+    assert "nothing was recorded" in chart(Chart("t", "u", [Series("a", ())]))
+
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+QUIET = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--enable-logging=stderr", "--dump-dom", "--virtual-time-budget=1000",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
+    place = tmp_path / "page.html"
+    place.write_text(report(written(tmp_path, HOSTILE)))
+    done = subprocess.run(
+        [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", place.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert done.stdout.count("<h2>") == 9
+    assert done.stdout.count('class="chart"') == 3
