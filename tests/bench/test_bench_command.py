@@ -51,18 +51,20 @@ def test_products_steps_and_overlap(capsys: Capture, tmp_path: Path) -> None:
 
 def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> None:
     place = tmp_path / "machine.toml"
-    words = f"--device cpu --out {place} --limit 2 --ranks 2 --wire threads --model tiny"
+    words = f"--device cpu --out {place} --limit 2 --ranks 4 --wire threads --model tiny"
     out = said(capsys, doctor.run, words)
     assert f"written: {place}" in out
     machine = Machine.load(place)
     assert machine.name == "this"
     assert machine.host == ""
     assert machine.cores >= 1
-    assert {c.ranks for c in machine.curves} == {2}
+    # Worlds of 2 and of 4, and in that of 4 also every other rank.
+    assert {(c.ranks, c.apart) for c in machine.curves} == {(2, 1), (4, 1), (2, 2)}
+    assert len(machine.curves) == 3 * 9
     assert {c.wire for c in machine.curves} == {"threads"}
     assert machine.memory_bandwidth > 0
     assert machine.best("fp32") is not None
-    assert len(machine.hidden) == 2
+    assert len(machine.hidden) == 3
     assert "all_reduce of 2 over threads" in out
 
 

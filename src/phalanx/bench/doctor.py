@@ -10,7 +10,7 @@ from datetime import date
 import torch
 
 from ..layout import Shape
-from ..plan import Curve, Hidden, Machine, Rate
+from ..plan import Hidden, Machine, Rate
 from ..wire import choose, workers
 from .clock import Clock
 from .collectives import OPERATIONS, Ask, Sample, WrongResult, measure_collectives
@@ -66,11 +66,14 @@ def examine(
     rates = _rates(found, asked)
     say("overlap of products and copies")
     hidden = _copies(found, asked)
-    curves: tuple[Curve, ...] = ()
+    samples: list[Sample] = []
+    wire = ""
     for ranks in asked.worlds(found):
         say(f"collectives of {ranks} ranks")
-        more, messages = _collectives(found, asked, ranks)
-        curves, hidden = curves + more, hidden + messages
+        wire = choose(asked.wire, ranks)
+        more, messages = _collectives(found, asked, ranks, wire)
+        samples, hidden = samples + more, hidden + messages
+    _refuse_wrong(samples)
     return Machine(
         name="this",
         date=date.today().isoformat(),
@@ -88,7 +91,7 @@ def examine(
         stores=stores,
         rates=rates,
         hidden=hidden,
-        curves=curves,
+        curves=fit_all(samples, wire),
         links=topology_of(found).kinds,
     )
 
@@ -120,10 +123,9 @@ def _copies(found: Found, asked: Examination) -> tuple[Hidden, ...]:
 
 
 def _collectives(
-    found: Found, asked: Examination, ranks: int
-) -> tuple[tuple[Curve, ...], tuple[Hidden, ...]]:
+    found: Found, asked: Examination, ranks: int, wire: str
+) -> tuple[list[Sample], tuple[Hidden, ...]]:
     """A world of its own for each number of ranks, since ranks that idle would share the cores."""
-    wire = choose(asked.wire, ranks)
     # In a world of 4 also the two groups of every other rank, both at once: an outer axis.
     groups = ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
     share = asked.limit / 2 / max(1, len(asked.worlds(found)))
@@ -133,8 +135,7 @@ def _collectives(
     with workers(ranks, wire=wire, threads_per_rank=1) as run:
         samples: list[Sample] = run(measure_collectives, ask)[0]
         messages = run(measure_messages, size, 16 << 20, dtype, asked.limit / 20)[0]
-    _refuse_wrong(samples)
-    return fit_all(samples, wire), tuple(each.as_hidden() for each in messages)
+    return samples, tuple(each.as_hidden() for each in messages)
 
 
 def _refuse_wrong(samples: Sequence[Sample]) -> None:

@@ -38,7 +38,8 @@ class Overlap:
         return (self.after - self.together) / min(self.first, self.second)
 
     def as_hidden(self) -> Hidden:
-        return Hidden(self.name, round(self.hidden, 4))
+        # What is not there cannot be hidden; beyond 1 the four times were disturbed differently.
+        return Hidden(self.name, round(min(1.0, self.hidden), 4))
 
 
 def measure_copies(
