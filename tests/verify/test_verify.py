@@ -32,6 +32,20 @@ def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     assert failures(verify(SHAPES[name], layouts[part::parts])) == []
 
 
+def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> None:
+    texts = """
+        recompute:fit accum:3; pp2 1f1b:4 recompute:fit; dp2 zero3 recompute:fit accum:2;
+        recompute:selective; tp2 seq recompute:selective; cp2 tp2 recompute:selective;
+        pp2 zb-h1:3 recompute:selective; dp2 zero3 recompute:selective accum:3;
+        accum:3 offload:activations; dp2 zero3 offload:weights,activations accum:3;
+        pp2 gpipe:3 recompute:all offload:activations; cp2:ulysses offload:weights recompute:sqrt;
+        pp2 zb-h2:4 zero3 gather:micro offload:activations dp2; dp2 zero2 reduce:step accum:3;
+        dp2 zero1 reduce:micro accum:3; dp2 zero3 prefetch:0; dp2 zero3 prefetch:3 accum:2;
+        pp2 stages:1-3; pp2 stages:4-0 zero1 dp2; dp2 pp2 zero3 gather:step 1f1b:4
+    """
+    assert failures(verify(SHAPES["gqa"], Layout.parse_many(" ".join(texts.split())))) == []
+
+
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:
     layouts = covering(every_layout(SHAPES["gqa"], 8, axes="dp cp tp"), 1)
     some = [x for x in layouts if x.cp > 1][:30]

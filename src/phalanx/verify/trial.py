@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ..layout import Layout
 from ..program import Program, Timeline, build, check
+from ..program.memory import peaks
 from ..split import Entry, Model, Piece, Precision, Unit, microbatches
 from ..split.holding import Holding, hold, model_stages
 from ..train.optimizer import AdamW, Sgd
 from ..train.perform import Performer
 from ..train.precision import LossScale
+from ..weigh.sizes import sizes_of
 from ..wire import World
 from .reference import Step
 
@@ -109,12 +111,28 @@ def program_of(model: Model, layout: Layout, *, agree: bool) -> Program:
     return program
 
 
+def fitting_program(make: Callable[[], Model], layout: Layout, setting: Setting) -> Program:
+    """The program of a `recompute:fit` layout whose limit is seven tenths of what it would hold."""
+    model = make()
+    whole = program_of(model, replace(layout, recompute="none"), agree=True)
+    sizes = sizes_of(make, layout, whole, setting.batches(0), setting.precision)
+    limit = 0.7 * max(peak.total for peak in peaks(whole, sizes))
+    program = build(
+        layout, model_stages(model, layout), model.tied, agree=True, sizes=sizes, limit=limit
+    )
+    check(program)
+    return program
+
+
 def train_layout(
     world: World, layout: Layout, model: Callable[[], Model], setting: Setting
 ) -> Seen:
     """This rank's view of a few steps in a layout; every rank of the world calls it."""
     mine = model()
-    program = program_of(mine, layout, agree=True)
+    fits = layout.recompute == "fit"
+    program = (
+        fitting_program(model, layout, setting) if fits else program_of(mine, layout, agree=True)
+    )
     holding = hold(
         world, layout, mine, program,
         seed=setting.seed, precision=setting.precision, poison=True,
