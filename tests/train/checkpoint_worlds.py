@@ -36,11 +36,12 @@ class Run:
         *,
         optimizer: AdamW | Sgd = ADAM,
         seed: int = 0,
+        compute: torch.dtype = WIDE,
     ) -> None:
         self.layout, self.shape = Layout.parse(f"{layout} fp64"), shape
         model = build_model(shape)
         program = program_of(model, self.layout, agree=True)
-        precision = Precision(WIDE, WIDE, WIDE)
+        precision = Precision(compute, WIDE, WIDE)
         self.holding = hold(world, self.layout, model, program, seed=seed, precision=precision)
         self.performer = Performer(
             self.holding, program, world.rank, optimizer,
@@ -113,4 +114,17 @@ def resaved(source: Path, layout: str, folder: Path, **options: Any) -> list[str
     return run(layout, work, **{"seed": 99, **options})[0]
 
 
-__all__ = ["SHAPE", "Run", "resaved", "run", "trained"]
+def saved_twice(folder: Path) -> Path:
+    """Checkpoints of steps 1 and 2, in two files each."""
+
+    def work(each: Run) -> None:
+        saver = each.saver(folder)
+        for _ in range(2):
+            each.steps(1)
+            saver.save(each.progress)
+
+    run("dp2 zero3", work)
+    return folder
+
+
+__all__ = ["SHAPE", "Run", "resaved", "run", "saved_twice", "trained"]
