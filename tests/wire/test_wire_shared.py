@@ -14,7 +14,6 @@ from wire_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
 
 from phalanx.wire import OPS, WireMisuse, arena, launch, workers
 
-CHUNK = arena.Extent(1, 1 << 20, 0, 0).chunk
 SIZES = (0, 1, 7, 64, 1000, 20_000)
 
 
@@ -37,7 +36,7 @@ def call_of(wire, world, draw, seed):
             draw.choice(DTYPES),
             draw.random() < 0.5,
         )
-    size = draw.choice(SIZES) if draw.random() < 0.98 else 3 * CHUNK // 4
+    size = draw.choice(SIZES) if draw.random() < 0.98 else arena.CHUNK // 8 + 1
     made = world.empty if draw.random() < 0.4 else torch.empty
     n, me, root = wire.size, wire.rank, step.root % wire.size
     return _begin(
@@ -155,7 +154,7 @@ def large(world, numel, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(name, dtype, kept):
     run, size = kept(name)
-    numel = 3 * CHUNK // dtype.itemsize + 5
+    numel = 2 * arena.CHUNK // dtype.itemsize + 5
     for got, want in zip(
         run(large, numel, dtype), threads_of(size)(large, numel, dtype), strict=True
     ):
