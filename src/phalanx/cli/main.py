@@ -21,6 +21,13 @@ VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
     "check": "whether a layout fits a model, or a program can run, and what each rank holds",
     "verify": "layouts against one process: every gradient and every update",
+    "train": "a run file, on one process, local ranks or torchrun; resumes by itself",
+    "data": "text, JSONL or parquet made into token files",
+    "checkpoint": "show, verify, export or import a checkpoint",
+    "report": "one HTML page of a run",
+    "bench": "collectives, matrix products, MFU and overlap of this machine",
+    "doctor": "what this machine is, and the catalogue of devices and links",
+    "demo": "train, kill a rank, resume in another layout, verify and report: 90 seconds",
     "lab": "every strategy from bare collectives: to read, to run, checked against one process",
 }
 _OVERVIEW = """\
