@@ -105,10 +105,11 @@ def _begun(out: Path, *argv: str) -> subprocess.Popen[str]:
     raise AssertionError("".join(before))
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_sigterm_ends_the_step_saves_and_leaves_with_75(ranks: str, tmp_path: Path) -> None:
-    process = _begun(tmp_path / "run", "--ranks", ranks)
-    process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("whom", ["the command", "one rank"])
+def test_sigterm_ends_the_step_saves_and_leaves_with_75(whom: str, tmp_path: Path) -> None:
+    process = _begun(tmp_path / "run", "--ranks", "2")
+    told = process.pid if whom == "the command" else max(_descendants(process.pid))
+    os.kill(told, signal.SIGTERM)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 75, said
     records = read_journal(tmp_path / "run" / "metrics.jsonl")

@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     "layout that needs bytes": ('layout = "recompute:fit"', "recompute:fit", "recompute:all"),
     "no such data": ('data = "nowhere/at/all"', "data = 'nowhere/at/all' is not there", "python"),
     "no such machine": ('machine = "nothing.toml"', "machine = 'nothing.toml'", "[peak_flops]"),
+    "tool that is not there": ("metrics.trackio = true", "trackio is not installed", "pip install"),
     "said twice": ("steps = 1\nsteps = 2", "this is not TOML", "docs/training.md"),
     "not TOML": ("steps 1", "this is not TOML", "docs/training.md"),
 }  # fmt: skip
@@ -78,6 +79,11 @@ ARGUMENTS = {
     "below a number": ("steps.x=3", "steps", "a whole number"),
     "wrong layout": ("layout=dp2 qq", "argument 'layout=dp2 qq'", "auto"),
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize("name", WRONG)

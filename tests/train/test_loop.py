@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import json
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +189,19 @@ def test_a_step_that_is_not_finite_is_skipped_everywhere_and_its_place_named(
     assert math.isfinite(records(out, "step")[4]["loss"])
 
 
+def test_a_loss_that_is_not_finite_spoils_the_step_though_every_gradient_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "Rank", _Spoiled)
+    monkeypatch.setattr(_Spoiled, "steps", (2,))
+    monkeypatch.setattr(_Spoiled, "piece", 4)
+    out = tmp_path / "run"
+    trained(small(out, "checkpoint.every=1", "checkpoint.keep=9"), "dp2")
+    (skip,) = records(out, "skip")
+    assert skip["why"].endswith("first in the output of piece head on rank 1")
+    assert weights(out, 2) == weights(out, 3)
+
+
 def test_a_gradient_that_is_not_finite_is_named_by_the_piece_where_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +265,37 @@ def test_a_peak_that_no_file_tells_is_measured(tmp_path: Path) -> None:
     (start,) = records(out, "start")
     assert start["peak_from"] == "measured"
     assert start["peak_flops"] > 1e8
+
+
+class _Tool(types.ModuleType):
+    """Speaks as wandb and trackio do, and remembers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        self.heard: list[tuple[str, Any]] = []
+
+    def init(self, **said: Any) -> None:
+        self.heard.append(("init", said["config"]["steps"]))
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.heard.append(("log", (step, "loss" in numbers)))
+
+    def finish(self) -> None:
+        self.heard.append(("finish", None))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_another_tool_hears_every_line_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = _Tool(name)
+    monkeypatch.setitem(sys.modules, name, tool)
+    run = small(tmp_path / "run", f"metrics.{name}=true", "metrics.every=2", "steps=4")
+    trained(run, "dp2")
+    assert tool.heard == [
+        ("init", 4), ("log", (2, True)), ("log", (4, True)), ("log", (4, False)), ("finish", None)
+    ]  # fmt: skip
 
 
 def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None:

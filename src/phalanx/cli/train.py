@@ -29,7 +29,7 @@ the run's folder, saved, to be gone on with by the same command.
 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --ranks 4 --layout "dp2 pp2 zero1 1f1b:4"
-  torchrun --nproc-per-node 8 -m phalanx train run.toml
+  torchrun --nproc-per-node 8 --no-python phalanx train run.toml
   phalanx train run.toml --print-config"""
 
 

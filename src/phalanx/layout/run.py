@@ -6,6 +6,7 @@ once before any process starts. No torch: a wrong file is told in a fraction of 
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -199,9 +200,9 @@ def misfits(layout: Layout, run: Run, place: str = "layout") -> Iterator[Mistake
     near = nearest(layout, shape, batch=batch, sequence=sequence) if broken else ()
     hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
     for violation in broken:
-        hint_here = hint if violation is broken[-1] else ""
         what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
-        yield Mistake(place, what, violation.way_out.rstrip(".") + "." + hint_here)
+        told_last = hint if violation is broken[-1] else ""
+        yield Mistake(place, what, violation.way_out.rstrip(".") + "." + told_last)
     if layout.recompute == "fit":
         what = f"layout = {str(layout)!r}: recompute:fit needs the bytes that pieces keep"
         yield Mistake(place, what, "Write recompute:all, recompute:every=2 or recompute:sqrt")
@@ -275,6 +276,10 @@ def _files(run: Run) -> Iterator[Mistake]:
     if run.data != "python" and not Path(run.data).exists():
         what = f"data = {run.data!r} is not there"
         yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
+    for name in ("tensorboard", "wandb", "trackio"):
+        if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
+            what = f"metrics.{name} = true, and {name} is not installed"
+            yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
     if Path(run.out).is_file():
         yield Mistake("out", f"out = {run.out!r} is a file", "Name a folder, or a new one")
     if run.machine:
