@@ -7,9 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .usage import Parser, UsageError, print_json
+
+if TYPE_CHECKING:
+    from ..bench import Overlap
 
 __all__ = ["run"]
 
@@ -296,10 +299,16 @@ def _overlap(argv: list[str]) -> int:
     size = said.size or (16384 if gpu else 1024)
     copied = bytes_of(said.copy or ("1G" if gpu else "32M"))
     dtype = said.dtype or ("bf16" if gpu else "fp32")
-    done = measure_copies(found, size=size, copied=copied, dtype=dtype, limit=said.limit)
-    if not gpu or found.count > 1 or said.ranks:
-        world = _World(said.ranks, said.wire)
+    world = _World(said.ranks, said.wire)
+    # Of ranks that a launcher has started one copies and tells; all of them send.
+    quiet = world.place is not None and world.place.rank > 0
+    done: list[Overlap] = []
+    if not quiet:
+        done = measure_copies(found, size=size, copied=copied, dtype=dtype, limit=said.limit)
+    if not gpu or found.count > 1 or said.ranks or world.place:
         done += world.run("measure_messages", size, copied, dtype, said.limit) or []
+    if quiet:
+        return 0
     if said.json:
         print_json(
             {"device": found.name, "overlaps": [asdict(x) | {"hidden": x.hidden} for x in done]}
