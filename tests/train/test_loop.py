@@ -298,6 +298,26 @@ def test_another_tool_hears_every_line_once(
     ]  # fmt: skip
 
 
+def test_a_trace_names_the_operations_of_the_steps_it_was_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out, "profile.steps=1", "profile.start=1"), "")
+    said = json.loads((out / "profile" / "rank-0.json").read_text())["traceEvents"]
+    names = [event["name"] for event in said if event.get("cat") == "user_annotation"]
+    assert names.count("1F0") == names.count("3B0") == names.count("A") == 1  # one step of five
+
+
+def test_float16_finds_its_scale_without_ending_the_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    trained(small(out, "machine="), "fp16")
+    manifest = json.loads((out / "checkpoints/step-00000005/manifest.json").read_text())
+    skipped = records(out, "skip")
+    assert manifest["body"]["config"]["loss_scale"] == [
+        2.0**16 / 2 ** len(skipped),
+        5 - len(skipped),
+    ]
+    assert all(skip["why"] == "a float16 gradient overflowed" for skip in skipped)
+
+
 def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "start", "time": 1, "step": 0}\n{"event": "st')

@@ -106,10 +106,15 @@ def _train(wanted: Run, said: argparse.Namespace) -> int:
     batches_of(wanted)  # data that does not fit is told here, by one process
     if place is None:
         return _local(wanted, layout, said)
-    from ..train.loop import train
+    from ..train.checkpoint_file import CheckpointError
+    from ..train.loop import TrainError, train
 
     world = join(ranks, wire=said.wire)
-    outcome = train(world, wanted, str(layout), quiet=said.json)
+    try:
+        outcome = train(world, wanted, str(layout), quiet=said.json)
+    except (TrainError, CheckpointError) as error:  # every rank has the same
+        print(f"rank {place.rank}: {type(error).__name__}: {error}", flush=True)
+        return 1
     world.close()
     return _ended(outcome, said.json and place.rank == 0)
 
@@ -185,6 +190,7 @@ def _passed_on(file: Path) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+        file.unlink(missing_ok=True)
 
 
 def _ended(outcome: Outcome, as_json: bool) -> int:

@@ -59,7 +59,11 @@ def train(world: World, run: Run, layout: str, quiet: bool = False) -> Outcome:
     rank = Rank(world, run, Layout.parse(layout))
     with _asked_to_stop(Path(run.out, STOP), first=world.rank == 0) as asked:
         rank.trainer.wants_to_stop = asked
-        return _Loop(rank, quiet=quiet).run()
+        loop = _Loop(rank, quiet=quiet)
+        try:
+            return loop.run()
+        finally:
+            loop.teller.close()
 
 
 @contextmanager
@@ -119,7 +123,7 @@ class _Loop:
                 self._step(step)
                 done = step + 1
                 stopped = self.trainer.stops and done < run.steps
-                self._after(done, last=stopped or done == run.steps)
+                self._after(done, stopped=stopped)
                 if stopped:
                     break
         self._decided(self.saver.finish())
@@ -175,7 +179,8 @@ class _Loop:
         self.teller.took(time.perf_counter() - begun)
         if step == self.looked_at:
             self._look(step, result, begun)
-        if (step + 1) % self.run_.metrics.every == 0 or step + 1 == self.run_.steps:
+        last = self.trainer.stops or step + 1 == self.run_.steps
+        if last or _due(step + 1, self.run_.metrics.every):
             self._tell(step + 1, lr, result)
 
     def _tell(self, done: int, lr: float, result: StepResult) -> None:
@@ -222,11 +227,12 @@ class _Loop:
 
     # ---- after a step
 
-    def _after(self, done: int, *, last: bool) -> None:
+    def _after(self, done: int, *, stopped: bool) -> None:
         run = self.run_
+        last = done == run.steps
         if run.validation.batches and (last or _due(done, run.validation.every)):
             self._validate(done)
-        if last or _due(done, run.checkpoint.every):
+        if last or stopped or _due(done, run.checkpoint.every):
             self._decided(self.saver.save(self._progress(done)))
         else:
             self._decided(self.saver.poll())
@@ -259,7 +265,6 @@ class _Loop:
             self.teller.event("stop", text, step=done)
         else:
             self.teller.event("end", step=done, loss=self.loss, validation=self.validated[1])
-        self.teller.close()
 
 
 def _due(done: int, every: int) -> bool:

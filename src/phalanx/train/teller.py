@@ -26,6 +26,7 @@ class Teller:
     def __init__(self, run: Run, *, speaks: bool, quiet: bool) -> None:
         self.run, self.out, self.speaks = run, Path(run.out), speaks
         self.seconds: list[float] = []
+        self.screen: Screen | None = None
         if not speaks:
             return
         path = self.out / "metrics.jsonl"
