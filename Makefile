@@ -11,7 +11,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/phalanx draw 1f1b --stages 4 --microbatches 8
+	$(BIN)/phalanx demo
 
 # Two workers: most tests are worlds of threads, which share one interpreter's lock.
 test: .venv/installed

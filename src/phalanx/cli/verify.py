@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     add("--axes", default="dp pp cp tp", help="the axes that --ranks enumerates")
     add("--layouts", metavar="TEXT", help="these layouts instead, separated by ;")
     add("--cover", type=int, metavar="N", help="a subset of N or more that covers all pairs")
-    add("--wire", default="threads", help="threads, gloo, nccl, auto")
+    add("--wire", default="threads", help="threads, gloo, shared, nccl, auto")
     add("--steps", type=int, default=3)
     add("--dtype", default="float64", help="float64, float32, bfloat16, float16")
     add("--packed", action="store_true", help="sequences packed with documents")
