@@ -113,7 +113,7 @@ class Screen:
             from rich.progress import BarColumn, Progress, TextColumn
 
             self.bar = Progress(
-                TextColumn("{task.fields[said]}"), BarColumn(None), refresh_per_second=4
+                TextColumn("{task.fields[said]}"), BarColumn(12), refresh_per_second=4
             )
             self.bar.start()
             self.task = self.bar.add_task("", total=run.steps, completed=step, said="starting")
