@@ -219,6 +219,8 @@ def test_the_recipe_says_what_it_says() -> None:
     assert (of("8b", 8).zero, of("8b", 8).recompute) == (3, "all")  # above 1B
     assert of("8b", 512).mesh.of("dp.replicate") > 1  # above 256 devices HSDP
     assert of("8b", 256).mesh.of("dp.replicate") == 1
+    assert of("8b", 512, memory=80e9).mesh.of("dp.shard") == 8
+    assert of("8b", 512, memory=8e9).mesh.of("dp.shard") == 64  # 2 GB of 128 fit in half of 8
     assert of("70b", 64).tp > 1  # above 50B
     assert of("70b", 64).pp > 1
     assert of("8b", 8).tp == of("8b", 512).pp == 1

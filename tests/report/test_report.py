@@ -32,16 +32,17 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
             "versions": {"torch": hostile or "2.13"},
         }  # fmt: skip
 
-    def step(number: int, loss: float) -> dict[str, Any]:
+    def step(number: int, loss: float, memory: int = 3 * 2**20) -> dict[str, Any]:
         return {
             "event": "step", "time": 10.0 * number, "step": number, "steps": 1, "loss": loss,
-            "seconds": 0.5, "mfu": 0.3, "hfu": 0.4, "memory": 3 * 2**20,
+            "seconds": 0.5, "mfu": 0.3, "hfu": 0.4, "memory": memory,
             "tokens_per_second": 100.0, "goodput": 0.8,
         }  # fmt: skip
 
     ranks = [{"promised": {"weights": 2048.0}, "measured": {"weights": 1024.0}}]
     return [
-        start(0, "pp2"), *(step(n, 5 - n / 4) for n in range(1, 11)),
+        start(0, "pp2"), *(step(n, 5 - n / 4) for n in range(1, 6)),
+        *(step(n, 5 - n / 4, 9 * 2**20) for n in range(6, 11)),
         {"event": "skip", "time": 4, "step": 4, "why": hostile or "not finite"},
         start(5, "dp2 zero3"), *(step(n, 5 - n / 4) for n in range(6, 13)),
         {"event": "memory", "time": 5, "step": 6, "ranks": ranks},
@@ -82,6 +83,7 @@ def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(tmp_path: Path)
     assert len(faint.split()) == 6  # steps 5 to 10 of the first start
     lines = re.findall(r'<polyline points="([^"]*)"', loss)
     assert sorted(len(line.split()) for line in lines) == [5, 6, 7]
+    assert "9.00 MiB" not in page
 
 
 def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:

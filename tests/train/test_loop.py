@@ -16,12 +16,14 @@ from loop_worlds import losses, records, small, trained, weights
 
 from phalanx.layout import Layout
 from phalanx.layout.run import OptimizerChoice
-from phalanx.program import Timeline
+from phalanx.program import Sizes, Timeline, build
+from phalanx.program.memory import peaks
 from phalanx.train import loop
 from phalanx.train.loop import TrainError
 from phalanx.train.metrics import Goodput, Journal, read_journal
 from phalanx.train.rank import Rank
 from phalanx.train.schedule import learning_rate
+from phalanx.train.steps import forward_only
 from phalanx.wire import RankFailed
 
 LAYOUTS = [
@@ -61,6 +63,15 @@ def test_every_layout_sees_the_same_losses_and_validates_alike(
 def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
     for one in records(alone, "validation"):  # a token of the built-in data is a byte
         assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2))
+
+
+def test_a_validation_of_dropped_weights_holds_no_more_of_them_at_once_than_a_step() -> None:
+    layout = Layout.parse("dp2 zero3 accum:2")
+    program = build(layout, [range(5)])
+    bare = forward_only(program, layout)
+    assert {op.kind for row in bare.rows for op in row} == set("NFGD")
+    (most,), (held,) = (peaks(p, Sizes.counts(5)) for p in (program, bare))
+    assert held.kinds["gathered"] == most.kinds["gathered"] == 2
 
 
 # ---- going on
