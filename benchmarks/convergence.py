@@ -21,12 +21,13 @@ from phalanx.train.loop import train
 from phalanx.wire import launch
 
 RUN = """
-batch = 16
-sequence = 128
+batch = 64
+sequence = 64
+masks = false
 model = {layers = 4, hidden = 192, heads = 6, ffn = 512, vocab = 256}
-optimizer = {lr = 4e-3, warmup = 20, schedule = "cosine", least = 0.05}
-metrics = {every = 25}
-validation = {batches = 16}
+optimizer = {lr = 4e-3, warmup = 20, schedule = "cosine", least = 0.02}
+metrics = {every = 50}
+validation = {batches = 8}
 """
 LAYOUTS = "; dp4; pp2 tp2; dp4 zero3"
 LOW, NEAR = 2.0, 0.02
