@@ -37,6 +37,7 @@ def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> No
         recompute:fit accum:3; pp2 1f1b:4 recompute:fit; dp2 zero3 recompute:fit accum:2;
         recompute:selective; tp2 seq recompute:selective; cp2 tp2 recompute:selective;
         pp2 zb-h1:3 recompute:selective; dp2 zero3 recompute:selective accum:3;
+        offload:optimizer; dp2 zero1 offload:optimizer,weights accum:3;
         accum:3 offload:activations; dp2 zero3 offload:weights,activations accum:3;
         pp2 gpipe:3 recompute:all offload:activations; cp2:ulysses offload:weights recompute:sqrt;
         pp2 zb-h2:4 zero3 gather:micro offload:activations dp2; dp2 zero2 reduce:step accum:3;

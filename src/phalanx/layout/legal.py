@@ -175,7 +175,7 @@ def nearest(
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
     """Other meshes of the same size, each with the same choices where they still mean something."""
-    order = [a.name for a in x.mesh.axes]
+    order = [a.name for a in x.mesh.axes if a.name != "ep"]  # no model here has experts
     order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
     inner = x.mesh.of("dp.shard") if x.mesh.of("dp.replicate") > 1 and x.zero else 0
     ulysses = {1, x.mesh.of("cp.ulysses")}

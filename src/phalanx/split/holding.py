@@ -73,6 +73,7 @@ def hold(
             pool,
             precision,
             resident=number not in dropped,
+            at_host=bool({"weights", "optimizer"} & set(layout.offload)),
         )
         for number in held
     }

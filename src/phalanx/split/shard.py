@@ -116,6 +116,7 @@ class Unit:
         precision: Precision,
         *,
         resident: bool,
+        at_host: bool = False,
     ) -> None:
         self.number, self.wires, self.pool, self.precision = number, wires, pool, precision
         # What is summed apart stands together, and in it what decays comes first.
@@ -132,12 +133,19 @@ class Unit:
         self.parameters = {
             w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
         }
-        self.home = torch.zeros(self.part, dtype=precision.master, device=pool.device)
+        # At home on the host, the master weights and the optimizer's state stay there; a gather or a
+        # refresh brings what is computed with. Without a GPU that is a copy all the same.
+        host = "cpu" if at_host and pool.device.type != "meta" else pool.device
+        self.home = torch.zeros(self.part, dtype=precision.master, device=host)
+        if at_host and pool.device.type == "cuda":
+            self.home = self.home.pin_memory()
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident = resident
-        self.same = resident and shards == 1 and precision.compute == precision.master
+        self.same = (
+            resident and not at_host and shards == 1 and precision.compute == precision.master
+        )
         if resident:
             self._bind(self.home if self.same else self._new_buffer())
 
@@ -191,9 +199,8 @@ class Unit:
         if self.buffer is None:
             self._bind(self._new_buffer())
         assert self.buffer is not None
-        return self.wires.gather.all_gather(
-            self.buffer, self.home.to(self.precision.compute), wait=False
-        )
+        part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
+        return self.wires.gather.all_gather(self.buffer, part, wait=False)
 
     def storage(self) -> int:
         """What the weights' buffer is known by; 0 when it is dropped."""

@@ -43,7 +43,7 @@ class Update:
             if scale != 1.0:
                 gradient *= scale
             for run, view in self.runs:
-                view.grad = gradient[run].to(view.dtype)
+                view.grad = gradient[run].to(view.device, view.dtype)
             for group in self.torch.param_groups:
                 group["lr"] = lr
             self.torch.step()
