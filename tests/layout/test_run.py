@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.layout import Layout, Shape, legal
@@ -150,6 +150,7 @@ RUNS = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None, max_examples=50)
 @given(RUNS)
 def test_what_is_printed_reads_back_the_same(said: dict[str, object]) -> None:
     arguments = [
