@@ -95,7 +95,7 @@ def test_everything_of_the_catalogue_is_also_json(capsys: Capture) -> None:
         "clusters h100x64",
         "hierarchy a100",
     ):
-        json.loads(said(capsys, doctor.run, f"{words} --json"))
+        assert json.loads(said(capsys, doctor.run, f"{words} --json"))
 
 
 BAD = {

@@ -17,13 +17,13 @@ from loop_worlds import losses, records, small, trained, weights
 from phalanx.layout import Layout
 from phalanx.layout.run import OptimizerChoice
 from phalanx.program import Sizes, Timeline, build
+from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop
 from phalanx.train.loop import TrainError
 from phalanx.train.metrics import Goodput, Journal, read_journal
 from phalanx.train.rank import Rank
 from phalanx.train.schedule import learning_rate
-from phalanx.train.steps import forward_only
 from phalanx.wire import RankFailed
 
 LAYOUTS = [

@@ -23,7 +23,7 @@ from .schedules import schedule
 from .search import search
 from .simulate import Costs
 
-__all__ = ["build"]
+__all__ = ["build", "forward_only"]
 
 
 def build(
@@ -57,10 +57,8 @@ def build(
     return rest(recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
 
 
-def _placed(layout: Layout, program: Program, agree: bool) -> Program:
-    """What follows from the order of computing."""
-    if "activations" in layout.offload:
-        program = offload_activations(program)
+def _fed(layout: Layout, program: Program) -> Program:
+    """What brings an operation its input and its weights: messages and gathers."""
     program = messages(program)
     if layout.zero or "weights" in layout.offload:
         program = gather(
@@ -69,6 +67,21 @@ def _placed(layout: Layout, program: Program, agree: bool) -> Program:
             drop=layout.zero == 3 or "weights" in layout.offload,
             prefetch=layout.prefetch,
         )
+    return program
+
+
+def forward_only(program: Program, layout: Layout) -> Program:
+    """The forward operations of a training program, in their order, with what they need."""
+    bare = program.with_rows([op for op in row if op.kind == "F"] for row in program.rows)
+    bare = _fed(layout, bare)
+    return bare.with_rows((Op("N"), *row) for row in bare.rows)
+
+
+def _placed(layout: Layout, program: Program, agree: bool) -> Program:
+    """What follows from the order of computing."""
+    if "activations" in layout.offload:
+        program = offload_activations(program)
+    program = _fed(layout, program)
     program = reduce(program, each_microbatch=layout.reduce == "micro")
     return finish(tie(program), agree=agree)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..layout import Layout, Mesh
 from ..layout.run import Run
 from ..program import Program, build, check
+from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
 from ..split import Model, Unit, build_model, microbatches, share
 from ..split.holding import Holding, hold, model_stages
@@ -21,7 +22,7 @@ from .data import Batches, open_corpus
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak
 from .precision import LossScale, precision_of
-from .steps import Trainer, Validator, forward_only
+from .steps import Trainer, Validator
 
 __all__ = ["Rank", "batches_of", "optimizer_of"]
 

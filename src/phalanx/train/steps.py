@@ -13,14 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
 from ..program import Op, Program
-from ..program.passes import gather, messages
 from ..split import Unit
 from ..split.holding import Holding
 from .perform import Batch, Performer, StepResult
 
-__all__ = ["Trainer", "Validator", "forward_only"]
+__all__ = ["Trainer", "Validator"]
 
 Ranges = Callable[[str], Any]
 
@@ -104,17 +102,3 @@ class Validator(Performer):
     def _watch(self, piece: int, x: Tensor) -> None:
         if self.watches and piece not in self.bad_pieces and not bool(x.isfinite().all()):
             self.bad_pieces.append(piece)
-
-
-def forward_only(program: Program, layout: Layout) -> Program:
-    """The forward operations of a training program, in their order, with what they need."""
-    bare = program.with_rows([op for op in row if op.kind == "F"] for row in program.rows)
-    bare = messages(bare)
-    if layout.zero or "weights" in layout.offload:
-        bare = gather(
-            bare,
-            each_use=layout.gather == "micro",
-            drop=layout.zero == 3 or "weights" in layout.offload,
-            prefetch=layout.prefetch,
-        )
-    return bare.with_rows((Op("N"), *row) for row in bare.rows)
