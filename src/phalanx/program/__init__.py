@@ -2,6 +2,7 @@
 
 from .build import build
 from .check import Proof, check, faults
+from .load import Attention, Load, Message, Product, Weighed, at_rows
 from .memory import Peak, Sizes
 from .op import KINDS, Op, Program, ProgramError
 from .recorded import Recorded
@@ -13,9 +14,13 @@ from .timeline import Span, Timeline
 __all__ = [
     "KINDS",
     "SCHEDULES",
+    "Attention",
     "Costs",
+    "Load",
+    "Message",
     "Op",
     "Peak",
+    "Product",
     "Program",
     "ProgramError",
     "Proof",
@@ -23,6 +28,8 @@ __all__ = [
     "Sizes",
     "Span",
     "Timeline",
+    "Weighed",
+    "at_rows",
     "bound",
     "build",
     "check",

@@ -1,0 +1,130 @@
+"""What operations of a piece take, before any machine is named: sizes of products, bytes, messages.
+
+`weigh` finds a Load by running the real piece; `price` turns it into seconds on a machine. All of it
+grows in a straight line with the rows of a microbatch, so two weighings tell every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+__all__ = ["Attention", "Load", "Message", "Product", "Weighed", "at_rows"]
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` matrix products (m, k) @ (k, n)."""
+
+    m: float
+    k: float
+    n: float
+    batch: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.batch * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class Attention:
+    """softmax(q k) v by a kernel that keeps no scores: two products forward, five backward."""
+
+    batch: float
+    heads: float
+    kv_heads: float
+    queries: float
+    keys: float
+    head_dim: float
+    causal: float = 1.0  # 1: half of the pairs count; 0: all of them
+    products: float = 2.0  # how often each pair costs a multiply-add of head_dim
+
+    @property
+    def full(self) -> float:
+        """FLOPs with every pair counted."""
+        pairs = self.queries * self.keys
+        return 2.0 * self.products * self.batch * self.heads * self.head_dim * pairs
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the pairs that a causal mask leaves."""
+        return self.full * (1 - self.causal / 2)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective inside an operation, by the axis of the mesh that it runs along.
+
+    `bytes` is S as `Curve` counts it: a rank's input of all-reduce and reduce-scatter, its output
+    of all-gather.
+    """
+
+    axis: str
+    op: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """One operation: its products, the bytes that everything else moves, its messages."""
+
+    products: tuple[Product, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    moved: float = 0.0  # bytes read and written by what is neither product nor attention
+    launches: float = 0.0  # kernels started
+    messages: tuple[Message, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Products and causal attention."""
+        return sum(p.flops for p in self.products) + sum(a.flops for a in self.attention)
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.moved + other.moved,
+            self.launches + other.launches,
+            self.messages + other.messages,
+        )
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """One piece on one rank: the load of each of its operations and the bytes of what it holds."""
+
+    forward: Load
+    input_gradient: Load  # I
+    weight_gradient: Load  # W; a whole backward B is both
+    again: Load  # R: the forward, or what selective recomputation repeats of it
+    kept: float  # bytes between forward and backward, the input among them
+    kept_after_i: float  # bytes that W still needs
+    input: float  # bytes of what a recomputed piece keeps
+    temporary: float  # bytes that come and go within the forward or the backward, at their peak
+    weights: float  # numbers of the piece's own weights on this rank, whole: before ZeRO cuts them
+    edge: float = 0.0  # bytes of its output, sent on to the next stage
+
+    @property
+    def backward(self) -> Load:
+        return self.input_gradient + self.weight_gradient
+
+
+def at_rows(one: Weighed, two: Weighed) -> Callable[[float], Weighed]:
+    """The piece for any number of rows, from weighings at one row and at two."""
+
+    def weighed(rows: float) -> Weighed:
+        found: Weighed = _line(one, two, rows)
+        return found
+
+    return weighed
+
+
+def _line(a: object, b: object, rows: float) -> object:
+    if isinstance(a, float | int) and isinstance(b, float | int):
+        return a + (b - a) * (rows - 1)
+    if isinstance(a, str):
+        return a
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
+    names = [f.name for f in fields(a)]  # type: ignore[arg-type]
+    return type(a)(**{n: _line(getattr(a, n), getattr(b, n), rows) for n in names})
