@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 __all__ = ["Attention", "Load", "Message", "Product", "Weighed", "at_rows"]
 
@@ -119,12 +120,12 @@ def at_rows(one: Weighed, two: Weighed) -> Callable[[float], Weighed]:
     return weighed
 
 
-def _line(a: object, b: object, rows: float) -> object:
+def _line(a: Any, b: Any, rows: float) -> Any:
     if isinstance(a, float | int) and isinstance(b, float | int):
         return a + (b - a) * (rows - 1)
     if isinstance(a, str):
         return a
     if isinstance(a, tuple) and isinstance(b, tuple):
         return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
-    names = [f.name for f in fields(a)]  # type: ignore[arg-type]
+    names = [f.name for f in fields(a)]
     return type(a)(**{n: _line(getattr(a, n), getattr(b, n), rows) for n in names})
