@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..layout.run import CHECKPOINTS
 from .usage import Parser, UsageError, print_json
 
 __all__ = ["run"]
 
 _EPILOG = """\
   phalanx checkpoint show runs/first
-  phalanx checkpoint verify runs/first/step-00000100
+  phalanx checkpoint verify runs/first/checkpoints/step-00000100
   phalanx checkpoint export runs/first --out exported --dtype BF16
   phalanx checkpoint import Llama-3.2-1B --out runs/second
 
-DIR is a run's folder, of which the newest checkpoint is taken (verify: all), or one checkpoint.
+DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
+checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins.
 Exported and imported are Llama, Mistral, Qwen2 and Qwen3 in the layout of Hugging Face.
 Exit code 1: damage was found."""
 
@@ -44,9 +46,13 @@ def _checkpoints(source: str) -> list[Path]:
     from ..train.checkpoint import steps
 
     path = Path(source)
-    found = [path] if (path / "manifest.json").exists() else steps(path)
+    if (path / "manifest.json").exists():
+        return [path]
+    found = steps(path) or steps(path / CHECKPOINTS)
     if not found:
-        raise UsageError(f"{path} holds no checkpoint: neither manifest.json nor step-...")
+        raise UsageError(
+            f"{path} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
+        )
     return found
 
 
@@ -112,7 +118,8 @@ def _export(said: argparse.Namespace) -> int:
 def _import(said: argparse.Namespace) -> int:
     from ..train.checkpoint_exchange import import_weights
 
-    return _written(said, [import_weights(Path(said.source), Path(said.out))])
+    # Where a run looks for what it goes on from.
+    return _written(said, [import_weights(Path(said.source), Path(said.out, CHECKPOINTS))])
 
 
 def _written(said: argparse.Namespace, files: list[Path]) -> int:

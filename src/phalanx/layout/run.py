@@ -21,6 +21,7 @@ from .shape import Shape
 from .strict import Mistake, Said, dump, key, read, schema, section, toml_value
 
 __all__ = [
+    "CHECKPOINTS",
     "Checkpoints",
     "Metrics",
     "OptimizerChoice",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 BYTES = 256  # the vocabulary of the built-in data
+CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, if nothing else is said
 
 
 class RunError(ValueError):
@@ -173,7 +175,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, "checkpoints")
+        return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, CHECKPOINTS)
 
     def peak(self, precision: str) -> float | None:
         """FLOP/s of one rank's device in a precision, if a machine file tells it."""
