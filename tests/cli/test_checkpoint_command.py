@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +26,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["", "checkpoints", "checkpoints/step-00000004"])
-def source(request: pytest.FixtureRequest, run_folder: Path) -> Iterator[Path]:
-    yield run_folder / request.param
+def source(request: pytest.FixtureRequest, run_folder: Path) -> Path:
+    return run_folder / request.param
 
 
 def _said(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, object]:

@@ -15,8 +15,8 @@ from phalanx.split.holding import hold
 from phalanx.train import AdamW, Performer, Sgd
 from phalanx.train.checkpoint import Saver, load
 from phalanx.train.checkpoint_manifest import Progress
+from phalanx.train.program import program_of
 from phalanx.verify.cases import SHAPES, batch_of
-from phalanx.verify.trial import program_of
 from phalanx.wire import World, launch
 
 # Odd sizes that no tp divides: padding in the vocabulary and in the ffn; tied over stages.

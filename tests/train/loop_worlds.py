@@ -6,6 +6,7 @@ from pathlib import Path
 
 from phalanx.layout import Layout
 from phalanx.layout.run import Run
+from phalanx.plan import Machine, Rate
 from phalanx.train.checkpoint_read import hash_tensors
 from phalanx.train.loop import Outcome, train
 from phalanx.train.metrics import Record, read_journal
@@ -24,7 +25,9 @@ validation = {batches = 2}
 
 def small(out: Path, *more: str) -> Run:
     machine = out.parent / "machine.toml"
-    machine.write_text("[peak_flops]\nfp32 = 1e11\nfp64 = 5e10\n")
+    rates = (Rate("fp32", 512, 512, 512, 1e11), Rate("fp64", 512, 512, 512, 5e10))
+    said = Machine("this", "2026-11-21", "by hand", "a CPU", "cpu", 1, 2, 8e9, rates=rates)
+    machine.write_text(said.text())
     return Run.parse(RUN, "small", (f"out={out}", f"machine={machine}", *more))
 
 

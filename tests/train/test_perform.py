@@ -17,8 +17,8 @@ from phalanx.split import Precision, build_model, microbatches
 from phalanx.split.holding import hold
 from phalanx.train import AdamW, Performer, Sgd, StepResult
 from phalanx.train.precision import LossScale, precision_of
+from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
-from phalanx.verify.trial import program_of
 from phalanx.wire import RankFailed, World
 from phalanx.wire.launch import launch
 

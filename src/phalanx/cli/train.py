@@ -12,9 +12,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..layout import Layout, LayoutError
+from ..layout import Layout, LayoutError, Shape
 from ..layout.recipe import recipe
 from ..layout.run import Run, RunError, misfits, run_schema
+from ..plan import Machine
 from .usage import Parser, UsageError, print_json
 
 if TYPE_CHECKING:
@@ -76,7 +77,9 @@ def _run_of(said: argparse.Namespace) -> Run:
 
 
 def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
-    """What can be known of ranks and layout before torch is loaded."""
+    """What can be known of machine, ranks and layout before torch is loaded."""
+    if wanted.machine:
+        Machine.load(wanted.machine)
     if ranks is None or wanted.layout.strip() == "auto":
         return
     layout = Layout.parse(wanted.layout)
@@ -89,6 +92,7 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
 
 def _train(wanted: Run, said: argparse.Namespace) -> int:
     """Find the ranks and the layout, and train."""
+    from ..train.program import shape_of
     from ..train.rank import batches_of
     from ..wire.join import find, join
 
@@ -98,12 +102,13 @@ def _train(wanted: Run, said: argparse.Namespace) -> int:
         raise UsageError(
             f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
         )
-    layout = _layout(wanted, ranks)
+    shape = shape_of(wanted)
+    layout = _layout(wanted, shape, ranks)
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
         )
-    batches_of(wanted)  # data that does not fit is told here, by one process
+    batches_of(wanted, shape)  # data that does not fit is told here, by one process
     if place is None:
         return _local(wanted, layout, said)
     from ..train.checkpoint_file import CheckpointError
@@ -129,37 +134,42 @@ def _ranks(wanted: Run, told: int | None) -> int:
     return torch.cuda.device_count() or 2
 
 
-def _layout(wanted: Run, ranks: int) -> Layout:
-    """The run's layout; `auto` is the recipe's."""
-    if wanted.layout.strip() != "auto":
-        return Layout.parse(wanted.layout)
+def _layout(wanted: Run, shape: Shape, ranks: int) -> Layout:
+    """The run's layout; `auto` is the recipe's. Refused here: what the file could not know."""
+    auto = wanted.layout.strip() == "auto"
+    found = _by_recipe(wanted, shape, ranks) if auto else Layout.parse(wanted.layout)
+    if wrong := list(misfits(wanted, shape, found)):
+        raise RunError("layout = auto" if auto else wanted.own or "run", wrong)
+    return found
+
+
+def _by_recipe(wanted: Run, shape: Shape, ranks: int) -> Layout:
     import torch
 
     cuda = torch.cuda.is_available()
     memory = float(torch.cuda.get_device_properties(0).total_memory) if cuda else 0.0
-    found = recipe(
-        wanted.shape, ranks,
-        batch=wanted.shape.batch, sequence=wanted.tokens,
+    return recipe(
+        shape, ranks,
+        batch=shape.batch, sequence=wanted.tokens(shape),
         memory=memory, precision="bf16" if cuda else "fp32",
     )  # fmt: skip
-    if wrong := list(misfits(found, wanted)):
-        raise RunError("layout = auto", wrong)
-    return found
 
 
 def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
+    from ..program import ProgramError
     from ..train.checkpoint_file import CheckpointError
     from ..train.data import DataError
     from ..train.loop import STOP, TrainError, train
+    from ..train.program import maker_of
     from ..wire import RankFailed, launch
 
     if not said.json:
-        print(
-            f"{layout or 'one rank'}: {layout.ranks} ranks, {wanted.shape.total:,} parameters",
-            flush=True,
-        )
-    ours = tuple(kind.__name__ for kind in (TrainError, CheckpointError, DataError, LayoutError))
+        ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
+        count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
+        print(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "), flush=True)
+    refusals = (TrainError, CheckpointError, DataError, LayoutError, ProgramError)
+    ours = tuple(kind.__name__ for kind in refusals)
     with _passed_on(Path(wanted.out, STOP)):
         try:
             outcomes = launch(train, layout.ranks, wanted, str(layout), said.json, wire=said.wire)

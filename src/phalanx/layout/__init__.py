@@ -1,21 +1,42 @@
-"""Floor 0: the grid, the choices, the model's sizes, and why a layout is illegal. No torch."""
+"""Floor 0: the grid, the choices, the model's sizes, the run file, and why a layout is illegal. No
+torch."""
 
 from .layout import Layout
 from .legal import Violation, legal, nearest
 from .mesh import Axis, LayoutError, Mesh
+from .recipe import recipe
 from .rules import Rules
+from .run import (
+    Checkpoints,
+    Metrics,
+    OptimizerChoice,
+    Profile,
+    Run,
+    RunError,
+    Validation,
+    run_schema,
+)
 from .shape import Shape
 from .stages import stage_pieces
 
 __all__ = [
     "Axis",
+    "Checkpoints",
     "Layout",
     "LayoutError",
     "Mesh",
+    "Metrics",
+    "OptimizerChoice",
+    "Profile",
     "Rules",
+    "Run",
+    "RunError",
     "Shape",
+    "Validation",
     "Violation",
     "legal",
     "nearest",
+    "recipe",
+    "run_schema",
     "stage_pieces",
 ]

@@ -7,14 +7,14 @@ once before any process starts. No torch: a wrong file is told in a fraction of 
 from __future__ import annotations
 
 import importlib.util
-import tomllib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .layout import PRECISIONS, Layout
+from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape
@@ -32,6 +32,7 @@ __all__ = [
     "run_schema",
 ]
 
+_OWN = re.compile(r".+\.py:\w+")
 BYTES = 256  # the vocabulary of the built-in data
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, if nothing else is said
 
@@ -110,7 +111,9 @@ class Profile:
 class Run:
     """One training run. `shape` and `layout_of` resolve the names in it."""
 
-    model: str | dict[str, Any] = key("tiny", "a shape's name, a .toml file, or a table of sizes")
+    model: str | dict[str, Any] = key(
+        "tiny", "a shape's name, a .toml file, a table of sizes, or your own as FILE.py:Class"
+    )
     layout: str = key("auto", "a layout's text, or auto: the recipe of docs/training.md")
     data: str = key(
         "python", "python (its own library's text), or a path that `phalanx data` knows"
@@ -121,7 +124,13 @@ class Run:
     steps: int = key(100, "how long", least=1)
     seed: int = key(0, "start of the weights and order of the data", least=0)
     out: str = key("", "the run's folder; empty: runs/ and the file's name")
-    machine: str = key("", "a .toml file with [peak_flops]; empty: measured at the start")
+    machine: str = key(
+        "",
+        "what `phalanx doctor --out FILE.toml` wrote: the peak rate; empty: measured at the start",
+    )
+    memory: float = key(
+        0.0, "GiB that a rank may hold, for recompute:fit; 0: four fifths of its GPU's", least=0
+    )
     optimizer: OptimizerChoice = section(OptimizerChoice, "how weights are updated")
     checkpoint: Checkpoints = section(Checkpoints, "when the run is saved")
     metrics: Metrics = section(Metrics, "what is told")
@@ -155,34 +164,34 @@ class Run:
     def __str__(self) -> str:
         return dump(self)
 
+    @property
+    def own(self) -> str:
+        """FILE.py:Class when the model is the user's own, else empty."""
+        return self.model if isinstance(self.model, str) and _OWN.fullmatch(self.model) else ""
+
     @cached_property
     def shape(self) -> Shape:
-        """The model's sizes, with the batch and the sequence of this run."""
+        """The sizes of a built-in model, with the batch and the sequence of this run. Only its file
+        knows those of the user's own: see `sized`."""
         if isinstance(self.model, dict):
             text = "".join(f"{name} = {toml_value(v)}\n" for name, v in self.model.items())
-            plain = Shape.parse(text, "model")
-        else:
-            plain = Shape.load(self.model)
+            return self.sized(Shape.parse(text, "model"))
+        return self.sized(Shape.load(self.model))
+
+    def sized(self, plain: Shape) -> Shape:
+        """A model's sizes with the batch and the sequence of this run."""
         # Learned positions are weights: their number is the model's and not the run's.
         learned = plain.positions == "learned"
         sequence = plain.sequence if learned else self.sequence or plain.sequence
         return replace(plain, batch=self.batch or plain.batch, sequence=sequence)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a sequence."""
-        return self.sequence or self.shape.sequence
+    def tokens(self, shape: Shape) -> int:
+        """Tokens of a sequence; a model of this shape may know more positions."""
+        return self.sequence or shape.sequence
 
     @property
     def checkpoints(self) -> Path:
         return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, CHECKPOINTS)
-
-    def peak(self, precision: str) -> float | None:
-        """FLOP/s of one rank's device in a precision, if a machine file tells it."""
-        if not self.machine:
-            return None
-        table = tomllib.loads(Path(self.machine).read_text(encoding="utf-8"))["peak_flops"]
-        return float(table[precision]) if precision in table else None
 
 
 _WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
@@ -195,46 +204,38 @@ def run_schema() -> dict[str, Any]:
     return made
 
 
-def misfits(layout: Layout, run: Run, place: str = "layout") -> Iterator[Mistake]:
-    """Why a layout cannot train this run, with the nearest that can."""
-    shape, batch, sequence = run.shape, run.shape.batch, run.tokens
+def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
+    """Why a model of this shape cannot be trained as the run says, in this layout if one is known."""
+    yield from _tokens(run, shape)
+    if layout is None or shape.kind != "decoder":
+        return
+    batch, sequence = shape.batch, run.tokens(shape)
     broken = legal(layout, shape, batch=batch, sequence=sequence)
     near = nearest(layout, shape, batch=batch, sequence=sequence) if broken else ()
     hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
     for violation in broken:
         what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
         told_last = hint if violation is broken[-1] else ""
-        yield Mistake(place, what, violation.way_out.rstrip(".") + "." + told_last)
-    if layout.recompute == "fit":
-        what = f"layout = {str(layout)!r}: recompute:fit needs the bytes that pieces keep"
-        yield Mistake(place, what, "Write recompute:all, recompute:every=2 or recompute:sqrt")
+        yield Mistake("layout", what, violation.way_out.rstrip(".") + "." + told_last)
 
 
 def _misfits(run: Run) -> Iterator[Mistake]:
     """What does not fit together, though each key by itself is right. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
+    shape, layout = None, None
     try:
-        shape = run.shape
+        shape = None if run.own else run.shape
     except LayoutError as error:
-        yield Mistake(
-            "model",
-            f"model = {run.model!r}: {str(error).rstrip('.')}",
-            "See `phalanx check --help`",
-        )
-        shape = None
+        what = f"model = {run.model!r}: {str(error).rstrip('.')}"
+        yield Mistake("model", what, "See `phalanx check --help`")
     try:
         layout = None if run.layout.strip() == "auto" else Layout.parse(run.layout)
     except LayoutError as error:
-        yield Mistake(
-            "layout", f"layout = {run.layout!r}: {str(error).rstrip('.')}", 'Or write "auto"'
-        )
-        return
-    if shape is None:
-        return
-    yield from _tokens(run, shape)
-    if layout is not None and shape.kind == "decoder":
-        yield from misfits(layout, run)
+        what = f"layout = {run.layout!r}: {str(error).rstrip('.')}"
+        yield Mistake("layout", what, 'Or write "auto"')
+    if shape is not None:
+        yield from misfits(run, shape, layout)
 
 
 def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
@@ -284,20 +285,10 @@ def _files(run: Run) -> Iterator[Mistake]:
             yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
     if Path(run.out).is_file():
         yield Mistake("out", f"out = {run.out!r} is a file", "Name a folder, or a new one")
-    if run.machine:
-        try:
-            table = tomllib.loads(Path(run.machine).read_text(encoding="utf-8"))["peak_flops"]
-            if not all(n in PRECISIONS and float(r) > 0 for n, r in table.items()):
-                raise ValueError(f"[peak_flops] holds {table}")
-        except (
-            OSError,
-            UnicodeDecodeError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
-            what = f"machine = {run.machine!r} tells no peak rate: {error}"
-            yield Mistake(
-                "machine", what, "Write a table [peak_flops] with a line such as bf16 = 9.89e14"
-            )
+    file = run.own.rpartition(":")[0]
+    if file and not Path(file).is_file():
+        what = f"model = {run.own!r}: there is no file {file}"
+        yield Mistake("model", what, "See docs/bring-your-model.md")
+    if run.machine and not Path(run.machine).is_file():
+        what = f"machine = {run.machine!r} is not there"
+        yield Mistake("machine", what, f"Measure it: phalanx doctor --out {run.machine}")

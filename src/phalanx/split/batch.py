@@ -56,19 +56,23 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
 
 
 def microbatches(
-    batch: Mapping[str, Tensor], layout: Layout, dp: int, cp: int = 0
+    batch: Mapping[str, Tensor], layout: Layout, dp: int | None, cp: int = 0
 ) -> list[dict[str, Tensor]]:
-    """The microbatches of the ranks at these places on dp and cp.
+    """The microbatches of the ranks at these places on dp and cp. With `dp` None the batch's rows
+    are those of one place on dp already.
 
     Every tensor that has a number for each token is cut alike, positions among them: they come from
     the batch, so a cp place turns its queries and keys by where their tokens really stand.
     """
     whole = _held(_padded(batch, time_multiple(layout)), layout, cp)
     size = next(iter(whole.values())).shape[0]
-    mine = {name: x[share(size, layout.dp, dp)] for name, x in whole.items()}
-    own = next(iter(mine.values())).shape[0]
+    mine = slice(0, size) if dp is None else share(size, layout.dp, dp)
+    own = mine.stop - mine.start
     return [
-        {name: x[share(own, layout.microbatches, m)].contiguous() for name, x in mine.items()}
+        {
+            name: x[mine][share(own, layout.microbatches, m)].contiguous()
+            for name, x in whole.items()
+        }
         for m in range(layout.microbatches)
     ]
 

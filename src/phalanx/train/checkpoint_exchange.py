@@ -91,6 +91,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         raise CheckpointError(f"{path}: does not tell the model's shape, which config.json needs.")
     weights = [each for each in manifest.tensors if each.kind == WEIGHT]
     found = family_of(shape, family)
+    _known(path, shape, weights)
     if dtype and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}.")
     _empty(out)
@@ -109,6 +110,17 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     config = _config(shape, found, str(kept).removeprefix("torch."))
     write_text(out / CONFIG, json.dumps(config, indent=2) + "\n")
     return [*(out / name for name in names), out / INDEX, out / CONFIG]
+
+
+def _known(path: Path, shape: Shape, weights: Iterable[Logical]) -> None:
+    """The weights are those of the built-in model: sizes alone do not say what a model does."""
+    ours = {name: tuple(weight.shape) for name, weight in build_model(shape).weights.items()}
+    for each in weights:
+        if ours.get(each.name) != tuple(each.shape):
+            raise CheckpointError(
+                f"{path}: {each.name} is no weight of the built-in decoder but of a model of its own,"
+                " which Hugging Face has no name for."
+            )
 
 
 def _empty(out: Path) -> None:

@@ -111,8 +111,9 @@ class _Loop:
         run, start = self.run_, self._resume()
         self.teller.start(
             start, self.rank.flops, self.rank.peak(),
+            tokens=self.rank.shape.batch * self.rank.tokens,
             layout=str(self.rank.layout), ranks=self.rank.world.size,
-            model=asdict(run.shape), parameters=run.shape.total,
+            model=asdict(self.rank.shape), parameters=self.rank.parameters,
             data=self.rank.batches.corpus.name, held=self._memory_parts(),
         )  # fmt: skip
         done, stopped = start, False
@@ -250,7 +251,7 @@ class _Loop:
             config["loss_scale"] = [scaling.scale, scaling.steady]
         return Progress(
             done, batches.cursor(done), self.run_.seed, batches.corpus.fingerprint,
-            str(self.rank.layout), self.run_.shape, config,
+            str(self.rank.layout), self.rank.shape, config,
         )  # fmt: skip
 
     def _decided(self, saves: tuple[Saved, ...]) -> None:

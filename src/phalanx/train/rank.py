@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..layout import Layout, Mesh
+from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
-from ..program import Program, build, check
+from ..plan import Machine
+from ..program import Program
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
-from ..split import Model, Unit, build_model, microbatches, share
-from ..split.holding import Holding, hold, model_stages
+from ..split import Model, Unit, microbatches, share
+from ..split.holding import Holding, hold
 from ..weigh import step_flops
 from ..wire import World
 from .data import Batches, open_corpus
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak
 from .precision import LossScale, precision_of
+from .program import fitting_program, maker_of, program_of, shape_of
 from .steps import Trainer, Validator
 
-__all__ = ["Rank", "batches_of", "optimizer_of"]
+__all__ = ["Rank", "batches_of", "memory_limit", "optimizer_of"]
+
+GIB = float(1 << 30)
 
 
 def optimizer_of(run: Run) -> Optimizer:
@@ -35,13 +38,25 @@ def optimizer_of(run: Run) -> Optimizer:
     return AdamW(*o.betas, eps=o.eps, decay=o.decay)
 
 
-def batches_of(run: Run) -> Batches:
+def batches_of(run: Run, shape: Shape) -> Batches:
     """The batches of a run; data that does not fit the model is refused here."""
-    shape = run.shape
     return Batches(
-        open_corpus(run.data), run.tokens, shape.batch,
+        open_corpus(run.data), run.tokens(shape), shape.batch,
         seed=run.seed, masks=run.masks, vocab=shape.vocab,
     )  # fmt: skip
+
+
+def memory_limit(run: Run) -> float:
+    """The bytes that a rank of a `recompute:fit` layout may hold, as far as this process can tell."""
+    if run.memory:
+        return run.memory * GIB
+    if not torch.cuda.is_available():
+        raise LayoutError(
+            "recompute:fit needs to know how much a rank may hold, and there is no GPU to ask."
+            " Write memory = 2.5 (GiB), or recompute:all."
+        )
+    # A fifth is left for what operations hold while they run, and for the allocator's gaps.
+    return 0.8 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 class Rank:
@@ -49,16 +64,16 @@ class Rank:
 
     def __init__(self, world: World, run: Run, layout: Layout) -> None:
         self.world, self.run, self.layout = world, run, layout
-        self.batches = batches_of(run)
-        self.model: Model = build_model(run.shape)
-        stages = model_stages(self.model, layout)
-        self.program: Program = build(layout, stages, self.model.tied, agree=True)
-        check(self.program)
+        self.shape = shape_of(run)
+        self.batches = batches_of(run, self.shape)
+        self.model: Model = maker_of(run)()
+        self.parameters = sum(weight.numel() for weight in self.model.weights.values())
         self.precision = precision_of(layout.precision)
+        self.program: Program = self._program()
         self.holding: Holding = hold(
             world, layout, self.model, self.program, seed=run.seed, precision=self.precision
         )
-        told = {"width": run.shape.hidden, "time_cut": layout.tp if layout.seq else 1}
+        told = {"width": self.shape.hidden, "time_cut": layout.tp if layout.seq else 1}
         self.trainer = Trainer(
             self.holding, self.program, world.rank, optimizer_of(run), **told,
             clip=run.optimizer.clip,
@@ -68,7 +83,24 @@ class Rank:
         self.updates = {n: u for n, u in made.items() if isinstance(u, Update)}
         bare = forward_only(self.program, layout)
         self.validator = Validator(self.holding, bare, world.rank, **told)
-        self.flops = step_flops(run.shape, run.shape.batch, run.tokens, self.program)
+        self.flops = step_flops(self.shape, self.shape.batch, self.tokens, self.program)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a sequence."""
+        return self.batches.sequence
+
+    def _program(self) -> Program:
+        if self.layout.recompute != "fit":
+            return program_of(self.model, self.layout, agree=True)
+        # One program for all ranks, so the least of their limits.
+        wire = self.world.split("limit", [range(self.world.size)])
+        limit = torch.tensor([memory_limit(self.run)], dtype=torch.float64, device=wire.device)
+        wire.all_reduce(limit, "min")
+        rows = self.batches.batch(0)
+        return fitting_program(
+            maker_of(self.run), self.layout, rows, self.precision, lambda whole: float(limit)
+        )
 
     # ---- data
 
@@ -91,15 +123,9 @@ class Rank:
     def _rows(self) -> slice:
         return share(self.batches.size, self.layout.dp, self.holding.place["dp"])
 
-    @cached_property
-    def _without_dp(self) -> Layout:
-        """The layout as its ranks at one place on dp see it: their rows are cut no further."""
-        axes = tuple(axis for axis in self.layout.mesh.axes if axis.name != "dp")
-        return replace(self.layout, mesh=Mesh(axes), zero=0, gather="", reduce="", offload=())
-
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         there = {name: x.to(self.world.device) for name, x in rows.items()}
-        return microbatches(there, self._without_dp, 0, self.holding.place["cp"])
+        return microbatches(there, self.layout, None, self.holding.place["cp"])
 
     # ---- what is told
 
@@ -117,9 +143,9 @@ class Rank:
 
     def peak(self) -> tuple[float, str]:
         """FLOP/s of all ranks together, and where that is from."""
-        told = self.run.peak(self.layout.precision)
-        if told is not None:
-            return told * self.world.size, f"{self.run.machine} for each rank"
+        file, precision = self.run.machine, self.layout.precision
+        if file and (told := _peak(Machine.load(file), precision)):
+            return told * self.world.size, f"{file} for each rank"
         return measured_peak(self.holding.wires.everyone, self.precision.compute), "measured"
 
     def memory(self) -> dict[str, dict[str, float]]:
@@ -141,6 +167,14 @@ class Rank:
         found = {kind: promised.get(kind, 0.0) for kind in kinds}
         both = found.pop("gathered") + found.pop("gradients")
         return {"promised": {**found, "gathered and gradients": both}, "measured": measured}
+
+
+def _peak(machine: Machine, precision: str) -> float:
+    """FLOP/s of one device: its maker's word, else the fastest product that was measured; 0 if
+    neither is known in this precision."""
+    known = machine.entry.peak(precision) if machine.entry else 0.0
+    best = machine.best(precision)
+    return known or (best.flops if best else 0.0)
 
 
 def _bytes(x: Tensor) -> int:

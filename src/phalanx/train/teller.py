@@ -36,11 +36,13 @@ class Teller:
         self.sinks: list[Sink] = open_sinks(run)
         self.quiet = quiet
 
-    def start(self, step: int, flops: StepFlops, peak: tuple[float, str], **said: Any) -> None:
-        """The run begins, or goes on, at a step."""
+    def start(
+        self, step: int, flops: StepFlops, peak: tuple[float, str], tokens: int, **said: Any
+    ) -> None:
+        """The run begins, or goes on, at a step; each has so many tokens and FLOPs."""
         if not self.speaks:
             return
-        self.flops, self.peak = flops, peak[0]
+        self.flops, self.peak, self.tokens = flops, peak[0], tokens
         self.goodput = Goodput(self.history, step)
         self.screen = None if self.quiet else Screen(self.run, step)
         self.journal.write(
@@ -78,7 +80,7 @@ class Teller:
         told = {
             **numbers,
             "seconds": each,
-            "tokens_per_second": self.run.shape.batch * self.run.tokens / each,
+            "tokens_per_second": self.tokens / each,
             "mfu": self.flops.model / each / self.peak,
             "mfu_full": self.flops.full / each / self.peak,
             "hfu": self.flops.hardware / each / self.peak,

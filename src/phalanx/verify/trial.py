@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import Layout
-from ..program import Program, Timeline, build, check
-from ..program.memory import peaks
+from ..program import Timeline
 from ..split import Entry, Model, Piece, Precision, Unit, microbatches
-from ..split.holding import Holding, hold, model_stages
+from ..split.holding import Holding, hold
 from ..train.optimizer import AdamW, Sgd
 from ..train.perform import Performer
 from ..train.precision import LossScale
-from ..weigh.sizes import sizes_of
+from ..train.program import fitting_program, program_of
 from ..wire import World
 from .reference import Step
 
 __all__ = ["Part", "Setting", "join", "train_layout"]
 
 Batch = Mapping[str, Tensor]
+FIT = 0.7  # what recompute:fit must do with, of what a layout would hold
 
 
 @dataclass(frozen=True)
@@ -104,26 +104,6 @@ class _Tracer:
         return sums
 
 
-def program_of(model: Model, layout: Layout, *, agree: bool) -> Program:
-    """The checked program of a layout for this model."""
-    program = build(layout, model_stages(model, layout), model.tied, agree=agree)
-    check(program)
-    return program
-
-
-def fitting_program(make: Callable[[], Model], layout: Layout, setting: Setting) -> Program:
-    """The program of a `recompute:fit` layout whose limit is seven tenths of what it would hold."""
-    model = make()
-    whole = program_of(model, replace(layout, recompute="none"), agree=True)
-    sizes = sizes_of(make, layout, whole, setting.batches(0), setting.precision)
-    limit = 0.7 * max(peak.total for peak in peaks(whole, sizes))
-    program = build(
-        layout, model_stages(model, layout), model.tied, agree=True, sizes=sizes, limit=limit
-    )
-    check(program)
-    return program
-
-
 def train_layout(
     world: World, layout: Layout, model: Callable[[], Model], setting: Setting
 ) -> Seen:
@@ -131,7 +111,11 @@ def train_layout(
     mine = model()
     fits = layout.recompute == "fit"
     program = (
-        fitting_program(model, layout, setting) if fits else program_of(mine, layout, agree=True)
+        fitting_program(
+            model, layout, setting.batches(0), setting.precision, lambda whole: FIT * whole
+        )
+        if fits
+        else program_of(mine, layout, agree=True)
     )
     holding = hold(
         world, layout, mine, program,

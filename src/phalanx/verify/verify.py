@@ -18,11 +18,12 @@ from ..layout import Layout, LayoutError, Shape
 from ..program import Recorded, Timeline
 from ..split import Model, Precision, build_model
 from ..train.precision import precision_of
+from ..train.program import program_of
 from ..wire.launch import workers
 from .cases import batch_of
 from .compare import Difference, compare
 from .reference import Step, reference
-from .trial import Seen, Setting, join, program_of, train_layout
+from .trial import Seen, Setting, join, train_layout
 
 __all__ = ["EXACT", "Verdict", "judge", "true_steps", "verify"]
 

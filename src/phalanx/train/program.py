@@ -1,0 +1,64 @@
+"""The model of a run, and its program in a layout. What is trained may be a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from ..layout import Layout, LayoutError, Shape
+from ..layout.run import Run
+from ..program import Program, build, check
+from ..program.memory import peaks
+from ..split import Model, Precision, build_model, load_model
+from ..split.holding import model_stages
+from ..weigh import sizes_of
+
+__all__ = ["fitting_program", "maker_of", "program_of", "shape_of"]
+
+Maker = Callable[[], Model]
+
+
+def maker_of(run: Run) -> Maker:
+    """What makes a run's model, on the meta device and anew in each call."""
+    return partial(load_model, run.own) if run.own else partial(build_model, run.shape)
+
+
+def shape_of(run: Run) -> Shape:
+    """The sizes of a run's model; those of the user's own are known once its file has been run."""
+    if not run.own:
+        return run.shape
+    plain = load_model(run.own).shape
+    if plain is None:
+        raise LayoutError(
+            f"{run.own}: describe() gives no shape; add shape=Shape(...) to its Model."
+        )
+    return run.sized(plain)
+
+
+def program_of(model: Model, layout: Layout, *, agree: bool) -> Program:
+    """The checked program of a layout for this model."""
+    program = build(layout, model_stages(model, layout), model.tied, agree=agree)
+    check(program)
+    return program
+
+
+def fitting_program(
+    make: Maker,
+    layout: Layout,
+    batch: Mapping[str, Tensor],
+    precision: Precision,
+    limit: Callable[[float], float],
+) -> Program:
+    """The program of a `recompute:fit` layout. `limit` says how many bytes a rank may hold, given
+    what the fullest one would hold without recomputing anything."""
+    model = make()
+    whole = program_of(model, replace(layout, recompute="none"), agree=True)
+    sizes = sizes_of(make, layout, whole, batch, precision)
+    most = limit(max(peak.total for peak in peaks(whole, sizes)))
+    stages = model_stages(model, layout)
+    program = build(layout, stages, model.tied, agree=True, sizes=sizes, limit=most)
+    check(program)
+    return program
