@@ -13,8 +13,8 @@ from phalanx.layout import Layout, Shape
 from phalanx.split import Precision, build_model, cut_weights, microbatches, share
 from phalanx.split.holding import hold
 from phalanx.train import AdamW, Performer
-from phalanx.verify import SHAPES, batch_of
 from phalanx.train.program import program_of
+from phalanx.verify import SHAPES, batch_of
 from phalanx.wire import World
 from phalanx.wire.launch import launch
 

@@ -13,8 +13,8 @@ from phalanx.program.memory import peaks
 from phalanx.split import Precision, build_model, microbatches
 from phalanx.split.holding import hold
 from phalanx.train import AdamW, Performer
-from phalanx.verify import batch_of
 from phalanx.train.program import program_of
+from phalanx.verify import batch_of
 from phalanx.weigh.live import Live
 from phalanx.weigh.sizes import sizes_of
 from phalanx.wire import World
