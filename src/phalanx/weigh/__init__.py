@@ -1,7 +1,39 @@
-"""Floor 5: what operations cost, before they run."""
+"""Floor 5: what operations cost, before they run.
 
+What needs torch is imported when it is asked for: a plan from cached weighs starts without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .cache import Pieces, weighs
+from .cut import cut_of
 from .flops import OpFlops, StepFlops, forward_flops, step_flops
-from .live import Live
-from .sizes import sizes_of
 
-__all__ = ["Live", "OpFlops", "StepFlops", "forward_flops", "sizes_of", "step_flops"]
+if TYPE_CHECKING:
+    from .live import Live
+    from .pieces import weigh
+    from .sizes import sizes_of
+
+__all__ = [
+    "Live",
+    "OpFlops",
+    "Pieces",
+    "StepFlops",
+    "cut_of",
+    "forward_flops",
+    "sizes_of",
+    "step_flops",
+    "weigh",
+    "weighs",
+]
+
+_WITH_TORCH = {"Live": "live", "sizes_of": "sizes", "weigh": "pieces"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)

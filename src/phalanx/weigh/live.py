@@ -1,15 +1,16 @@
 """Which tensors' storages are alive, counted as operations make them. Works on meta tensors too.
 
 Neither the allocator nor the process's size is asked: both round, cache and hold what is not used.
+Nor the profiler: with its memory events, ranks over gloo end with a corrupted heap.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -19,11 +20,14 @@ __all__ = ["Live"]
 
 
 class Live(TorchDispatchMode):
-    """While it is on (in this thread), every storage that an operation makes is known."""
+    """While it is on (in this thread), every storage that an operation makes is known until it is
+    gone. What a kernel takes for itself inside is not seen."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.known: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.now = 0  # bytes of the storages that are alive
+        self.most = 0  # the highest that `now` has been
+        self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {storage_of(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
@@ -35,12 +39,18 @@ class Live(TorchDispatchMode):
         return out
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self.known[reference.cdata] = (reference, storage.nbytes())
+        key, size = int(storage._cdata), storage.nbytes()
+        if key in self.known:
+            return
+
+        def gone(_: object) -> None:
+            del self.known[key]
+            self.now -= size
+
+        self.known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.most = max(self.most, self.now)
 
     def bytes(self) -> int:
         """Bytes of the storages that are alive now."""
-        gone = [k for k, (r, _) in self.known.items() if r.expired()]  # type: ignore[no-untyped-call]
-        for key in gone:
-            del self.known[key]
-        return sum(size for _, size in self.known.values())
+        return self.now
