@@ -1,18 +1,22 @@
-"""Data parallel in all its forms, side by side with torch's own, over the same transport.
+"""Data parallel in all its forms, side by side with torch's own, over gloo and over shared memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/data_parallel.py --sizes 17m 50m --rounds 10
+    OMP_NUM_THREADS=1 python benchmarks/data_parallel.py --sizes 17m --rounds 10
 
-Every rank does the work of one process alone: a ratio of 1 would be free communication. Peak memory
-counts live storages over two whole steps, weights, gradients and optimizer among them.
+Every rank does the work of one process alone: a ratio of 1 would be free communication. "apart" is
+two processes that never talk, each with the whole step: what sharing the machine's memory costs.
+Peak memory counts live storages over two whole steps, weights, gradients and optimizer among them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,7 +30,7 @@ from phalanx.train.precision import precision_of
 from phalanx.verify import batch_of
 from phalanx.wire import World
 from phalanx.wire.launch import launch
-from side_by_side import Peak, Row, Step, alone, in_turn, machine, table
+from side_by_side import Peak, Row, Step, alone, beside, in_turn, machine, table
 
 SIZES = {
     "17m": Shape("17m", layers=6, hidden=448, heads=7, ffn=1216, vocab=2048, sequence=256, batch=4),
@@ -34,12 +38,8 @@ SIZES = {
         "50m", layers=10, hidden=608, heads=8, ffn=1664, vocab=4096, sequence=256, batch=4
     ),
 }
-OURS = {
-    "ours, DDP": "dp2",
-    "ours, ZeRO-1": "dp2 zero1",
-    "ours, ZeRO-2": "dp2 zero2",
-    "ours, ZeRO-3": "dp2 zero3",
-}
+OURS = {"DDP": "dp2", "ZeRO-1": "dp2 zero1", "ZeRO-2": "dp2 zero2", "ZeRO-3": "dp2 zero3"}
+WIRES = ("gloo", "shared")
 
 
 def plain(shape: Shape) -> Decoder:
@@ -59,14 +59,17 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def torch_step(shape: Shape, rank: int, wrap: Callable[[Decoder], nn.Module], dtype: str) -> Step:
+Wrap = Callable[[Decoder], nn.Module]
+
+
+def torch_step(shape: Shape, rank: int, wrap: Wrap, dtype: str, *, casts: bool = True) -> Step:
     """A step of torch's own: zero_grad, forward, backward, fused AdamW."""
     model = wrap(plain(shape))
     optimizer = adamw(model)
     batch = batch_of(shape, 0, dtype=torch.float32)
     own = microbatches(batch, Layout.parse("dp2"), rank)[0]
     count = count_valid(own)
-    casting = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16" and wrap is not sharded)
+    casting = torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16" and casts)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -78,13 +81,26 @@ def torch_step(shape: Shape, rank: int, wrap: Callable[[Decoder], nn.Module], dt
     return step
 
 
-def sharded(model: Decoder) -> nn.Module:
+def replicated(group: dist.ProcessGroup) -> Wrap:
+    return lambda model: DistributedDataParallel(
+        model, process_group=group, gradient_as_bucket_view=True
+    )
+
+
+def sharded(mesh: DeviceMesh, dtype: str) -> Wrap:
     """FSDP2 as its documentation says: each block, then the whole."""
-    policy = MixedPrecisionPolicy()
-    for block in model.layers:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return model
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if dtype == "bf16" else None,
+        reduce_dtype=torch.float32 if dtype == "bf16" else None,
+    )
+
+    def wrap(model: Decoder) -> nn.Module:
+        for block in model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+
+    return wrap
 
 
 def our_step(world: World, shape: Shape, name: str, text: str, dtype: str) -> Step:
@@ -97,22 +113,40 @@ def our_step(world: World, shape: Shape, name: str, text: str, dtype: str) -> St
     return lambda: performer.step(own, 1e-4)
 
 
-def run(world: World, size: str, dtype: str, rounds: int) -> list[Row]:
-    shape = SIZES[size]
+def contenders(
+    world: World, shape: Shape, dtype: str, wires: Sequence[str]
+) -> dict[str, Callable[[], Step]]:
+    """How each step is made, by name; every rank makes them in this order."""
+    by_itself = partial(torch_step, shape, world.rank, lambda model: model, dtype)
     makers: dict[str, Callable[[], Step]] = {
-        "one process": lambda: alone(torch_step(shape, world.rank, lambda m: m, dtype)),
-        "torch DDP": lambda: torch_step(
-            shape,
-            world.rank,
-            lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
-            dtype,
-        ),
-        "torch FSDP2": lambda: torch_step(shape, world.rank, sharded, dtype),
+        "one process": lambda: alone(by_itself()),
+        "two processes apart": by_itself,
     }
-    for name, text in OURS.items():
-        makers[name] = lambda name=name, text=text: our_step(world, shape, name, text, dtype)
+    for wire in wires:
+        if wire == "gloo":
+            group, mesh, here = dist.group.WORLD, init_device_mesh("cpu", (2,)), world
+        else:
+            group = dist.new_group(backend="shm")
+            mesh, here = DeviceMesh.from_group(group, "cpu"), beside()
+        assert group is not None
+        makers[f"torch DDP, {wire}"] = partial(
+            torch_step, shape, world.rank, replicated(group), dtype
+        )
+        makers[f"torch FSDP2, {wire}"] = partial(
+            torch_step, shape, world.rank, sharded(mesh, dtype), dtype, casts=False
+        )
+        for name, text in OURS.items():
+            makers[f"ours {name}, {wire}"] = partial(our_step, here, shape, name, text, dtype)
+    return makers
+
+
+def run(
+    world: World, size: str, dtype: str, wires: Sequence[str], only: Sequence[str], rounds: int
+) -> list[Row]:
     steps, peaks = {}, {}
-    for name, make in makers.items():
+    for name, make in contenders(world, SIZES[size], dtype, wires).items():
+        if only and not any(word in name for word in ("one process", *only)):
+            continue
         with Peak() as peak:
             steps[name] = make()
             steps[name]()
@@ -129,15 +163,15 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--wires", nargs="+", default=WIRES, choices=WIRES)
+    parser.add_argument("--only", nargs="+", default=(), help="contenders that have such a word")
     parser.add_argument("--rounds", type=int, default=10)
     said = parser.parse_args()
     print(machine())
     for size in said.sizes:
-        rows = launch(run, 2, size, said.dtype, said.rounds, wire="gloo", threads_per_rank=1)[0]
-        print(
-            f"\n{table(f'{size}, {said.dtype}, 2 ranks over gloo', rows, 'one process')}",
-            flush=True,
-        )
+        asked = size, said.dtype, said.wires, said.only, said.rounds
+        rows = launch(run, 2, *asked, wire="gloo", threads_per_rank=1)[0]
+        print(f"\n{table(f'{size}, {said.dtype}, 2 ranks', rows, 'one process')}", flush=True)
 
 
 if __name__ == "__main__":

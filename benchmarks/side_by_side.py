@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.weigh.live import Live
+from phalanx.wire.arena import Reserved
+from phalanx.wire.shared import SharedWorld
 
 Step = Callable[[], object]
 
@@ -63,6 +65,20 @@ def in_turn(steps: Mapping[str, Step], rounds: int, *, warmup: int = 2) -> dict[
             if number >= warmup:
                 times[name].append(float(mine))
     return times
+
+
+def beside(timeout: float = 300.0) -> SharedWorld:
+    """A world through shared memory of the processes that gloo has brought together."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reserved = Reserved(size)
+    said = torch.zeros(200, dtype=torch.uint8)
+    path = reserved.path.encode()
+    said[: len(path)] = torch.tensor(list(path), dtype=torch.uint8)
+    dist.broadcast(said, 0)
+    world = SharedWorld(bytes(said.tolist()).rstrip(b"\0").decode(), reserved.extent, rank,
+                        timeout=timeout)  # fmt: skip
+    reserved.close()
+    return world
 
 
 def alone(step: Step) -> Step:

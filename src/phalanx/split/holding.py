@@ -60,7 +60,7 @@ def hold(
     tied = tuple(sorted(stages)) if len(stages) > 1 else ()
     wires = open_wires(world, layout, kv_heads=model.counts.get("kv", 0), tied=tied, prefix=prefix)
     precision = precision or Precision()
-    pool = Pool(world.device, poison=poison)
+    pool = Pool(world.device, empty=world.empty, poison=poison)
     weights = cut_weights(model, layout, wires.tp.rank)
     install_context(model, layout, wires.ring, wires.ulysses)
     install_regions(model, layout, wires)

@@ -8,9 +8,10 @@ views of it, and so are their gradients of the flat gradient.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +55,20 @@ class Entry(NamedTuple):
 class Pool:
     """A small set of flat buffers, taken and given back; what was once made is used again.
 
-    `check` proves how many are out at once. With `poison` a buffer is filled with NaN when it is
-    given back, so that a use after the drop shows.
+    `check` proves how many are out at once. `empty` makes them: where ranks share memory, in what
+    they share, so that the others read and write them where they lie. With `poison` a buffer is
+    filled with NaN when it is given back, so that a use after the drop shows.
     """
 
-    def __init__(self, device: torch.device, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        empty: Callable[[int, torch.dtype], Tensor] | None = None,
+        poison: bool = False,
+    ) -> None:
         self.device, self.poison = device, poison
+        self.empty = empty or (lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.made: Counter[tuple[int, torch.dtype]] = Counter()
 
@@ -68,7 +77,7 @@ class Pool:
         if waiting:
             return waiting.pop()
         self.made[numel, dtype] += 1
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return self.empty(numel, dtype)
 
     def give(self, buffer: Tensor) -> None:
         if self.poison:
@@ -126,6 +135,7 @@ class Unit:
         for weight in self.order:
             self.offsets.append(total)
             total += _numel(weight)
+        self.used = total
         shards = wires.gather.size
         self.numel = -(-total // shards) * shards
         self.part = self.numel // shards
@@ -133,21 +143,30 @@ class Unit:
         self.parameters = {
             w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
         }
+        for weight in self.order:
+            parameter: Any = self.parameters[weight.name]  # its stubs are not typed
+            parameter.register_hook(partial(self._before_adding, weight.name))
         # At home on the host, the master weights and the optimizer's state stay there; a gather or a
         # refresh brings what is computed with. Without a GPU that is a copy all the same.
-        host = "cpu" if at_host and pool.device.type != "meta" else pool.device
-        self.home = torch.zeros(self.part, dtype=precision.master, device=host)
-        if at_host and pool.device.type == "cuda":
-            self.home = self.home.pin_memory()
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
+        self.fresh: set[str] = set()  # weights that no contribution has come to: memory as found
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident = resident
-        self.same = (
-            resident and not at_host and shards == 1 and precision.compute == precision.master
-        )
-        if resident:
-            self._bind(self.home if self.same else self._new_buffer())
+        inside = resident and not at_host and precision.compute == precision.master
+        self.same = inside and shards == 1
+        self._bound: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        if at_host and pool.device.type == "cuda":
+            self.home = torch.zeros(self.part, dtype=precision.master, pin_memory=True)
+        elif inside:
+            # The part at home is a run of the whole weights, and gathering leaves it where it is.
+            whole = pool.empty(self.numel, precision.master) if self.same else self._new_buffer()
+            self._bind(whole.zero_())
+            self.home = whole[self.start : self.start + self.part]
+        else:
+            self.home = pool.empty(self.part, precision.master).zero_()
+        if resident and not inside:
+            self._bind(self._new_buffer())
 
     # ---- the flat order
 
@@ -200,7 +219,9 @@ class Unit:
             self._bind(self._new_buffer())
         assert self.buffer is not None
         part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
-        return self.wires.gather.all_gather(self.buffer, part, wait=False)
+        # The home changes in an update only. That follows the sum of this unit's gradient over the
+        # same ranks, which nobody comes to before it has these weights.
+        return self.wires.gather.all_gather(self.buffer, part, still=True, wait=False)
 
     def storage(self) -> int:
         """What the weights' buffer is known by; 0 when it is dropped."""
@@ -233,27 +254,70 @@ class Unit:
         # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
         # shares the version counter, and a later gather raises "modified by an inplace operation".
         self.buffer = buffer
-        for weight, offset in zip(self.order, self.offsets, strict=True):
-            view = buffer[offset : offset + _numel(weight)].view(weight.local)
+        for weight, view in zip(self.order, self._views(buffer), strict=True):
             self.parameters[weight.name].data = view
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each weight's place in a flat buffer. A pool has few, so they are kept."""
+        if id(flat) not in self._bound:
+            views = [
+                flat[offset : offset + _numel(weight)].view(weight.local)
+                for weight, offset in zip(self.order, self.offsets, strict=True)
+            ]
+            self._bound[id(flat)] = flat, views  # with the buffer, so that no other has its id
+        return self._bound[id(flat)][1]
 
     # ---- gradients
 
     def open(self) -> None:
-        """Make room for contributions: from here on backward adds into one flat gradient."""
+        """Make room for contributions: from here on backward adds into one flat gradient.
+
+        Matrices are not zeroed: the first product is written there, see `contribute`.
+        """
         if self.full is not None:
             return
-        self.full = self.pool.take(self.numel, self.precision.reduce).zero_()
-        for weight, offset in zip(self.order, self.offsets, strict=True):
+        self.full = self.pool.take(self.numel, self.precision.reduce)
+        for weight, view in zip(self.order, self._views(self.full), strict=True):
             parameter = self.parameters[weight.name]
             if parameter.dtype != self.precision.reduce:
                 parameter.grad_dtype = self.precision.reduce
-            parameter.grad = self.full[offset : offset + _numel(weight)].view(weight.local)
+            parameter.grad = view
+            if len(weight.shape) == 2:
+                self.fresh.add(weight.name)
+            else:
+                view.zero_()
+        self.full[self.used :].zero_()
+
+    def _before_adding(self, name: str, gradient: Tensor) -> None:
+        """Autograd is about to add a contribution of its own."""
+        if name in self.fresh:
+            self.fresh.discard(name)
+            grad = self.parameters[name].grad
+            assert grad is not None
+            grad.zero_()
+
+    @torch.no_grad()
+    def contribute(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add the product of two matrices to the gradient of a weight: without a temporary, and
+        the first one without zeros to add it to."""
+        grad = self.parameters[name].grad
+        assert grad is not None
+        first = name in self.fresh
+        self.fresh.discard(name)
+        if grad.dtype != a.dtype:
+            product = a @ b
+            grad.copy_(product) if first else grad.add_(product)
+        elif first:
+            torch.mm(a, b, out=grad)
+        else:
+            grad.addmm_(a, b)
 
     def reduce(self) -> Sum:
         """Begin to sum the gradient over the copies; later contributions open a new one."""
         full, self.full = self.full, None
         assert full is not None, f"unit {self.number} is summed and has no gradient"
+        for name in tuple(self.fresh):
+            self._before_adding(name, full)
         for parameter in self.parameters.values():
             parameter.grad = None
         for segment in self.segments():

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import (
 from ..wire import regions
 from . import context as _registers_the_ring  # noqa: F401
 from .shard import Unit, storage_of
+from .tensor import RowLinear
 
 __all__ = ["Box", "Piece"]
 
@@ -126,6 +127,36 @@ class _Deferred(torch.autograd.Function):
         return into, None, None, None, None
 
 
+class _Direct(torch.autograd.Function):
+    """A linear whose backward writes the weight's gradient where it belongs. Nothing of the weight
+    is saved: backward takes it from wherever the unit has it then."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unit: Unit, name: str
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.unit, ctx.name, ctx.biased = unit, name, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        into = gradient @ ctx.unit.parameters[ctx.name].detach()
+        ctx.unit.contribute(ctx.name, flat.T, x.flatten(0, -2))
+        return into, None, flat.sum(0) if ctx.biased else None, None, None
+
+
+def _linear(weight: Tensor, bias: Tensor | None, unit: Unit, name: str, x: Tensor) -> Tensor:
+    """What `nn.Linear.forward` gives, with `_Direct`'s backward where there will be one."""
+    # Of an input that needs no gradient autograd would not come to the product at all.
+    if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1):
+        return F.linear(x, weight, bias)
+    y: Tensor = _Direct.apply(x, weight.detach(), bias, unit, name)  # type: ignore[no-untyped-call]
+    return y
+
+
 # What selective recomputation keeps: products, attention and what came over a wire. The cheap rest
 # is computed again.
 _aten = torch.ops.aten
@@ -193,6 +224,20 @@ class Piece:
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
         self.selective = selective and not first and not last
         self.kept: dict[int, _Kept] = {}
+        self.places = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
+        if not first and not splits:
+            self._write_directly()
+
+    def _write_directly(self) -> None:
+        """Have the piece's linears use `_Direct`. A first piece's input needs no gradient."""
+        for module in self.module.modules():
+            weight: Any = getattr(module, "weight", None)
+            if type(module) is nn.Linear:
+                module.__dict__["forward"] = partial(
+                    _linear, weight, module.bias, *self.places[weight]
+                )
+            elif isinstance(module, RowLinear):
+                module.product = partial(_linear, weight, None, *self.places[weight])
 
     def forward(
         self, microbatch: int, x: Tensor | None, batch: Mapping[str, Tensor], *, keep: bool
@@ -279,11 +324,8 @@ class Piece:
         for weight, x, gradient, transposed in kept.due:
             x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
             a, b = (x, gradient) if transposed else (gradient, x)
-            assert weight.grad is not None
-            if weight.grad.dtype == a.dtype:
-                weight.grad.addmm_(a.T, b)
-            else:
-                weight.grad += a.T @ b
+            unit, name = self.places[weight]
+            unit.contribute(name, a.T, b)
 
     def _run(self, kept: _Kept, gradient: Tensor) -> None:
         for unit in self.units:

@@ -89,12 +89,18 @@ class Performer:
         self.fetching: dict[int, Work] = {}
         self.sums: list[tuple[int, Sum]] = []
         self.ties: dict[int, Work] = {}
+        self.late: list[Op] = []
         self.loss, self.count, self.scale = 0.0, 1.0, 1.0
         self.norm: float | None = None
         self.spans: list[Span] = []
         self.began: dict[Work, tuple[Op, float]] = {}
         for op in self.row:
-            self._perform(op)
+            if op.kind == "U" and self._under_way(op.piece):
+                # On a lane of its own: what is computed next does not wait for the sum with it.
+                self.late.append(op)
+            else:
+                self._perform(op)
+        self._catch_up(everything=True)
         for work in self.leaving:
             self._wait(work)
         for wire in (self.holding.wires.activations, self.holding.wires.gradients):
@@ -145,12 +151,22 @@ class Performer:
         for number, unit in self.holding.units.items():
             if self._counts(number):
                 squares += _squares(unit)
-        self.holding.wires.everyone.all_reduce(squares)
-        self.norm = float(squares.sqrt()) / self._loss_scale
+        said = torch.cat((squares, squares.new_tensor(self._said())))
+        self.holding.wires.everyone.all_reduce(said)
+        total, *heard = said.tolist()
+        self.norm = math.sqrt(total) / self._loss_scale
+        self._heard(heard)
         self.scale = 1.0 / self._loss_scale
         if self.clip:
             # As torch's clip_grad_norm_ does, with its 1e-6.
             self.scale *= min(1.0, self.clip / (self.norm + 1e-6))
+
+    def _said(self) -> Sequence[float]:
+        """What else this rank says when all agree; every rank says as many numbers."""
+        return ()
+
+    def _heard(self, sums: Sequence[float]) -> None:
+        """The sums over all ranks of what each has said."""
 
     def _counts(self, unit: int) -> bool:
         """Each logical weight is counted by one rank of its copies, and on one stage."""
@@ -287,11 +303,21 @@ class Performer:
         wires = self.holding.wires
         if wires.replica.size > 1 and wires.reduce.size > 1 and self.sums:
             self.sums[-1][1].go_on()
+        self._catch_up()
         work = self.holding.units[op.piece].reduce()
         if wires.reduce.size == 1:
             work.go_on()
         self.sums.append((op.piece, work))
         return work
+
+    def _under_way(self, unit: int) -> bool:
+        return unit in self.ties or any(number == unit for number, _ in self.sums)
+
+    def _catch_up(self, *, everything: bool = False) -> None:
+        """Carry out the updates whose sums have arrived, or all of them."""
+        for op in [u for u in self.late if everything or not self._under_way(u.piece)]:
+            self.late.remove(op)
+            self._perform(op)
 
     def _settle(self, unit: int | None) -> None:
         """Wait for the sums of a unit, or of all."""

@@ -84,6 +84,7 @@ class Call:
     at: int = -1
     in_splits: tuple[int, ...] = ()
     out_splits: tuple[int, ...] = ()
+    still: bool = False
 
     def promise(self) -> str:
         """What every member of the group has to say the same, as text for people."""
@@ -151,9 +152,13 @@ class Wire(ABC):
         """Everyone's `x` becomes the root's."""
         return self._do(Call("broadcast", x, at=root), wait)
 
-    def all_gather(self, out: Tensor, x: Tensor, *, wait: bool = True) -> Work:
-        """`out` holds everyone's `x`, one after another in group order."""
-        return self._do(Call("all_gather", x, out), wait)
+    def all_gather(self, out: Tensor, x: Tensor, *, still: bool = False, wait: bool = True) -> Work:
+        """`out` holds everyone's `x`, one after another in group order.
+
+        `still`: this rank leaves `x` as it is until it knows by some later call that all have their
+        `out`. Who reads `x` where it lies is then not waited for.
+        """
+        return self._do(Call("all_gather", x, out, still=still), wait)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
         """Place i's `out` is the reduction of the i-th equal part of everyone's `x`."""

@@ -3,7 +3,8 @@
 A round ends when everyone has come to its `yield`. Calls that fit a chunk take one round (a large
 all-reduce two); longer ones go chunk by chunk, which also keeps what is passed on in the caches. If
 everyone's tensor lies in shared memory already, the others read it there and nothing is laid down:
-that ends with one more round, since it may not change before all have read it.
+that ends with one more round, since it may not change before all have read it. Who has promised to
+leave it alone yields True there and does not wait.
 Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
 """
 
@@ -47,25 +48,25 @@ _STEPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def begin(table: "Table", call: Call) -> Iterator[None]:
+def begin(table: "Table", call: Call) -> Iterator[bool]:
     """The rounds of a call."""
     return _ROUNDS[call.kind](table, call)
 
 
-def _all_reduce(t: "Table", call: Call) -> Iterator[None]:
+def _all_reduce(t: "Table", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     size = x.numel() * x.itemsize
     if size <= LITTLE:
         t.mine(0, x.numel(), x.dtype).copy_(x)
-        yield
+        yield False
         reduce_into(x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op)
         return
     if size > t.chunk:
-        yield
+        yield False
         places = t.places()
         if places is not None:
             _reduce_in_place([t.at(p, x.numel(), x.dtype) for p in places], t.rank, call.op)
-            yield
+            yield False
             return
     yield from _reduce_chunks(t, x, call.op)
 
@@ -80,7 +81,7 @@ def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
             piece.copy_(total)
 
 
-def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[None]:
+def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[bool]:
     """Everyone reduces a part of each chunk; the parts are passed on with the next chunk."""
     me, dtype, byte = t.rank, x.dtype, x.itemsize
     chunks = [_cut(chunk, t.size) for chunk in _runs(x, t.chunk // byte)]
@@ -90,7 +91,7 @@ def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[None]:
         if now:
             for i in t.others:
                 t.mine(starts[k][i] * byte, chunks[k][i].numel(), dtype).copy_(chunks[k][i])
-        yield
+        yield False
         if now:
             own = chunks[k][me]
             at, n = starts[k][me] * byte, own.numel()
@@ -105,19 +106,19 @@ def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[None]:
                 part.copy_(t.theirs(i, t.chunk, part.numel(), dtype))
 
 
-def _reduce_scatter(t: "Table", call: Call) -> Iterator[None]:
+def _reduce_scatter(t: "Table", call: Call) -> Iterator[bool]:
     assert call.out is not None
     me, out, dtype, byte = t.rank, call.out.view(-1), call.x.dtype, call.x.itemsize
     rows = call.x.view(t.size, out.numel())
     if rows.numel() * byte > t.chunk:
-        yield
+        yield False
         places = t.places()
         if places is not None:
             mine = me * out.numel() * byte
             parts = [_runs(t.at(p + mine, out.numel(), dtype), 1 << 16) for p in places]
             for total, *pieces in zip(_runs(out, 1 << 16), *parts, strict=True):
                 reduce_into(total, pieces, call.op)
-            yield
+            yield False
             return
     width = max(1, t.chunk // byte // t.size)
     for own, total, *others in zip(
@@ -126,47 +127,47 @@ def _reduce_scatter(t: "Table", call: Call) -> Iterator[None]:
         n = own.numel()
         for i in t.others:
             t.mine(i * width * byte, n, dtype).copy_(others[i])
-        yield
+        yield False
         at = me * width * byte
         reduce_into(
             total, [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)], call.op
         )
 
 
-def _reduce(t: "Table", call: Call) -> Iterator[None]:
+def _reduce(t: "Table", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     for part in _runs(x, t.chunk // x.itemsize):
         n = part.numel()
         if t.rank != call.at:
             t.mine(0, n, x.dtype).copy_(part)
-        yield
+        yield False
         if t.rank == call.at:
             parts = [part if i == t.rank else t.theirs(i, 0, n, x.dtype) for i in range(t.size)]
             reduce_into(part, parts, call.op)
 
 
-def _broadcast(t: "Table", call: Call) -> Iterator[None]:
+def _broadcast(t: "Table", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     for part in _runs(x, t.chunk // x.itemsize):
         if t.rank == call.at:
             t.mine(0, part.numel(), x.dtype).copy_(part)
-        yield
+        yield False
         if t.rank != call.at:
             part.copy_(t.theirs(call.at, 0, part.numel(), x.dtype))
 
 
-def _all_gather(t: "Table", call: Call) -> Iterator[None]:
+def _all_gather(t: "Table", call: Call) -> Iterator[bool]:
     assert call.out is not None
     rows = list(call.out.view(t.size, call.x.numel()))
-    yield from _collect(t, call.x.view(-1), rows)
+    yield from _collect(t, call.x.view(-1), rows, call.still)
 
 
-def _gather(t: "Table", call: Call) -> Iterator[None]:
+def _gather(t: "Table", call: Call) -> Iterator[bool]:
     rows = [part.view(-1) for part in call.parts or ()]
     yield from _collect(t, call.x.view(-1), rows)
 
 
-def _collect(t: "Table", x: Tensor, rows: list[Tensor]) -> Iterator[None]:
+def _collect(t: "Table", x: Tensor, rows: list[Tensor], still: bool = False) -> Iterator[bool]:
     """Everyone lays x down; who has rows fills them."""
     own = rows[t.rank] if rows else x
     if own.data_ptr() != x.data_ptr():
@@ -174,23 +175,23 @@ def _collect(t: "Table", x: Tensor, rows: list[Tensor]) -> Iterator[None]:
         x = x.clone() if any(overlap(x, row) for row in rows) else x
         own.copy_(x)
     if x.numel() * x.itemsize > t.chunk:
-        yield
+        yield False
         places = t.places()
         if places is not None:
             for i in t.others if rows else ():
                 rows[i].copy_(t.at(places[i], x.numel(), x.dtype))
-            yield
+            yield still
             return
     width = t.chunk // x.itemsize
     for k, part in enumerate(_runs(x, width)):
         n = part.numel()
         t.mine(0, n, x.dtype).copy_(part)
-        yield
+        yield False
         for i in t.others if rows else ():
             rows[i][k * width : k * width + n].copy_(t.theirs(i, 0, n, x.dtype))
 
 
-def _scatter(t: "Table", call: Call) -> Iterator[None]:
+def _scatter(t: "Table", call: Call) -> Iterator[bool]:
     x, root = call.x.view(-1), call.at
     byte = x.itemsize
     width = max(1, t.chunk // byte // t.size)
@@ -199,11 +200,11 @@ def _scatter(t: "Table", call: Call) -> Iterator[None]:
         n = part.numel()
         for i, source in enumerate(sources):
             t.mine(i * width * byte, n, x.dtype).copy_(source[k * width : k * width + n])
-        yield
+        yield False
         part.copy_(t.theirs(root, t.rank * width * byte, n, x.dtype))
 
 
-def _all_to_all(t: "Table", call: Call) -> Iterator[None]:
+def _all_to_all(t: "Table", call: Call) -> Iterator[bool]:
     """Everyone lays all of x down; each takes the stretch that is meant for it."""
     assert call.out is not None
     x, out, dtype = call.x.view(-1), call.out.view(-1), call.x.dtype
@@ -213,7 +214,7 @@ def _all_to_all(t: "Table", call: Call) -> Iterator[None]:
     while True:
         part = x[k * width : (k + 1) * width]
         t.mine(0, part.numel(), dtype).copy_(part)
-        yield
+        yield False
         if not k:
             sent = t.counts()
             longest = max(sum(counts) * row for counts in sent)
@@ -231,8 +232,8 @@ def _all_to_all(t: "Table", call: Call) -> Iterator[None]:
             return
 
 
-def _barrier(t: "Table", call: Call) -> Iterator[None]:
-    yield
+def _barrier(t: "Table", call: Call) -> Iterator[bool]:
+    yield False
 
 
 def _runs(x: Tensor, width: int) -> tuple[Tensor, ...]:
@@ -268,7 +269,7 @@ def readable(call: Call, me: int) -> bool:
     return out.data_ptr() == x.data_ptr() + me * out.numel() * x.itemsize
 
 
-_ROUNDS: dict[str, Callable[["Table", Call], Iterator[None]]] = {
+_ROUNDS: dict[str, Callable[["Table", Call], Iterator[bool]]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce": _reduce,

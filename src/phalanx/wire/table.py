@@ -94,7 +94,9 @@ class Table(Line):
         self._flag = seats[self.rank] >> 3
         self._flags = [seats[i] >> 3 for i in self.others]
         self._count = epoch << 40
-        self._rounds: Iterator[None] | None = None
+        self._rounds: Iterator[bool] | None = None
+        # The last round of a call was come to and not waited for: the next call has to.
+        self._owed = False
         self._first = False
         self._note = b""
         self._views: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
@@ -155,13 +157,16 @@ class Table(Line):
         if not self.calls or not self.ready():
             return False
         keep_order()
+        if self._rounds is None:
+            self._start()
+            return True
         if self._first:
             self._first = False
             self._compare()
-        assert self._rounds is not None
         if self._step(self._rounds):
             self.calls.popleft()[1].ended = True
             self.made += 1
+            self._rounds = None
             if self.calls:
                 self._start()
         return True
@@ -176,22 +181,26 @@ class Table(Line):
         return sorted(self.ranks[i] for i, flag in flags if self._words[flag] < self._count)
 
     def _start(self) -> None:
+        if self._owed and not self.ready():
+            return  # `advance` comes here again
+        self._owed = False
         call = self.calls[0][0]
         self._say(call)
         self._rounds = rounds.begin(self, call)
         self._first = True
         self._step(self._rounds)
 
-    def _step(self, steps: Iterator[None]) -> bool:
-        """Lay down what the next round needs and come to it; True when there is none."""
+    def _step(self, steps: Iterator[bool]) -> bool:
+        """Lay down what the next round needs and come to it; True when there is none to wait for."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self._step(steps)
-        for _ in steps:
+        for last in steps:
             self._count += 1
             keep_order()
             self._words[self._flag] = self._count
-            return False
+            self._owed = bool(last)
+            return self._owed
         return True
 
     def _say(self, call: Call) -> None:
