@@ -10,19 +10,17 @@ what autograd keeps, what is in flight. What a kernel takes for itself inside is
 import argparse
 import statistics
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from phalanx.layout import Layout
 from phalanx.model import Core
 from phalanx.split.batch import held_times, time_multiple
 from phalanx.split.context import RingCore, UlyssesCore, around
+from phalanx.weigh import Live
 from phalanx.wire import World, workers
 from phalanx.wire.alone import AloneWorld
 
@@ -65,37 +63,6 @@ def _core(world: World, layout: Layout) -> nn.Module:
     ulysses = world.split("ulysses", mesh.groups(["cp.ulysses"]))
     core = RingCore(ring) if ring.size > 1 else Core()
     return UlyssesCore(core, ulysses) if ulysses.size > 1 else core
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of all storages that ops have made and that are still alive.
-
-    Not the profiler: with its memory events, ranks over gloo end with a corrupted heap.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._see, made)
-        return made
-
-    def _see(self, x: torch.Tensor) -> None:
-        storage = x.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.alive:
-            return
-
-        def gone(_: object) -> None:
-            del self.alive[key]
-            self.now -= size
-
-        self.alive[key] = weakref.ref(storage, gone)
-        self.now += size
-        self.most = max(self.most, self.now)
 
 
 def table(lengths: Sequence[int], ranks: int, repeats: int, documents: int) -> None:

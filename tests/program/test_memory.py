@@ -1,6 +1,7 @@
 """What is held, against an oracle that asks for each moment what is alive at it."""
 
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 
 import pytest
@@ -69,17 +70,37 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
             i for i, op in enumerate(row) if op.kind in "BW" and unit in program.units(op.piece)
         ]
         sums = [i for i, op in enumerate(row) if op.kind == "S" and op.piece == unit]
-        (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [end]
         if not adds:
             continue
-        if not s.gradient_shard:
-            yield adds[0], update, s.gradient[unit]
-            continue
-        yield sums[0], update, s.gradient_shard[unit]
+        comes = [_arrival(row, i) for i in sums]
+        (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [end]
+        if update < comes[-1]:  # it waits for the sum
+            update = comes[-1] - 1
+        left = s.gradient_shard[unit] if s.gradient_shard else s.gradient[unit]
         earlier = -1
-        for total in sums:
-            yield min(i for i in adds if i > earlier), total, s.gradient[unit]
+        for n, (total, arrives) in enumerate(zip(sums, comes, strict=True)):
+            start = min(i for i in adds if i > earlier)
+            last = update if n == 0 else arrives - 1  # the later ones are added to the first
+            if s.gradient_shard:
+                yield start, arrives - 1, s.gradient[unit]
+                yield total, last, left
+            else:
+                yield start, last, left
             earlier = total
+
+
+@cache
+def _arrival(row: tuple[Op, ...], i: int) -> int:
+    """Before which position a sum is waited for: a later sum that finds it and another under way,
+    the next one of its unit, the agreement, its unit's T, or the end."""
+    for j in range(i + 1, len(row)):
+        own = row[j].piece == row[i].piece
+        if row[j].kind == "A" or (own and row[j].kind in "ST"):
+            return j
+        between = [k for k in range(i + 1, j) if row[k].kind == "S"]
+        if row[j].kind == "S" and any(_arrival(row, k) >= j for k in between):
+            return j
+    return len(row)
 
 
 def _oracle(program: Program, number: int, s: Sizes) -> float:

@@ -104,7 +104,7 @@ class _Page:
 Known = dict[Any, Any]
 
 
-class Scales(Live):
+class Scales(Live):  # type: ignore[no-untyped-call]
     """While it is on, everything that runs is written on the page of the operation that is on.
 
     `known` remembers what operations have put out for which tensors: finding a shape on meta costs
