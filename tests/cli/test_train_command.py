@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,34 @@ def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) 
     assert process.returncode == 1, said
     assert "was killed by signal 9" in said
     assert "Traceback" not in said.split("was killed by signal 9")[0]
+
+
+def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    plain = {name: x for name, x in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
+    step = {
+        "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "70001",
+        "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    words = [*SMALL, f"out={out}", "steps=2", "layout=dp2 zero3", "--json"]
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", CODE, *words],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**plain, **step, "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+        )
+        for task in range(2)
+    ]  # fmt: skip
+    said = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert json.loads(said[0][0])["step"] == 2
+    assert said[1][0] == ""  # one speaks
+    start = next(r for r in read_journal(out / "metrics.jsonl") if r["event"] == "start")
+    assert (start["ranks"], start["layout"]) == (2, "dp2 zero3")
+    assert (out / "checkpoints" / "step-00000002" / "rank-00001.safetensors").is_file()
 
 
 def _descendants(pid: int) -> list[int]:

@@ -322,7 +322,7 @@ def test_float16_finds_its_scale_without_ending_the_run(tmp_path: Path) -> None:
     trained(small(out, "machine="), "fp16")
     manifest = json.loads((out / "checkpoints/step-00000005/manifest.json").read_text())
     skipped = records(out, "skip")
-    assert manifest["body"]["config"]["loss_scale"] == [
+    assert manifest["body"]["state"]["loss_scale"] == [
         2.0**16 / 2 ** len(skipped),
         5 - len(skipped),
     ]

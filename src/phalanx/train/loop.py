@@ -143,7 +143,7 @@ class _Loop:
                 f" Write seed = {at.seed}, or another `out`."
             )
         self.rank.batches = batches.resumed(at.step, at.cursor)
-        scaling, kept = self.trainer.scaling, at.config.get("loss_scale")
+        scaling, kept = self.trainer.scaling, at.state.get("loss_scale")
         if scaling and isinstance(kept, list):
             scaling.scale, scaling.steady = float(kept[0]), int(kept[1])
         for damaged in loaded.damaged:
@@ -246,12 +246,10 @@ class _Loop:
 
     def _progress(self, done: int) -> Progress:
         batches, scaling = self.rank.batches, self.trainer.scaling
-        config: dict[str, Any] = {"run": asdict(self.run_)}
-        if scaling:
-            config["loss_scale"] = [scaling.scale, scaling.steady]
+        state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
         return Progress(
             done, batches.cursor(done), self.run_.seed, batches.corpus.fingerprint,
-            str(self.rank.layout), self.rank.shape, config,
+            str(self.rank.layout), self.rank.shape, {"run": asdict(self.run_)}, state,
         )  # fmt: skip
 
     def _decided(self, saves: tuple[Saved, ...]) -> None:

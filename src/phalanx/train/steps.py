@@ -41,14 +41,11 @@ class Trainer(Performer):
         with self.ranges(str(op)):
             super()._perform(op)
 
-    def _agree(self, op: Op) -> None:
-        super()._agree(op)
-        wire = self.holding.wires.everyone
-        said = torch.tensor(
-            [self.loss, self.wants_to_stop()], dtype=torch.float64, device=wire.device
-        )
-        wire.all_reduce(said)
-        self.total, self.stops = float(said[0]) / self.count, bool(said[1])
+    def _said(self) -> Sequence[float]:
+        return self.loss, self.wants_to_stop()
+
+    def _heard(self, sums: Sequence[float]) -> None:
+        self.total, self.stops = sums[0] / self.count, bool(sums[1])
         if not math.isfinite(self.total):
             self.norm = math.nan
 
