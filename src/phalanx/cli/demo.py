@@ -39,6 +39,7 @@ def run(argv: list[str]) -> int:
         "phalanx demo",
         "Trains a small decoder on four local ranks, kills one, goes on in another layout, compares"
         " every loss with one process, and writes a page.",
+        "About half a minute on two idle cores.\n"
         "Exit code 0: the loss fell and all losses agree; 1: not.",
     )
     parser.add_argument(
