@@ -38,7 +38,7 @@ class Extent:
 
     @property
     def head(self) -> int:
-        """A note about one round of a call: three words, a text, and two counts for each rank."""
+        """A note about one round of a call: three words, two counts for each rank, and a text."""
         return 1024 + 16 * self.ranks
 
     @property

@@ -8,12 +8,14 @@ its own, and a rank that computes does not help others on.
 import os
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from phalanx.wire.arena import Arena, Extent, forget
-from phalanx.wire.base import Call, Wire, WireError, Work, World
+from phalanx.wire.base import Call, Wire, WireError, WireMisuse, Work, World
+from phalanx.wire.little import Little
 from phalanx.wire.settle import settle
 from phalanx.wire.table import Done, Letters, Line, Outbox, Table
 from phalanx.wire.watch import Watch
@@ -36,6 +38,9 @@ class Ongoing(Work):
         return self._done.ended
 
 
+_DONE = Work()
+
+
 class SharedWire(Wire):
     """A group of ranks around a table, as one of them sees it."""
 
@@ -46,6 +51,12 @@ class SharedWire(Wire):
         self._outboxes: dict[int, Outbox] = {}
         self._own: deque[Tensor] = deque()
         self._closed = False
+        self._little = Little(table, self, partial(world.wait_here, number, table))
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
+        if wait and self.size > 1 and self._world.tries(self._little, x, op):
+            return _DONE
+        return super().all_reduce(x, op, wait=wait)
 
     def _begin(self, call: Call) -> Work:
         if call.kind == "send":
@@ -172,6 +183,25 @@ class SharedWorld(World):
         if not line.calls:
             self._busy.pop(line, None)
         return moved
+
+    def wait_here(self, number: int, table: Table) -> None:
+        """Return when all have come to a round of a call that is not in the table's line."""
+
+        def go_on() -> bool:
+            while not table.ready() and self.advance():
+                pass
+            return table.ready()
+
+        self._watch.until("all_reduce", number, go_on, table.absent)
+
+    def tries(self, little: Little, x: Tensor, op: str) -> bool:
+        """A small all-reduce, if it is one."""
+        try:
+            return little.all_reduce(x, op)
+        except WireError as error:
+            if not isinstance(error, WireMisuse):
+                self._watch.fail(str(error))
+            raise
 
     def _meet(self, call: Call) -> None:
         if self.size > 1:

@@ -31,7 +31,7 @@ def reduce_into(total: Tensor, parts: list[Tensor], op: str) -> None:
     if first.dtype in HALVES or clobbers:
         total.copy_(reduced(parts, op))
         return
-    step = _STEPS[op]
+    step = STEPS[op]
     step(first, second, out=total)
     for part in parts[2:]:
         step(total, part, out=total)
@@ -39,7 +39,7 @@ def reduce_into(total: Tensor, parts: list[Tensor], op: str) -> None:
         total /= len(parts)
 
 
-_STEPS: dict[str, Callable[..., Tensor]] = {
+STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "average": torch.add,
     "product": torch.mul,

@@ -13,6 +13,7 @@ flag a member is all the signalling there is. Flags only rise, also when a table
 other ranks: who still looks at an old flag sees more than it waits for.
 """
 
+import hashlib
 import platform
 import threading
 from collections import deque
@@ -25,9 +26,10 @@ from phalanx.wire import rounds
 from phalanx.wire.arena import LINE, PAGE, Arena, whole
 from phalanx.wire.base import Call, WireError, Work
 
-# Words of a note: the length of its text comes first; then the text begins after the counts.
-ADDRESS = 1
-COUNTS = 2
+# Words of a note: the length of its text comes first; then the text begins after the counts. Texts
+# are compared by their digest, and read when it differs.
+ADDRESS, DIGEST = 1, 2
+COUNTS = 3
 # Words of a letter: where the next one lies, whether it has been read, its bytes; then a text.
 NEXT, READ, BYTES = 0, 1, 2
 LETTER = 512
@@ -93,28 +95,30 @@ class Table(Line):
         self._words = arena.words
         self._flag = seats[self.rank] >> 3
         self._flags = [seats[i] >> 3 for i in self.others]
-        self._count = epoch << 40
+        self.count = epoch << 40
         self._rounds: Iterator[bool] | None = None
         # The last round of a call was come to and not waited for: the next call has to.
-        self._owed = False
+        self.owed = False
         self._first = False
-        self._note = b""
+        # What stands in this rank's notes, so that calls that repeat write little.
+        self._noted: list[tuple[bytes, int] | None] = [None, None]
+        self._digest = 0
         self._views: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
-        self._texts: dict[tuple[object, ...], bytes] = {}
+        self._texts: dict[tuple[object, ...], tuple[bytes, int]] = {}
 
     # ---- what the rounds of a call are written with
 
     def mine(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Room in the slot of the round that comes."""
-        return self._view(self.rank, (self._count + 1) & 1, at, numel, dtype)
+        return self.view(self.rank, (self.count + 1) & 1, at, numel, dtype)
 
     def theirs(self, i: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         """What place i laid down in the round that everyone has come to."""
-        return self._view(i, self._count & 1, at, numel, dtype)
+        return self.view(i, self.count & 1, at, numel, dtype)
 
     def places(self) -> list[int] | None:
         """Where everyone's tensor lies in shared memory; None if it does not for all of them."""
-        found = [self._words[(note[self._count & 1] >> 3) + ADDRESS] for note in self._notes]
+        found = [self._words[(note[self.count & 1] >> 3) + ADDRESS] for note in self._notes]
         return found if min(found) >= 0 else None
 
     def at(self, place: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -125,10 +129,10 @@ class Table(Line):
         return [self._splits(i)[: self.size] for i in range(self.size)]
 
     def _splits(self, i: int) -> list[int]:
-        start = (self._notes[i][self._count & 1] >> 3) + COUNTS
+        start = (self._notes[i][self.count & 1] >> 3) + COUNTS
         return list(self._words[start : start + 2 * self.size])
 
-    def _view(self, i: int, turn: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def view(self, i: int, turn: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
         key = (i, turn, at, numel, dtype)
         found = self._views.get(key)
         if found is None:
@@ -147,7 +151,7 @@ class Table(Line):
         return done
 
     def ready(self) -> bool:
-        words, count = self._words, self._count
+        words, count = self._words, self.count
         for flag in self._flags:  # noqa: SIM110 - a generator costs more than what it looks at
             if words[flag] < count:
                 return False
@@ -162,7 +166,9 @@ class Table(Line):
             return True
         if self._first:
             self._first = False
-            self._compare()
+            self.compare()
+            if self.calls[0][0].kind == "all_to_all":
+                self._compare_splits()
         if self._step(self._rounds):
             self.calls.popleft()[1].ended = True
             self.made += 1
@@ -178,12 +184,12 @@ class Table(Line):
 
     def absent(self) -> list[int]:
         flags = zip(self.others, self._flags, strict=True)
-        return sorted(self.ranks[i] for i, flag in flags if self._words[flag] < self._count)
+        return sorted(self.ranks[i] for i, flag in flags if self._words[flag] < self.count)
 
     def _start(self) -> None:
-        if self._owed and not self.ready():
+        if self.owed and not self.ready():
             return  # `advance` comes here again
-        self._owed = False
+        self.owed = False
         call = self.calls[0][0]
         self._say(call)
         self._rounds = rounds.begin(self, call)
@@ -196,46 +202,62 @@ class Table(Line):
             with torch.no_grad():
                 return self._step(steps)
         for last in steps:
-            self._count += 1
-            keep_order()
-            self._words[self._flag] = self._count
-            self._owed = bool(last)
-            return self._owed
+            self.come()
+            self.owed = last
+            return last
         return True
+
+    def come(self) -> None:
+        """Come to the next round: what it needs has been laid down."""
+        self.count += 1
+        keep_order()
+        self._words[self._flag] = self.count
 
     def _say(self, call: Call) -> None:
         """Write the note of a call's first round."""
+        if call.kind == "all_to_all":
+            counts = (self._notes[self.rank][(self.count + 1) & 1] >> 3) + COUNTS
+            for k, count in enumerate((*call.in_splits, *call.out_splits)):
+                self._words[counts + k] = count
+        readable = call.x.numel() and rounds.readable(call, self.rank)
+        self.note(self.promise(call), self.arena.address(call.x) if readable else -1)
+
+    def promise(self, call: Call) -> tuple[bytes, int]:
+        """What the members have to say alike of a call, and its digest."""
         key = (call.kind, call.op, call.at, call.x.numel(), call.x.dtype)
-        text = self._texts.get(key)
-        if text is None:
+        known = self._texts.get(key)
+        if known is None:
             if len(self._texts) > 2000:
                 self._texts.clear()
-            text = self._texts[key] = call.promise().encode()[:1000]
-        offset = self._notes[self.rank][(self._count + 1) & 1]
-        word = offset >> 3
-        self._words[word] = len(text)
-        passable = call.x.numel() and rounds.readable(call, self.rank)
-        self._words[word + ADDRESS] = self.arena.address(call.x) if passable else -1
-        if call.kind == "all_to_all":
-            splits = (*call.in_splits, *call.out_splits)
-            for k, count in enumerate(splits):
-                self._words[word + COUNTS + k] = count
-        start = offset + 8 * (COUNTS + 2 * self.size)
-        self.arena.bytes[start : start + len(text)] = text
-        self._note = text
+            text = call.promise().encode()[:1000]
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            known = self._texts[key] = text, int.from_bytes(digest, "big", signed=True)
+        return known
+
+    def note(self, promise: tuple[bytes, int], address: int) -> None:
+        """Write the note for the round that comes: what is promised, and where the tensor lies."""
+        turn = (self.count + 1) & 1
+        word = self._notes[self.rank][turn] >> 3
+        if self._noted[turn] is not promise:
+            text, self._words[word + DIGEST] = promise
+            start = 8 * (word + COUNTS + 2 * self.size)
+            self.arena.bytes[start : start + len(text)] = text
+            self._words[word] = len(text)
+            self._noted[turn] = promise
+        self._words[word + ADDRESS] = address
+        self._digest = promise[1]
 
     def _said(self, i: int) -> bytes:
-        offset = self._notes[i][self._count & 1]
+        offset = self._notes[i][self.count & 1]
         start = offset + 8 * (COUNTS + 2 * self.size)
         return bytes(self.arena.bytes[start : start + self._words[offset >> 3]])
 
-    def _compare(self) -> None:
+    def compare(self) -> None:
         """Everyone's note has to say what this rank's says."""
+        turn, words = self.count & 1, self._words
         for i in self.others:
-            if self._said(i) != self._note:
+            if words[(self._notes[i][turn] >> 3) + DIGEST] != self._digest:
                 self._quarrel(i, "")
-        if self.calls[0][0].kind == "all_to_all":
-            self._compare_splits()
 
     def _compare_splits(self) -> None:
         splits = [self._splits(i) for i in range(self.size)]
