@@ -117,7 +117,15 @@ def weigh_kinds(
             edge = edge_shape(batch, model.shape.hidden, cut.tp if cut.seq else 1)
             found.append(
                 tuple(
-                    run(held.pieces[n], edge, batch, world.ledger, known, target=target)
+                    run(
+                        held.pieces[n],
+                        edge,
+                        batch,
+                        world.ledger,
+                        known,
+                        target=target,
+                        selective=cut.recompute == "selective",
+                    )
                     for n in range(len(few.pieces))
                 )
             )
@@ -155,8 +163,10 @@ def run(
     known: Known,
     *,
     target: str,
+    selective: bool = False,
 ) -> Weighed:
-    """One piece forward and backward on meta tensors. `edge` is the shape that comes in."""
+    """One piece forward and backward on meta tensors. `edge` is the shape that comes in.
+    `selective`: what is computed again is what the piece repeats inside its backward, if anything."""
     for unit in piece.units:
         if unit.buffer is None:
             unit.gather()
@@ -173,13 +183,17 @@ def run(
     piece._call = again  # type: ignore[method-assign]
     try:
         with scales, Target(target, scales):
-            return _run(piece, edge, batch, scales)
+            return _run(piece, edge, batch, scales, selective)
     finally:
         del piece._call
 
 
 def _run(
-    piece: Piece, edge: tuple[int, ...], batch: Mapping[str, Tensor], scales: Scales
+    piece: Piece,
+    edge: tuple[int, ...],
+    batch: Mapping[str, Tensor],
+    scales: Scales,
+    selective: bool,
 ) -> Weighed:
     unit = piece.units[0]
     dtype = unit.precision.compute
@@ -209,7 +223,7 @@ def _run(
         forward=forward,
         input_gradient=scales.load("input_gradient"),
         weight_gradient=scales.load("weight_gradient"),
-        again=repeated if piece.selective else forward,
+        again=repeated if selective else forward,
         kept=float(kept),
         kept_after_i=float(after),
         input=float(entry),

@@ -1,0 +1,172 @@
+"""`phalanx weigh`: what every operation of a model's pieces does on one rank of a layout."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+from ..layout import Layout, LayoutError, Shape, legal, nearest
+from ..program import Load, Weighed
+from ..weigh import Pieces, cut_of, weighs
+from .usage import Parser, UsageError, print_json
+
+__all__ = ["run"]
+
+_EPILOG = """\
+Found by running each piece on meta tensors over a wire that sends nothing; kept in
+$XDG_CACHE_HOME/phalanx/weighs. F forward, B backward (or I input's and W weights'
+gradient, when the schedule splits it), R what recomputation repeats.
+
+  phalanx weigh --model 8b "tp4 seq bf16"
+  phalanx weigh --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
+  phalanx weigh --model examples/stranger.py:Stranger tp2"""
+
+
+def run(argv: list[str]) -> int:
+    """Print the loads of a model's pieces."""
+    parser = Parser(
+        "phalanx weigh", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG
+    )
+    add = parser.add_argument
+    add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; none is one rank')
+    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="default 8b")
+    add("--rows", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
+    add("--sequence", type=int, default=0, metavar="N", help="tokens of one; default the shape's")
+    add("--target", default="cuda", metavar="cuda|cpu", help="whose kernels (default cuda)")
+    add("--json", action="store_true")
+    said = parser.read(argv)
+    if said.rows < 1 or said.sequence < 0:
+        raise UsageError("--rows and --sequence are 1 or more.")
+    if said.target not in ("cuda", "cpu"):
+        raise UsageError(f"--target {said.target}: choose cuda or cpu.")
+    layout = Layout.parse(" ".join(said.layout))
+    own = re.fullmatch(r".+\.py:\w+", said.model)
+    shape = _own(said.model) if own else Shape.load(said.model)
+    _refuse(layout, shape, said.sequence)
+    cut = cut_of(layout)
+    pieces = weighs(
+        said.model if own else shape, [layout], sequence=said.sequence, target=said.target
+    )[cut]
+    kinds = list(_kinds(pieces, said.rows))
+    if said.json:
+        print_json({
+            "model": shape.name, "layout": str(layout), "cut": str(cut), "rows": said.rows,
+            "sequence": said.sequence or shape.sequence, "target": said.target,
+            "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
+        })  # fmt: skip
+        return 0
+    tokens = f" of {said.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
+    print(f"{shape.name} as {str(cut) or 'one rank'}")
+    print(f"one rank, rows in a microbatch: {said.rows}{tokens}; kernels of {said.target}")
+    for numbers, found in kinds:
+        print("\n" + "\n".join(_lines(cut, numbers, found)))
+    return 0
+
+
+def _own(text: str) -> Shape:
+    from ..split import load_model
+
+    shape = load_model(text).shape
+    if shape is None:
+        raise LayoutError(f"{text}: describe() gives no shape; add shape=Shape(...) to its Model.")
+    return shape
+
+
+def _refuse(layout: Layout, shape: Shape, sequence: int) -> None:
+    batch = max(
+        shape.batch, layout.dp * layout.microbatches
+    )  # of a batch one microbatch is weighed
+    broken = legal(layout, shape, batch=batch, sequence=sequence)
+    if broken:
+        near = "; ".join(map(str, nearest(layout, shape, batch=batch, sequence=sequence)))
+        raise LayoutError(" ".join(map(str, broken)) + (f"\n  Nearest: {near}." if near else ""))
+
+
+def _kinds(pieces: Pieces, rows: int) -> Iterator[tuple[list[int], Weighed]]:
+    """The numbers of the pieces that are alike, and what they weigh."""
+    for kind, weighed in enumerate(pieces.kinds):
+        yield [n for n, k in enumerate(pieces.which) if k == kind], weighed(rows)
+
+
+def _operations(cut: Layout, found: Weighed) -> dict[str, Load]:
+    if cut.splits_backward:
+        backward = {"I": found.input_gradient, "W": found.weight_gradient}
+    else:
+        backward = {"B": found.backward}
+    again = {"R": found.again} if cut.recompute == "selective" else {}
+    return {"F": found.forward, **backward, **again}
+
+
+def _facts(cut: Layout, found: Weighed) -> dict[str, object]:
+    sizes = ("kept", "kept_after_i", "input", "temporary", "weights", "edge")
+    loads = {
+        name: {"flops": load.flops, "flops_full": _full(load), **asdict(load)}
+        for name, load in _operations(cut, found).items()
+    }
+    return {**{name: getattr(found, name) for name in sizes}, "operations": loads}
+
+
+def _full(load: Load) -> float:
+    """FLOPs with every pair of attention counted."""
+    return load.flops + sum(a.full - a.flops for a in load.attention)
+
+
+def _lines(cut: Layout, numbers: list[int], found: Weighed) -> Iterator[str]:
+    span = f"piece {numbers[0]}" if len(numbers) == 1 else f"pieces {numbers[0]}-{numbers[-1]}"
+    yield (
+        f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B"
+        f" (input {_big(found.input)}B), comes and goes {_big(found.temporary)}B"
+    )
+    if cut.splits_backward:
+        yield f"  after I it keeps {_big(found.kept_after_i)}B"
+    yield f"{'':4}{'FLOPs':>10}{'all pairs':>11}{'moved':>10}{'launches':>10}  messages"
+    for name, load in _operations(cut, found).items():
+        messages = _messages(load) or [""]
+        yield (
+            f"  {name} {_big(load.flops):>10}{_big(_full(load)):>11}"
+            f"{_big(load.moved) + 'B':>10}{load.launches:>10.0f}  {messages[0]}"
+        ).rstrip()
+        yield from (" " * 47 + more for more in messages[1:])
+        yield from _wrapped(_multiplied(load))
+
+
+def _messages(load: Load) -> list[str]:
+    """By axis and collective: how many, and the bytes of all."""
+    counts = Counter((m.axis, m.op) for m in load.messages)
+    return [
+        f"{axis} {n} {op} {_big(sum(m.bytes for m in load.messages if (m.axis, m.op) == (axis, op)))}B"
+        for (axis, op), n in counts.items()
+    ]
+
+
+def _multiplied(load: Load) -> list[str]:
+    """The products by shape, m x k x n, and attention as queries x keys."""
+    shapes = Counter(
+        ("" if p.batch == 1 else f"{p.batch:g} of ") + f"{p.m:g}x{p.k:g}x{p.n:g}"
+        for p in load.products
+    )
+    cores = Counter(
+        f"attention {a.queries:g}x{a.keys:g}{' causal' * bool(a.causal)}" for a in load.attention
+    )
+    return [f"{n} {shape}" if n > 1 else shape for shape, n in (shapes + cores).items()]
+
+
+def _wrapped(words: Iterable[str]) -> Iterator[str]:
+    line = ""
+    for word in words:
+        if line and len(line) + len(word) > 70:
+            yield " " * 6 + line + ","
+            line = ""
+        line += (", " if line else "") + word
+    if line:
+        yield " " * 6 + line
+
+
+def _big(number: float) -> str:
+    """54.4T, 1.12G: three digits and a letter."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
