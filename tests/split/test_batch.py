@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.layout import Layout
-from phalanx.split.batch import count_valid, held_times, microbatches, time_multiple
+from phalanx.split.batch import count_valid, held_times, microbatches, share, time_multiple
 
 RINGS, ULYSSES = (1, 2, 3, 4, 8), (1, 2, 4)
 LAYOUTS = (
@@ -113,3 +113,15 @@ def test_a_batch_without_tokens_is_cut_in_rows_only():
     parts = [microbatches(batch, layout, dp)[0]["inputs"] for dp in range(2)]
     assert [len(part) for part in parts] == [3, 2]
     assert torch.equal(torch.cat(parts), batch["inputs"])
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_rows_that_are_a_place_s_already_are_cut_as_if_they_came_with_the_others(text):
+    layout, batch = Layout.parse(text), _batch(7, 12)
+    for dp, cp in _places(layout):
+        rows = share(7, layout.dp, dp)
+        own = {name: x[rows] for name, x in batch.items()}
+        found = microbatches(own, layout, None, cp)
+        for one, other in zip(found, microbatches(batch, layout, dp, cp), strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[name], other[name]) for name in one)
