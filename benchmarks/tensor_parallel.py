@@ -1,18 +1,21 @@
-"""Tensor parallel, side by side with torch's `parallelize_module` (DTensor), over the same gloo.
+"""Tensor parallel beside torch's `parallelize_module` (DTensor), over gloo and over shared memory.
 
     OMP_NUM_THREADS=1 python benchmarks/tensor_parallel.py --rounds 10
 
-Two ranks share the work of one process: a ratio of 0.5 would be perfect. On the tiny model there is
-next to nothing to compute, so its time is what the host does for each layer.
+Two ranks share the work of one process: a ratio of 0.5 would be perfect. "without messages" is ours
+with every call of its wires left out (its numbers are wrong, its work is the same). On the tiny model
+there is next to nothing to compute, so its time is what the host does for each layer.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -26,9 +29,10 @@ from phalanx.split import build_model, count_valid, microbatches
 from phalanx.split.holding import hold, model_stages
 from phalanx.train import AdamW, Performer
 from phalanx.verify import batch_of
-from phalanx.wire import World
+from phalanx.wire import Wire, World
+from phalanx.wire.base import Call, Work
 from phalanx.wire.launch import launch
-from side_by_side import Row, Step, alone, in_turn, machine, table
+from side_by_side import Row, Step, alone, beside, in_turn, machine, table
 
 SIZES = {
     "17m": Shape(
@@ -54,9 +58,8 @@ def plain(shape: Shape) -> Decoder:
     )  # fmt: skip
 
 
-def dtensor(model: Decoder) -> Decoder:
+def dtensor(mesh: DeviceMesh, model: Decoder) -> Decoder:
     """Blocks as torch's tutorial cuts them; embedding and head stay whole, which favours it."""
-    mesh = init_device_mesh("cpu", (2,))
     plan = {
         "attn.wq": ColwiseParallel(), "attn.wk": ColwiseParallel(), "attn.wv": ColwiseParallel(),
         "attn.wo": RowwiseParallel(),
@@ -81,6 +84,23 @@ def torch_step(shape: Shape, wrap: Callable[[Decoder], Decoder]) -> Step:
     return step
 
 
+class _Mute(Wire):
+    """A wire of two that sends nothing: what comes is what was there."""
+
+    def _begin(self, call: Call) -> Work:
+        return Work()
+
+
+class MuteWorld(World):
+    """A rank of two that never hears of the other."""
+
+    def _split(
+        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+    ) -> Wire:
+        ranks = next(group for group in groups if self.rank in group)
+        return _Mute(name, ranks.index(self.rank), ranks, self.device)
+
+
 def our_step(world: World, shape: Shape, name: str, text: str) -> Step:
     layout = Layout.parse(text)
     model = build_model(shape)
@@ -100,12 +120,17 @@ def our_step(world: World, shape: Shape, name: str, text: str) -> Step:
 
 def run(world: World, size: str, rounds: int) -> list[Row]:
     shape = SIZES[size]
-    steps = {
-        "one process": alone(torch_step(shape, lambda m: m)),
-        "torch DTensor": torch_step(shape, dtensor),
-        "ours, tp2": our_step(world, shape, "plain", "tp2"),
-        "ours, tp2 seq": our_step(world, shape, "seq", "tp2 seq"),
-    }
+    group = dist.new_group(backend="shm")
+    worlds = {
+        "gloo": world, "shared": beside(), "without messages": MuteWorld(world.rank, 2, world.device)
+    }  # fmt: skip
+    meshes = {"gloo": init_device_mesh("cpu", (2,)), "shared": DeviceMesh.from_group(group, "cpu")}
+    steps = {"one process": alone(torch_step(shape, lambda m: m))}
+    for name, mesh in meshes.items():
+        steps[f"torch DTensor, {name}"] = torch_step(shape, partial(dtensor, mesh))
+    for name, here in worlds.items():
+        steps[f"ours tp2, {name}"] = our_step(here, shape, f"{name}, plain", "tp2")
+        steps[f"ours tp2 seq, {name}"] = our_step(here, shape, f"{name}, seq", "tp2 seq")
     times = in_turn(steps, rounds)
     world.clear()
     return [Row(name, tuple(times[name])) for name in steps]
@@ -121,7 +146,7 @@ def main() -> None:
     print(machine())
     for size in said.sizes:
         rows = launch(run, 2, size, said.rounds, wire="gloo", threads_per_rank=1)[0]
-        print(f"\n{table(f'{size}, fp32, 2 ranks over gloo', rows, 'one process')}", flush=True)
+        print(f"\n{table(f'{size}, fp32, 2 ranks', rows, 'one process')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ def _begin(wire, step, root, m, tensor, n, seed):
         out = tensor(m * n, mine)
         # Sometimes in place: a rank's part stands where it belongs.
         x = out.view(n, m)[me] if step.root % 3 == 0 else tensor(m, mine + 100)
-        return wire.all_gather(out, x, wait=wait), [out]
+        # x is held to the end, so that it may be promised to stay as it is.
+        return wire.all_gather(out, x, still=step.root % 2 == 0, wait=wait), [out, x]
     if step.kind == "all_to_all":
         counts = [
             [random.Random(f"{seed} {i} {j}").randrange(4) for j in range(n)] for i in range(n)
@@ -142,7 +143,7 @@ def large(world, numel, dtype):
         x, part = fill(made(numel * n, dtype=dtype), world.rank), made(numel, dtype=dtype)
         wire.reduce_scatter(part, x)
         results.append(part.clone())
-        wire.all_gather(x, part)
+        wire.all_gather(x, part, still=made is world.empty)
         results.append(x.clone())
         wire.all_reduce(x)
         results.append(x)
