@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -48,6 +48,10 @@ class Level:
     link: str
     size: int = 0  # 0: as many as are left
     share: float = 1.0
+    reached: float = 0.8  # of that rate as a ring of collectives measures it
+    reduces: float = 1.0  # all-reduce beside all-gather: above 1 where the switch sums
+    latency_us: float = 4.0  # of one step of a ring
+    faded: Mapping[str, float] = field(default_factory=dict)  # by units joined: what is left
 
     @property
     def bandwidth(self) -> float:

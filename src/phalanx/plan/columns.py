@@ -1,0 +1,139 @@
+"""Candidates as columns: one array for each choice, so that thousands are estimated at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout import Layout, Shape
+from .site import Numbers
+
+__all__ = ["SCHEDULES", "Case", "Columns", "columns_of"]
+
+# Codes of the schedules, in columns.
+SCHEDULES = ("accum", "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "searched")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train: a shape, a layout, rows of a microbatch, tokens of a sequence."""
+
+    shape: Shape
+    layout: Layout
+    rows: float
+    sequence: int
+    first: float = 0.0  # blocks of the first and the last stage; 0: as even as can be
+    last: float = 0.0
+    dtype: str = ""  # of products; "": the layout's
+
+    @property
+    def tokens(self) -> float:
+        """Of one step."""
+        x = self.layout
+        return self.rows * x.microbatches * x.dp * self.sequence
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Every choice as an array; `key` says which weighed and priced pieces a candidate uses."""
+
+    key: Numbers
+    layers: Numbers
+    tied: NDArray[np.bool_]
+    pp: Numbers
+    chunks: Numbers
+    schedule: Numbers
+    microbatches: Numbers
+    replicas: Numbers  # of shards, or of whole weights
+    shards: Numbers  # dp.shard x cp
+    shard_apart: Numbers
+    replica_apart: Numbers
+    pp_apart: Numbers
+    zero: Numbers
+    gather_micro: NDArray[np.bool_]
+    reduce_micro: NDArray[np.bool_]
+    again: Numbers  # 1: what a block computed is computed again, whole or in part
+    whole: NDArray[np.bool_]  # whole: only inputs are kept
+    segment: Numbers  # blocks that are restored together
+    most: Numbers  # blocks of the fullest stage, of the first and of the last
+    first: Numbers
+    last: Numbers
+    offload_optimizer: NDArray[np.bool_]
+
+    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Columns:
+        return Columns(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+
+def columns_of(cases: Sequence[Case], keys: Iterable[int]) -> Columns:
+    """Columns of cases that are at hand one by one."""
+    rows = [_row(case, key) for case, key in zip(cases, keys, strict=True)]
+    return Columns(
+        **{
+            f.name: np.array([row[f.name] for row in rows], bool if "bool_" in f.type else float)
+            for f in fields(Columns)
+        }
+    )
+
+
+def _row(case: Case, key: int) -> dict[str, float | bool]:
+    x = case.layout
+    first, last, most = stage_blocks(case)
+    return {
+        "key": float(key),
+        "layers": float(case.shape.layers),
+        "tied": case.shape.tied,
+        "pp": float(x.pp),
+        "chunks": float(x.chunks),
+        "schedule": float(SCHEDULES.index(x.schedule)),
+        "microbatches": float(x.microbatches),
+        "replicas": float(x.mesh.of("dp.replicate")),
+        "shards": float(x.mesh.of("dp.shard") * x.cp),
+        "shard_apart": float(_apart(x, "cp" if x.cp > 1 else "dp.shard")),
+        "replica_apart": float(_apart(x, "dp.replicate")),
+        "pp_apart": float(_apart(x, "pp")),
+        "zero": float(x.zero),
+        "gather_micro": x.gather == "micro",
+        "reduce_micro": x.reduce == "micro",
+        "again": float(x.recompute != "none"),
+        "whole": x.recompute not in ("none", "selective"),
+        "segment": float(_segment(x, most)),
+        "most": most,
+        "first": first,
+        "last": last,
+        "offload_optimizer": "optimizer" in x.offload,
+    }
+
+
+def stage_blocks(case: Case) -> tuple[float, float, float]:
+    """Blocks of the first stage, of the last and of the fullest."""
+    pp, layers = case.layout.pp, case.shape.layers
+    if case.first or case.last:
+        rest = (layers - case.first - case.last) / max(1, pp - 2)
+        return case.first, case.last, max(case.first, case.last, rest if pp > 2 else 0.0)
+    even = layers / pp
+    return even, even, float(-(-layers // pp))
+
+
+def _segment(x: Layout, blocks: float) -> int:
+    """Blocks between two inputs that are kept."""
+    if x.recompute == "sqrt":
+        return max(1, round(math.sqrt(blocks)))
+    return int(x.recompute[6:]) if x.recompute.startswith("every=") else 1
+
+
+def _apart(x: Layout, part: str) -> int:
+    """How far neighbours along a part of the mesh are from each other."""
+    stride = 1
+    for axis in reversed(x.mesh.axes):
+        for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+            if name == part or axis.name == part:
+                return stride
+            stride *= size
+    return stride

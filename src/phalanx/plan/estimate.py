@@ -1,0 +1,294 @@
+"""Step time and memory of many layouts at once, in closed form: what a search screens with.
+
+Each column is an array with one number a candidate. The best of them are then simulated as programs;
+the two agree where a schedule's closed form is exact, and `plan score` holds both against runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .columns import SCHEDULES, Columns
+from .price import Trio
+from .site import Numbers, Site
+from .stack import Stack
+
+__all__ = ["KINDS", "Estimates", "estimate"]
+
+# The kinds of memory, in the order in which they are printed.
+KINDS = (
+    "weights", "gradients", "optimizer", "activations", "gathered", "temporary", "other",
+)  # fmt: skip
+_TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What was found, an array each: seconds of a step and its parts, bytes of the fullest rank."""
+
+    compute: Numbers
+    tensor: Numbers  # exposed messages inside operations
+    data: Numbers  # exposed gathering of weights and summing of gradients
+    pipe: Numbers  # exposed sends between stages
+    bubble: Numbers
+    update: Numbers
+    memory: Mapping[str, Numbers]
+
+    @property
+    def step(self) -> Numbers:
+        return self.compute + self.tensor + self.data + self.pipe + self.bubble + self.update
+
+    @property
+    def bytes(self) -> Numbers:
+        total: Numbers = np.sum([self.memory[kind] for kind in KINDS], axis=0)
+        return total
+
+    def breakdown(self, i: int) -> dict[str, float]:
+        names = ("compute", "tensor", "data", "pipe", "bubble", "update")
+        return {name: float(getattr(self, name)[i]) for name in names}
+
+    def held(self, i: int) -> dict[str, float]:
+        return {kind: float(self.memory[kind][i]) for kind in KINDS}
+
+
+class _Of:
+    """Numbers of the priced pieces, picked for every candidate by its key."""
+
+    def __init__(self, table: Sequence[tuple[Trio, Trio, Trio]], key: Numbers) -> None:
+        self.key = key.astype(int)
+        self.table = table
+
+    def __call__(self, place: int, *path: str) -> Numbers:
+        def read(trio: Trio) -> float:
+            found: object = trio
+            for name in path:
+                found = getattr(found, name)
+            return float(found)  # type: ignore[arg-type]
+
+        column = np.array([read(trios[place]) for trios in self.table])
+        return column[self.key]
+
+    def spent(self, place: int, what: str) -> tuple[Numbers, Numbers, Numbers]:
+        """Forward, backward and recomputation: seconds of computing, or of messages."""
+        back = self(place, "inputs", what) + self(place, "weights_", what)
+        return self(place, "forward", what), back, self(place, "again", what)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Seconds of one microbatch on the busiest stage and on all stages together."""
+
+    busiest: Numbers
+    all: Numbers
+    blocks: Numbers  # on the busiest
+
+
+def estimate(
+    c: Columns, table: Sequence[tuple[Trio, Trio, Trio]], site: Site, stack: Stack
+) -> Estimates:
+    """All candidates at once. `table` holds embedding, block and head for each key."""
+    of = _Of(table, c.key)
+    compute, tensor = (_stage(c, of, what) for what in ("compute", "messages"))
+    total = _stage_sum(compute, tensor)
+    bubble = _bubble(c, total)
+    m = c.microbatches
+    pipe = _pipe(c, of, site, stack)
+    weights = _weights(c, of)
+    data = _data(c, of, site, stack, weights)
+    shard = np.where(c.zero >= 1, c.shards, 1.0)
+    update = site.rates.move(1.0) * _TOUCHED * weights / shard
+    return Estimates(
+        compute=m * compute.busiest,
+        tensor=m * tensor.busiest,
+        data=data,
+        pipe=pipe,
+        bubble=bubble,
+        update=update,
+        memory=_memory(c, of, stack, site),
+    )
+
+
+def _stage_sum(a: _Stage, b: _Stage) -> _Stage:
+    return _Stage(a.busiest + b.busiest, a.all + b.all, a.blocks)
+
+
+def _stage(c: Columns, of: _Of, what: str) -> _Stage:
+    """One microbatch, forward and backward: the busiest stage and the sum of all."""
+    parts = []
+    for place in range(3):
+        forward, back, repeat = of.spent(place, what)
+        # Whole recomputation spares the head: its backward follows its forward at once.
+        parts.append(forward + back + (repeat * c.again if place == 1 else 0.0))
+    embed, block, head = parts
+    first = c.first * block + embed
+    last = c.last * block + head
+    alone = c.layers * block + embed + head
+    middle = c.most * block
+    busiest = np.maximum(np.maximum(first, last), np.where(c.pp > 2, middle, 0.0))
+    return _Stage(np.where(c.pp > 1, busiest, alone), alone, c.most)
+
+
+def _bubble(c: Columns, stage: _Stage) -> Numbers:
+    """Waiting while the pipeline fills and drains."""
+    ramp = stage.all - stage.busiest
+    part = np.select(
+        [
+            c.schedule == SCHEDULES.index("interleaved"),
+            c.schedule == SCHEDULES.index("zb-h1"),
+            c.schedule == SCHEDULES.index("zb-h2"),
+            c.schedule == SCHEDULES.index("zb-v"),
+        ],
+        [1.0 / np.maximum(c.chunks, 1.0), 0.40, 0.10, 0.15],
+        1.0,
+    )
+    # Few microbatches leave holes that no schedule can fill.
+    few = np.clip(c.pp / np.maximum(c.microbatches, 1.0), 0.0, 1.0)
+    hard = np.where(
+        (c.schedule >= SCHEDULES.index("zb-h2")) & (c.microbatches < 2 * c.pp), 0.25 * few, 0.0
+    )
+    return np.where(c.pp > 1, ramp * np.minimum(part + hard, 1.0), 0.0)
+
+
+def _pipe(c: Columns, of: _Of, site: Site, stack: Stack) -> Numbers:
+    """Sends between stages: along the ramp always, at every microbatch unless they overlap."""
+    one = site.wire.seconds("send", of(1, "edge"), c.pp, c.pp_apart)
+    ramp = 2 * (c.pp - 1) * one
+    steady = 2 * c.microbatches * np.maximum(c.chunks, 1.0) * one
+    seen = 0.1 if stack.pipe_hidden else 1.0
+    return np.where(c.pp > 1, ramp + seen * steady, 0.0)
+
+
+def _weights(c: Columns, of: _Of) -> Numbers:
+    """Numbers of the fullest rank's weights."""
+    embed, block, head = (of(place, "weights") for place in range(3))
+    tied = np.where(c.tied, embed, 0.0)
+    first = c.first * block + embed
+    last = c.last * block + head + tied
+    return np.where(
+        c.pp > 1,
+        np.maximum(np.maximum(first, last), c.most * block),
+        c.layers * block + embed + head,
+    )
+
+
+def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Numbers:
+    """Messages of data parallel that computing does not hide."""
+    m = c.microbatches
+    shards = np.where(c.zero >= 1, c.shards, 1.0)
+    copies = c.replicas * c.shards
+    outer = np.where(c.zero >= 1, c.replicas, 1.0)
+    # ---- gradients summed: once a step, or after every microbatch
+    size = weights * stack.reduce_bytes
+    whole = site.wire.seconds("all_reduce", size, copies, c.shard_apart)
+    cut = site.wire.seconds("reduce_scatter", size, shards, c.shard_apart)
+    cut = cut + site.wire.seconds("all_reduce", size / shards, outer, c.replica_apart)
+    often = np.where(c.reduce_micro, m, 1.0)
+    summed = np.where(c.zero >= 1, cut, whole) * often
+    backward = of(1, "inputs", "compute") + of(1, "weights_", "compute")
+    window = often * c.most * backward
+    seen = summed - np.minimum(stack.hides_data * summed, window)
+    # ---- weights gathered after an update
+    full = site.wire.seconds("all_gather", weights * stack.gathered_bytes, shards, c.shard_apart)
+    late = np.where((c.zero >= 1) & (c.zero < 3), full, 0.0)
+    forward = m * c.most * of(1, "forward", "compute")
+    hidden = np.minimum(stack.hides_data * late, forward) if stack.gathers_hidden else 0.0
+    # ---- ZeRO-3: each piece before each use
+    each = site.wire.seconds(
+        "all_gather", of(1, "weights") * stack.gathered_bytes, shards, c.shard_apart
+    )
+    uses = np.where(c.gather_micro, m, 1.0)
+    for_forward = each - np.minimum(stack.hides_data * each, of(1, "forward", "compute"))
+    again = of(1, "again", "compute") * c.again
+    for_backward = each - np.minimum(stack.hides_data * each, backward + again)
+    edges = site.wire.seconds(
+        "all_gather", of(0, "weights") * stack.gathered_bytes, shards, c.shard_apart
+    )
+    micro = uses * (c.most * (for_forward + for_backward) + edges)
+    once = np.where(c.gather_micro, micro, c.most * for_forward + edges)
+    return seen + late - hidden + np.where(c.zero >= 3, once, 0.0)
+
+
+def _flight(c: Columns) -> tuple[Numbers, Numbers]:
+    """Microbatches whose forward is kept: on the first stage and on the last, in whole stages."""
+    m, p, v = c.microbatches, c.pp, np.maximum(c.chunks, 1.0)
+    code = c.schedule
+    gpipe = (code == SCHEDULES.index("gpipe")) | (code == SCHEDULES.index("naive"))
+    first = np.select(
+        [
+            code == SCHEDULES.index("accum"),
+            gpipe,
+            code == SCHEDULES.index("interleaved"),
+            code == SCHEDULES.index("zb-h2"),
+        ],
+        [np.ones_like(m), m, p + (p - 1) / v, 2 * p - 1],
+        p,
+    )
+    last = np.select(
+        [
+            gpipe,
+            code == SCHEDULES.index("interleaved"),
+            code == SCHEDULES.index("zb-h2"),
+            code == SCHEDULES.index("zb-v"),
+            code == SCHEDULES.index("zb-h1"),
+        ],
+        [m, 1 + (p - 1) / v, p, p, p],
+        1.0,
+    )
+    return np.minimum(first, m), np.minimum(last, m)
+
+
+def _memory(c: Columns, of: _Of, stack: Stack, site: Site) -> dict[str, Numbers]:
+    """By kind, of the fuller of the first and the last stage."""
+    embed, block, head = (of(place, "weights") for place in range(3))
+    first_flight, last_flight = _flight(c)
+    keeps = np.where(c.whole, of(1, "input") / c.segment, of(1, "kept"))
+    working = np.where(c.whole, of(1, "kept") * c.segment, 0.0) + of(1, "temporary")
+    top = of(2, "temporary")
+    alone = c.pp <= 1
+    tied = np.where(c.tied & ~alone, embed, 0.0)
+    ends = []
+    for layers, extra, flight, peak, edges in (
+        (np.where(alone, c.layers, c.first), embed + np.where(alone, head, 0.0), first_flight,
+         np.where(alone, np.maximum(working, top), working),
+         of(0, "kept") + np.where(alone, of(2, "kept"), 0.0)),
+        (np.where(alone, 0.0, c.last), head + tied, last_flight, np.maximum(working, top),
+         of(2, "kept")),
+    ):  # fmt: skip
+        ends.append(
+            _end(c, stack, layers * block + extra, layers, flight, peak, keeps, edges, block, embed)
+        )
+    totals = [np.sum(list(end.values()), axis=0) for end in ends]
+    more = totals[0] >= totals[1]
+    found = {kind: np.where(more, ends[0][kind], ends[1][kind]) for kind in ends[0]}
+    used = np.sum(list(found.values()), axis=0)
+    found["other"] = stack.context + (stack.reserve - 1) * used
+    if site.cores:
+        found["other"] = np.zeros_like(used)
+    return found
+
+
+def _end(
+    c: Columns, stack: Stack, numbers: Numbers, layers: Numbers, flight: Numbers, peak: Numbers,
+    keeps: Numbers, edges: Numbers, block: Numbers, embed: Numbers,
+) -> dict[str, Numbers]:  # fmt: skip
+    shards = c.shards
+    one, two, three = (np.where(c.zero >= z, shards, 1.0) for z in (1, 2, 3))
+    # With ZeRO-3 the weights' home is the float32 shard that the optimizer updates.
+    home = np.where(c.zero >= 3, 0.0, stack.weight_bytes * numbers)
+    gathered = np.where(
+        c.zero >= 3,
+        np.where(c.gather_micro, 2 * block + embed, numbers) * stack.gathered_bytes,
+        0.0,
+    )
+    busy = np.where(c.zero >= 2, stack.reduce_bytes * (block + embed), 0.0)
+    return {
+        "weights": home,
+        "gradients": stack.gradient_bytes * numbers / np.where(c.zero >= 3, three, two) + busy,
+        "optimizer": np.where(c.offload_optimizer, 0.0, stack.optimizer_bytes * numbers / one),
+        "activations": (layers * keeps + edges) * flight,
+        "gathered": gathered,
+        "temporary": peak,
+    }

@@ -1,0 +1,93 @@
+"""What the running software makes of a machine: a few fitted numbers and some known facts.
+
+Every number says how far a stack is from what the machine could do, so that 1 (or 0, for what can
+be hidden) is no correction. `stacks.toml` holds ours and those of the stacks that published runs
+used; how they were fitted is told by `phalanx plan score`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from .toml import MachineError, value
+
+__all__ = ["FITTED", "Stack", "stack", "stack_named", "stacks"]
+
+# The numbers that a fit may change, with the range it may use.
+FITTED: dict[str, tuple[float, float]] = {
+    "speed": (0.45, 1.05),
+    "attention": (0.2, 2.0),
+    "traffic": (0.1, 2.5),
+    "hides_data": (0.0, 1.0),
+    "hides_tensor": (0.0, 1.0),
+    "host": (0.0, 6.0),
+}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One software stack. The first six numbers are fitted on runs, the others are facts of it."""
+
+    speed: float = 0.85  # of the best product's rate
+    attention: float = 1.0  # of the flash kernel's rate
+    traffic: float = 0.6  # of the bytes that operations move when nothing is fused
+    hides_data: float = 0.8  # part of data-parallel messages that computing may hide
+    hides_tensor: float = 0.0  # part of tensor- and context-parallel messages that it may hide
+    host: float = 1.0  # of the time to start every operation on its own
+    by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    frameworks: tuple[str, ...] = ()  # what tables call it: beginnings of names
+    fused_attention: bool = True  # no scores in memory
+    pipe_hidden: bool = False  # sends between stages overlap with computing
+    gathers_hidden: bool = False  # weights gathered after an update while the next step begins
+    balanced: bool = False  # stages weigh embedding and head as blocks; else blocks are even
+    weight_bytes: float = 2.0  # of a parameter that computing reads
+    gradient_bytes: float = 4.0
+    reduce_bytes: float = 4.0  # of a gradient on the wire
+    optimizer_bytes: float = 12.0  # float32 copy and two averages
+    gathered_bytes: float = 2.0  # of a weight on the wire
+    kept: float = 1.0  # of the weighed bytes that forward keeps
+    scratch: float = 1.0  # of the weighed bytes that come and go
+    context: float = 1.5e9  # bytes that no tensor holds: driver, communicators
+    reserve: float = 1.04  # what an allocator holds for each byte in use
+    source: str = ""
+    name: str = ""
+
+    def on(self, device: str) -> Stack:
+        """The stack with what is different on one device."""
+        return replace(self, **dict(self.by_device.get(device, {})))  # type: ignore[arg-type]
+
+
+@cache
+def stacks() -> dict[str, Stack]:
+    """Every stack that is known, by name."""
+    said = tomllib.loads((Path(__file__).parent / "stacks.toml").read_text(encoding="utf-8"))
+    return {
+        name: replace(value(Stack, each, f"stacks.toml, {name}"), name=name)
+        for name, each in said.items()
+    }
+
+
+def stack(name: str) -> Stack:
+    """The stack of that name."""
+    known = stacks()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise MachineError(f"there is no stack {name!r}.{hint} Stacks are {', '.join(known)}.")
+    return known[name]
+
+
+def stack_named(framework: str) -> Stack:
+    """The stack that a table's `framework` means; `default` where none is known."""
+    fits = [
+        (len(begin), each)
+        for each in stacks().values()
+        for begin in each.frameworks
+        if framework.lower().startswith(begin.lower())
+    ]
+    return max(fits, key=lambda fit: fit[0], default=(0, stacks()["default"]))[1]
