@@ -12,7 +12,9 @@ from phalanx.cli import checkpoint as checkpoint_verb
 from phalanx.cli import train as train_verb
 from phalanx.layout import Layout, LayoutError, Run, RunError
 from phalanx.program import ProgramError, Timeline
-from phalanx.train.rank import GIB, Rank, memory_limit
+from phalanx.train.precision import precision_of
+from phalanx.train.program import fitting_program, maker_of
+from phalanx.train.rank import GIB, Rank, batches_of, memory_limit
 from phalanx.wire import AloneWorld
 
 STRANGER = f"{Path(__file__).parents[2] / 'examples' / 'stranger.py'}:Stranger"
@@ -129,38 +131,46 @@ def test_what_does_not_fit_it_is_refused_before_any_rank_starts(
 # ---- recomputation to fit
 
 
-def _rank(run: Run, layout: str) -> Rank:
-    return Rank(AloneWorld("cpu"), run, Layout.parse(layout))
+SIZES = ("model={layers=4,hidden=16,heads=2,ffn=24,vocab=256}", "batch=8", "sequence=32")
 
 
-def _recomputed(rank: Rank) -> int:
-    return sum(op.kind == "R" for row in rank.program.rows for op in row)
+def _whole(layout: str) -> float:
+    """The GiB that the fullest rank would hold without recomputing anything."""
+    run, found = Run.parse("", "fit", SIZES), list[float]()
+    layout_ = Layout.parse(layout)
+    batch = batches_of(run, run.shape).batch(0)
+    fitting_program(
+        maker_of(run), layout_, batch, precision_of(layout_.precision),
+        lambda whole: found.append(whole) or whole,
+    )  # fmt: skip
+    return found[0] / GIB
 
 
 def test_recomputation_to_fit_recomputes_no_more_than_memory_asks_for(tmp_path: Path) -> None:
-    sizes = ("model={layers=4,hidden=16,heads=2,ffn=24,vocab=256}", "batch=8", "sequence=32")
+    whole = _whole("recompute:fit")
 
-    def of(memory: float) -> int:
-        run = Run.parse("", "fit", (f"out={tmp_path}", *sizes, f"memory={memory}"))
-        return _recomputed(_rank(run, "recompute:fit"))
+    def of(part: float) -> int:
+        run = Run.parse("", "fit", (f"out={tmp_path}", *SIZES, f"memory={part * whole}"))
+        program = Rank(AloneWorld("cpu"), run, Layout.parse("recompute:fit")).program
+        return sum(op.kind == "R" for row in program.rows for op in row)
 
-    counts = [of(memory) for memory in (1.0, 0.0013, 0.0011, 0.0008)]
+    counts = [of(part) for part in (1.01, 0.9, 0.75, 0.65)]
     assert counts[0] == 0
     assert counts == sorted(counts)
     assert len(set(counts)) > 2
-    with pytest.raises(ProgramError, match=r"the limit is 1\.074e\+05"):
-        of(1e-4)
+    with pytest.raises(ProgramError, match=r"with everything recomputed .* the limit is"):
+        of(0.05)
 
 
 @pytest.mark.parametrize("layout", ["dp2 zero3", "pp2 1f1b:2"])
 def test_a_run_that_recomputes_to_fit_learns_as_one_that_does_not(
     layout: str, tmp_path: Path
 ) -> None:
-    sizes = ("model={layers=4,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=24")
+    memory = 0.8 * _whole(f"{layout} recompute:fit fp64")
     ends = []
     for name, more in (("none", ""), ("fit", " recompute:fit")):
         out = tmp_path / name
-        run = Run.parse("", name, (f"out={out}", *sizes, "steps=3", "memory=0.0006"))
+        run = Run.parse("", name, (f"out={out}", *SIZES, "steps=3", f"memory={memory}"))
         trained(run, f"{layout}{more} fp64")
         ends.append((losses(out), weights(out, 3)))
         spans = Timeline.from_json((out / "timeline.json").read_text()).spans

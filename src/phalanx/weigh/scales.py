@@ -161,6 +161,8 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 return _OPAQUE[packet](*args)
         # Function modes are for what the model says, not for what is asked of tensors here.
         with torch._C.DisableTorchFunction():
+            if func.is_view:
+                return func(*args, **(kwargs or {}))
             given = list(_tensors((args, kwargs or {})))
             storages = {storage_of(x) for x in given}
             out, fresh = self._put_out(func, args, kwargs or {}, storages)
@@ -173,8 +175,6 @@ class Scales(Live):  # type: ignore[no-untyped-call]
 
     def _put_out(self, func: Any, args: Any, kwargs: Any, storages: set[int]) -> tuple[Any, bool]:
         """The operation's output, and whether it is new and not a view of something given."""
-        if func.is_view:
-            return func(*args, **kwargs), False
         key = func, _key(args), _key(kwargs)
         if key in self.outputs:
             return _made(self.outputs[key], args), self.outputs[key] is not _FIRST
