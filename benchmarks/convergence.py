@@ -77,12 +77,12 @@ def told(found: list[dict[str, object]]) -> int:
         apart = max(apart, off)
         name = one["layout"] or "one process"
         print(
-            f"| {name} | {one['parameters']:,} | {one['steps']} | {one['validation']:.4f} | {off:.4f} |"
+            f"| {name} | {one['parameters']:,} | {one['steps']} | {one['validation']:.4f} | {off:.1e} |"
         )
     if first is None:
         return 0
     print(f"\nOne process is {'below' if first < LOW else 'NOT below'} {LOW}; the others are at most"
-          f" {apart:.4f} from it, of {NEAR}.")  # fmt: skip
+          f" {apart:.1e} from it, of {NEAR}.")  # fmt: skip
     return 0 if first < LOW and apart <= NEAR else 1
 
 
