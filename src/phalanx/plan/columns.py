@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..layout import Layout, Shape
 from .site import Numbers
 
-__all__ = ["SCHEDULES", "Case", "Columns", "columns_of"]
+__all__ = ["SCHEDULES", "Case", "Columns", "balanced", "columns_of", "stage_blocks"]
 
 # Codes of the schedules, in columns.
 SCHEDULES = ("accum", "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "searched")
@@ -115,10 +115,21 @@ def stage_blocks(case: Case) -> tuple[float, float, float]:
     """Blocks of the first stage, of the last and of the fullest."""
     pp, layers = case.layout.pp, case.shape.layers
     if case.first or case.last:
-        rest = (layers - case.first - case.last) / max(1, pp - 2)
-        return case.first, case.last, max(case.first, case.last, rest if pp > 2 else 0.0)
+        rest = math.ceil((layers - case.first - case.last) / max(1, pp - 2)) if pp > 2 else 0
+        return case.first, case.last, float(max(case.first, case.last, rest))
     even = layers / pp
     return even, even, float(-(-layers // pp))
+
+
+def balanced(shape: Shape, pp: int) -> tuple[float, float]:
+    """Blocks of the first and the last stage when stages are cut by cost, the head's with it."""
+    if pp == 1:
+        return 0.0, 0.0
+    block, head = shape.cost(1), shape.cost(shape.layers + 1)
+    each = (shape.layers + head / block) / pp
+    last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
+    first = -(-(shape.layers - last) // (pp - 1))
+    return float(first), float(last)
 
 
 def _segment(x: Layout, blocks: float) -> int:

@@ -22,6 +22,7 @@ __all__ = ["KINDS", "Estimates", "estimate"]
 KINDS = (
     "weights", "gradients", "optimizer", "activations", "gathered", "temporary", "other",
 )  # fmt: skip
+_FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 
 
@@ -43,7 +44,7 @@ class Estimates:
 
     @property
     def bytes(self) -> Numbers:
-        total: Numbers = np.sum([self.memory[kind] for kind in KINDS], axis=0)
+        total: Numbers = np.asarray(np.sum([self.memory[kind] for kind in KINDS], axis=0))
         return total
 
     def breakdown(self, i: int) -> dict[str, float]:
@@ -68,13 +69,15 @@ class _Of:
                 found = getattr(found, name)
             return float(found)  # type: ignore[arg-type]
 
-        column = np.array([read(trios[place]) for trios in self.table])
-        return column[self.key]
+        column: Numbers = np.array([read(trios[place]) for trios in self.table])
+        return np.asarray(column[self.key])
 
-    def spent(self, place: int, what: str) -> tuple[Numbers, Numbers, Numbers]:
-        """Forward, backward and recomputation: seconds of computing, or of messages."""
-        back = self(place, "inputs", what) + self(place, "weights_", what)
-        return self(place, "forward", what), back, self(place, "again", what)
+    def spent(self, place: int, op: str, slow: Numbers) -> tuple[Numbers, Numbers]:
+        """Seconds of computing and of messages of one operation; `slow` multiplies what starting
+        kernels takes."""
+        messages = self(place, op, "messages")
+        host = slow * self(place, op, "host")
+        return np.maximum(self(place, op, "device"), host - messages), messages
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def estimate(
 ) -> Estimates:
     """All candidates at once. `table` holds embedding, block and head for each key."""
     of = _Of(table, c.key)
-    compute, tensor = (_stage(c, of, what) for what in ("compute", "messages"))
+    slow = np.where(c.pp > 1, stack.pipe_host, 1.0)
+    compute, tensor = (_stage(c, of, slow, messages) for messages in (False, True))
     total = _stage_sum(compute, tensor)
     bubble = _bubble(c, total)
     m = c.microbatches
@@ -100,14 +104,17 @@ def estimate(
     data = _data(c, of, site, stack, weights)
     shard = np.where(c.zero >= 1, c.shards, 1.0)
     update = site.rates.move(1.0) * _TOUCHED * weights / shard
+    memory = _memory(c, of, stack, site)
+    held = np.sum(list(memory.values()), axis=0) / site.memory
+    strain = 1 + stack.strain * np.clip((held - _FULL[0]) / (_FULL[1] - _FULL[0]), 0.0, 1.0)
     return Estimates(
-        compute=m * compute.busiest,
+        compute=m * compute.busiest * strain,
         tensor=m * tensor.busiest,
         data=data,
         pipe=pipe,
         bubble=bubble,
         update=update,
-        memory=_memory(c, of, stack, site),
+        memory=memory,
     )
 
 
@@ -115,13 +122,15 @@ def _stage_sum(a: _Stage, b: _Stage) -> _Stage:
     return _Stage(a.busiest + b.busiest, a.all + b.all, a.blocks)
 
 
-def _stage(c: Columns, of: _Of, what: str) -> _Stage:
+def _stage(c: Columns, of: _Of, slow: Numbers, messages: bool) -> _Stage:
     """One microbatch, forward and backward: the busiest stage and the sum of all."""
     parts = []
     for place in range(3):
-        forward, back, repeat = of.spent(place, what)
+        forward, inputs, weights, again = (
+            of.spent(place, op, slow)[messages] for op in ("forward", "inputs", "weights_", "again")
+        )
         # Whole recomputation spares the head: its backward follows its forward at once.
-        parts.append(forward + back + (repeat * c.again if place == 1 else 0.0))
+        parts.append(forward + inputs + weights + (again * c.again if place == 1 else 0.0))
     embed, block, head = parts
     first = c.first * block + embed
     last = c.last * block + head

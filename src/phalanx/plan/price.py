@@ -8,24 +8,33 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..layout import Layout
-from ..program import Attention, Costs, Load, Weighed
+from ..program import Attention, Costs, Load, Message, Weighed
 from .site import Site
 from .stack import Stack
 
-__all__ = ["Times", "Trio", "costs_of", "time_of", "trio"]
+__all__ = ["Raw", "RawTrio", "Times", "Trio", "costs_of", "raw_of", "raw_trio", "time_of", "trio"]
 
 # Bytes that scores cost in memory when attention keeps them, for each pair and head: written,
 # softened, masked, read (forward), and back.
 _SCORES = {True: 12.0, False: 16.0}
+_STARTS = 4.0  # operations that start as slowly as one message does
+_RING = 0.9  # of computing that a ring's sends may hide behind
 KEPT_SCORES = 5.0  # Korthikanti et al. 2022: two halves and a mask
 
 
 @dataclass(frozen=True)
 class Times:
-    """One operation: computing, and the messages inside it that computing does not hide."""
+    """One operation: what the device computes, the messages inside it that computing does not
+    hide, and the least that starting its kernels takes."""
 
-    compute: float = 0.0
+    device: float = 0.0
     messages: float = 0.0
+    host: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """All but the messages: starting kernels is hidden as long as they last longer."""
+        return max(self.device, self.host - self.messages)
 
     @property
     def total(self) -> float:
@@ -51,71 +60,120 @@ class Trio:
         return self.inputs.total + self.weights_.total
 
 
+@dataclass(frozen=True)
+class Raw:
+    """One operation on a site, before a stack: seconds of each part as the machine could do it."""
+
+    products: float
+    attention: float
+    moved: float
+    host: float
+    ring: float  # sends that travel while a block is computed
+    messages: float  # the other ones inside the operation
+    members: float  # ranks that the messages' groups have, all added
+    shared: float  # how much slower it is for ranks that share cores
+
+    def under(self, stack: Stack) -> Times:
+        """Its times with a stack."""
+        device = self.products / stack.speed + self.attention / stack.attention
+        device = (device + self.moved * stack.traffic) * self.shared
+        seen = max(0.0, self.ring - _RING * device) + self.messages * (1 - stack.hides_tensor)
+        host = self.host * stack.host + self.members * stack.member_host
+        return Times(device, seen, host * self.shared)
+
+
+def raw_of(load: Load, site: Site, cut: Layout, dtype: str, fused: bool) -> Raw:
+    """The parts of one operation on one rank."""
+    ring, messages = _messages(load, site, cut)
+    return Raw(
+        products=sum(site.rates.product(p, dtype) for p in load.products),
+        attention=sum(_attend(a, site, dtype, fused) for a in load.attention),
+        moved=site.rates.move(load.moved),
+        host=(load.launches + _STARTS * len(load.messages)) * site.rates.launch,
+        ring=ring,
+        messages=messages,
+        members=float(sum(_group(m, cut)[0] for m in load.messages)),
+        shared=max(1.0, site.ranks / site.cores) if site.cores else 1.0,
+    )
+
+
 def time_of(load: Load, site: Site, stack: Stack, cut: Layout, dtype: str) -> Times:
-    """One operation on one rank. Starting kernels is hidden as long as they last longer."""
-    products = sum(site.rates.product(p, dtype) for p in load.products) / stack.speed
-    attention = sum(_attend(a, site, stack, dtype) for a in load.attention)
-    moved = site.rates.move(load.moved) * stack.traffic
-    device = products + attention + moved
-    host = load.launches * site.rates.launch * stack.host
-    compute = max(device, host) * _shared(site)
-    return Times(compute, _messages(load, site, cut, stack, compute))
+    """One operation on one rank, priced."""
+    return raw_of(load, site, cut, dtype, stack.fused_attention).under(stack)
 
 
-def _shared(site: Site) -> float:
-    """How much slower a rank computes when there are more of them than cores."""
-    return max(1.0, site.ranks / site.cores) if site.cores else 1.0
-
-
-def _attend(a: Attention, site: Site, stack: Stack, dtype: str) -> float:
-    if stack.fused_attention:
-        return site.rates.attention(a, dtype) / stack.attention
+def _attend(a: Attention, site: Site, dtype: str, fused: bool) -> float:
+    if fused:
+        return site.rates.attention(a, dtype)
     pairs = a.batch * a.heads * a.queries * a.keys
     forward = a.products <= 2
     products = 2 if forward else 4  # nothing is computed again where scores are kept
     flops = 2.0 * products * pairs * a.head_dim
     rate = site.rates.attention(a, dtype) / max(a.flops, 1.0)
     uneven = 1.0 if a.head_dim % 32 == 0 else 1.5 if a.head_dim % 16 == 0 else 2.2
-    traffic = site.rates.move(_SCORES[forward] * pairs)
-    return (flops * rate * uneven + traffic * uneven) / stack.attention
+    return (flops * rate + site.rates.move(_SCORES[forward] * pairs)) * uneven
 
 
-def _messages(load: Load, site: Site, cut: Layout, stack: Stack, compute: float) -> float:
-    total = 0.0
-    ring = cut.mesh.of("cp.ring")
+def _group(message: Message, cut: Layout) -> tuple[int, int]:
+    """How many ranks share a message, and how far each is from the next."""
+    if message.axis == "tp":
+        return cut.tp, 1
+    inner = cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
+    return cut.mesh.of(message.axis), cut.tp * inner
+
+
+def _messages(load: Load, site: Site, cut: Layout) -> tuple[float, float]:
+    """Seconds of a ring's sends, and of the other messages."""
+    ring = other = 0.0
     for message in load.messages:
-        ranks = cut.tp if message.axis == "tp" else cut.mesh.of(message.axis)
-        apart = 1 if message.axis == "tp" else cut.tp
-        if message.axis in ("cp", "cp.ring"):
-            apart = cut.tp * cut.mesh.of("cp.ulysses")
+        ranks, apart = _group(message, cut)
         size, n = np.asarray(message.bytes), np.asarray(float(ranks))
         time = float(site.wire.seconds(message.op, size, n, np.asarray(float(apart))))
-        # A ring's sends travel while a block is computed.
-        hides = 0.9 if message.op == "send" and ring > 1 else stack.hides_tensor
-        total += time * (1 - hides)
-    return total
+        if message.op == "send":
+            ring += time
+        else:
+            other += time
+    return ring, other
+
+
+@dataclass(frozen=True)
+class RawTrio:
+    """One kind of piece at one microbatch on a site, before a stack."""
+
+    loads: tuple[Raw, Raw, Raw, Raw]  # F, I, W, R
+    weighed: Weighed
+    scores: float  # bytes, where attention keeps them
+
+    def under(self, stack: Stack) -> Trio:
+        forward, inputs, weights, again = (raw.under(stack) for raw in self.loads)
+        w = self.weighed
+        return Trio(
+            forward, inputs, weights, again,
+            kept=w.kept * stack.kept + self.scores,
+            input=w.input,
+            temporary=w.temporary * stack.scratch + 2 * self.scores,
+            weights=w.weights,
+            edge=w.edge,
+        )  # fmt: skip
+
+
+def raw_trio(w: Weighed, site: Site, fused: bool, cut: Layout, dtype: str) -> RawTrio:
+    """A weighed piece on a site; `fused`: attention keeps no scores."""
+    again, scores = w.again, 0.0
+    if not fused and cut.recompute == "selective":
+        # What is worth computing again is then attention, scores and all, and nothing else.
+        again = Load(attention=w.forward.attention)
+    elif not fused:
+        pairs = sum(a.batch * a.heads * a.queries * a.keys for a in w.forward.attention)
+        scores = KEPT_SCORES * pairs
+    loads = (w.forward, w.input_gradient, w.weight_gradient, again)
+    forward, inputs, weights, repeated = (raw_of(x, site, cut, dtype, fused) for x in loads)
+    return RawTrio((forward, inputs, weights, repeated), w, scores)
 
 
 def trio(w: Weighed, site: Site, stack: Stack, cut: Layout, dtype: str) -> Trio:
     """A weighed piece, priced."""
-    loads = (w.forward, w.input_gradient, w.weight_gradient, w.again)
-    forward, inputs, weights, again = (time_of(x, site, stack, cut, dtype) for x in loads)
-    scores = 0.0
-    if not stack.fused_attention and cut.recompute == "selective":
-        # What is worth computing again is then attention, scores and all, and nothing else.
-        again = time_of(Load(attention=w.forward.attention), site, stack, cut, dtype)
-    elif not stack.fused_attention:
-        scores = KEPT_SCORES * sum(
-            a.batch * a.heads * a.queries * a.keys for a in w.forward.attention
-        )
-    return Trio(
-        forward, inputs, weights, again,
-        kept=w.kept * stack.kept + scores,
-        input=w.input,
-        temporary=w.temporary * stack.scratch + (2 * scores if scores else 0.0),
-        weights=w.weights,
-        edge=w.edge,
-    )  # fmt: skip
+    return raw_trio(w, site, stack.fused_attention, cut, dtype).under(stack)
 
 
 def costs_of(trios: Mapping[int, Trio], also: Mapping[str, float] | None = None) -> Costs:

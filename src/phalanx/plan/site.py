@@ -77,13 +77,13 @@ class Chip:
             filled = p.m * p.n / (rows * tall * cols * wide)
             waves = tiles / units
             best = max(best, rate * filled * waves / math.ceil(waves))
-        return best * p.k / (p.k + _DEPTH)
+        return float(best * p.k / (p.k + _DEPTH))
 
     def attention(self, a: Attention, dtype: str) -> float:
         said = self.device.flash_tflops * 1e12
         rate = said or FLASH * self.reached("bf16")
         narrow = min(1.0, (a.head_dim / 128) ** 0.35)  # a narrow head feeds the tensor cores worse
-        return a.flops / (rate * narrow)
+        return float(a.flops / (rate * narrow))
 
     def move(self, size: float) -> float:
         return size / (STREAM * self.device.memory.bandwidth)

@@ -25,7 +25,7 @@ FITTED: dict[str, tuple[float, float]] = {
     "traffic": (0.1, 2.5),
     "hides_data": (0.0, 1.0),
     "hides_tensor": (0.0, 1.0),
-    "host": (0.0, 6.0),
+    "host": (0.0, 9.0),
 }
 
 
@@ -42,6 +42,9 @@ class Stack:
     by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     frameworks: tuple[str, ...] = ()  # what tables call it: beginnings of names
     fused_attention: bool = True  # no scores in memory
+    member_host: float = 0.0  # seconds that starting a message takes for each rank of its group
+    pipe_host: float = 1.0  # how much slower a pipeline starts its operations
+    strain: float = 0.0  # time that is added, as a part of the step, where memory is nearly full
     pipe_hidden: bool = False  # sends between stages overlap with computing
     gathers_hidden: bool = False  # weights gathered after an update while the next step begins
     balanced: bool = False  # stages weigh embedding and head as blocks; else blocks are even

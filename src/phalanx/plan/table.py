@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..layout import Axis, Layout, LayoutError, Mesh, Shape
-from .columns import Case
+from .columns import Case, balanced
 from .device import Device, device, devices
 from .link import Cluster, Level, cluster
 from .site import Site, site_of
@@ -79,7 +79,7 @@ def _row(said: Mapping[str, str], chosen: Stack | None) -> Row:
     ranks = int(_number(said, "gpus"))
     try:
         kind = _device(said["hardware"])
-        case = _case(said)
+        case = _case(said, stack)
         site = _site(kind.name, ranks, said.get("inter_link", ""), said["hardware"],
                      int(_number(said, "gpus_per_node") or 8))  # fmt: skip
         why = ""
@@ -114,7 +114,7 @@ def _device(hardware: str) -> Device:
     raise MachineError(f"{hardware!r} is not in the catalogue of devices.")
 
 
-def _case(said: Mapping[str, str]) -> Case:
+def _case(said: Mapping[str, str], stack: Stack) -> Case:
     """The row as a layout. What it does not say is taken as its stack's default."""
     shape = _shape(said)
     n = {key: int(_number(said, key) or 1) for key in ("gpus", "tp", "pp", "cp", "vpp")}
@@ -147,7 +147,11 @@ def _case(said: Mapping[str, str]) -> Case:
     )  # fmt: skip
     if zero == 3 and n["pp"] > 1:
         layout = replace(layout, gather="micro")
-    first, last = _ends(shape.layers, n["pp"], said.get("inferred", "") + said.get("notes", ""))
+    less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
+    if stack.balanced and not less:
+        first, last = balanced(shape, n["pp"])
+    else:
+        first, last = _ends(shape.layers, n["pp"]) if less else (0.0, 0.0)
     dtype = "fp8" if "fp8" in said.get("precision", "") else ""
     return Case(shape, layout, batch / dp / count, int(_number(said, "seq")), first, last, dtype)
 
@@ -164,9 +168,9 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
 
 
-def _ends(layers: int, pp: int, notes: str) -> tuple[float, float]:
-    """Blocks of the first and last stage, where they hold one less for embedding and head."""
-    if pp > 1 and "one layer less" in notes and (layers + 2) % pp == 0:
+def _ends(layers: int, pp: int) -> tuple[float, float]:
+    """Blocks of the first and last stage where each holds one less, for embedding and head."""
+    if pp > 1 and (layers + 2) % pp == 0:
         return (layers + 2) / pp - 1, (layers + 2) / pp - 1
     return 0.0, 0.0
 

@@ -1,0 +1,120 @@
+"""Published runs predicted: rows of tables weighed, priced and estimated together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..layout import Layout, LayoutError, Shape
+from ..program import Weighed
+from .columns import Columns, columns_of
+from .estimate import Estimates, estimate
+from .price import RawTrio, raw_trio
+from .site import Site
+from .stack import Stack
+from .table import Row
+
+__all__ = ["Group", "PieceKinds", "Weigh", "groups_of"]
+
+
+class PieceKinds(Protocol):
+    """A model's pieces under one cut, each a function of a microbatch's rows."""
+
+    @property
+    def embed(self) -> Callable[[float], Weighed]: ...
+
+    @property
+    def block(self) -> Callable[[float], Weighed]: ...
+
+    @property
+    def head(self) -> Callable[[float], Weighed]: ...
+
+
+class Weigh(Protocol):
+    """What weighs a shape under the cuts of layouts; keys are the cuts."""
+
+    def __call__(
+        self, model: Shape | str, layouts: Iterable[Layout], *, sequence: int
+    ) -> Mapping[Layout, PieceKinds]: ...
+
+
+class Group:
+    """Rows of one site and one kind of attention, ready to be estimated under many stacks."""
+
+    def __init__(
+        self, rows: Sequence[tuple[int, Row]], kinds: Mapping[int, tuple[Layout, PieceKinds]]
+    ) -> None:
+        self.numbers = [number for number, _ in rows]
+        self.rows = [row for _, row in rows]
+        site = self.rows[0].site
+        assert site is not None
+        self.site: Site = site
+        fused = self.rows[0].stack.fused_attention
+        self.raws: list[tuple[RawTrio, ...]] = []
+        known: dict[Any, int] = {}
+        keys, cases = [], []
+        for number, row in rows:
+            case = row.case
+            assert case is not None
+            cut, pieces = kinds[number]
+            dtype = case.dtype or case.layout.precision
+            key = (id(pieces), cut, case.rows, dtype)
+            if key not in known:
+                known[key] = len(self.raws)
+                three = (pieces.embed(case.rows), pieces.block(case.rows), pieces.head(case.rows))
+                self.raws.append(tuple(raw_trio(w, site, fused, cut, dtype) for w in three))
+            keys.append(known[key])
+            cases.append(case)
+        self.columns: Columns = columns_of(cases, keys)
+        self.measured = np.array([row.step for row in self.rows])
+
+    def under(self, stack: Stack) -> Estimates:
+        table = [(a.under(stack), b.under(stack), c.under(stack)) for a, b, c in self.raws]
+        return estimate(self.columns, table, self.site, stack)
+
+
+def groups_of(
+    rows: Sequence[Row], weigh: Weigh, cut_of: Callable[[Layout], Layout]
+) -> tuple[list[Group], dict[int, str]]:
+    """All rows that can be predicted, in groups; and why the others cannot."""
+    refused = {i: row.why for i, row in enumerate(rows) if row.case is None}
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        if row.case is not None:
+            felt = replace(row.case.shape, name="", layers=1, batch=1, source="")
+            alike[felt, row.case.sequence].append(i)
+    kinds: dict[int, tuple[Layout, PieceKinds]] = {}
+    for (shape, sequence), members in alike.items():
+        by_cut: dict[Layout, list[int]] = defaultdict(list)
+        for i in members:
+            case = rows[i].case
+            assert case is not None
+            by_cut[cut_of(case.layout)].append(i)
+        for cut, those in _weighed(weigh, shape, sequence, by_cut, refused).items():
+            kinds |= {i: (cut, those) for i in by_cut[cut]}
+    joined: dict[Any, list[tuple[int, Row]]] = defaultdict(list)
+    for i in sorted(kinds):
+        row = rows[i]
+        joined[id(row.site), row.stack.name, row.device].append((i, row))
+    return [Group(members, kinds) for members in joined.values()], refused
+
+
+def _weighed(
+    weigh: Weigh, shape: Shape, sequence: int, cuts: Mapping[Layout, list[int]],
+    refused: dict[int, str],
+) -> dict[Layout, PieceKinds]:  # fmt: skip
+    """The cuts of one shape together; where one cannot be, each by itself."""
+    try:
+        return dict(weigh(shape, list(cuts), sequence=sequence))
+    except (LayoutError, ValueError):
+        found: dict[Layout, PieceKinds] = {}
+        for cut, members in cuts.items():
+            try:
+                found |= weigh(shape, [cut], sequence=sequence)
+            except (LayoutError, ValueError) as error:
+                refused.update(dict.fromkeys(members, str(error)))
+        return found
