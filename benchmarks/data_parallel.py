@@ -24,12 +24,14 @@ from phalanx.layout import Layout, Shape
 from phalanx.model import Decoder
 from phalanx.program import build
 from phalanx.split import build_model, count_valid, microbatches
-from phalanx.split.holding import hold, model_stages
+from phalanx.split.holding import Holding, hold, model_stages
+from phalanx.split.shard import storage_of
 from phalanx.train import AdamW, Performer
 from phalanx.train.precision import precision_of
 from phalanx.verify import batch_of
 from phalanx.wire import World
 from phalanx.wire.launch import launch
+from phalanx.wire.shared import SharedWorld
 from side_by_side import Peak, Row, Step, alone, beside, in_turn, machine, table
 
 SIZES = {
@@ -103,18 +105,40 @@ def sharded(mesh: DeviceMesh, dtype: str) -> Wrap:
     return wrap
 
 
-def our_step(world: World, shape: Shape, name: str, text: str, dtype: str) -> Step:
+def our_step(
+    world: World,
+    shape: Shape,
+    name: str,
+    text: str,
+    dtype: str,
+    unseen: dict[str, Callable[[], int]],
+) -> Step:
     layout = Layout.parse(f"{text} {dtype}")
     model = build_model(shape)
     program = build(layout, model_stages(model, layout), model.tied)
     held = hold(world, layout, model, program, precision=precision_of(dtype), prefix=f"{name}/")
     performer = Performer(held, program, world.rank, AdamW(), width=shape.hidden)
     own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, held.place["dp"])
+    if isinstance(world, SharedWorld):
+        # No operation of torch makes what lies in shared memory, so it is added.
+        unseen[name] = lambda: flat_bytes(held)
     return lambda: performer.step(own, 1e-4)
 
 
+def flat_bytes(held: Holding) -> int:
+    """All flat buffers of a rank: those of its pool, and the homes that are not a run of one."""
+    pool = sum(n * dtype.itemsize * count for (n, dtype), count in held.pool.made.items())
+    homes = [u.home for u in held.units.values()]
+    buffers = {storage_of(u.buffer) for u in held.units.values() if u.resident and not u.same}
+    return pool + sum(h.numel() * h.itemsize for h in homes if storage_of(h) not in buffers)
+
+
 def contenders(
-    world: World, shape: Shape, dtype: str, wires: Sequence[str]
+    world: World,
+    shape: Shape,
+    dtype: str,
+    wires: Sequence[str],
+    unseen: dict[str, Callable[[], int]],
 ) -> dict[str, Callable[[], Step]]:
     """How each step is made, by name; every rank makes them in this order."""
     by_itself = partial(torch_step, shape, world.rank, lambda model: model, dtype)
@@ -136,7 +160,8 @@ def contenders(
             torch_step, shape, world.rank, sharded(mesh, dtype), dtype, casts=False
         )
         for name, text in OURS.items():
-            makers[f"ours {name}, {wire}"] = partial(our_step, here, shape, name, text, dtype)
+            full = f"ours {name}, {wire}"
+            makers[full] = partial(our_step, here, shape, full, text, dtype, unseen)
     return makers
 
 
@@ -144,14 +169,15 @@ def run(
     world: World, size: str, dtype: str, wires: Sequence[str], only: Sequence[str], rounds: int
 ) -> list[Row]:
     steps, peaks = {}, {}
-    for name, make in contenders(world, SIZES[size], dtype, wires).items():
+    unseen: dict[str, Callable[[], int]] = {}
+    for name, make in contenders(world, SIZES[size], dtype, wires, unseen).items():
         if only and not any(word in name for word in ("one process", *only)):
             continue
         with Peak() as peak:
             steps[name] = make()
             steps[name]()
             steps[name]()
-        peaks[name] = peak.most
+        peaks[name] = peak.most + (unseen[name]() if name in unseen else 0)
     times = in_turn(steps, rounds)
     world.clear()
     return [Row(name, tuple(times[name]), peaks[name]) for name in steps]

@@ -17,6 +17,7 @@ from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 from phalanx.wire import World
 from phalanx.wire.launch import launch
+from phalanx.wire.shared import SharedWorld
 
 GQA = SHAPES["gqa"]
 
@@ -109,3 +110,25 @@ def test_cut_weights_tile_the_whole_of_every_weight() -> None:
                 assert len(whole) == 1, name
                 counted = sum(place[name].counted for place in places)
                 assert counted == tp // whole.pop(), name
+
+
+def of_shared_memory(world: World, text: str) -> list[bool]:
+    layout, model = Layout.parse(text), build_model(GQA)
+    held = hold(world, layout, model, program_of(model, layout, agree=True))
+    performer = Performer(
+        held, program_of(model, layout, agree=True), world.rank, AdamW(), width=GQA.hidden
+    )
+    performer.step(
+        microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.place["dp"]), 1e-3
+    )
+    assert isinstance(world, SharedWorld)
+    flat = [u.home for u in held.units.values()]
+    flat += [buffer for waiting in held.pool.free.values() for buffer in waiting]
+    return [world._arena.address(buffer) >= 0 for buffer in flat]
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2 zero1", "dp2 zero3"])
+def test_flat_buffers_lie_in_what_ranks_share(text: str) -> None:
+    for told in launch(of_shared_memory, 2, text, wire="shared"):
+        assert len(told) > 6
+        assert all(told)

@@ -228,3 +228,35 @@ def test_where_memory_without_a_name_cannot_be_had_ranks_meet_in_a_file_that_goe
     with workers(2, wire="shared") as run:
         # It has lost its name while they still use it.
         assert run(in_a_filled_file) == [(100_000.0, [])] * 2
+
+
+def laid_down(world, kind, made):
+    """How many bytes of this rank's slots a call of more than a chunk has written to."""
+    wire = world.split("all", [range(world.size)])
+    numel = arena.CHUNK // 4 + 64
+    part, whole = made(world)(numel, torch.float32), made(world)(2 * numel, torch.float32)
+    part.fill_(1.0), whole.fill_(1.0)
+    if kind == "all_reduce":
+        wire.all_reduce(whole)
+    elif kind == "reduce_scatter":
+        wire.reduce_scatter(part, whole)
+    else:
+        wire.all_gather(whole, part, still=kind == "still")
+    wire.barrier()
+    slots = [wire._table.view(wire.rank, turn, 0, 100, torch.float32) for turn in (0, 1)]
+    return int(sum(slot.count_nonzero() for slot in slots))
+
+
+def ordinary(world):
+    return lambda numel, dtype: torch.empty(numel, dtype=dtype)
+
+
+def shared(world):
+    return world.empty
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather", "still"])
+def test_what_lies_in_shared_memory_is_not_laid_down_once_more(kind):
+    # New ranks each time: slots are empty only where no call was before.
+    assert launch(laid_down, 2, kind, shared, wire="shared") == [0, 0]
+    assert max(launch(laid_down, 2, kind, ordinary, wire="shared")) > 0
