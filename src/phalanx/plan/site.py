@@ -129,8 +129,7 @@ class Network:
             inside = np.clip(np.floor(hop.inside / apart), 1.0, n)
             units = inside / members
             rate = hop.reduce if op == "all_reduce" else hop.gather
-            left = np.vectorize(lambda k, hop=hop: _left(hop.faded, k), otypes=[float])(units)
-            here = rate * members * left
+            here = rate * members * _left(hop.faded, units)
             crossed = units > 1.0
             bandwidth = np.where(crossed, np.minimum(bandwidth, here), bandwidth)
             steps = np.maximum(units - 1, 0.0)
@@ -152,14 +151,15 @@ class Network:
         return np.asarray(self.start + delay + size / rate, float)
 
 
-def _left(faded: Mapping[int, float], units: float) -> float:
+def _left(faded: Mapping[int, float], units: Numbers) -> Numbers:
     """What is left of the bandwidth when so many units are joined: between those measured, by
     their logarithm; beyond them, the last."""
-    if not faded or units <= 1:
-        return 1.0
+    if not faded:
+        return np.ones_like(units)
     known = sorted((float(k), v) for k, v in faded.items())
     xs, ys = [math.log2(k) for k, _ in known], [math.log(v) for _, v in known]
-    return float(math.exp(np.interp(math.log2(units), xs, ys)))
+    left = np.exp(np.interp(np.log2(np.maximum(units, 1.0)), xs, ys))
+    return np.where(units > 1, left, 1.0)
 
 
 class Wire(Protocol):
