@@ -166,8 +166,7 @@ def _pipe(c: Columns, of: _Of, site: Site, stack: Stack) -> Numbers:
     one = site.wire.seconds("send", of(1, "edge"), c.pp, c.pp_apart)
     ramp = 2 * (c.pp - 1) * one
     steady = 2 * c.microbatches * np.maximum(c.chunks, 1.0) * one
-    seen = 0.1 if stack.pipe_hidden else 1.0
-    return np.where(c.pp > 1, ramp + seen * steady, 0.0)
+    return np.where(c.pp > 1, ramp + (1 - stack.hides_pipe) * steady, 0.0)
 
 
 def _weights(c: Columns, of: _Of) -> Numbers:
@@ -297,7 +296,7 @@ def _end(
         "weights": home,
         "gradients": stack.gradient_bytes * numbers / np.where(c.zero >= 3, three, two) + busy,
         "optimizer": np.where(c.offload_optimizer, 0.0, stack.optimizer_bytes * numbers / one),
-        "activations": (layers * keeps + edges) * flight,
+        "activations": layers * keeps * flight + edges,
         "gathered": gathered,
         "temporary": peak,
     }

@@ -14,7 +14,7 @@ from .stack import FITTED, Stack
 __all__ = ["fit"]
 
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
-_PRIOR = 0.02  # how much a number is held where the runs do not tell it
+_PRIOR = 0.05  # how much a number is held where the runs do not tell it
 _AT_REST = Stack()  # a number that nothing tells stays where a new stack has it
 
 
@@ -56,7 +56,9 @@ def fit(
     return at(_simplex(loss, np.clip(best, 0.02, 0.98), 0.1))
 
 
-def _simplex(f: Callable[[Numbers], float], start: Numbers, step: float, most: int = 160) -> Numbers:
+def _simplex(
+    f: Callable[[Numbers], float], start: Numbers, step: float, most: int = 160
+) -> Numbers:
     """The lowest point that Nelder and Mead's walk (1965) finds from a start."""
     points = [start]
     for k in range(len(start)):

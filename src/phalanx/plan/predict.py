@@ -60,7 +60,8 @@ class Group:
         for number, row in rows:
             case = row.case
             assert case is not None
-            cut, pieces = kinds[number]
+            felt, pieces = kinds[number]
+            cut = replace(felt, recompute="selective") if _selective(row) else felt
             dtype = case.dtype or case.layout.precision
             key = (id(pieces), cut, case.rows, dtype)
             if key not in known:
@@ -93,14 +94,23 @@ def groups_of(
         for i in members:
             case = rows[i].case
             assert case is not None
-            by_cut[cut_of(case.layout)].append(i)
+            by_cut[_felt(cut_of(case.layout), rows[i].stack)].append(i)
         for cut, those in _weighed(weigh, shape, sequence, by_cut, refused).items():
-            kinds |= {i: (cut, those) for i in by_cut[cut]}
+            kinds |= dict.fromkeys(by_cut[cut], (cut, those))
     joined: dict[Any, list[tuple[int, Row]]] = defaultdict(list)
     for i in sorted(kinds):
         row = rows[i]
         joined[id(row.site), row.stack.name, row.device].append((i, row))
     return [Group(members, kinds) for members in joined.values()], refused
+
+
+def _selective(row: Row) -> bool:
+    return row.case is not None and row.case.layout.recompute == "selective"
+
+
+def _felt(cut: Layout, stack: Stack) -> Layout:
+    """The cut that is weighed: where scores are kept, to be selective means to drop them alone."""
+    return cut if stack.fused_attention else replace(cut, recompute="none")
 
 
 def _weighed(

@@ -28,6 +28,7 @@ Numbers = NDArray[np.float64]
 REACHED = 0.75  # of the stated peak
 FLASH = 0.6  # of the best product
 STREAM = 0.85  # of the memory's stated bandwidth that long reads and writes see
+_QUANTISED = 5.0  # bytes to find the largest number of what a product in fp8 takes, and to cut it
 _TILES = ((128, 256), (128, 128), (64, 128))  # of a product, and how well each size runs
 _TILE_RATE = (1.0, 0.97, 0.8)
 _DEPTH = 160.0  # k at which a product's start and end cost as much as its middle
@@ -63,9 +64,10 @@ class Chip:
 
     def product(self, p: Product, dtype: str) -> float:
         width = 1 if dtype == "fp8" else 4 if dtype in ("fp32", "tf32") else 2
-        size = width * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n)
+        taken = p.batch * (p.m * p.k + p.k * p.n)
         rate = self.reached(dtype) * self._shape(p)
-        return max(p.flops / rate, self.move(size))
+        time = max(p.flops / rate, self.move(width * (taken + p.batch * p.m * p.n)))
+        return time + (self.move(_QUANTISED * taken) if dtype == "fp8" else 0.0)
 
     def _shape(self, p: Product) -> float:
         """Part of the best rate that a shape can reach: whole tiles, whole waves, enough depth."""

@@ -45,7 +45,7 @@ class Stack:
     member_host: float = 0.0  # seconds that starting a message takes for each rank of its group
     pipe_host: float = 1.0  # how much slower a pipeline starts its operations
     strain: float = 0.0  # time that is added, as a part of the step, where memory is nearly full
-    pipe_hidden: bool = False  # sends between stages overlap with computing
+    hides_pipe: float = 0.0  # part of the sends between stages that overlaps with computing
     gathers_hidden: bool = False  # weights gathered after an update while the next step begins
     balanced: bool = False  # stages weigh embedding and head as blocks; else blocks are even
     weight_bytes: float = 2.0  # of a parameter that computing reads

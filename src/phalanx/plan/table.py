@@ -52,6 +52,7 @@ class Row:
     why: str = ""
     notes: str = ""
     batch: float = 0.0
+    empty: bool = False  # a stage would hold nothing
 
     @property
     def group(self) -> tuple[str, str, int, int]:
@@ -96,6 +97,7 @@ def _row(said: Mapping[str, str], chosen: Stack | None) -> Row:
         memory=_number(said, "peak_mem_gb") * unit if status == "ok" else 0.0,
         out_of_memory="oom" in status, why=why, notes=said.get("notes", ""),
         batch=_number(said, "global_batch"),
+        empty=case is not None and _empty(case, stack),
     )  # fmt: skip
 
 
@@ -152,7 +154,9 @@ def _case(said: Mapping[str, str], stack: Stack) -> Case:
         first, last = balanced(shape, n["pp"])
     else:
         first, last = _ends(shape.layers, n["pp"]) if less else (0.0, 0.0)
-    dtype = "fp8" if "fp8" in said.get("precision", "") else ""
+    # With a scale for every row the products gain nothing over bf16 in what is published.
+    fast = "fp8" in said.get("precision", "") and "rowwise" not in said.get("precision", "")
+    dtype = "fp8" if fast else ""
     return Case(shape, layout, batch / dp / count, int(_number(said, "seq")), first, last, dtype)
 
 
@@ -175,10 +179,25 @@ def _ends(layers: int, pp: int) -> tuple[float, float]:
     return 0.0, 0.0
 
 
+def _empty(case: Case, stack: Stack) -> bool:
+    """Whether a stage has no block: too many stages, or a head that weighs as much as two of them
+    where stages are cut by cost."""
+    pp, shape = case.layout.pp, case.shape
+    if pp == 1 or not stack.balanced:
+        return pp > shape.layers
+    head = shape.cost(shape.layers + 1) / shape.cost(1)
+    return pp > shape.layers or head > 2 * (shape.layers + head) / pp
+
+
 def _recompute(text: str) -> str:
     if text.startswith("full"):
         return "all"
     return "selective" if text.startswith("selective") else "none"
+
+
+def _head(size: float) -> int:
+    """A head's size; one that is no whole number was derived wrongly, and is taken as usual."""
+    return int(size) if size == int(size) else 8 * round(size / 8)
 
 
 def _shape(said: Mapping[str, str]) -> Shape:
@@ -188,7 +207,7 @@ def _shape(said: Mapping[str, str]) -> Shape:
     return Shape(
         name=said.get("model", ""), layers=int(_number(said, "layers")), hidden=hidden, heads=heads,
         kv_heads=int(_number(said, "kv_heads") or heads),
-        head_dim=int(_number(said, "head_dim") or hidden // heads),
+        head_dim=_head(_number(said, "head_dim") or hidden / heads),
         ffn=int(_number(said, "ffn") or 4 * hidden), vocab=int(_number(said, "vocab") or 51200),
         sequence=int(_number(said, "seq")), gated=gated, norm="rms" if gated else "layer",
         positions="rope" if gated else "learned", tied=said.get("tied", "") == "1",

@@ -1,0 +1,382 @@
+"""Every layout of so many ranks as columns: meshes, ZeRO, microbatches, pipelines, recomputation.
+
+No `Layout` is made until one is asked for. What is left out cannot win, by what is priced here:
+tensor parallel beyond the fastest links (where these join 8 devices or more), GPipe and naive
+sharding (1F1B has the bubble of the first and holds less), reducing gradients more often than ZeRO
+needs, and microbatches whose blocks alone are larger than the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout import Axis, Layout, Mesh, Shape, stage_pieces
+from .columns import SCHEDULES, Case, Columns
+from .site import Network, Site
+
+__all__ = ["ORDERS", "Candidates", "Cut", "Grid", "Space", "candidates", "spread"]
+
+ORDERS = ("dp pp cp tp", "pp dp cp tp")  # which neighbours are near: axes, outermost first
+_SHARDS = (8, 32, 128, 512)  # HSDP's groups, besides those that fill a level of the network
+_MOST_CHUNKS = 16
+
+
+class Cut(NamedTuple):
+    """What of a layout a piece can feel."""
+
+    tp: int
+    ring: int
+    ulysses: int
+    seq: bool
+    selective: bool
+    split: bool  # backward in two operations
+
+    @property
+    def cp(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def base(self) -> Cut:
+        """The cut that tells about this one before it is weighed."""
+        return Cut(self.tp, 1, 1, self.seq, False, False)
+
+    def layout(self, precision: str) -> Layout:
+        """As the key under which it is weighed."""
+        axes = (Axis("cp", (self.ring, self.ulysses)), Axis("tp", (self.tp,)))
+        return Layout(
+            mesh=Mesh(axes),
+            seq=self.seq,
+            schedule="zb-h1" if self.split else "accum",
+            microbatches=1,
+            recompute="selective" if self.selective else "none",
+            precision=precision,
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched."""
+
+    shape: Shape
+    site: Site
+    sequence: int
+    batch: int
+    precision: str = "bf16"
+    recomputes: tuple[str, ...] = ("none", "selective", "all")
+    offload: tuple[str, ...] = ()
+
+
+class Grid(NamedTuple):
+    """Sizes of a mesh and the order of its axes."""
+
+    dp: int
+    pp: int
+    ring: int
+    ulysses: int
+    tp: int
+    order: str
+
+    @property
+    def cp(self) -> int:
+        return self.ring * self.ulysses
+
+    def mesh(self, shards: int) -> Mesh:
+        parts = {
+            "dp": (self.dp // shards, shards),
+            "pp": (self.pp,),
+            "cp": (self.ring, self.ulysses),
+            "tp": (self.tp,),
+        }
+        return Mesh(tuple(Axis(name, parts[name]) for name in self.order.split()))
+
+    def apart(self, name: str) -> int:
+        """How far neighbours along an axis are from each other."""
+        sizes = {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+        inner = self.order.split()[self.order.split().index(name) + 1 :]
+        return math.prod(sizes[axis] for axis in inner)
+
+
+class _Zero(NamedTuple):
+    stage: int
+    shards: int  # of dp
+    gather: str
+
+
+class _Pipe(NamedTuple):
+    schedule: str
+    chunks: int
+    stages: tuple[int, ...]  # blocks of each virtual stage, when they are to be said
+    first: float
+    last: float
+
+
+class _Inner(NamedTuple):
+    seq: bool
+    recompute: str
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The choices that one grid has."""
+
+    grid: Grid
+    zeros: tuple[_Zero, ...]
+    counts: tuple[int, ...]  # microbatches
+    pipes: tuple[_Pipe, ...]
+    inners: tuple[_Inner, ...]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """All of them: columns for `estimate`, and what each one is."""
+
+    space: Space
+    columns: Columns
+    options: tuple[_Options, ...]
+    keys: tuple[tuple[Cut, float], ...]  # what columns.key numbers: a cut and rows
+    at: NDArray[np.int32]  # (candidates, 5): options, zero, count, pipe, inner
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def layout(self, i: int) -> Layout:
+        """The layout of one candidate."""
+        o, z, c, p, q = map(int, self.at[i])
+        options = self.options[o]
+        zero, pipe, inner = options.zeros[z], options.pipes[p], options.inners[q]
+        return Layout(
+            mesh=options.grid.mesh(zero.shards), seq=inner.seq, zero=zero.stage,
+            schedule=pipe.schedule, chunks=pipe.chunks, microbatches=options.counts[c],
+            gather=zero.gather, recompute=inner.recompute, offload=self.space.offload,
+            stages=pipe.stages, precision=self.space.precision,
+        )  # fmt: skip
+
+    def case(self, i: int) -> Case:
+        """One candidate as whatever else is estimated."""
+        options, pipe = self.options[self.at[i, 0]], self.options[self.at[i, 0]].pipes[self.at[i, 3]]
+        rows = _rows(self.space.batch, options.grid.dp, options.counts[self.at[i, 2]])
+        first, last = pipe.first, pipe.last
+        return Case(self.space.shape, self.layout(i), rows, self.space.sequence, first, last)
+
+
+def candidates(space: Space) -> Candidates:
+    """Every candidate of a space."""
+    options = tuple(_all_options(space))
+    keys: dict[tuple[Cut, float], int] = {}
+    parts = [_columns(space, number, each, keys) for number, each in enumerate(options)]
+    if not parts:
+        raise ValueError("a space without candidates")  # one rank alone is always one
+    names = list(parts[0][0])
+    joined = {name: np.concatenate([part[0][name] for part in parts]) for name in names}
+    at = np.concatenate([part[1] for part in parts])
+    return Candidates(space, Columns(**joined), options, tuple(keys), at)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _rows(batch: int, dp: int, count: int) -> float:
+    """Sequences of a microbatch on the fullest rank."""
+    return -(-batch // dp) / count
+
+
+def _grids(space: Space) -> Iterator[Grid]:
+    s, ranks = space.shape, space.site.ranks
+    fast = max(space.site.node, 8)
+    for tp in _divisors(ranks):
+        if tp > fast or not _splits(s, tp):
+            continue
+        for pp in _divisors(ranks // tp):
+            if pp > s.layers:
+                break
+            for cp in _divisors(ranks // tp // pp):
+                dp = ranks // (tp * pp * cp)
+                long = s.kind == "decoder" and space.sequence >= 2 * cp
+                if dp > space.batch or (cp > 1 and not long):
+                    continue
+                for ulysses in _divisors(cp):
+                    if (s.heads // tp) % ulysses or (ulysses > 1 and ulysses * tp > fast):
+                        continue
+                    for order in ORDERS[: 2 if pp > 1 and dp > 1 else 1]:
+                        yield Grid(dp, pp, cp // ulysses, ulysses, tp, order)
+
+
+def _splits(s: Shape, tp: int) -> bool:
+    """Whether the model's weights can be cut so, by the rules of `legal`."""
+    if s.kind == "mlp":
+        return s.hidden % tp == 0
+    return s.heads % tp == 0 and s.ffn % tp == 0 and (s.kv_heads % tp == 0 or tp % s.kv_heads == 0)
+
+
+def _all_options(space: Space) -> Iterator[_Options]:
+    for grid in _grids(space):
+        counts = tuple(_counts(space, grid))
+        if counts:
+            yield _Options(
+                grid,
+                tuple(_zeros(space, grid, max(counts))),
+                counts,
+                _pipes(space.shape, grid.pp),
+                tuple(_inners(space, grid)),
+            )
+
+
+def _counts(space: Space, grid: Grid) -> Iterator[int]:
+    """Microbatches of one sequence, of two, four ..., and the batch of a rank as one."""
+    s, most = space.shape, -(-space.batch // grid.dp)
+    # What a block makes between its two largest products has to be somewhere.
+    one = 2.0 * space.sequence / grid.cp * (s.ffn if s.kind == "decoder" else s.hidden) / grid.tp
+    found = set()
+    for rows in sorted({*(2**i for i in range(most.bit_length())), most}):
+        count = min(-(-most // rows), space.batch // grid.dp)
+        if _rows(space.batch, grid.dp, count) * one <= space.site.memory and count not in found:
+            found.add(count)
+            yield count
+
+
+def _zeros(space: Space, grid: Grid, count: int) -> Iterator[_Zero]:
+    yield _Zero(0, grid.dp, "step")
+    if grid.dp * grid.cp == 1:
+        return
+    apart = grid.apart("dp")
+    levels = [h.inside for h in space.site.wire.hops] if isinstance(space.site.wire, Network) else []
+    ends = {max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels}
+    shards = {d for d in (*ends, *_SHARDS) if d < grid.dp and grid.dp % d == 0 and d * grid.cp > 1}
+    for shard in (grid.dp, *sorted(shards, reverse=True)):
+        yield _Zero(1, shard, "step")
+        yield _Zero(2, shard, "step")
+        yield _Zero(3, shard, "micro")
+        if grid.pp > 1 or count > 1:
+            yield _Zero(3, shard, "step")
+
+
+def _inners(space: Space, grid: Grid) -> Iterator[_Inner]:
+    seqs = (True, False) if grid.tp > 1 and space.shape.kind == "decoder" else (False,)
+    for seq, recompute in product(seqs, space.recomputes):
+        yield _Inner(seq, recompute)
+
+
+@lru_cache(maxsize=512)
+def _pipes(shape: Shape, pp: int) -> tuple[_Pipe, ...]:
+    """Schedules with their chunks, and blocks balanced with embedding and head or left even."""
+    if pp == 1:
+        return (_Pipe("accum", 1, (), 0.0, 0.0),)
+    found = []
+    for schedule, chunks in _schedules(shape.layers, pp):
+        plain = Layout(mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks)
+        balanced = tuple(
+            len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(plain, shape)
+        )
+        even = spread(shape.layers, pp * chunks)
+        for stages, said in ((balanced, ()), *(((even, even),) if even != balanced else ())):
+            held = on_ranks(stages, pp, schedule)
+            found.append(_Pipe(schedule, chunks, said, float(held[0]), float(held[-1])))
+    return tuple(found)
+
+
+def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
+    yield "1f1b", 1
+    yield "zb-h1", 1
+    if 2 * pp <= layers:
+        yield "zb-v", 2
+    for chunks in range(2, min(_MOST_CHUNKS, layers // pp) + 1):
+        whole = layers % (pp * chunks) == 0 or (layers + 2) % (pp * chunks) == 0
+        if whole or chunks & (chunks - 1) == 0:
+            yield "interleaved", chunks
+
+
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks as even as can be; where some stages hold one more, these are in the middle."""
+    least, more = divmod(layers, stages)
+    begin = (stages - more) // 2
+    return tuple(least + (begin <= i < begin + more) for i in range(stages))
+
+
+def on_ranks(stages: Sequence[int], pp: int, schedule: str) -> tuple[int, ...]:
+    """Blocks of each rank of a pipeline; the last is the one that holds the head."""
+    if schedule != "zb-v":
+        return tuple(sum(stages[r::pp]) for r in range(pp))
+    return tuple(stages[r] + stages[2 * pp - 1 - r] for r in range(pp))
+
+
+def _columns(
+    space: Space, number: int, x: _Options, keys: dict[tuple[Cut, float], int]
+) -> tuple[dict[str, NDArray[np.generic]], NDArray[np.int32]]:
+    """The product of a grid's choices."""
+    sizes = (len(x.zeros), len(x.counts), len(x.pipes), len(x.inners))
+    z, c, p, q = (axis.reshape(-1) for axis in np.indices(sizes, np.int32))
+    at = np.stack([np.full_like(z, number), z, c, p, q], axis=1)
+    zeros, pipes = _zero_columns(x), _pipe_columns(space.shape, x)
+    split = [pipe.schedule.startswith("zb") for pipe in x.pipes]
+    key = np.array(
+        [
+            [[keys.setdefault(_key(space, x, n, s, inner), len(keys)) for inner in x.inners]
+             for s in split]
+            for n in x.counts
+        ]
+    )  # fmt: skip
+    grid, ranks = x.grid, space.site.ranks
+    one = np.ones(len(z))
+    segment = [float(i.recompute[6:]) if i.recompute.startswith("every") else 1.0 for i in x.inners]
+    found: dict[str, NDArray[np.generic]] = {
+        "key": key[c, p, q].astype(float),
+        "layers": one * space.shape.layers,
+        "tied": np.full(len(z), space.shape.tied),
+        "pp": one * grid.pp,
+        "pp_apart": one * (grid.apart("pp") if grid.pp > 1 else ranks),
+        "microbatches": np.array(x.counts, float)[c],
+        "again": np.array([float(i.recompute != "none") for i in x.inners])[q],
+        "whole": np.array([i.recompute not in ("none", "selective") for i in x.inners])[q],
+        "segment": np.array(segment)[q],
+        "offload_optimizer": np.full(len(z), "optimizer" in space.offload),
+    }
+    found |= {name: column[z] for name, column in zeros.items()}
+    found |= {name: column[p] for name, column in pipes.items()}
+    return found, at
+
+
+def _key(space: Space, x: _Options, count: int, split: bool, inner: _Inner) -> tuple[Cut, float]:
+    g = x.grid
+    cut = Cut(g.tp, g.ring, g.ulysses, inner.seq, inner.recompute == "selective", split)
+    return cut, _rows(space.batch, g.dp, count)
+
+
+def _zero_columns(x: _Options) -> dict[str, NDArray[np.generic]]:
+    g = x.grid
+    ranks = g.dp * g.pp * g.cp * g.tp
+    near = g.apart("dp") if g.dp > 1 else ranks
+    shard = [float(z.shards) for z in x.zeros]
+    return {
+        "replicas": np.array([g.dp / s for s in shard]),
+        "shards": np.array([s * g.cp for s in shard]),
+        "shard_apart": np.array([float(g.tp if g.cp > 1 else near) for _ in shard]),
+        "replica_apart": np.array([float(near * s if g.dp > 1 else ranks) for s in shard]),
+        "zero": np.array([float(z.stage) for z in x.zeros]),
+        "gather_micro": np.array([z.gather == "micro" for z in x.zeros]),
+        "reduce_micro": np.array([z.stage >= 2 for z in x.zeros]),
+    }
+
+
+def _pipe_columns(shape: Shape, x: _Options) -> dict[str, NDArray[np.generic]]:
+    pp, layers = x.grid.pp, shape.layers
+    first = np.array([pipe.first or layers / pp for pipe in x.pipes])
+    last = np.array([pipe.last or layers / pp for pipe in x.pipes])
+    rest = (layers - first - last) / max(1, pp - 2) if pp > 2 else np.zeros_like(first)
+    most = np.maximum(np.maximum(first, last), rest)
+    return {
+        "chunks": np.array([float(pipe.chunks) for pipe in x.pipes]),
+        "schedule": np.array([float(SCHEDULES.index(pipe.schedule)) for pipe in x.pipes]),
+        "first": first,
+        "last": last,
+        "most": most,
+    }

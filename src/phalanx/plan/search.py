@@ -1,0 +1,218 @@
+"""The best layouts for a model on a site: all screened in closed form, the best simulated.
+
+Weighing is handed in, so that a plan from cached weighs never loads torch. A layout whose pieces
+are not weighed yet has a time that it cannot beat (`priced.py`); only those that this leaves among
+the best are weighed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layout import Layout, Shape, legal, stage_pieces
+from .candidates import Candidates, Cut, Space, candidates, on_ranks
+from .columns import Case, columns_of
+from .estimate import Estimates, estimate
+from .predict import Weigh
+from .priced import Priced, makespan, pipeline, pipeline_costs
+from .refused import Refusal, refusals
+from .site import Site
+from .stack import Stack
+
+__all__ = ["Choice", "Plan", "PlanError", "judge", "search"]
+
+_BEST = 300  # of the screened, those whose pipelines are simulated
+_OPS = 150_000  # operations simulated in all
+_CUTS = 12  # weighed together, when they may be among the best
+
+
+class PlanError(ValueError):
+    """What was asked for is not possible: why, and what would have to change."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout with what it takes: seconds of a step in parts, bytes of the fullest rank."""
+
+    layout: Layout
+    case: Case
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+    simulated: bool  # the bubble is that of the program; else of a closed form
+
+    @property
+    def step(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best layouts, best first, and why each kind of other layout is not among them."""
+
+    layouts: tuple[Choice, ...]
+    refused: tuple[Refusal, ...]
+    considered: int
+    fitting: int
+    weighed: int
+    room: float  # bytes that a rank may hold
+    # Seconds and bytes of all that were screened, for a picture.
+    points: tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+def search(
+    shape: Shape, site: Site, weigh: Weigh, *, stack: Stack, sequence: int, batch: int,
+    precision: str = "bf16", limit: float = 0.85, top: int = 10, model: str = "",
+) -> Plan:  # fmt: skip
+    """The plan. `batch` counts sequences, `limit` is the part of a device's memory that may be used,
+    `model` names somebody's own as FILE.py:Class."""
+    space = Space(shape, site, sequence, batch, precision)
+    room = limit * site.memory
+    priced = Priced(
+        shape, site, stack, weigh, sequence=sequence, precision=precision, model=model
+    )
+    found, times = _screened(space, priced, stack, room, top)
+    for more in (("every=2", "every=4", "every=8"), ("all", "every=4")):
+        if (times.bytes <= room).any():
+            break
+        # Only where nothing fits: keep the input of fewer blocks, then the optimizer on the host.
+        space = replace(
+            space, recomputes=more, offload=("optimizer",) if "all" in more else space.offload
+        )
+        found, times = _screened(space, priced, stack, room, top)
+    fits = times.bytes <= room
+    chosen = _simulated(found, times, fits, priced, top) if fits.any() else ()
+    return Plan(
+        layouts=chosen,
+        refused=refusals(found, times, fits, room, chosen[0].step if chosen else 0.0),
+        considered=len(found),
+        fitting=int(fits.sum()),
+        weighed=priced.cuts,
+        room=room,
+        points=(times.step, times.bytes),
+    )
+
+
+def _screened(
+    space: Space, priced: Priced, stack: Stack, room: float, top: int
+) -> tuple[Candidates, Estimates]:
+    """All candidates estimated; the best of them with pieces that were weighed."""
+    found = candidates(space)
+    cuts = [cut for cut, _ in found.keys]
+    priced.weigh({cut.base for cut in cuts})
+    table = [priced.three(cut, rows) for cut, rows in found.keys]
+    times = estimate(found.columns, table, priced.site, stack)
+    key = found.columns.key.astype(int)
+    while True:
+        known = np.array([priced.known(cut) for cut in cuts])[key]
+        fits = times.bytes <= room
+        steps = np.sort(times.step[fits & known])
+        bound = steps[min(top, len(steps)) - 1] if len(steps) else np.inf
+        hopeful = np.flatnonzero(fits & ~known & (times.step < bound))
+        if not len(hopeful):
+            # What was never weighed is slower than the best: its own time is not needed.
+            return found, times
+        first = hopeful[np.argsort(times.step[hopeful], kind="stable")]
+        asked = list(dict.fromkeys(cuts[k] for k in key[first]))[:_CUTS]
+        priced.weigh(asked)
+        changed = np.flatnonzero(np.isin(key, [k for k, c in enumerate(cuts) if c in set(asked)]))
+        for k in {int(k) for k in key[changed]}:
+            table[k] = priced.three(*found.keys[k])
+        _put(times, changed, estimate(found.columns.take(changed), table, priced.site, stack))
+
+
+def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
+    for name in ("compute", "tensor", "data", "pipe", "bubble", "update"):
+        getattr(all_, name)[rows] = getattr(some, name)
+    for kind, held in some.memory.items():
+        np.asarray(all_.memory[kind])[rows] = held
+
+
+def _simulated(
+    found: Candidates, times: Estimates, fits: NDArray[np.bool_], priced: Priced, top: int
+) -> tuple[Choice, ...]:
+    """The best few hundred with the bubble of their programs, in that order."""
+    known = np.array([priced.known(cut) for cut, _ in found.keys])[found.columns.key.astype(int)]
+    able = np.flatnonzero(fits & known)
+    # Of two that are as fast, the one that holds less.
+    order = np.lexsort((times.bytes[able], np.round(np.log(times.step[able]), 4)))
+    runs = _Runs(priced)
+    choices = []
+    for i in able[order][:_BEST]:
+        if runs.spent > _OPS and len(choices) >= top:
+            break
+        cut, rows = found.keys[int(found.columns.key[i])]
+        choices.append(_choice(found.case(int(i)), times, int(i), runs, cut, rows))
+    choices.sort(key=lambda c: c.step)
+    said = dict(batch=found.space.batch, sequence=found.space.sequence)
+    return tuple(c for c in choices[: 2 * top] if not legal(c.layout, found.space.shape, **said))[:top]
+
+
+class _Runs:
+    """Simulated pipelines; candidates that differ in what a pipeline does not feel share one."""
+
+    def __init__(self, priced: Priced) -> None:
+        self.priced = priced
+        self.spent = 0
+        self._known: dict[object, float] = {}
+
+    def seconds(self, layout: Layout, stages: Sequence[int], cut: Cut, rows: float) -> float:
+        again = layout.recompute != "none"
+        key = (layout.schedule, layout.microbatches, tuple(stages), cut, rows, again)
+        if key not in self._known:
+            program = pipeline(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+            self.spent += sum(map(len, program.rows))
+            costs = pipeline_costs(self.priced.three(cut, rows), stages, again)
+            self._known[key] = makespan(program, costs)
+        return self._known[key]
+
+
+def _choice(
+    case: Case, times: Estimates, i: int, runs: _Runs, cut: Cut, rows: float
+) -> Choice:
+    parts, layout = times.breakdown(i), case.layout
+    if layout.pp > 1:
+        span = runs.seconds(layout, _blocks(layout, case.shape), cut, rows)
+        parts["bubble"] = max(0.0, span - parts["compute"] - parts["tensor"])
+    return Choice(layout, case, parts, times.held(i), True)
+
+
+def _blocks(layout: Layout, shape: Shape) -> tuple[int, ...]:
+    """Blocks of each virtual stage."""
+    return tuple(
+        len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(layout, shape)
+    )
+
+
+def judge(
+    layouts: Sequence[Layout], shape: Shape, site: Site, weigh: Weigh, *,
+    stack: Stack, sequence: int, batch: int, model: str = "",
+) -> tuple[Choice, ...]:  # fmt: skip
+    """Layouts that somebody named, estimated as those of a search are."""
+    found = []
+    for layout in layouts:
+        priced = Priced(
+            shape, site, stack, weigh, sequence=sequence, precision=layout.precision, model=model
+        )
+        mesh = layout.mesh
+        cut = Cut(
+            layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
+            layout.recompute == "selective", layout.splits_backward,
+        )  # fmt: skip
+        rows = -(-batch // layout.dp) / layout.microbatches
+        first, last = 0.0, 0.0
+        if layout.pp > 1:
+            held = on_ranks(_blocks(layout, shape), layout.pp, layout.schedule)
+            first, last = float(held[0]), float(held[-1])
+        case = Case(shape, layout, rows, sequence, first, last)
+        priced.weigh([cut])
+        times = estimate(columns_of([case], [0]), [priced.three(cut, rows)], priced.site, stack)
+        found.append(_choice(case, times, 0, _Runs(priced), cut, rows))
+    return tuple(found)
