@@ -146,17 +146,14 @@ def _() -> AbstractContextManager[None]:
 
 @fault("tied weight: the head's gradient is lost", "gpt", "dp2", "gradient of embed.tokens")
 def _() -> AbstractContextManager[None]:
-    right = tensor.cut_weights
+    right = Unit.contribute
 
-    def wrong(*args: Any) -> Any:
-        model = args[0]
-        head = model.pieces[-1][1]
-        head.output.register_forward_pre_hook(
-            lambda m, a: m._parameters.update(weight=m.weight.detach().requires_grad_()) or None
-        )
-        return right(*args)
+    def wrong(unit: Any, name: str, *product: Any) -> None:
+        # The lookup's part comes from autograd; only the head multiplies by this weight.
+        if name != "embed.tokens.weight":
+            right(unit, name, *product)
 
-    return swapped(holding, "cut_weights", wrong)
+    return swapped(Unit, "contribute", wrong)
 
 
 # ---- where a part stands

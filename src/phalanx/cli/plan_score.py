@@ -1,0 +1,137 @@
+"""`phalanx plan score`: predictions against tables of published runs, source by source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..plan.predict import Group, groups_of
+from ..plan.score import Errors, Score, hold_out, score
+from ..plan.stack import Stack, stack
+from ..plan.table import Row, read_table
+from ..weigh import cut_of, weighs
+from .usage import Parser, print_json
+
+__all__ = ["run"]
+
+_EXAMPLES = """\
+  phalanx plan score measured/*.csv
+  phalanx plan score runs.csv --stack default --json
+  phalanx plan score scan.csv --most-ranks 64 --no-held-out"""
+_LEAST = 5  # timed rows of a source before its absence from a fit says anything
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the tables, predict every row, print how far off each source is."""
+    parser = Parser(
+        "phalanx plan score",
+        "Predicts every run of tables in the format of published measurements, and says how far"
+        " off it is: per source, never pooled.",
+        _EXAMPLES,
+    )
+    parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
+    parser.add_argument(
+        "--stack", metavar="NAME", help="take every row as this stack's (default: by framework)"
+    )
+    parser.add_argument("--most-ranks", type=int, default=0, help="leave larger runs out")
+    parser.add_argument(
+        "--no-held-out", action="store_true", help="skip fitting without each source: faster"
+    )
+    parser.add_argument("--json", action="store_true")
+    said = parser.read(list(argv))
+    chosen = stack(said.stack) if said.stack else None
+    rows = [row for path in said.tables for row in read_table(path, chosen)]
+    groups, refused = groups_of(rows, weighs, cut_of)
+    held = {} if said.no_held_out else _held(groups, rows)
+    found = score(groups, refused, rows, most_ranks=said.most_ranks, held=held)
+    if said.json:
+        print_json({"sources": [each.plain() for each in found]})
+    else:
+        print(_table(found))
+    return 0
+
+
+def _held(groups: Sequence[Group], rows: Sequence[Row]) -> Mapping[str, Callable[[Stack], Stack]]:
+    """For each source with enough runs, its stack as it is without it. A table that no stack was
+    fitted on is held out as it stands; it needs another beside it to be fitted without."""
+    timed: dict[str, int] = {}
+    for group in groups:
+        for row in group.rows:
+            timed[row.source] = timed.get(row.source, 0) + (row.step > 0)
+    if len([source for source in timed if timed[source]]) < 2:
+        return {}
+    return {
+        source: hold_out(groups, source)
+        for source in dict.fromkeys(row.source for row in rows)
+        if timed.get(source, 0) >= _LEAST
+    }
+
+
+def _table(found: Sequence[Score]) -> str:
+    lines = [
+        "Relative error of step time. 'held' is with the source left out of the fit; 'scaled' after",
+        "one scalar. tau is within groups of equal model, devices and sequence.",
+        "",
+        f"{'source':28} {'rows':>5} {'median':>7} {'mean':>6} {'p90':>6} {'<5%':>5} {'<10%':>5}"
+        f" {'held':>6} {'scaled':>6}",
+    ]
+    for each in found:
+        lines.append(
+            f"{each.source[:28]:28} {each.predicted:5}"
+            + _errors(each.errors)
+            + _percent(each.held_out and each.held_out.median, 7)
+            + _percent(each.scaled and each.scaled.median, 7)
+        )
+    lines += ["", f"{'source':28} {'groups':>6} {'tau':>6} {'top-1':>7} {'top-3':>7} {'top-5':>7}"
+              f" {'rule':>7} {'random':>7}"]  # fmt: skip
+    lines += [_order(each) for each in found if each.tau is not None or each.regret]
+    with_memory = [each for each in found if each.memory_error is not None or each.oom]
+    if with_memory:
+        lines += [
+            "",
+            f"{'source':28} {'memory':>7} {'precision':>10} {'recall':>7} {'accuracy':>9}",
+        ]
+        lines += [_memory(each) for each in with_memory]
+    left = [(each.source, why, count) for each in found for why, count in each.left_out.items()]
+    if left:
+        lines += ["", "Left out:"]
+        lines += [f"  {count:5} of {source[:28]}: {why}" for source, why, count in left]
+    return "\n".join(lines)
+
+
+def _errors(errors: Errors | None) -> str:
+    if errors is None:
+        return f" {'-':>7} {'-':>6} {'-':>6} {'-':>5} {'-':>5}"
+    return (
+        f" {100 * errors.median:6.1f}% {100 * errors.mean:5.0f}% {100 * errors.p90:5.0f}%"
+        f" {100 * errors.within_5:4.0f}% {100 * errors.within_10:4.0f}%"
+    )
+
+
+def _percent(value: Any, width: int) -> str:
+    if value is None:
+        return f"{'-':>{width}}"
+    return f"{100 * value:{width - 1}.1f}%"
+
+
+def _order(each: Score) -> str:
+    regret, rules = each.regret or {}, dict(each.rule_regrets or {})
+    random = rules.pop("random", None)
+    tau = "-" if each.tau is None else f"{each.tau:.2f}"
+    best = min(rules.values()) if rules else None
+    columns = [regret.get(1), regret.get(3), regret.get(5), best, random]
+    return f"{each.source[:28]:28} {each.groups:6} {tau:>6}" + "".join(
+        _percent(x, 8) for x in columns
+    )
+
+
+def _memory(each: Score) -> str:
+    oom = each.oom or {}
+    names = ("precision", "recall", "accuracy")
+    return (
+        f"{each.source[:28]:28}"
+        + _percent(each.memory_error, 8)
+        + "".join(
+            _percent(oom.get(name), width) for name, width in zip(names, (11, 8, 10), strict=True)
+        )
+    )
