@@ -125,7 +125,7 @@ def test_the_lower_floors_never_load_torch() -> None:
     assert len(modules) > 15
     loaded = _loaded("\n".join(f"import {module}" for module in modules))
     assert "phalanx" in loaded
-    assert not loaded & {"torch", "numpy"}
+    assert "torch" not in loaded
 
 
 @pytest.mark.skipif(not (SOURCE / "cli" / "main.py").is_file(), reason="no command line yet")

@@ -75,13 +75,7 @@ def _table(found: Sequence[Score]) -> str:
         f"{'source':28} {'rows':>5} {'median':>7} {'mean':>6} {'p90':>6} {'<5%':>5} {'<10%':>5}"
         f" {'held':>6} {'scaled':>6}",
     ]
-    for each in found:
-        lines.append(
-            f"{each.source[:28]:28} {each.predicted:5}"
-            + _errors(each.errors)
-            + _percent(each.held_out and each.held_out.median, 7)
-            + _percent(each.scaled and each.scaled.median, 7)
-        )
+    lines += [_error_line(each) for each in found]
     lines += ["", f"{'source':28} {'groups':>6} {'tau':>6} {'top-1':>7} {'top-3':>7} {'top-5':>7}"
               f" {'rule':>7} {'random':>7}"]  # fmt: skip
     lines += [_order(each) for each in found if each.tau is not None or each.regret]
@@ -97,6 +91,16 @@ def _table(found: Sequence[Score]) -> str:
         lines += ["", "Left out:"]
         lines += [f"  {count:5} of {source[:28]}: {why}" for source, why, count in left]
     return "\n".join(lines)
+
+
+def _error_line(each: Score) -> str:
+    held, scaled = each.held_out, each.scaled
+    return (
+        f"{each.source[:28]:28} {each.predicted:5}"
+        + _errors(each.errors)
+        + _percent(held and held.median, 7)
+        + _percent(scaled and scaled.median, 7)
+    )
 
 
 def _errors(errors: Errors | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -72,6 +73,20 @@ class Group:
             cases.append(case)
         self.columns: Columns = columns_of(cases, keys)
         self.measured = np.array([row.step for row in self.rows])
+
+    def part(self, most: int) -> Group:
+        """At most so many of the rows, evenly taken: enough to fit on."""
+        if len(self.rows) <= most:
+            return self
+        picked = np.linspace(0, len(self.rows) - 1, most).round().astype(int)
+        some = copy(self)
+        some.numbers = [self.numbers[i] for i in picked]
+        some.rows = [self.rows[i] for i in picked]
+        some.measured = self.measured[picked]
+        used, keys = np.unique(self.columns.key[picked].astype(int), return_inverse=True)
+        some.raws = [self.raws[i] for i in used]
+        some.columns = replace(self.columns.take(picked), key=keys.astype(float))
+        return some
 
     def under(self, stack: Stack) -> Estimates:
         table = [(a.under(stack), b.under(stack), c.under(stack)) for a, b, c in self.raws]

@@ -27,6 +27,7 @@ __all__ = ["Errors", "Score", "hold_out", "score"]
 NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _FULL = 0.85  # of a device's memory: above it an allocator may fail, and a plan is refused
+_ENOUGH = 12  # rows of one site: more tell a fit little that is new
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -265,15 +266,18 @@ def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
     """How a source's stack looks when the source has not been seen: the numbers fitted on other
     sources of the same stack and device, or, where there are none, on all other stacks."""
     stack = next(g.rows[0].stack for g in groups if any(r.source == source for r in g.rows))
-    others = [g for g in groups if any(r.source != source for r in g.rows)]
+    others = [g.part(_ENOUGH) for g in groups if any(r.source != source for r in g.rows)]
     same = [g for g in others if g.rows[0].stack.name == stack.name]
+
+    sizes: dict[str, int] = defaultdict(int)
+    for row in (row for group in others for row in group.rows):
+        sizes[row.source] += row.step > 0
 
     def use(group: Group) -> Numbers:
         # Every source counts one, however many rows it has.
-        sizes: dict[str, int] = defaultdict(int)
-        for row in group.rows:
-            sizes[row.source] += 1
-        return np.array([(r.step > 0 and r.source != source) / sizes[r.source] for r in group.rows])
+        return np.array(
+            [(r.step > 0 and r.source != source) / max(1, sizes[r.source]) for r in group.rows]
+        )
 
     known = same if sum(float(np.sum(use(g) > 0)) for g in same) >= 8 else others
     found = fit(Stack(), known, use=use)

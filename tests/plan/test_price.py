@@ -1,0 +1,126 @@
+"""Loads in seconds: against rooflines by hand, links' rates, and programs that are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from by_hand import pieces
+
+from phalanx.layout import Layout, Shape
+from phalanx.plan import cluster, device
+from phalanx.plan.columns import Case, columns_of
+from phalanx.plan.estimate import estimate
+from phalanx.plan.price import trio
+from phalanx.plan.site import Chip, site_of
+from phalanx.plan.stack import Stack, stack, stack_named, stacks
+from phalanx.plan.toml import MachineError
+from phalanx.program import Costs, Product, build, simulate
+
+SHAPE = Shape(
+    name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
+)
+BARE = Stack(speed=1, attention=1, traffic=1, host=0, hides_data=0, context=0, reserve=1)
+
+
+def _one(text: str, *, rows: float = 1.0, what: Stack = BARE, name: str = "h100x8"):
+    layout = Layout.parse(text)
+    case = Case(SHAPE, layout, rows, SHAPE.sequence)
+    site = site_of(cluster(name))
+    three = tuple(
+        trio(w, site, what, layout, layout.precision)
+        for w in pieces(SHAPE, layout, SHAPE.sequence, rows)
+    )
+    return estimate(columns_of([case], [0]), [three], site, what), three
+
+
+def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> None:
+    chip = Chip(device("h100-sxm"))
+    p = Product(16384, 16384, 16384)
+    assert 0.9 < p.flops / chip.product(p, "bf16") / 794.5e12 <= 1.0
+
+
+def test_a_product_with_one_row_is_bound_by_reading_its_weights() -> None:
+    chip = Chip(device("h100-sxm"))
+    p = Product(1, 8192, 8192)
+    assert chip.product(p, "bf16") >= 2 * 8192 * 8192 / device("h100-sxm").memory.bandwidth
+
+
+def test_a_tile_too_many_costs_a_whole_wave() -> None:
+    chip = Chip(device("a100-80"))
+    full = chip.product(Product(128 * 12, 4096, 256 * 9), "bf16")  # 108 tiles: one wave
+    more = chip.product(Product(128 * 12, 4096, 256 * 9 + 256), "bf16")
+    assert more > 1.2 * full * 10 / 9
+
+
+@pytest.mark.parametrize(("apart", "ranks"), [(1, 8), (8, 8), (1, 64)])
+def test_a_collective_is_never_faster_than_its_link(apart: int, ranks: int) -> None:
+    whole = cluster("h100x64")
+    wire = site_of(whole).wire
+    size = 4e9
+    time = wire.seconds(
+        "all_gather", np.array([size]), np.array([float(ranks)]), np.array([float(apart)])
+    )
+    port = whole.level(ranks, apart).bandwidth * (8 if apart == 1 and ranks > 8 else 1)
+    assert size * (ranks - 1) / ranks / time[0] <= port
+
+
+def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> None:
+    wire = site_of(cluster("h100x64")).wire
+    ones = np.ones(1)
+    packed = wire.seconds("all_reduce", 1e9 * ones, 64 * ones, 1 * ones)
+    spread = wire.seconds("all_reduce", 1e9 * ones, 8 * ones, 8 * ones)
+    assert packed[0] < spread[0] / 4
+
+
+@pytest.mark.parametrize("schedule", ["gpipe:8", "1f1b:8", "1f1b:16"])
+def test_the_closed_form_of_a_pipeline_is_what_its_program_takes(schedule: str) -> None:
+    found, (embed, block, head) = _one(f"pp4 {schedule} bf16")
+    layout = Layout.parse(f"pp4 {schedule}")
+    stages = [[embed, block, block], [block] * 2, [block] * 2, [block, block, head]]
+    costs = {}
+    for number, stage in enumerate(stages):
+        costs["F", number] = sum(t.forward.total for t in stage)
+        costs["B", number] = sum(t.backward for t in stage)
+    program = build(layout, [range(i, i + 1) for i in range(4)])
+    took = max(span.end for span in simulate(program, Costs(kinds={}, pieces=costs)).spans)
+    plain = float((found.compute + found.tensor + found.bubble)[0])
+    assert plain == pytest.approx(took, rel=0.02)
+
+
+def test_memory_is_what_zero_promises() -> None:
+    numbers = SHAPE.total
+    for zero, each in ((0, 2 + 4 + 12), (1, 2 + 4 + 12 / 8), (2, 2 + 4 / 8 + 12 / 8)):
+        found, _ = _one(f"dp8 zero{zero} bf16" if zero else "dp8 bf16")
+        held = found.held(0)
+        states = held["weights"] + held["gradients"] + held["optimizer"]
+        slack = 4.0 * SHAPE.vocab * SHAPE.hidden * 1.6 if zero == 2 else 0.01 * numbers
+        assert states == pytest.approx(each * numbers, abs=slack + 0.02 * each * numbers)
+
+
+def test_recomputing_saves_memory_and_costs_time() -> None:
+    plain, _ = _one("dp8 bf16", rows=4)
+    again, _ = _one("dp8 bf16 recompute:all", rows=4)
+    assert again.bytes[0] < plain.bytes[0]
+    assert 1.15 < again.compute[0] / plain.compute[0] < 1.4
+
+
+def test_what_can_be_hidden_is_not_seen() -> None:
+    seen, _ = _one("dp8 zero3 bf16", name="h100x8")
+    hidden, _ = _one("dp8 zero3 bf16", what=replace(BARE, hides_data=1.0))
+    assert hidden.data[0] < seen.data[0]
+    assert hidden.compute[0] == seen.compute[0]
+
+
+def test_a_stack_is_named_by_what_tables_call_it() -> None:
+    assert stack_named("nanotron v0.5").name == "nanotron"
+    assert stack_named("Megatron-LM 2021").name == "megatron-2021"
+    assert stack_named("Megatron-LM zero-bubble fork").name == "zero-bubble"
+    assert stack_named("something new").name == "default"
+
+
+def test_an_unknown_stack_is_refused_with_the_nearest() -> None:
+    with pytest.raises(MachineError, match="nanotron"):
+        stack("nanotrn")
+    assert all(each.source for each in stacks().values())

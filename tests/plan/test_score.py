@@ -1,0 +1,152 @@
+"""Tables, predictions of them, fits and scores: on made-up runs whose answer is known."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from by_hand import pieces
+
+from phalanx.layout import Layout, Shape
+from phalanx.plan.fit import fit
+from phalanx.plan.predict import groups_of
+from phalanx.plan.score import score
+from phalanx.plan.stack import FITTED, stack
+from phalanx.plan.table import read_table
+from phalanx.plan.toml import MachineError
+from phalanx.weigh import cut_of
+
+COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
+ffn glu heads kv_heads head_dim vocab tied seq global_batch micro_batch tp sp pp vpp cp dp zero hsdp_shard
+ep act_ckpt precision schedule offload framework tok_s_gpu step_time_s tflops_gpu mfu_pct hfu_pct
+peak_mem_gb mem_unit status mfu_formula inferred notes url""".split()  # noqa: SIM905
+USUAL = {
+    "source": "made-up", "hardware": "H100-SXM-80GB", "gpus_per_node": "8", "model": "M",
+    "layers": "16", "hidden": "2048", "ffn": "8192", "glu": "1", "heads": "16", "kv_heads": "16",
+    "vocab": "32000", "tied": "0", "seq": "4096", "global_batch": "64", "cp": "1", "zero": "1",
+    "precision": "bf16", "status": "ok", "framework": "nanotron",
+}  # fmt: skip
+
+
+class _ByHand:
+    def __init__(self, shape: Shape, cut: Layout, sequence: int) -> None:
+        self.embed, self.block, self.head = (
+            lambda rows, k=k: pieces(shape, cut, sequence, rows)[k] for k in range(3)
+        )
+
+
+def weigh(model: Shape, layouts: Iterable[Layout], *, sequence: int) -> dict[Layout, _ByHand]:
+    return {cut: _ByHand(model, cut, sequence) for cut in layouts}
+
+
+def table(path: Path, rows: Iterable[dict[str, object]]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for number, row in enumerate(rows):
+            writer.writerow({**USUAL, "row_id": str(number), **{k: str(v) for k, v in row.items()}})
+    return path
+
+
+def layouts() -> list[dict[str, object]]:
+    return [
+        {"gpus": 16, "tp": tp, "pp": pp, "dp": 16 // tp // pp, "micro_batch": rows,
+         "sp": int(tp > 1), "schedule": "1f1b" if pp > 1 else "none"}
+        for tp in (1, 2, 4, 8)
+        for pp in (1, 2)
+        for rows in (1, 2, 4)
+    ]  # fmt: skip
+
+
+def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
+    """The table with the step times that a stack would have."""
+    plain = table(path, [{**row, "step_time_s": 1} for row in layouts()])
+    rows = read_table(plain, truth)
+    groups, refused = groups_of(rows, weigh, cut_of)
+    assert not refused
+    steps = {}
+    for group in groups:
+        steps |= dict(zip(group.numbers, group.under(group.rows[0].stack).step, strict=True))
+    rng = np.random.default_rng(0)
+    said = [
+        {**row, "step_time_s": steps[i] * (1 + noise * rng.standard_normal())}
+        for i, row in enumerate(layouts())
+    ]
+    return table(path, said)
+
+
+def test_a_stack_that_made_the_times_is_found_again(tmp_path: Path) -> None:
+    truth = replace(stack("default"), speed=0.7, hides_tensor=0.5, by_device={})
+    rows = read_table(measured_by(tmp_path / "t.csv", truth), replace(truth, speed=0.9))
+    groups, _ = groups_of(rows, weigh, cut_of)
+    found = fit(groups[0].rows[0].stack, groups)
+    off = np.abs(np.log(groups[0].under(found).step / groups[0].measured))
+    assert np.median(off) < 0.03
+    assert all(low <= getattr(found, n) <= high for n, (low, high) in FITTED.items())
+
+
+def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) -> None:
+    truth = replace(stack("default"), by_device={})
+    path = measured_by(tmp_path / "t.csv", truth)
+    perfect = _score(path, truth)
+    assert perfect["median_error"] == pytest.approx(0, abs=1e-3)
+    assert perfect["tau"] == 1.0
+    assert perfect["regret_top1"] == pytest.approx(0, abs=1e-3)
+    slow = _score(path, replace(truth, speed=truth.speed / 2))
+    assert slow["median_error"] > 0.2
+    assert slow["after_one_scalar"]["median"] < slow["median_error"]
+
+
+def _score(path: Path, by) -> dict:
+    rows = read_table(path, by)
+    groups, refused = groups_of(rows, weigh, cut_of)
+    return score(groups, refused, rows)[0].plain()
+
+
+def test_a_first_pick_that_ran_out_of_memory_is_a_miss(tmp_path: Path) -> None:
+    truth = replace(stack("default"), by_device={})
+    path = measured_by(tmp_path / "t.csv", truth)
+    with open(path, newline="") as file:
+        said = list(csv.DictReader(file))
+    best = min(said, key=lambda row: float(row["step_time_s"]))
+    best["status"] = "oom"
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(said)
+    found = _score(path, truth)
+    assert found["regret_top1"] == 1.0
+    assert found["misses"] == 1
+    assert found["regret_top3"] < 0.5
+    assert found["oom_recall"] == 0.0
+
+
+def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
+    rows = [
+        {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "micro_batch": 1, "global_batch": 64, "step_time_s": 1},
+        {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "micro_batch": 64, "global_batch": 512,
+         "status": "oom"},
+    ]  # fmt: skip
+    found = _score(table(tmp_path / "t.csv", rows), stack("default"))
+    assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (1.0, 1.0, 1.0)
+
+
+def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
+    rows = [{"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "hardware": "Abacus", "step_time_s": 1},
+            {"gpus": 8, "step_time_s": 1, "tp": "", "pp": "", "dp": ""}]  # fmt: skip
+    found = _score(table(tmp_path / "t.csv", rows), stack("default"))
+    assert found["median_error"] is None
+    assert sum(found["left_out"].values()) == 2
+    assert any("Abacus" in why for why in found["left_out"])
+
+
+def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(MachineError, match="lacks"):
+        read_table(tmp_path / "x.csv")
+    with pytest.raises(MachineError, match="cannot read"):
+        read_table(tmp_path / "none.csv")
