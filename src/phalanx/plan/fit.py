@@ -24,10 +24,12 @@ def fit(
     *,
     names: Sequence[str] = tuple(FITTED),
     use: Callable[[Group], Numbers] | None = None,
+    most: int = 160,
 ) -> Stack:
     """The stack whose numbers come nearest to the measured steps: mean absolute log error.
 
-    `use` weighs the rows of a group; left out, every measured row counts one.
+    `use` weighs the rows of a group; left out, every measured row counts one. `most` is how many
+    moves the search makes, twice.
     """
     low = np.array([FITTED[n][0] for n in names])
     span = np.array([FITTED[n][1] for n in names]) - low
@@ -52,8 +54,8 @@ def fit(
         outside = np.sum(np.maximum(x - 1, 0) + np.maximum(-x, 0))
         return total / count + float(outside) + _PRIOR * float(np.mean((x - rest) ** 2))
 
-    best = _simplex(loss, np.clip(rest, 0.05, 0.95), 0.2)
-    return at(_simplex(loss, np.clip(best, 0.02, 0.98), 0.1))
+    best = _simplex(loss, np.clip(rest, 0.05, 0.95), 0.2, most)
+    return at(_simplex(loss, np.clip(best, 0.02, 0.98), 0.1, most))
 
 
 def _simplex(

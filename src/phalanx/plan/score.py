@@ -27,7 +27,7 @@ __all__ = ["Errors", "Score", "hold_out", "score"]
 NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _FULL = 0.85  # of a device's memory: above it an allocator may fail, and a plan is refused
-_ENOUGH = 12  # rows of one site: more tell a fit little that is new
+_ENOUGH = 6  # rows of one site: more tell a fit little that is new
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -280,6 +280,6 @@ def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
         )
 
     known = same if sum(float(np.sum(use(g) > 0)) for g in same) >= 8 else others
-    found = fit(Stack(), known, use=use)
+    found = fit(Stack(), known, use=use, most=50)
     numbers = {name: getattr(found, name) for name in FITTED}
     return lambda each: replace(each, **numbers)

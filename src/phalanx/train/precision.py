@@ -7,22 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from ..split import Precision
+from ..weigh.pieces import COMPUTE
 
 __all__ = ["LossScale", "precision_of"]
-
-_COMPUTE = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def precision_of(name: str, *, reduce: torch.dtype | None = None) -> Precision:
     """The precision of a layout's word. Weights are kept, and gradients added up and sent, in
     float32 when they are computed in less, unless `reduce` says what they are sent in."""
-    compute = _COMPUTE[name]
+    compute = COMPUTE[name]
     if torch.cuda.is_available():
         # Process-wide, and torch's default is off: tf32 is a choice, never an accident.
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")

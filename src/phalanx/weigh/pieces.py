@@ -25,9 +25,9 @@ from .cut import cut_of
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
-__all__ = ["alike", "run", "weigh", "weigh_kinds"]
+__all__ = ["COMPUTE", "alike", "run", "weigh", "weigh_kinds"]
 
-_COMPUTE = {
+COMPUTE = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -100,7 +100,7 @@ def weigh_kinds(
     cut = cut_of(layout)
     few = _one_of_each(model)
     program = build(cut, (range(len(few.pieces)),), few.tied)
-    compute = _COMPUTE[cut.precision]
+    compute = COMPUTE[cut.precision]
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known
     # The last place of a ring merges most; along tp all places are as large.
