@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
 from ..model import Decoder, DeepMlp, decoder, mlp
@@ -87,9 +89,22 @@ class Model:
         return (*names[skip:], *shared)
 
 
+class _Undrawn(TorchFunctionMode):
+    """While it is on nothing is drawn or counted: on the meta device there is nothing to, and torch
+    imports its compiler to do so, which takes longer than everything else at the start."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = func in (Tensor.normal_, Tensor.uniform_)
+        if draws or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.arange and not kwargs:
+            return torch.empty(len(range(*args)), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
 def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
     """The built-in model of a shape, on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Undrawn():
         if shape.kind == "mlp":
             deep = DeepMlp(width=shape.hidden, layers=shape.layers)
             pieces, rules = mlp.describe(deep)

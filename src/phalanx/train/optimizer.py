@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from ..split import Unit
+from . import fused
 
 __all__ = ["AdamW", "Optimizer", "Sgd", "Update"]
 
@@ -21,19 +21,17 @@ class Optimizer(Protocol):
 
 
 class Update:
-    """The update of one unit: torch's own optimizer over runs of the flat home that decay alike."""
+    """The update of one unit: a fused kernel over runs of the flat home that decay alike."""
 
-    def __init__(self, unit: Unit, optimizer: type[torch.optim.Optimizer], **options: object):
+    def __init__(self, unit: Unit, kernel: fused.Kernel, decay: float) -> None:
         self.unit = unit
         self.runs: list[tuple[slice, Tensor]] = []
-        groups = []
+        self.decays: list[float] = []
         for segment in unit.own_segments():
             run = slice(segment.start, segment.stop)
-            view = unit.home[run]
-            self.runs.append((run, view))
-            decay = options["weight_decay"] if segment.decay else 0.0
-            groups.append({"params": [view], "weight_decay": decay})
-        self.torch = optimizer(groups, **options) if groups else None  # type: ignore[arg-type]
+            self.runs.append((run, unit.home[run]))
+            self.decays.append(decay if segment.decay else 0.0)
+        self.torch: Any = kernel if self.runs else None
 
     def __call__(self, lr: float, scale: float) -> None:
         """One step with the unit's gradient, times `scale`; the gradient is spent."""
@@ -42,13 +40,9 @@ class Update:
         if self.torch is not None:
             if scale != 1.0:
                 gradient *= scale
-            for run, view in self.runs:
-                view.grad = gradient[run].to(view.device, view.dtype)
-            for group in self.torch.param_groups:
-                group["lr"] = lr
-            self.torch.step()
-            for _, view in self.runs:
-                view.grad = None
+            for (run, view), decay in zip(self.runs, self.decays, strict=True):
+                own = gradient[run].to(view.device, view.dtype)
+                self.torch.step(view, own, lr=lr, decay=decay)
         self.unit.spend()
         self.unit.refresh()
 
@@ -63,14 +57,8 @@ class AdamW:
     decay: float = 0.1
 
     def of(self, unit: Unit) -> Update:
-        return Update(
-            unit,
-            torch.optim.AdamW,
-            betas=(self.beta1, self.beta2),
-            eps=self.eps,
-            weight_decay=self.decay,
-            fused=True,
-        )
+        kernel = fused.AdamW(betas=(self.beta1, self.beta2), eps=self.eps)
+        return Update(unit, kernel, self.decay)
 
 
 @dataclass(frozen=True)
@@ -81,6 +69,4 @@ class Sgd:
     decay: float = 0.0
 
     def of(self, unit: Unit) -> Update:
-        return Update(
-            unit, torch.optim.SGD, momentum=self.momentum, weight_decay=self.decay, fused=True
-        )
+        return Update(unit, fused.SGD(momentum=self.momentum), self.decay)
