@@ -20,6 +20,7 @@ __all__ = ["VERBS", "main"]
 VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
     "check": "whether a layout fits a model, or a program can run, and what each rank holds",
+    "plan": "the best layouts of a model on a cluster, and why the others lost",
     "weigh": "FLOPs, bytes and messages of each piece of a model, on one rank of a layout",
     "verify": "layouts against one process: every gradient and every update",
     "train": "a run file, on one process, local ranks or torchrun; resumes by itself",

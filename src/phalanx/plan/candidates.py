@@ -2,8 +2,10 @@
 
 No `Layout` is made until one is asked for. What is left out cannot win, by what is priced here:
 tensor parallel beyond the fastest links (where these join 8 devices or more), GPipe and naive
-sharding (1F1B has the bubble of the first and holds less), reducing gradients more often than ZeRO
-needs, and microbatches whose blocks alone are larger than the memory.
+sharding (1F1B has the bubble of the first and holds less), ZeRO-2 in a pipeline (it sums after every
+microbatch, where ZeRO-3 holds less still), and microbatches whose blocks alone are larger than the
+memory. Parts of a sequence shorter than 2,048 tokens are tried only where the batch has too few
+sequences for data parallel: they divide work that whole sequences divide without a message.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from .site import Network, Site
 __all__ = ["ORDERS", "Candidates", "Cut", "Grid", "Space", "candidates", "spread"]
 
 ORDERS = ("dp pp cp tp", "pp dp cp tp")  # which neighbours are near: axes, outermost first
-_SHARDS = (8, 32, 128, 512)  # HSDP's groups, besides those that fill a level of the network
+_SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
 _MOST_CHUNKS = 16
+_PART = 2048  # tokens of a sequence's part that are worth a message
 
 
 class Cut(NamedTuple):
@@ -161,7 +164,10 @@ class Candidates:
 
     def case(self, i: int) -> Case:
         """One candidate as whatever else is estimated."""
-        options, pipe = self.options[self.at[i, 0]], self.options[self.at[i, 0]].pipes[self.at[i, 3]]
+        options, pipe = (
+            self.options[self.at[i, 0]],
+            self.options[self.at[i, 0]].pipes[self.at[i, 3]],
+        )
         rows = _rows(self.space.batch, options.grid.dp, options.counts[self.at[i, 2]])
         first, last = pipe.first, pipe.last
         return Case(self.space.shape, self.layout(i), rows, self.space.sequence, first, last)
@@ -201,14 +207,25 @@ def _grids(space: Space) -> Iterator[Grid]:
                 break
             for cp in _divisors(ranks // tp // pp):
                 dp = ranks // (tp * pp * cp)
-                long = s.kind == "decoder" and space.sequence >= 2 * cp
-                if dp > space.batch or (cp > 1 and not long):
+                if dp > space.batch or (cp > 1 and not _parts(space, dp * cp, cp)):
                     continue
-                for ulysses in _divisors(cp):
+                for ulysses in _rings(cp):
                     if (s.heads // tp) % ulysses or (ulysses > 1 and ulysses * tp > fast):
                         continue
                     for order in ORDERS[: 2 if pp > 1 and dp > 1 else 1]:
                         yield Grid(dp, pp, cp // ulysses, ulysses, tp, order)
+
+
+def _parts(space: Space, copies: int, cp: int) -> bool:
+    """Whether a sequence is cut in so many parts: they are long, or there are too few sequences."""
+    if space.shape.kind != "decoder" or space.sequence < 2 * cp:
+        return False
+    return cp * _PART <= space.sequence or cp * space.batch <= 2 * copies
+
+
+def _rings(cp: int) -> list[int]:
+    """Ulysses inside a ring: none of it, nothing else, and for many ranks what lies between."""
+    return [u for u in _divisors(cp) if u in (1, cp) or cp > 8]
 
 
 def _splits(s: Shape, tp: int) -> bool:
@@ -249,12 +266,17 @@ def _zeros(space: Space, grid: Grid, count: int) -> Iterator[_Zero]:
     if grid.dp * grid.cp == 1:
         return
     apart = grid.apart("dp")
-    levels = [h.inside for h in space.site.wire.hops] if isinstance(space.site.wire, Network) else []
-    ends = {max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels}
+    levels = (
+        [h.inside for h in space.site.wire.hops] if isinstance(space.site.wire, Network) else []
+    )
+    ends = {
+        max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels
+    }
     shards = {d for d in (*ends, *_SHARDS) if d < grid.dp and grid.dp % d == 0 and d * grid.cp > 1}
     for shard in (grid.dp, *sorted(shards, reverse=True)):
         yield _Zero(1, shard, "step")
-        yield _Zero(2, shard, "step")
+        if grid.pp == 1:
+            yield _Zero(2, shard, "step")
         yield _Zero(3, shard, "micro")
         if grid.pp > 1 or count > 1:
             yield _Zero(3, shard, "step")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..layout import Shape
-from ..program import Costs, Program, schedule, simulate
+from ..program import Costs, Program, schedule
 from ..program.passes import messages
 from .candidates import Cut
 from .predict import PieceKinds, Weigh
@@ -22,7 +22,7 @@ from .price import Times, Trio, trio
 from .site import Network, Numbers, Site
 from .stack import Stack
 
-__all__ = ["Priced", "Three", "makespan", "pipeline_costs", "remembering"]
+__all__ = ["Priced", "Three", "pipeline", "pipeline_costs", "remembering"]
 
 Three = tuple[Trio, Trio, Trio]  # embedding, block, head
 
@@ -89,8 +89,12 @@ class Priced:
         """Embedding, block and head, exact when the cut is known and else at least so dear."""
         if cut in self._pieces:
             return self._priced(cut, rows)
-        embed, block, head = self._priced(cut.base, rows / cut.cp)
-        if cut.selective:
+        near = cut._replace(ring=1, ulysses=1)
+        for name in ("split", "selective"):
+            if near not in self._pieces:
+                near = near._replace(**{name: False})
+        embed, block, head = self._priced(near, rows / cut.cp)
+        if cut.selective and not near.selective:
             block = replace(block, again=Times(), kept=block.input)
         return embed, block, head
 
@@ -117,11 +121,6 @@ def pipeline_costs(three: Three, stages: Sequence[int], again: bool) -> Costs:
         repeated = blocks * block.again.total if again else 0.0
         pieces["I", stage] = sum(n * t.inputs.total for t, n in held) + repeated
     return Costs(kinds={}, pieces=pieces)
-
-
-def makespan(program: Program, costs: Costs) -> float:
-    """Seconds of a pipeline whose operations are whole stages."""
-    return simulate(program, costs).makespan
 
 
 def pipeline(name: str, pp: int, microbatches: int, chunks: int) -> Program:

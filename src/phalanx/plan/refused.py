@@ -12,7 +12,6 @@ from ..layout import Layout, LayoutError, legal
 from .candidates import Candidates, Space
 from .columns import SCHEDULES
 from .estimate import KINDS, Estimates
-from .site import Numbers
 
 __all__ = ["Refusal", "refusals", "size"]
 
@@ -98,8 +97,12 @@ def _slower(family: str, found: Candidates, times: Estimates, i: int, winner: in
     part = max(ours, key=lambda name: theirs[name] - ours[name])
     more = theirs[part] - ours[part]
     by = sum(theirs.values()) / sum(ours.values())
-    slower = "as fast" if by < 1.0005 else f"{by:.2f} times the time" if by >= 2 else (
-        f"{100 * (by - 1):.1f} % slower"
+    slower = (
+        "as fast"
+        if by < 1.0005
+        else f"{by:.2f} times the time"
+        if by >= 2
+        else (f"{100 * (by - 1):.1f} % slower")
     )
     reason = f"at best {slower}"
     if by >= 1.0005 and more > 0:

@@ -14,11 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Layout, Shape, legal, stage_pieces
+from ..program import simulate
 from .candidates import Candidates, Cut, Space, candidates, on_ranks
 from .columns import Case, columns_of
 from .estimate import Estimates, estimate
 from .predict import Weigh
-from .priced import Priced, makespan, pipeline, pipeline_costs
+from .priced import Priced, pipeline, pipeline_costs
 from .refused import Refusal, refusals
 from .site import Site
 from .stack import Stack
@@ -26,8 +27,10 @@ from .stack import Stack
 __all__ = ["Choice", "Plan", "PlanError", "judge", "search"]
 
 _BEST = 300  # of the screened, those whose pipelines are simulated
-_OPS = 150_000  # operations simulated in all
-_CUTS = 12  # weighed together, when they may be among the best
+_OPS = 60_000  # operations simulated in all
+_ROUNDS = 3  # of a pipeline's stages, in microbatches that are simulated
+_CUTS = 4  # weighed together, when they may be the best
+_CLEARLY = 0.999  # of the best time: who is no faster than that need not be weighed
 
 
 class PlanError(ValueError):
@@ -75,10 +78,8 @@ def search(
     `model` names somebody's own as FILE.py:Class."""
     space = Space(shape, site, sequence, batch, precision)
     room = limit * site.memory
-    priced = Priced(
-        shape, site, stack, weigh, sequence=sequence, precision=precision, model=model
-    )
-    found, times = _screened(space, priced, stack, room, top)
+    priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
+    found, times = _screened(space, priced, stack, room)
     for more in (("every=2", "every=4", "every=8"), ("all", "every=4")):
         if (times.bytes <= room).any():
             break
@@ -86,7 +87,7 @@ def search(
         space = replace(
             space, recomputes=more, offload=("optimizer",) if "all" in more else space.offload
         )
-        found, times = _screened(space, priced, stack, room, top)
+        found, times = _screened(space, priced, stack, room)
     fits = times.bytes <= room
     chosen = _simulated(found, times, fits, priced, top) if fits.any() else ()
     return Plan(
@@ -101,7 +102,7 @@ def search(
 
 
 def _screened(
-    space: Space, priced: Priced, stack: Stack, room: float, top: int
+    space: Space, priced: Priced, stack: Stack, room: float
 ) -> tuple[Candidates, Estimates]:
     """All candidates estimated; the best of them with pieces that were weighed."""
     found = candidates(space)
@@ -113,16 +114,18 @@ def _screened(
     while True:
         known = np.array([priced.known(cut) for cut in cuts])[key]
         fits = times.bytes <= room
-        steps = np.sort(times.step[fits & known])
-        bound = steps[min(top, len(steps)) - 1] if len(steps) else np.inf
-        hopeful = np.flatnonzero(fits & ~known & (times.step < bound))
+        bound = times.step[fits & known].min(initial=np.inf)
+        hopeful = np.flatnonzero(fits & ~known & (times.step < bound * _CLEARLY))
         if not len(hopeful):
-            # What was never weighed is slower than the best: its own time is not needed.
+            # What was never weighed cannot be the best: its own time is not needed.
             return found, times
         first = hopeful[np.argsort(times.step[hopeful], kind="stable")]
         asked = list(dict.fromkeys(cuts[k] for k in key[first]))[:_CUTS]
         priced.weigh(asked)
-        changed = np.flatnonzero(np.isin(key, [k for k, c in enumerate(cuts) if c in set(asked)]))
+        # Others that were told by less now are told by these.
+        near = {c._replace(ring=1, ulysses=1) for c in asked} | set(asked)
+        felt = [k for k, c in enumerate(cuts) if c in near or c._replace(ring=1, ulysses=1) in near]
+        changed = np.flatnonzero(np.isin(key, felt))
         for k in {int(k) for k in key[changed]}:
             table[k] = priced.three(*found.keys[k])
         _put(times, changed, estimate(found.columns.take(changed), table, priced.site, stack))
@@ -140,19 +143,25 @@ def _simulated(
 ) -> tuple[Choice, ...]:
     """The best few hundred with the bubble of their programs, in that order."""
     known = np.array([priced.known(cut) for cut, _ in found.keys])[found.columns.key.astype(int)]
-    able = np.flatnonzero(fits & known)
+    ready = np.flatnonzero(fits & known)
     # Of two that are as fast, the one that holds less.
-    order = np.lexsort((times.bytes[able], np.round(np.log(times.step[able]), 4)))
+    order = np.lexsort((times.bytes[ready], np.round(np.log(times.step[ready]), 4)))
     runs = _Runs(priced)
-    choices = []
-    for i in able[order][:_BEST]:
-        if runs.spent > _OPS and len(choices) >= top:
+    choices: list[Choice] = []
+    least = times.step - times.bubble
+    for i in ready[order][:_BEST]:
+        steps = sorted(choice.step for choice in choices)
+        hopeless = len(steps) >= top and least[i] > steps[top - 1]
+        if len(steps) >= top and runs.spent > _OPS:
             break
+        if hopeless:
+            continue
         cut, rows = found.keys[int(found.columns.key[i])]
         choices.append(_choice(found.case(int(i)), times, int(i), runs, cut, rows))
     choices.sort(key=lambda c: c.step)
-    said = dict(batch=found.space.batch, sequence=found.space.sequence)
-    return tuple(c for c in choices[: 2 * top] if not legal(c.layout, found.space.shape, **said))[:top]
+    shape, batch, sequence = found.space.shape, found.space.batch, found.space.sequence
+    able = [c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence)]
+    return tuple(able[:top])
 
 
 class _Runs:
@@ -163,24 +172,25 @@ class _Runs:
         self.spent = 0
         self._known: dict[object, float] = {}
 
-    def seconds(self, layout: Layout, stages: Sequence[int], cut: Cut, rows: float) -> float:
-        again = layout.recompute != "none"
-        key = (layout.schedule, layout.microbatches, tuple(stages), cut, rows, again)
+    def bubble(self, layout: Layout, stages: Sequence[int], cut: Cut, rows: float) -> float:
+        """Seconds in which the busiest rank waits. Once a pipeline is full each further round of
+        microbatches takes as long as the busiest rank works, so that a few rounds tell."""
+        again, pp = layout.recompute != "none", layout.pp
+        count = min(layout.microbatches, _ROUNDS * pp + layout.microbatches % pp)
+        key = (layout.schedule, count, tuple(stages), cut, rows, again)
         if key not in self._known:
-            program = pipeline(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+            program = pipeline(layout.schedule, pp, count, layout.chunks)
             self.spent += sum(map(len, program.rows))
             costs = pipeline_costs(self.priced.three(cut, rows), stages, again)
-            self._known[key] = makespan(program, costs)
+            timeline = simulate(program, costs)
+            self._known[key] = timeline.makespan - timeline.ideal
         return self._known[key]
 
 
-def _choice(
-    case: Case, times: Estimates, i: int, runs: _Runs, cut: Cut, rows: float
-) -> Choice:
+def _choice(case: Case, times: Estimates, i: int, runs: _Runs, cut: Cut, rows: float) -> Choice:
     parts, layout = times.breakdown(i), case.layout
     if layout.pp > 1:
-        span = runs.seconds(layout, _blocks(layout, case.shape), cut, rows)
-        parts["bubble"] = max(0.0, span - parts["compute"] - parts["tensor"])
+        parts["bubble"] = runs.bubble(layout, _blocks(layout, case.shape), cut, rows)
     return Choice(layout, case, parts, times.held(i), True)
 
 

@@ -1,0 +1,239 @@
+"""`phalanx plan`: the best layouts of a model on a cluster, and why the others lost."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ..layout import LayoutError, Shape
+from ..layout.layout import PRECISIONS
+from ..plan import Machine, MachineError, cluster
+from ..plan.refused import size
+from ..plan.rivals import rivals
+from ..plan.search import Plan, search
+from ..plan.site import Site, site_of
+from ..plan.stack import stack
+from ..weigh import weighs
+from .plan_figures import Asked, figures
+from .plan_tell import told
+from .usage import Parser, UsageError, print_json
+
+__all__ = ["asked_of", "asking", "count", "run"]
+
+# Words after `plan` that are verbs of their own, each in a file beside this one.
+_SUBVERBS = {"cost": "plan_cost"}
+_OWN = re.compile(r".+\.py:\w+")
+_EPILOG = """\
+Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
+
+  phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4M
+  phalanx plan --model 8b --cluster h100x64 --explain "dp32 tp2 seq zero1 accum:16 bf16"
+  phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml
+  phalanx plan cost --model 8b --cluster h100x64 --tokens 1T --price 2.5"""
+
+
+def run(argv: list[str]) -> int:
+    """Plan, or what one of its own verbs does."""
+    if argv and argv[0] in _SUBVERBS:
+        module = importlib.import_module(f".{_SUBVERBS[argv[0]]}", __package__)
+        code: int = module.run(argv[1:])
+        return code
+    parser = Parser("phalanx plan", "The best layouts, before anything is rented.", _EPILOG)
+    asking(parser)
+    add = parser.add_argument
+    add("--top", type=int, default=10, metavar="N", help="layouts in the table (default 10)")
+    add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
+    add("--out", metavar="FILE.toml", help="a run file with the best layout, for train")
+    add("--page", metavar="FILE.html", help="memory over throughput of all candidates")
+    add("--json", action="store_true")
+    said = parser.read(argv)
+    if said.top < 1:
+        raise UsageError(f"--top {said.top}: write 1 or more.")
+    asked = asked_of(said)
+    if said.explain is not None:
+        from .plan_explain import explain
+
+        return explain(said.explain, asked, as_json=said.json)
+    return _plan(asked, said)
+
+
+def _plan(asked: Asked, said: argparse.Namespace) -> int:
+    plan = search(
+        asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+        batch=asked.batch, precision=asked.precision, limit=asked.limit, top=said.top,
+        model=asked.own,
+    )  # fmt: skip
+    if not plan.layouts:
+        return _nothing(asked, plan, as_json=said.json)
+    beside = rivals(
+        asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+        batch=asked.batch, precision=asked.precision, room=plan.room, model=asked.own,
+    )  # fmt: skip
+    if said.json:
+        print_json(figures(asked, plan, beside))
+    else:
+        print(told(asked, plan, beside))
+    if said.page:
+        from .plan_page import write_page
+
+        write_page(said.page, asked, plan, beside)
+    if said.out:
+        from .plan_out import write_run
+
+        write_run(said.out, asked, plan.layouts[0].layout)
+    return 0
+
+
+def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
+    """No layout fits: what is missing, and what would change it."""
+    least = float(plan.points[1].min())
+    reasons = [
+        f"No layout of {asked.shape.name} fits on {asked.site.name}: the smallest of"
+        f" {plan.considered:,} needs {size(least)} of the {size(plan.room)} that"
+        f" --limit {asked.limit:g} leaves of a device.",
+        "Recomputation and the optimizer on the host are in that already.",
+    ]
+    reasons += _ways_out(asked, least, plan.room)
+    if as_json:
+        refused = [{"family": r.family, "reason": r.reason} for r in plan.refused]
+        print_json({"layouts": [], "why": reasons, "refused": refused})
+    else:
+        print("\n  ".join(reasons))
+    return 1
+
+
+def _ways_out(asked: Asked, least: float, room: float) -> list[str]:
+    """The nearest that works: more of the memory, or more devices, as far as eight times."""
+    found = []
+    if least < asked.site.memory:
+        found.append(f"It fits with --limit {math.ceil(100 * least / asked.site.memory) / 100:g}.")
+    if not asked.cluster:
+        return found
+    for factor in (2, 4, 8, 16):
+        try:
+            name = f"{asked.cluster.rpartition('x')[0]}x{asked.site.ranks * factor}"
+            site = site_of(cluster(name))
+        except MachineError:
+            continue
+        batch = max(asked.batch, 1)
+        plan = search(
+            asked.shape, site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+            batch=batch, precision=asked.precision, limit=asked.limit, top=1, model=asked.own,
+        )  # fmt: skip
+        if plan.layouts:
+            best = plan.layouts[0]
+            return [*found, f"It fits on {name}: {best.layout} needs {size(best.bytes)}."]
+    return found
+
+
+# ---- what was asked
+
+
+def asking(parser: Parser) -> None:
+    """The flags that say what is planned, where, and with what software."""
+    add = parser.add_argument
+    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="default 8b")
+    add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
+    add("--machine", metavar="FILE", help="of --cluster this: what doctor --out wrote")
+    add("--ranks", type=int, metavar="N", help="of --cluster this; default its devices")
+    add("--seq", type=int, default=0, metavar="N", help="tokens of a sequence; default the shape's")
+    add("--batch-tokens", metavar="N", help="tokens of a step, as 4M; default the shape's batch")
+    add("--precision", default="bf16", metavar="NAME", help="default bf16")
+    add("--limit", type=float, default=0.85, metavar="PART", help="of a device's memory (0.85)")
+    add("--stack", default="phalanx", metavar="NAME", help="whose software; default ours")
+
+
+def asked_of(said: argparse.Namespace) -> Asked:
+    """What the flags mean, or why they mean nothing."""
+    if not 0 < said.limit <= 1:
+        raise UsageError(
+            f"--limit {said.limit:g}: write a part of the memory, above 0 and up to 1."
+        )
+    if said.seq < 0:
+        raise UsageError("--seq is 1 or more.")
+    if said.precision not in PRECISIONS:
+        raise UsageError(f"--precision {said.precision}: choose {', '.join(PRECISIONS)}.")
+    own = said.model if _OWN.fullmatch(said.model) else ""
+    shape = _own(own) if own else Shape.load(said.model)
+    site, kind = _site(said)
+    sequence = said.seq or shape.sequence
+    if shape.positions == "learned" and sequence > shape.sequence:
+        raise UsageError(
+            f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
+            f" Write --seq {shape.sequence} or less."
+        )
+    shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
+    batch = _sequences(said.batch_tokens, sequence) if said.batch_tokens else shape.batch
+    if site.peak and not site.peak.get(said.precision, 1.0):
+        raise UsageError(f"--precision {said.precision}: {site.name} states no rate of it.")
+    target = "cpu" if site.cores else "cuda"
+    return Asked(
+        shape=shape, own=own, site=site, cluster="" if said.cluster == "this" else said.cluster,
+        stack=stack(said.stack).on(kind), sequence=sequence, batch=batch,
+        precision=said.precision, limit=said.limit, weigh=partial(weighs, target=target),
+    )  # fmt: skip
+
+
+def _own(text: str) -> Shape:
+    """Only its file knows the sizes of somebody's own model, and running it needs torch."""
+    from ..split import load_model
+
+    shape = load_model(text).shape
+    if shape is None:
+        raise LayoutError(f"{text}: describe() gives no shape; add shape=Shape(...) to its Model.")
+    return shape
+
+
+def _site(said: argparse.Namespace) -> tuple[Site, str]:
+    """Where it would run, and the name of its device."""
+    if said.cluster != "this" and not said.machine:
+        found = cluster(said.cluster)
+        return site_of(found), found.device
+    file = said.machine or "machine.toml"
+    if not Path(file).is_file():
+        raise UsageError(
+            f"--cluster this: there is no machine file {file}."
+            f" Measure one: phalanx doctor --out {file}; or name a cluster, as h100x64."
+        )
+    machine = Machine.load(file)
+    # What a measured machine is as a place to run stands in a file of its own.
+    from ..plan.local import site_of_machine
+
+    site = site_of_machine(machine, said.ranks or 0)
+    return site, machine.device
+
+
+def count(text: str, flag: str) -> int:
+    """4M, 1T, 131072: a number with a letter for thousands, millions, ..."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGBT]?)", text)
+    if not found or float(found[1]) == 0:
+        raise UsageError(f"{flag} {text}: write a number such as 4M, 512k or 4194304.")
+    return int(float(found[1]) * _LETTERS[found[2].upper()])
+
+
+_LETTERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+
+def _sequences(text: str, sequence: int) -> int:
+    """Sequences of a step. 4M is what engineers call 2^22 when sequences are powers of two."""
+    tokens = count(text, "--batch-tokens")
+    binary = re.fullmatch(r"(\d+)([kKM])", text)
+    if tokens % sequence and binary:
+        tokens = int(binary[1]) * 2 ** (10 if binary[2] in "kK" else 20)
+    if tokens < sequence:
+        raise UsageError(
+            f"--batch-tokens {text} is less than one sequence of {sequence:,} tokens."
+            f" Write --batch-tokens {sequence} or more, or a shorter --seq."
+        )
+    if tokens % sequence:
+        near = round(tokens / sequence) * sequence
+        raise UsageError(
+            f"--batch-tokens {text} is {tokens / sequence:.2f} sequences of {sequence:,} tokens."
+            f" Nearest that is whole: --batch-tokens {near}."
+        )
+    return tokens // sequence
