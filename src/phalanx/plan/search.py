@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Layout, Shape, legal, stage_pieces
-from ..program import simulate
+from ..program import Timeline, simulate
 from .candidates import Candidates, Cut, Space, candidates, on_ranks
 from .columns import Case, columns_of
 from .estimate import Estimates, estimate
@@ -24,7 +24,7 @@ from .refused import Refusal, refusals
 from .site import Site
 from .stack import Stack
 
-__all__ = ["Choice", "Plan", "PlanError", "judge", "search"]
+__all__ = ["Choice", "Plan", "PlanError", "judge", "search", "timeline"]
 
 _BEST = 300  # of the screened, those whose pipelines are simulated
 _OPS = 60_000  # operations simulated in all
@@ -211,18 +211,43 @@ def judge(
         priced = Priced(
             shape, site, stack, weigh, sequence=sequence, precision=layout.precision, model=model
         )
-        mesh = layout.mesh
-        cut = Cut(
-            layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
-            layout.recompute == "selective", layout.splits_backward,
-        )  # fmt: skip
-        rows = -(-batch // layout.dp) / layout.microbatches
-        first, last = 0.0, 0.0
-        if layout.pp > 1:
-            held = on_ranks(_blocks(layout, shape), layout.pp, layout.schedule)
-            first, last = float(held[0]), float(held[-1])
-        case = Case(shape, layout, rows, sequence, first, last)
+        case, cut = _case(layout, shape, sequence, batch), _cut(layout)
         priced.weigh([cut])
-        times = estimate(columns_of([case], [0]), [priced.three(cut, rows)], priced.site, stack)
-        found.append(_choice(case, times, 0, _Runs(priced), cut, rows))
+        three = priced.three(cut, case.rows)
+        times = estimate(columns_of([case], [0]), [three], priced.site, stack)
+        found.append(_choice(case, times, 0, _Runs(priced), cut, case.rows))
     return tuple(found)
+
+
+def _cut(layout: Layout) -> Cut:
+    mesh = layout.mesh
+    return Cut(
+        layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
+        layout.recompute == "selective", layout.splits_backward,
+    )  # fmt: skip
+
+
+def _case(layout: Layout, shape: Shape, sequence: int, batch: int) -> Case:
+    """A layout that somebody named, as it would run."""
+    rows = -(-batch // layout.dp) / layout.microbatches
+    if layout.pp == 1:
+        return Case(shape, layout, rows, sequence)
+    held = on_ranks(_blocks(layout, shape), layout.pp, layout.schedule)
+    return Case(shape, layout, rows, sequence, float(held[0]), float(held[-1]))
+
+
+def timeline(
+    choice: Choice, site: Site, weigh: Weigh, *, stack: Stack, model: str = "", most: int = 0
+) -> Timeline:
+    """When each stage computes which microbatch, of at most so many: whole stages as operations."""
+    layout, case = choice.layout, choice.case
+    priced = Priced(
+        case.shape, site, stack, weigh,
+        sequence=case.sequence, precision=layout.precision, model=model,
+    )  # fmt: skip
+    cut = _cut(layout)
+    priced.weigh([cut])
+    stages = _blocks(layout, case.shape)
+    count = min(layout.microbatches, most or layout.microbatches)
+    costs = pipeline_costs(priced.three(cut, case.rows), stages, layout.recompute != "none")
+    return simulate(pipeline(layout.schedule, layout.pp, count, layout.chunks), costs)

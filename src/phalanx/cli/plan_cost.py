@@ -1,0 +1,125 @@
+"""`phalanx plan cost`: device hours and money for so many tokens, failures and checkpoints counted."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import asdict
+
+from ..layout import Layout
+from ..plan.refused import size
+from ..plan.search import Choice, judge, search
+from ..plan.spend import MTBF_HOURS, Spending, spending
+from .plan import asked_of, asking, count
+from .plan_figures import Asked, rates
+from .plan_tell import seconds
+from .step import refuse_illegal
+from .usage import Parser, UsageError, print_json
+
+__all__ = ["run"]
+
+# float32 weights and two averages: what a checkpoint holds of each parameter.
+_SAVED = 12.0
+_DISK = 1e9  # bytes a second that each device writes, when nothing is said
+_EPILOG = f"""\
+Failures: one device fails once in {MTBF_HOURS:,.0f} hours unless --mtbf says otherwise, from the 419
+unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts (section 3.3.4).
+A checkpoint holds training up for as long as each device writes its part of weights and averages,
+12 bytes a parameter, at 1 GB/s; --saving says otherwise. The interval is Young's and Daly's.
+
+  phalanx plan cost --model 8b --cluster h100x64 --batch-tokens 4M --tokens 1T --price 2.5"""
+
+
+def run(argv: list[str]) -> int:
+    """Print what a run would cost."""
+    parser = Parser("phalanx plan cost", "Hours and money of a run.", _EPILOG)
+    asking(parser)
+    add = parser.add_argument
+    add("--tokens", required=True, metavar="N", help="of the whole run, as 1T")
+    add("--price", type=float, required=True, metavar="X", help="of a device for an hour")
+    add("--layout", metavar="TEXT", help="default: the best of the plan")
+    add("--mtbf", type=float, default=MTBF_HOURS, metavar="HOURS", help="of one device")
+    add("--saving", type=float, metavar="SECONDS", help="a checkpoint holds training up")
+    add("--restart", type=float, default=600, metavar="SECONDS", help="after a failure (600)")
+    add("--json", action="store_true")
+    said = parser.read(argv)
+    _refuse(said)
+    asked = asked_of(said)
+    choice = _choice(asked, said.layout)
+    if choice is None:
+        print(f"No layout of {asked.shape.name} fits on {asked.site.name}: see `phalanx plan`.")
+        return 1
+    saving = said.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
+    spent = spending(
+        tokens=count(said.tokens, "--tokens"), batch_tokens=asked.tokens, step=choice.step,
+        devices=asked.site.ranks, price=said.price, mtbf_hours=said.mtbf, saving=saving,
+        restart=said.restart,
+    )  # fmt: skip
+    if math.isinf(spent.hours):
+        print(f"{asked.site.ranks:,} devices fail faster than they can start again: every"
+              f" {seconds(3600 * said.mtbf / asked.site.ranks)}.")  # fmt: skip
+        return 1
+    if said.json:
+        more = {"hours": spent.hours, "device_hours": spent.device_hours, "money": spent.money,
+                "goodput": spent.goodput, "layout": str(choice.layout),
+                "step_time_s": choice.step, "error": asked.error}  # fmt: skip
+        print_json(asdict(spent) | more)
+    else:
+        print("\n".join(_lines(asked, choice, spent, said, saving)))
+    return 0
+
+
+def _refuse(said: argparse.Namespace) -> None:
+    for name in ("price", "mtbf", "saving", "restart"):
+        number = getattr(said, name)
+        if number is not None and not (math.isfinite(number) and number >= 0):
+            raise UsageError(f"--{name} {number:g}: write a number of 0 or more.")
+    if said.mtbf == 0:
+        raise UsageError("--mtbf 0: write the hours after which one device fails.")
+
+
+def _choice(asked: Asked, words: str | None) -> Choice | None:
+    if words is None:
+        plan = search(
+            asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+            batch=asked.batch, precision=asked.precision, limit=asked.limit, top=1,
+            model=asked.own,
+        )  # fmt: skip
+        return plan.layouts[0] if plan.layouts else None
+    layout = Layout.parse(words)
+    if layout.ranks != asked.site.ranks:
+        raise UsageError(
+            f"--layout {layout} is for {layout.ranks:,} ranks, {asked.site.name} has"
+            f" {asked.site.ranks:,}."
+        )
+    refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
+    (choice,) = judge(
+        [layout], asked.shape, asked.site, asked.weigh, stack=asked.stack,
+        sequence=asked.sequence, batch=asked.batch, model=asked.own,
+    )  # fmt: skip
+    return choice
+
+
+def _lines(
+    asked: Asked, choice: Choice, spent: Spending, said: argparse.Namespace, saving: float
+) -> list[str]:
+    low, high = ((1 - asked.error) * spent.money, (1 + asked.error) * spent.money)
+    found = rates(asked, choice)
+    return [
+        f"{asked.own or asked.shape.name}, {said.tokens} tokens on {asked.site.name}"
+        f" at {said.price:g} an hour and device",
+        str(choice.layout),
+        "",
+        f"  steps             {spent.steps:>14,} of {asked.tokens:,} tokens, {seconds(choice.step)}"
+        f" each (MFU {found.mfu:.1%})",
+        f"  computing         {spent.computing:>14,.1f} hours",
+        f"  checkpoints       {spent.saving:>14,.1f} hours: one every {seconds(spent.interval)},"
+        f" {seconds(saving)} each",
+        f"  failures          {spent.lost:>14,.1f} hours: {spent.failures:,.1f} expected, one in"
+        f" {said.mtbf / spent.devices:,.3g} hours",
+        f"  altogether        {spent.hours:>14,.1f} hours ({spent.hours / 24:,.1f} days), {spent.goodput:.1%}"
+        " of it computing what stays",
+        f"  device hours      {spent.device_hours:>14,.0f}",
+        f"  money             {spent.money:>14,.0f} ({low:,.0f} to {high:,.0f} by the step's error)",
+        f"  a checkpoint      {size(_SAVED * asked.shape.total):>14}",
+    ]
