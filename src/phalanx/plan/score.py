@@ -27,7 +27,7 @@ __all__ = ["Errors", "Score", "hold_out", "score"]
 NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _FULL = 0.85  # of a device's memory: above it an allocator may fail, and a plan is refused
-_ENOUGH = 6  # rows of one site: more tell a fit little that is new
+_SITES, _ROWS = 3, 12  # of a stack on a device: more tell a fit little that is new
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -266,7 +266,7 @@ def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
     """How a source's stack looks when the source has not been seen: the numbers fitted on other
     sources of the same stack and device, or, where there are none, on all other stacks."""
     stack = next(g.rows[0].stack for g in groups if any(r.source == source for r in g.rows))
-    others = [g.part(_ENOUGH) for g in groups if any(r.source != source for r in g.rows)]
+    others = _some([g for g in groups if any(r.source != source for r in g.rows)])
     same = [g for g in others if g.rows[0].stack.name == stack.name]
 
     sizes: dict[str, int] = defaultdict(int)
@@ -283,3 +283,15 @@ def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
     found = fit(Stack(), known, use=use, most=50)
     numbers = {name: getattr(found, name) for name in FITTED}
     return lambda each: replace(each, **numbers)
+
+
+def _some(groups: Sequence[Group]) -> list[Group]:
+    """A few sites of every stack on every device, and some rows of each, evenly taken."""
+    kinds: dict[Any, list[Group]] = defaultdict(list)
+    for group in groups:
+        kinds[group.rows[0].stack.name, group.rows[0].device].append(group)
+    found = []
+    for those in kinds.values():
+        picked = np.linspace(0, len(those) - 1, min(_SITES, len(those))).round().astype(int)
+        found += [those[i].part(_ROWS) for i in picked]
+    return found

@@ -55,10 +55,10 @@ class Row:
     empty: bool = False  # a stage would hold nothing
 
     @property
-    def group(self) -> tuple[str, str, int, int]:
+    def group(self) -> tuple[str, str, str, int, int]:
         """Runs that answer the same question: which layout is best for it."""
         sequence = self.case.sequence if self.case else 0
-        return (self.source, self.model, self.ranks, sequence)
+        return (self.source, self.model, self.device, self.ranks, sequence)
 
 
 def read_table(path: str | Path, stack: Stack | None = None) -> tuple[Row, ...]:
@@ -124,6 +124,8 @@ def _case(said: Mapping[str, str], stack: Stack) -> Case:
         raise MachineError("the row does not say its layout")
     dp = int(_number(said, "dp") or max(1, n["gpus"] // (n["tp"] * n["pp"] * n["cp"])))
     batch = _number(said, "global_batch")
+    if said["source"].endswith("-layer"):
+        raise MachineError("the row is the time of one layer, not of a step")
     if not batch:
         raise MachineError("the row does not say its batch")
     schedule = _SCHEDULES.get(said.get("schedule", "").lower(), "1f1b") if n["pp"] > 1 else "accum"
