@@ -108,8 +108,11 @@ class Curves:
         return self.machine.curve(op, group, wire=self.wire, apart=gap).seconds(size)
 
 
-def site_of_machine(machine: Machine, ranks: int, wire: str = "") -> Site:
-    """The machine of a file as a place to run so many ranks."""
+def site_of_machine(machine: Machine, ranks: int = 0, wire: str = "") -> Site:
+    """The machine of a file as a place to run so many ranks; 0: one for each device or core."""
+    cpu = machine.kind == "cpu"
+    cores = max(1, machine.cores // machine.threads) if cpu else 0
+    ranks = ranks or cores or machine.count
     if not machine.rates or not machine.memory_bandwidth:
         raise MachineError(
             f"{machine.name} has no measured matrix products or memory bandwidth."
@@ -122,7 +125,6 @@ def site_of_machine(machine: Machine, ranks: int, wire: str = "") -> Site:
     known: dict[str, tuple[Rate, ...]] = {}
     for rate in machine.rates:
         known[rate.dtype] = (*known.get(rate.dtype, ()), rate)
-    cpu = machine.kind == "cpu"
     return Site(
         name=machine.name,
         ranks=ranks,
@@ -131,7 +133,7 @@ def site_of_machine(machine: Machine, ranks: int, wire: str = "") -> Site:
         wire=Curves(machine, ranks, wire),
         node=ranks,
         peak={dtype: max(r.flops for r in rates) for dtype, rates in known.items()},
-        cores=max(1, machine.cores // machine.threads) if cpu else 0,
+        cores=cores,
     )
 
 
@@ -184,4 +186,5 @@ def crowded(found: Estimates, c: Columns, site: Site) -> Estimates:
         compute=found.compute * part,
         tensor=found.tensor * part,
         bubble=np.where(c.pp > 1, found.bubble * left, found.bubble),
+        update=found.update * shared,  # every rank updates at once
     )

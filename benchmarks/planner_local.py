@@ -1,0 +1,250 @@
+"""The planner against this machine: layouts predicted, then measured, all in one campaign.
+
+    OMP_NUM_THREADS=1 python benchmarks/planner_local.py --machine machine.toml --calibrate
+
+Without --machine the machine is measured first, in about a minute. One world of gloo ranks serves
+all layouts of its size; each is set up, warmed by one step and timed, and the rounds go over all
+layouts again, so that what disturbs the machine disturbs all of them. A step counts from a barrier
+to the end of the slowest rank; a layout's time is the median of its steps.
+
+With --calibrate half of the layouts, chosen by a hash of their text, fit the six numbers of the
+stack; the other half scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx.bench import examine, find
+from phalanx.bench.doctor import Examination
+from phalanx.layout import Layout, Shape, legal
+from phalanx.plan import Machine
+from phalanx.plan.calibrate import Timed, Trial, calibrated, case_of
+from phalanx.plan.local import local_stack, site_of_machine
+from phalanx.plan.stack import FITTED, Stack
+from phalanx.split import build_model, microbatches
+from phalanx.split.holding import hold
+from phalanx.train import AdamW, Performer
+from phalanx.train.precision import precision_of
+from phalanx.train.program import program_of
+from phalanx.verify import batch_of
+from phalanx.weigh import cut_of, weighs
+from phalanx.wire import World
+from phalanx.wire.launch import workers
+from side_by_side import machine as told_machine
+
+MODELS = {
+    "deep": Shape(
+        "deep", layers=6, hidden=256, heads=4, ffn=704, vocab=1024, sequence=128, batch=8
+    ),
+    "wide": Shape(
+        "wide", layers=2, hidden=448, heads=4, ffn=1216, vocab=1024, sequence=128, batch=8
+    ),
+}
+MOST = (
+    60  # layouts of one world size; beyond it every second recomputation and schedule is left out
+)
+
+
+def meshes(ranks: int) -> Iterator[str]:
+    """Every way to write `ranks` as dp x pp x cp x tp."""
+    sizes = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for four in itertools.product(sizes, repeat=4):
+        if four[0] * four[1] * four[2] * four[3] == ranks:
+            names = zip(("dp", "pp", "cp", "tp"), four, strict=True)
+            yield " ".join(f"{name}{n}" for name, n in names if n > 1)
+
+
+def layouts(shape: Shape, ranks: int) -> list[Layout]:
+    """All legal ones; if they are too many, those that still cover each pair of choices."""
+    found = []
+    for mesh in meshes(ranks):
+        split = "dp" in mesh or "cp" in mesh
+        schedules = ("1f1b:4", "gpipe:4") if "pp" in mesh else ("accum:1", "accum:2")
+        choices = itertools.product(
+            enumerate((0, 1, 3) if split else (0,)),
+            enumerate(schedules),
+            enumerate(("none", "all")),
+        )
+        for (i, zero), (j, schedule), (k, again) in choices:
+            layout = Layout.parse(f"{mesh} zero{zero} {schedule} recompute:{again} fp32")
+            if not legal(layout, shape):
+                found.append((layout, (i + j + k) % 2 == 0))
+    return [x for x, _ in found] if len(found) <= MOST else [x for x, kept in found if kept]
+
+
+# ---- measured
+
+
+def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> list[float]:
+    """Seconds of `count` steps of one layout after one that warms up."""
+    layout = Layout.parse(text)
+    model = build_model(shape)
+    program = program_of(model, layout, agree=False)
+    held = hold(world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/")
+    performer = Performer(held, program, world.rank, AdamW(), width=shape.hidden)
+    batch = batch_of(shape, 0, dtype=torch.float32)
+    own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
+    times = []
+    for step in range(count + 1):
+        dist.barrier()
+        begun = time.perf_counter()
+        performer.step(own, 1e-4)
+        mine = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        if step:
+            times.append(float(mine))
+    return times
+
+
+def campaign(
+    shape: Shape, ranks: int, asked: Sequence[Layout], rounds: int, steps: int
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {str(x): [] for x in asked}
+    number = 0
+    with workers(ranks, wire="gloo", threads_per_rank=1) as run:
+        for _ in range(rounds):
+            for text in times:
+                number += 1
+                times[text] += run(steps_of, shape, text, number, steps)[0]
+    return times
+
+
+# ---- scored
+
+
+def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Kendall's, without the pairs that tie."""
+    agree = total = 0
+    for a, b in itertools.combinations(range(len(measured)), 2):
+        sign = (predicted[a] - predicted[b]) * (measured[a] - measured[b])
+        agree += (sign > 0) - (sign < 0)
+        total += sign != 0
+    return agree / total if total else 0.0
+
+
+def scored(name: str, timed: Timed, stack: Stack, only: Sequence[bool]) -> dict[str, object]:
+    step = timed.under(stack).step
+    rows = [
+        (float(p), float(m), t.name)
+        for p, m, t, some in zip(step, timed.measured, timed.trials, only, strict=True)
+        if some
+    ]
+    pick, best = min(rows), min(rows, key=lambda row: row[1])
+    return {
+        "case": name,
+        "layouts": len(rows),
+        "median_error": statistics.median(abs(p / m - 1) for p, m, _ in rows),
+        "bias": statistics.median(p / m - 1 for p, m, _ in rows),
+        "tau": tau([p for p, _, _ in rows], [m for _, m, _ in rows]),
+        "regret": pick[1] / best[1] - 1,
+        "pick": pick[2],
+        "best": best[2],
+    }
+
+
+def teaches(text: str) -> bool:
+    return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+
+
+def table(title: str, rows: Sequence[dict[str, object]]) -> str:
+    lines = [
+        f"### {title}",
+        "",
+        "| model, ranks | layouts | median error | bias | tau | pick above best | pick | best |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['layouts']} | {r['median_error']:.0%} | {r['bias']:+.0%}"
+        f" | {r['tau']:.2f} | {r['regret']:.1%} | `{r['pick']}` | `{r['best']}` |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def measure_machine(path: Path, most: int) -> Machine:
+    asked = Examination(limit=60.0, ranks=most, wire="gloo")
+    machine = examine(find("cpu"), asked, lambda line: print(f"measuring {line}", flush=True))
+    path.write_text(machine.text(), encoding="utf-8")
+    return machine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--machine", type=Path, default=None, help="what `phalanx doctor --out` wrote")
+    add("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    add("--ranks", nargs="+", type=int, default=[2, 4])
+    add("--rounds", type=int, default=2)
+    add("--steps", type=int, default=2, help="timed steps of a layout in each round")
+    add("--calibrate", action="store_true")
+    add("--times", type=Path, help="measured times are kept here, and not measured again")
+    add("--all", action="store_true", help="print every layout")
+    said = parser.parse_args()
+    print(told_machine())
+    machine = (
+        Machine.load(said.machine)
+        if said.machine
+        else measure_machine(Path("machine.toml"), max(said.ranks))
+    )
+    known = json.loads(said.times.read_text()) if said.times and said.times.is_file() else {}
+    groups: dict[str, Timed] = {}
+    for name, ranks in itertools.product(said.models, said.ranks):
+        shape, key = MODELS[name], f"{name}, {ranks}"
+        asked = layouts(shape, ranks)
+        site = site_of_machine(machine, ranks, "gloo")
+        trials = [Trial(str(x), case_of(shape, x)) for x in asked]
+        # Predicted before anything runs: what follows only writes the measured times beside it.
+        timed = Timed(trials, site, partial(weighs, target="cpu"), cut_of)
+        if key not in known:
+            known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
+            if said.times:
+                said.times.write_text(json.dumps(known))
+        timed.trials = tuple(
+            replace(t, seconds=statistics.median(known[key][t.name])) for t in trials
+        )
+        timed.measured[:] = [t.seconds for t in timed.trials]
+        groups[key] = timed
+        print(f"{key} ranks: {len(asked)} layouts", flush=True)
+    report(groups, local_stack("fp32"), said)
+
+
+def report(groups: dict[str, Timed], stack: Stack, said: argparse.Namespace) -> None:
+    everyone = [scored(key, g, stack, [True] * len(g.trials)) for key, g in groups.items()]
+    print("\n" + table("As it comes", everyone))
+    if said.calibrate:
+        halves = {key: [teaches(t.name) for t in g.trials] for key, g in groups.items()}
+        for key, g in groups.items():
+            g.measured[:] = [
+                t.seconds if own else 0.0 for t, own in zip(g.trials, halves[key], strict=True)
+            ]
+        stack = calibrated(stack, list(groups.values()))
+        for g in groups.values():
+            g.measured[:] = [t.seconds for t in g.trials]
+        rest = [scored(k, g, stack, [not own for own in halves[k]]) for k, g in groups.items()]
+        numbers = ", ".join(f"{name} {getattr(stack, name):g}" for name in FITTED)
+        print("\n" + table("The half that did not calibrate", rest) + f"\n\n{numbers}")
+    for key, g in groups.items() if said.all else ():
+        found = g.under(stack)
+        print(f"\n{key}")
+        for i, trial in sorted(enumerate(g.trials), key=lambda pair: pair[1].seconds):
+            parts = "  ".join(f"{n} {1e3 * x:.0f}" for n, x in found.breakdown(i).items())
+            print(f"{1e3 * trial.seconds:7.0f} {1e3 * found.step[i]:7.0f}  {trial.name}  {parts}")
+
+
+if __name__ == "__main__":
+    main()

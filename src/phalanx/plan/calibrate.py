@@ -1,0 +1,167 @@
+"""The six numbers of a stack refitted on runs of one's own: run folders, or any timed layouts.
+
+A run tells its layout and its step times in metrics.jsonl. What it ran on is the caller's to say:
+a measured machine or a catalogued cluster, as a `Site`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import numpy as np
+
+from ..layout import Layout, Shape, stage_pieces
+from .candidates import on_ranks
+from .columns import Case, columns_of
+from .estimate import Estimates, estimate
+from .fit import fit
+from .local import crowded
+from .predict import Group, PieceKinds, Weigh
+from .price import RawTrio, raw_trio
+from .site import Site
+from .stack import Stack
+from .toml import MachineError, dump, load, value
+
+__all__ = [
+    "Timed",
+    "Trial",
+    "by_model",
+    "calibrated",
+    "case_of",
+    "read_run",
+    "read_stack",
+    "stack_text",
+]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout of a model that was run, and its seconds a step; 0 where it has not been run."""
+
+    name: str
+    case: Case
+    seconds: float = 0.0
+
+
+def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) -> Case:
+    """What is estimated for a layout as our own engine cuts it into stages."""
+    first = last = 0.0
+    if layout.pp > 1:
+        blocks = [
+            len([p for p in stage if 0 < p <= shape.layers])
+            for stage in stage_pieces(layout, shape)
+        ]
+        held = on_ranks(blocks, layout.pp, layout.schedule)
+        first, last = float(held[0]), float(held[-1])
+    rows = -(-(batch or shape.batch) // layout.dp) / layout.microbatches
+    return Case(shape, layout, rows, sequence or shape.sequence, first, last)
+
+
+class Timed:
+    """Runs of one model on one site, weighed once, to be estimated under many stacks."""
+
+    def __init__(
+        self, trials: Sequence[Trial], site: Site, weigh: Weigh, cut_of: Callable[[Layout], Layout]
+    ) -> None:
+        self.trials, self.site = tuple(trials), site
+        first = self.trials[0].case
+        cuts = {t.name: cut_of(t.case.layout) for t in self.trials}
+        pieces = weigh(first.shape, list(cuts.values()), sequence=first.sequence)
+        self.raws: list[tuple[RawTrio, ...]] = []
+        known: dict[Any, int] = {}
+        keys = []
+        for trial in self.trials:
+            cut, rows = cuts[trial.name], trial.case.rows
+            if (cut, rows) not in known:
+                known[cut, rows] = len(self.raws)
+                self.raws.append(_raws(pieces[cut], cut, rows, site))
+            keys.append(known[cut, rows])
+        self.columns = columns_of([t.case for t in self.trials], keys)
+        self.measured = np.array([t.seconds for t in self.trials])
+
+    def under(self, stack: Stack) -> Estimates:
+        table = [(a.under(stack), b.under(stack), c.under(stack)) for a, b, c in self.raws]
+        found = estimate(self.columns, table, self.site, stack)
+        return crowded(found, self.columns, self.site)
+
+
+def _raws(pieces: PieceKinds, cut: Layout, rows: float, site: Site) -> tuple[RawTrio, ...]:
+    three = (pieces.embed(rows), pieces.block(rows), pieces.head(rows))
+    return tuple(raw_trio(w, site, True, cut, cut.precision) for w in three)
+
+
+def calibrated(base: Stack, groups: Sequence[Timed]) -> Stack:
+    """The stack whose six numbers come nearest to the runs. Few runs tell few of them: what they
+    do not tell stays near where a new stack has it."""
+    # `fit` needs of a group only `under` and `measured`.
+    return fit(base, cast("Sequence[Group]", groups))
+
+
+# ---- run folders
+
+
+def read_run(folder: Path) -> Trial:
+    """A run of `phalanx train`: its layout, and the median of its step times without the first
+    line, in which the process warms up."""
+    file = folder / "metrics.jsonl"
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise MachineError(f"cannot read the run {file}: {error.strerror}.") from None
+    records = [record for line in lines if (record := _record(line))]
+    begins = [i for i, record in enumerate(records) if record["event"] == "start"]
+    if not begins:
+        raise MachineError(f"{file} tells of no start: it is not a run of phalanx train.")
+    # A run that was resumed, perhaps in another layout, is told by its last start.
+    start, rest = records[begins[-1]], records[begins[-1] + 1 :]
+    told = [r for r in rest if r["event"] == "step" and r.get("seconds", 0) > 0]
+    if len(told) < 2:
+        raise MachineError(
+            f"{file} has {len(told)} lines of steps since its last start; 2 are the least,"
+            " since the first warms up. Run longer, or with metrics.every=1."
+        )
+    shape, layout = _shape(start, file), Layout.parse(str(start["layout"]))
+    seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
+    return Trial(str(folder), case_of(shape, layout), seconds)
+
+
+def _record(line: str) -> Mapping[str, Any] | None:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None  # a line that a dying process left unfinished
+    return said if isinstance(said, dict) and "event" in said else None
+
+
+def _shape(start: Mapping[str, Any], file: Path) -> Shape:
+    said = start.get("model")
+    if not isinstance(said, dict):
+        raise MachineError(f"{file} does not tell the sizes of its model.")
+    return value(Shape, said, f"{file}, model")
+
+
+def by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """The runs of each model, sequence, precision and number of ranks."""
+    found: dict[Any, list[Trial]] = defaultdict(list)
+    for t in trials:
+        found[t.case.shape, t.case.sequence, t.case.layout.ranks].append(t)
+    return list(found.values())
+
+
+# ---- stack files
+
+
+def stack_text(stack: Stack) -> str:
+    """A stack as a file that `read_stack` reads back."""
+    return dump(stack)
+
+
+def read_stack(path: str | Path) -> Stack:
+    """The stack of a file."""
+    return load(Stack, Path(path), "stack file")
