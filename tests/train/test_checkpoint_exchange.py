@@ -226,7 +226,7 @@ def test_the_command_shows_verifies_exports_and_imports(
     assert command(["export", run, "--out", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
     again = read_manifest(import_weights(tmp_path / "bf16", tmp_path / "again"))
     assert {tensor.dtype for tensor in again.tensors} == {"BF16"}
-    file = next((tmp_path / "run" / "step-00000000").glob("rank-*"))
+    file = next((tmp_path / "run" / "checkpoints" / "step-00000000").glob("rank-*"))
     os.truncate(file, 900)
     capsys.readouterr()
     assert command(["verify", run]) == 1
