@@ -29,7 +29,7 @@ VERBS: dict[str, str] = {
     "report": "one HTML page of a run",
     "bench": "collectives, matrix products, MFU and overlap of this machine",
     "doctor": "what this machine is, and the catalogue of devices and links",
-    "demo": "train, kill a rank, resume in another layout, verify and report: 90 seconds",
+    "demo": "train, kill a rank, resume in another layout, verify and report, in under 90 seconds",
     "lab": "every strategy from bare collectives: to read, to run, checked against one process",
 }
 _OVERVIEW = """\
