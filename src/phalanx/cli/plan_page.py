@@ -12,6 +12,7 @@ import numpy as np
 from ..bench.chart import Axis, Series, chart
 from ..plan.rivals import Rival
 from ..plan.search import Plan
+from ..plan.site import Numbers
 from .plan_figures import Asked, rates
 from .plan_tell import seconds
 from .usage import UsageError
@@ -101,7 +102,7 @@ def _scatter(name: str, points: Points) -> Series:
     return Series(name, points, points[:1] * 2)
 
 
-def _thinned(rate: np.ndarray, held: np.ndarray) -> Points:  # type: ignore[type-arg]
+def _thinned(rate: Numbers, held: Numbers) -> Points:
     """One of the points in each cell of a grid, as an eye cannot part them."""
     if not len(rate):
         return ()
@@ -110,7 +111,7 @@ def _thinned(rate: np.ndarray, held: np.ndarray) -> Points:  # type: ignore[type
     return tuple((float(rate[i]), float(held[i])) for i in first)
 
 
-def _frontier(rate: np.ndarray, held: np.ndarray) -> Points:  # type: ignore[type-arg]
+def _frontier(rate: Numbers, held: Numbers) -> Points:
     """From the fastest on: each next one that holds less than all before."""
     found: list[tuple[float, float]] = []
     least = math.inf

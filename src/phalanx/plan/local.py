@@ -34,16 +34,16 @@ class Measured:
 
     machine: Machine
     known: Mapping[str, tuple[Rate, ...]]  # by dtype
-    _told: dict[tuple[str, int, int, int], float] = field(default_factory=dict, compare=False)
+    _told: dict[tuple[str, float, float, float], float] = field(default_factory=dict, compare=False)
 
-    def rate(self, dtype: str, m: int, n: int, k: int) -> float:
+    def rate(self, dtype: str, m: float, n: float, k: float) -> float:
         """FLOP/s of a product: the mean of the measured ones in logarithms, the near ones first."""
         key = dtype, m, n, k
         if key not in self._told:
             self._told[key] = self._between(*key)
         return self._told[key]
 
-    def _between(self, dtype: str, m: int, n: int, k: int) -> float:
+    def _between(self, dtype: str, m: float, n: float, k: float) -> float:
         total = weight = 0.0
         for one in self.rates(dtype):
             sizes = ((m, one.m), (n, one.n), (k, one.k))
