@@ -1,0 +1,115 @@
+"""`phalanx plan calibrate`: the six numbers of a stack refitted on runs of one's own."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from ..plan import Machine, cluster
+from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run, read_stack, stack_text
+from ..plan.local import local_stack, site_of_machine
+from ..plan.site import Site, site_of
+from ..plan.stack import FITTED, Stack, stack
+from ..weigh import cut_of, weighs
+from .usage import Parser, UsageError, print_json, write
+
+__all__ = ["run"]
+
+_EXAMPLES = """\
+  phalanx doctor --out machine.toml --wire gloo
+  phalanx plan calibrate runs/a runs/b --machine machine.toml --out stack.toml
+  phalanx plan calibrate runs/* --cluster h100x8 --stack phalanx
+
+A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
+Six numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not tell stays as it was.
+Exit code 0: done; 2: wrong usage."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the runs, refit, print each run's error before and after, write the stack."""
+    parser = Parser(
+        "phalanx plan calibrate",
+        "Refits the planner's stack on runs of your own, and says how far off it was and is.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUNDIR")
+    add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
+    add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
+    add("--wire", default="", metavar="NAME", help="whose curves of the machine file: gloo, shared")
+    add("--stack", metavar="NAME|FILE", help="where the fit begins; default ours")
+    add("--out", metavar="FILE", help="stack.toml, for phalanx plan --stack FILE")
+    add("--json", action="store_true")
+    said = parser.read(list(argv))
+    if said.cluster and said.machine:
+        raise UsageError("--cluster and --machine both say where the runs ran; name one.")
+    trials = [read_run(Path(folder)) for folder in said.runs]
+    groups = [_timed(those, said) for those in by_model(trials)]
+    before = _begin(said, groups[0].site, trials)
+    after = calibrated(before, groups)
+    if said.out:
+        write(said.out, {".toml": stack_text}, after)
+    rows = _rows(groups, before, after)
+    if said.json:
+        print_json({"runs": rows, "stack": {name: getattr(after, name) for name in FITTED}})
+    else:
+        print(_told(rows, before, after, said.out))
+    return 0
+
+
+def _timed(trials: Sequence[Trial], said: Namespace) -> Timed:
+    ranks = trials[0].case.layout.ranks
+    if said.cluster:
+        site = site_of(cluster(said.cluster), ranks)
+    else:
+        file = said.machine or "machine.toml"
+        if not Path(file).is_file():
+            raise UsageError(
+                f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
+                " or name a cluster: --cluster h100x64."
+            )
+        site = site_of_machine(Machine.load(file), ranks, said.wire)
+    return Timed(trials, site, partial(weighs, target="cpu" if site.cores else "cuda"), cut_of)
+
+
+def _begin(said: Namespace, site: Site, trials: Sequence[Trial]) -> Stack:
+    """Where the fit begins: what was named, else ours as it is on such a device."""
+    if said.stack and Path(said.stack).is_file():
+        return read_stack(said.stack)
+    if said.stack:
+        return stack(said.stack)
+    return local_stack(trials[0].case.layout.precision) if site.cores else stack("phalanx")
+
+
+def _rows(groups: Sequence[Timed], before: Stack, after: Stack) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for group in groups:
+        old, new = group.under(before).step, group.under(after).step
+        for i, trial in enumerate(group.trials):
+            found.append(
+                {
+                    "run": trial.name, "layout": str(trial.case.layout), "seconds": trial.seconds,
+                    "before": float(old[i] / trial.seconds - 1),
+                    "after": float(new[i] / trial.seconds - 1),
+                }
+            )  # fmt: skip
+    return found
+
+
+def _told(rows: Sequence[dict[str, object]], before: Stack, after: Stack, out: str | None) -> str:
+    width = max(len(str(row["run"])) for row in rows)
+    lines = [f"{'run':{width}}  {'step':>9}  {'before':>7}  {'after':>7}  layout"]
+    lines += [
+        f"{row['run']:{width}}  {row['seconds']:8.4g}s  {row['before']:+7.0%}  {row['after']:+7.0%}"
+        f"  {row['layout']}"
+        for row in rows
+    ]
+    lines.append("")
+    lines += [
+        f"{name:13}{getattr(before, name):8.3g} -> {getattr(after, name):.3g}" for name in FITTED
+    ]
+    if len(rows) < len(FITTED):
+        lines.append(f"{len(rows)} runs for {len(FITTED)} numbers: use them near these runs only.")
+    return "\n".join([*lines, *([f"written: {out}"] if out else [])])

@@ -1,0 +1,137 @@
+"""The measured machine as a site: against its own curves, and against cores that are shared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from phalanx.layout import Layout, Shape
+from phalanx.plan import Curve, Machine, MachineError, Rate, Store
+from phalanx.plan.columns import Case, columns_of
+from phalanx.plan.estimate import estimate
+from phalanx.plan.local import crowded, local_stack, site_of_machine, unhidden
+from phalanx.plan.price import Raw, RawTrio, Times, Trio
+from phalanx.program import Load, Product, Weighed
+
+SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
+MACHINE = Machine(
+    name="small", date="2026-01-31", method="by hand", device="CPU", kind="cpu", count=1, cores=4,
+    memory=8e9, threads=2, launch=1e-6, stores=(Store("copy", 1e10),),
+    rates=(Rate("fp32", 128, 128, 128, 1e10), Rate("fp32", 1024, 1024, 1024, 4e10)),
+    curves=(
+        replace(SLOW, latency=1e-4, bandwidth=1e9, apart=1), SLOW, replace(SLOW, ranks=4, apart=1),
+        Curve("send", "gloo", 2, "ring", 1e-4, 1e9, 0.0, 1, 1 << 20),
+    ),
+)  # fmt: skip
+ALONE = Trio(*[Times()] * 4, *[0.0] * 5)
+
+
+def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_between() -> None:
+    rates = site_of_machine(MACHINE, 2).rates
+    known = Product(1024, 1024, 1024)
+    assert rates.product(known, "fp32") == pytest.approx(known.flops / 4e10)
+    between = Product(362, 362, 362)  # halfway in logarithms
+    assert between.flops / rates.product(between, "fp32") == pytest.approx(2e10, rel=1e-2)
+    beyond = Product(1 << 14, 1 << 14, 1 << 14)
+    assert beyond.flops / rates.product(beyond, "fp32") <= 4e10
+
+
+def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_it() -> None:
+    with pytest.raises(MachineError, match=r"bf16.*doctor"):
+        site_of_machine(MACHINE, 2).rates.product(Product(8, 8, 8), "bf16")
+
+
+def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> None:
+    wire = site_of_machine(MACHINE, 4).wire
+    sizes, ranks = np.array([1e6, 1e6]), np.array([4.0, 1.0])
+    found = wire.seconds("all_reduce", sizes, ranks, np.array([1.0, 1.0]))
+    assert found == pytest.approx([MACHINE.curve("all_reduce", 4).seconds(1e6), 0.0])
+
+
+def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pair() -> None:
+    def pair(ranks: int) -> float:
+        wire = site_of_machine(MACHINE, ranks).wire
+        return float(wire.seconds("all_reduce", np.array(1e6), np.array(2.0), np.array(1.0)))
+
+    assert pair(4) == pytest.approx(SLOW.seconds(1e6))
+    assert pair(2) == pytest.approx(MACHINE.curves[0].seconds(1e6))
+
+
+def test_ranks_share_the_cores_that_the_measuring_process_did_not_use_and_all_the_memory() -> None:
+    site = site_of_machine(MACHINE)
+    assert (site.cores, site.ranks, site.memory) == (2, 2, 4e9)
+    assert site_of_machine(MACHINE, 8).memory == 1e9
+    with pytest.raises(MachineError, match="2 devices, not 4"):
+        site_of_machine(replace(MACHINE, kind="cuda", count=2), 4)
+
+
+def _shared_gpipe(stages: int, cores: int, count: int, forward: float, backward: float) -> float:
+    """A GPipe step played through: whoever is at work has an even part of the cores."""
+    order = [[("F", i) for i in range(count)] + [("B", i) for i in range(count)]] * stages
+    done: set[tuple[int, str, int]] = set()
+    at, left, clock = [0] * stages, {}, 0.0
+
+    def ready(s: int) -> bool:
+        kind, i = order[s][at[s]]
+        before = (s - 1, "F", i) if kind == "F" else (s + 1, "B", i)
+        return before in done or not 0 <= before[0] < stages
+
+    while any(x < 2 * count for x in at):
+        for s in range(stages):
+            if s not in left and at[s] < 2 * count and ready(s):
+                left[s] = forward if order[s][at[s]][0] == "F" else backward
+        speed = min(1.0, cores / len(left))
+        spent = min(left.values()) / speed
+        clock += spent
+        left = {s: x - spent * speed for s, x in left.items()}
+        for s in [s for s, x in left.items() if x < 1e-9]:
+            done.add((s, *order[s][at[s]]))
+            at[s] += 1
+            del left[s]
+    return clock
+
+
+@pytest.mark.parametrize(("stages", "cores"), [(2, 1), (4, 2), (4, 1), (8, 2), (4, 4)])
+def test_a_pipeline_on_shared_cores_lasts_as_long_as_playing_it_through(
+    stages: int, cores: int
+) -> None:
+    shape = Shape(name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8)
+    machine = replace(MACHINE, threads=1, cores=cores)
+    free = replace(machine.curves[-1], latency=0.0, bandwidth=1e30)
+    site = site_of_machine(replace(machine, curves=(free,)), stages)
+    layout = Layout.parse(f"pp{stages} gpipe:8 fp32")
+    columns = columns_of([Case(shape, layout, 1.0, 8)], [0])
+    shared = max(1.0, stages / cores)  # as `price` makes every operation of a rank slower
+    block = replace(ALONE, forward=Times(shared), inputs=Times(2 * shared))
+    found = crowded(estimate(columns, [(ALONE, block, ALONE)], site, local_stack()), columns, site)
+    assert found.step[0] == pytest.approx(_shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6)
+
+
+def test_where_every_rank_has_a_core_nothing_is_changed() -> None:
+    shape = Shape(name="s", layers=4, hidden=64, heads=2, vocab=64, sequence=32)
+    site = site_of_machine(MACHINE, 2)
+    layout = Layout.parse("pp2 gpipe:4 fp32")
+    columns = columns_of([Case(shape, layout, 1.0, 32)], [0])
+    block = replace(ALONE, forward=Times(1.0), inputs=Times(2.0))
+    found = estimate(columns, [(ALONE, block, ALONE)], site, local_stack())
+    assert crowded(found, columns, site) is found
+
+
+def test_a_pieces_bytes_are_those_of_float32_on_a_cpu() -> None:
+    stack = local_stack("fp32")
+    assert (stack.weight_bytes, stack.optimizer_bytes, stack.context, stack.reserve) == (4, 8, 0, 1)
+    assert local_stack("bf16").optimizer_bytes == 12  # a copy in full beside the narrow weights
+
+
+def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where_one_is_left() -> (
+    None
+):
+    raw = Raw(1.0, 0.0, 0.0, 0.0, ring=0.5, messages=0.1, members=0.0, shared=1.0)
+    nothing = Load()
+    trio = RawTrio((raw,) * 4, Weighed(nothing, nothing, nothing, nothing, *[0.0] * 6), 0.0)
+    stack = local_stack()
+    busy, idle = site_of_machine(MACHINE, 2), replace(site_of_machine(MACHINE, 2), cores=4)
+    assert unhidden(trio, busy).loads[0].under(stack).messages == pytest.approx(0.6)
+    assert unhidden(trio, idle).loads[0].under(stack).messages == pytest.approx(0.1)
