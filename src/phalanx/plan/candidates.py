@@ -162,6 +162,15 @@ class Candidates:
             stages=pipe.stages, precision=self.space.precision,
         )  # fmt: skip
 
+    def idea(self, i: int) -> tuple[object, ...]:
+        """What tells one candidate from another, but how its axes are ordered, dp split into
+        replicas and shards, and blocks given to stages."""
+        o, z, c, p, q = map(int, self.at[i])
+        x = self.options[o]
+        grid, pipe = x.grid._replace(order=""), x.pipes[p]
+        zero = x.zeros[z]._replace(shards=0)
+        return grid, zero, x.counts[c], pipe.schedule, pipe.chunks, x.inners[q]
+
     def case(self, i: int) -> Case:
         """One candidate as whatever else is estimated."""
         options, pipe = (
@@ -393,7 +402,7 @@ def _pipe_columns(shape: Shape, x: _Options) -> dict[str, NDArray[np.generic]]:
     pp, layers = x.grid.pp, shape.layers
     first = np.array([pipe.first or layers / pp for pipe in x.pipes])
     last = np.array([pipe.last or layers / pp for pipe in x.pipes])
-    rest = (layers - first - last) / max(1, pp - 2) if pp > 2 else np.zeros_like(first)
+    rest = np.ceil((layers - first - last) / max(1, pp - 2)) if pp > 2 else np.zeros_like(first)
     most = np.maximum(np.maximum(first, last), rest)
     return {
         "chunks": np.array([float(pipe.chunks) for pipe in x.pipes]),

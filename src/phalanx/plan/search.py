@@ -27,9 +27,9 @@ from .stack import Stack
 __all__ = ["Choice", "Plan", "PlanError", "judge", "search", "timeline"]
 
 _BEST = 300  # of the screened, those whose pipelines are simulated
-_OPS = 60_000  # operations simulated in all
-_ROUNDS = 3  # of a pipeline's stages, in microbatches that are simulated
+_OPS = 120_000  # operations simulated in all
 _CUTS = 4  # weighed together, when they may be the best
+_SURELY = 0.97  # the screened order is that of closed forms, whose bubble may be this much too long
 _CLEARLY = 0.999  # of the best time: who is no faster than that need not be weighed
 
 
@@ -126,9 +126,10 @@ def _screened(
         near = {c._replace(ring=1, ulysses=1) for c in asked} | set(asked)
         felt = [k for k, c in enumerate(cuts) if c in near or c._replace(ring=1, ulysses=1) in near]
         changed = np.flatnonzero(np.isin(key, felt))
-        for k in {int(k) for k in key[changed]}:
-            table[k] = priced.three(*found.keys[k])
-        _put(times, changed, estimate(found.columns.take(changed), table, priced.site, stack))
+        used, again = np.unique(key[changed], return_inverse=True)
+        table = [priced.three(*found.keys[int(k)]) for k in used]
+        some = replace(found.columns.take(changed), key=again.astype(float))
+        _put(times, changed, estimate(some, table, priced.site, stack))
 
 
 def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
@@ -149,19 +150,28 @@ def _simulated(
     runs = _Runs(priced)
     choices: list[Choice] = []
     least = times.step - times.bubble
-    for i in ready[order][:_BEST]:
+    for i in _apart(found, ready[order])[:_BEST]:
         steps = sorted(choice.step for choice in choices)
-        hopeless = len(steps) >= top and least[i] > steps[top - 1]
-        if len(steps) >= top and runs.spent > _OPS:
+        if len(steps) >= top and (runs.spent > _OPS or steps[top - 1] < least[i] * _SURELY):
             break
-        if hopeless:
-            continue
         cut, rows = found.keys[int(found.columns.key[i])]
-        choices.append(_choice(found.case(int(i)), times, int(i), runs, cut, rows))
+        choices.append(_choice(found.case(i), times, i, runs, cut, rows))
     choices.sort(key=lambda c: c.step)
     shape, batch, sequence = found.space.shape, found.space.batch, found.space.sequence
     able = [c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence)]
     return tuple(able[:top])
+
+
+def _apart(found: Candidates, order: NDArray[np.intp]) -> list[int]:
+    """Of candidates that differ in the order of axes, HSDP's groups or blocks of a stage and in
+    nothing else, the first: a list of ten should be ten different ideas."""
+    seen, kept = set(), []
+    for i in order[: 20 * _BEST]:
+        idea = found.idea(int(i))
+        if idea not in seen:
+            seen.add(idea)
+            kept.append(int(i))
+    return kept
 
 
 class _Runs:
@@ -176,7 +186,8 @@ class _Runs:
         """Seconds in which the busiest rank waits. Once a pipeline is full each further round of
         microbatches takes as long as the busiest rank works, so that a few rounds tell."""
         again, pp = layout.recompute != "none", layout.pp
-        count = min(layout.microbatches, _ROUNDS * pp + layout.microbatches % pp)
+        rounds = 2 if layout.schedule == "zb-v" else 1
+        count = min(layout.microbatches, rounds * pp + layout.microbatches % pp)
         key = (layout.schedule, count, tuple(stages), cut, rows, again)
         if key not in self._known:
             program = pipeline(layout.schedule, pp, count, layout.chunks)
