@@ -1,0 +1,148 @@
+"""Stacks refitted on runs: the numbers that made them are neared; run folders are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from by_hand import block, embed, head
+
+from phalanx.layout import Layout, Shape
+from phalanx.plan import MachineError, cluster
+from phalanx.plan.calibrate import (
+    Timed,
+    Trial,
+    by_model,
+    calibrated,
+    case_of,
+    read_run,
+    read_stack,
+    stack_text,
+)
+from phalanx.plan.site import site_of
+from phalanx.plan.stack import Stack
+from phalanx.program import Weighed
+
+SHAPE = Shape(
+    name="small", layers=8, hidden=1024, heads=16, ffn=4096, vocab=32000, sequence=2048, batch=32
+)
+LAYOUTS = (
+    "dp8 accum:2", "dp8 zero1 accum:4", "dp8 zero3 accum:2 recompute:all", "dp4 tp2 seq zero1",
+    "dp2 tp4 seq zero3", "tp8 seq accum:4", "pp2 dp4 zero1 1f1b:4", "pp4 dp2 1f1b:8",
+    "pp2 dp2 tp2 seq 1f1b:8", "pp8 1f1b:16",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Three:
+    cut: Layout
+    sequence: int
+
+    def embed(self, rows: float) -> Weighed:
+        return embed(SHAPE, self.cut, self.sequence, rows)
+
+    def block(self, rows: float) -> Weighed:
+        return block(SHAPE, self.cut, self.sequence, rows)
+
+    def head(self, rows: float) -> Weighed:
+        return head(SHAPE, self.cut, self.sequence, rows)
+
+
+def weigh(
+    model: Shape | str, layouts: Iterable[Layout], *, sequence: int
+) -> Mapping[Layout, Three]:
+    return {cut: Three(cut, sequence) for cut in layouts}
+
+
+def _timed(texts: Iterable[str]) -> Timed:
+    trials = [Trial(t, case_of(SHAPE, Layout.parse(f"{t} bf16"))) for t in texts]
+    return Timed(trials, site_of(cluster("h100x8")), weigh, lambda layout: layout)
+
+
+def test_the_stack_that_made_the_runs_is_neared_and_tells_runs_that_it_has_not_seen() -> None:
+    truth = Stack(speed=0.6, attention=0.4, traffic=1.5, hides_data=0.3, hides_tensor=0.5, host=1.0)
+    seen, unseen = _timed(LAYOUTS[::2]), _timed(LAYOUTS[1::2])
+    seen.measured[:] = seen.under(truth).step
+    begin = Stack(speed=0.95, traffic=0.3)
+    after = calibrated(begin, [seen])
+
+    def error(stack: Stack, of: Timed) -> float:
+        return float(np.median(np.abs(of.under(stack).step / of.under(truth).step - 1)))
+
+    assert error(after, seen) < min(0.1, error(begin, seen) / 2)
+    assert error(after, unseen) < min(0.15, error(begin, unseen) / 2)
+
+
+def test_without_a_measured_run_nothing_is_refitted() -> None:
+    assert calibrated(Stack(speed=0.9), [_timed(LAYOUTS[:2])]) == Stack(speed=0.9)
+
+
+def test_a_stack_file_reads_back_as_the_stack_that_was_written(tmp_path: Path) -> None:
+    said = Stack(speed=0.7, by_device={"h100-sxm": {"host": 2.0}}, fused_attention=False)
+    (tmp_path / "stack.toml").write_text(stack_text(said))
+    assert read_stack(tmp_path / "stack.toml") == said
+    (tmp_path / "stack.toml").write_text("sped = 0.7\n")
+    with pytest.raises(MachineError, match=r"sped.*speed"):
+        read_stack(tmp_path / "stack.toml")
+
+
+def _journal(folder: Path, *records: Mapping[str, object], torn: str = "") -> Path:
+    folder.mkdir()
+    text = "".join(json.dumps(r) + "\n" for r in records)
+    (folder / "metrics.jsonl").write_text(text + torn)
+    return folder
+
+
+def _start(layout: str) -> dict[str, object]:
+    return {"event": "start", "layout": layout, "model": asdict(SHAPE)}
+
+
+def _step(seconds: float, steps: int = 1) -> dict[str, object]:
+    return {"event": "step", "steps": steps, "seconds": seconds}
+
+
+def test_a_resumed_run_is_its_last_layout_and_the_median_of_its_steps_without_the_first(
+    tmp_path: Path,
+) -> None:
+    folder = _journal(
+        tmp_path / "run",
+        _start("dp8"), _step(9.0), _step(9.0), _step(9.0),
+        _start("dp4 tp2"), _step(5.0), _step(1.0, steps=3), {"event": "checkpoint"}, _step(2.0),
+        torn='{"event": "step", "sec',
+    )  # fmt: skip
+    run = read_run(folder)
+    assert str(run.case.layout) == str(Layout.parse("dp4 tp2"))
+    assert run.case.shape == SHAPE
+    assert run.seconds == 1.0  # three steps of 1.0 against one of 2.0
+
+
+def test_a_run_that_only_warmed_up_is_refused_and_so_is_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match="1 lines of steps"):
+        read_run(_journal(tmp_path / "short", _start("dp8"), _step(1.0)))
+    with pytest.raises(MachineError, match="no start"):
+        read_run(_journal(tmp_path / "other", _step(1.0)))
+    with pytest.raises(MachineError, match="cannot read"):
+        read_run(tmp_path / "nothing")
+
+
+def test_runs_of_other_models_or_sizes_of_the_world_are_estimated_apart() -> None:
+    other = replace(SHAPE, layers=4)
+    cases = [
+        case_of(SHAPE, Layout.parse("dp8")),
+        case_of(SHAPE, Layout.parse("tp8")),
+        case_of(SHAPE, Layout.parse("dp4")),
+        case_of(other, Layout.parse("dp8")),
+    ]
+    trials = [Trial(str(i), case) for i, case in enumerate(cases)]
+    assert [[t.name for t in those] for those in by_model(trials)] == [["0", "1"], ["2"], ["3"]]
+
+
+def test_blocks_of_the_ends_are_those_of_the_engines_own_stages() -> None:
+    heavy = replace(SHAPE, vocab=400_000)  # its head weighs as much as several blocks
+    case = case_of(heavy, Layout.parse("pp2 1f1b:4"))
+    assert case.first + case.last == SHAPE.layers
+    assert case.last < case.first
