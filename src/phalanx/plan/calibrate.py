@@ -118,9 +118,11 @@ def read_run(folder: Path) -> Trial:
     begins = [i for i, record in enumerate(records) if record["event"] == "start"]
     if not begins:
         raise MachineError(f"{file} tells of no start: it is not a run of phalanx train.")
-    # A run that was resumed, perhaps in another layout, is told by its last start.
-    start, rest = records[begins[-1]], records[begins[-1] + 1 :]
-    told = [r for r in rest if r["event"] == "step" and r.get("seconds", 0) > 0]
+    # A run that was resumed, perhaps in another layout, is told by its last stretch that is long
+    # enough: a resumption that had nothing left to do tells nothing.
+    ends = [*begins[1:], len(records)]
+    stretches = [(records[i], _steps(records[i:end])) for i, end in zip(begins, ends, strict=True)]
+    start, told = next((s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1])
     if len(told) < 2:
         raise MachineError(
             f"{file} has {len(told)} lines of steps since its last start; 2 are the least,"
@@ -129,6 +131,10 @@ def read_run(folder: Path) -> Trial:
     shape, layout = _shape(start, file), Layout.parse(str(start["layout"]))
     seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
     return Trial(str(folder), case_of(shape, layout), seconds)
+
+
+def _steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [r for r in records if r["event"] == "step" and r.get("seconds", 0) > 0]
 
 
 def _record(line: str) -> Mapping[str, Any] | None:
