@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 __all__ = ["Attention", "Load", "Message", "Product", "Weighed", "at_rows"]
@@ -127,5 +128,10 @@ def _line(a: Any, b: Any, rows: float) -> Any:
         return a
     if isinstance(a, tuple) and isinstance(b, tuple):
         return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
-    names = [f.name for f in fields(a)]
-    return type(a)(**{n: _line(getattr(a, n), getattr(b, n), rows) for n in names})
+    names = _names(type(a))
+    return type(a)(*(_line(getattr(a, n), getattr(b, n), rows) for n in names))
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind))

@@ -14,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,6 +208,15 @@ def _load(said: Sequence[Any]) -> Load:
 
 def _read(file: Path) -> dict[str, Any]:
     """What a file holds; nothing if it is not there or is not whole."""
+    try:
+        state = file.stat()
+    except OSError:
+        return {}
+    return dict(_parsed(file, state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=4)  # a search asks several times
+def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     try:
         said = json.loads(file.read_bytes())
         for entry in said.values():
