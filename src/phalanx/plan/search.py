@@ -216,18 +216,21 @@ def judge(
     layouts: Sequence[Layout], shape: Shape, site: Site, weigh: Weigh, *,
     stack: Stack, sequence: int, batch: int, model: str = "",
 ) -> tuple[Choice, ...]:  # fmt: skip
-    """Layouts that somebody named, estimated as those of a search are."""
-    found = []
-    for layout in layouts:
-        priced = Priced(
-            shape, site, stack, weigh, sequence=sequence, precision=layout.precision, model=model
-        )
-        case, cut = _case(layout, shape, sequence, batch), _cut(layout)
-        priced.weigh([cut])
-        three = priced.three(cut, case.rows)
-        times = estimate(columns_of([case], [0]), [three], priced.site, stack)
-        found.append(_choice(case, times, 0, _Runs(priced), cut, case.rows))
-    return tuple(found)
+    """Layouts of one precision that somebody named, estimated as those of a search are."""
+    if not layouts:
+        return ()
+    (precision,) = {layout.precision for layout in layouts}
+    priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
+    cases = [_case(layout, shape, sequence, batch) for layout in layouts]
+    cuts = [_cut(layout) for layout in layouts]
+    priced.weigh(cuts)
+    table = [priced.three(cut, case.rows) for cut, case in zip(cuts, cases, strict=True)]
+    times = estimate(columns_of(cases, range(len(cases))), table, priced.site, stack)
+    runs = _Runs(priced)
+    return tuple(
+        _choice(case, times, i, runs, cut, case.rows)
+        for i, (case, cut) in enumerate(zip(cases, cuts, strict=True))
+    )
 
 
 def _cut(layout: Layout) -> Cut:
