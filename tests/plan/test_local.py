@@ -11,9 +11,9 @@ from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, MachineError, Rate, Store
 from phalanx.plan.columns import Case, columns_of
 from phalanx.plan.estimate import estimate
-from phalanx.plan.local import crowded, local_stack, site_of_machine, unhidden
-from phalanx.plan.price import Raw, RawTrio, Times, Trio
-from phalanx.program import Load, Product, Weighed
+from phalanx.plan.local import crowded, local_stack, site_of_machine
+from phalanx.plan.price import Times, Trio, raw_of, time_of
+from phalanx.program import Load, Message, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
 MACHINE = Machine(
@@ -128,10 +128,12 @@ def test_a_pieces_bytes_are_those_of_float32_on_a_cpu() -> None:
 def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where_one_is_left() -> (
     None
 ):
-    raw = Raw(1.0, 0.0, 0.0, 0.0, ring=0.5, messages=0.1, members=0.0, shared=1.0)
-    nothing = Load()
-    trio = RawTrio((raw,) * 4, Weighed(nothing, nothing, nothing, nothing, *[0.0] * 6), 0.0)
-    stack = local_stack()
-    busy, idle = site_of_machine(MACHINE, 2), replace(site_of_machine(MACHINE, 2), cores=4)
-    assert unhidden(trio, busy).loads[0].under(stack).messages == pytest.approx(0.6)
-    assert unhidden(trio, idle).loads[0].under(stack).messages == pytest.approx(0.1)
+    ring = Layout.parse("cp2 fp32")
+    load = Load((Product(512, 512, 512),), messages=(Message("cp.ring", "send", 4096.0),))
+    busy = site_of_machine(MACHINE, 2)
+    idle = replace(busy, cores=4)
+    assert raw_of(load, busy, ring, "fp32", True).ring == 0.0
+    assert raw_of(load, idle, ring, "fp32", True).ring > 0.0
+    seen = time_of(load, busy, local_stack(), ring, "fp32")
+    hidden = time_of(load, idle, local_stack(), ring, "fp32")
+    assert seen.messages > hidden.messages == 0.0

@@ -21,7 +21,7 @@ from .candidates import on_ranks
 from .columns import Case, columns_of
 from .estimate import Estimates, estimate
 from .fit import fit
-from .local import crowded, unhidden
+from .local import crowded
 from .predict import Group, PieceKinds, Weigh
 from .price import RawTrio, raw_trio
 from .site import Site
@@ -93,7 +93,7 @@ class Timed:
 
 def _raws(pieces: PieceKinds, cut: Layout, rows: float, site: Site) -> tuple[RawTrio, ...]:
     three = (pieces.embed(rows), pieces.block(rows), pieces.head(rows))
-    return tuple(unhidden(raw_trio(w, site, True, cut, cut.precision), site) for w in three)
+    return tuple(raw_trio(w, site, True, cut, cut.precision) for w in three)
 
 
 def calibrated(base: Stack, groups: Sequence[Timed]) -> Stack:

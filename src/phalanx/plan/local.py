@@ -17,12 +17,11 @@ from ..program import Attention, Product
 from .columns import Columns
 from .estimate import Estimates
 from .machine import Machine, Rate
-from .price import RawTrio
 from .site import Numbers, Site
 from .stack import Stack, stack
 from .toml import MachineError
 
-__all__ = ["Curves", "Measured", "crowded", "local_stack", "site_of_machine", "unhidden"]
+__all__ = ["Curves", "Measured", "crowded", "local_stack", "site_of_machine"]
 
 _NEAR = {"tf32": "fp32", "fp16": "bf16"}  # told by another dtype where it was not measured itself
 _ATTENTION = 0.6  # of the product's rate: what a fused kernel is assumed to reach
@@ -158,17 +157,6 @@ def local_stack(precision: str = "fp32") -> Stack:
         context=0.0,
         reserve=1.0,
     )
-
-
-def unhidden(raws: RawTrio, site: Site) -> RawTrio:
-    """The piece where no core is left to carry a ring's messages while a block is computed: they
-    cost what every other message does."""
-    if not site.cores or site.ranks < site.cores:
-        return raws
-    forward, inputs, weights, again = (
-        replace(x, ring=0.0, messages=x.messages + x.ring) for x in raws.loads
-    )
-    return replace(raws, loads=(forward, inputs, weights, again))
 
 
 def crowded(found: Estimates, c: Columns, site: Site) -> Estimates:

@@ -85,6 +85,8 @@ class Raw:
 def raw_of(load: Load, site: Site, cut: Layout, dtype: str, fused: bool) -> Raw:
     """The parts of one operation on one rank."""
     ring, messages = _messages(load, site, cut)
+    if site.cores and site.ranks >= site.cores:  # no core is left to carry a ring's messages
+        ring, messages = 0.0, messages + ring
     return Raw(
         products=sum(site.rates.product(p, dtype) for p in load.products),
         attention=sum(_attend(a, site, dtype, fused) for a in load.attention),
