@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from phalanx.layout import Layout, Shape, legal
-from phalanx.plan.candidates import Candidates, Cut, Space, candidates, spread
+from phalanx.plan.candidates import Candidates, Cut, Space, candidates
 from phalanx.plan.columns import Columns, columns_of
 from phalanx.plan.link import cluster
+from phalanx.plan.pipes import spread
 from phalanx.plan.priced import Priced, pipeline, pipeline_costs
 from phalanx.plan.rivals import rivals
 from phalanx.plan.search import Plan, judge, search

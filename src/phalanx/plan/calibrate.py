@@ -17,11 +17,11 @@ from typing import Any, cast
 import numpy as np
 
 from ..layout import Layout, Shape, stage_pieces
-from .candidates import on_ranks
 from .columns import Case, columns_of
 from .estimate import Estimates, estimate
 from .fit import fit
 from .local import crowded
+from .pipes import on_ranks
 from .predict import Group, PieceKinds, Weigh
 from .price import RawTrio, raw_trio
 from .site import Site

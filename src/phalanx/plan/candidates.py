@@ -11,24 +11,23 @@ sequences for data parallel: they divide work that whole sequences divide withou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Axis, Layout, Mesh, Shape, stage_pieces
+from ..layout import Axis, Layout, Mesh, Shape
 from .columns import SCHEDULES, Case, Columns
+from .pipes import Pipe, pipes
 from .site import Network, Site
 
-__all__ = ["ORDERS", "Candidates", "Cut", "Grid", "Space", "candidates", "spread"]
+__all__ = ["ORDERS", "Candidates", "Cut", "Grid", "Space", "candidates"]
 
 ORDERS = ("dp pp cp tp", "pp dp cp tp")  # which neighbours are near: axes, outermost first
 _SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
-_MOST_CHUNKS = 16
 _PART = 2048  # tokens of a sequence's part that are worth a message
 
 
@@ -113,14 +112,6 @@ class _Zero(NamedTuple):
     gather: str
 
 
-class _Pipe(NamedTuple):
-    schedule: str
-    chunks: int
-    stages: tuple[int, ...]  # blocks of each virtual stage, when they are to be said
-    first: float
-    last: float
-
-
 class _Inner(NamedTuple):
     seq: bool
     recompute: str
@@ -133,7 +124,7 @@ class _Options:
     grid: Grid
     zeros: tuple[_Zero, ...]
     counts: tuple[int, ...]  # microbatches
-    pipes: tuple[_Pipe, ...]
+    pipes: tuple[Pipe, ...]
     inners: tuple[_Inner, ...]
 
 
@@ -252,7 +243,7 @@ def _all_options(space: Space) -> Iterator[_Options]:
                 grid,
                 tuple(_zeros(space, grid, max(counts))),
                 counts,
-                _pipes(space.shape, grid.pp),
+                pipes(space.shape, grid.pp),
                 tuple(_inners(space, grid)),
             )
 
@@ -295,49 +286,6 @@ def _inners(space: Space, grid: Grid) -> Iterator[_Inner]:
     seqs = (True, False) if grid.tp > 1 and space.shape.kind == "decoder" else (False,)
     for seq, recompute in product(seqs, space.recomputes):
         yield _Inner(seq, recompute)
-
-
-@lru_cache(maxsize=512)
-def _pipes(shape: Shape, pp: int) -> tuple[_Pipe, ...]:
-    """Schedules with their chunks, and blocks balanced with embedding and head or left even."""
-    if pp == 1:
-        return (_Pipe("accum", 1, (), 0.0, 0.0),)
-    found = []
-    for schedule, chunks in _schedules(shape.layers, pp):
-        plain = Layout(mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks)
-        balanced = tuple(
-            len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(plain, shape)
-        )
-        even = spread(shape.layers, pp * chunks)
-        for stages, said in ((balanced, ()), *(((even, even),) if even != balanced else ())):
-            held = on_ranks(stages, pp, schedule)
-            found.append(_Pipe(schedule, chunks, said, float(held[0]), float(held[-1])))
-    return tuple(found)
-
-
-def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
-    yield "1f1b", 1
-    yield "zb-h1", 1
-    if 2 * pp <= layers:
-        yield "zb-v", 2
-    for chunks in range(2, min(_MOST_CHUNKS, layers // pp) + 1):
-        whole = layers % (pp * chunks) == 0 or (layers + 2) % (pp * chunks) == 0
-        if whole or chunks & (chunks - 1) == 0:
-            yield "interleaved", chunks
-
-
-def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks as even as can be; where some stages hold one more, these are in the middle."""
-    least, more = divmod(layers, stages)
-    begin = (stages - more) // 2
-    return tuple(least + (begin <= i < begin + more) for i in range(stages))
-
-
-def on_ranks(stages: Sequence[int], pp: int, schedule: str) -> tuple[int, ...]:
-    """Blocks of each rank of a pipeline; the last is the one that holds the head."""
-    if schedule != "zb-v":
-        return tuple(sum(stages[r::pp]) for r in range(pp))
-    return tuple(stages[r] + stages[2 * pp - 1 - r] for r in range(pp))
 
 
 def _columns(

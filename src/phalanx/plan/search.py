@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, Shape, legal, stage_pieces
 from ..program import Timeline, simulate
-from .candidates import Candidates, Cut, Space, candidates, on_ranks
+from .candidates import Candidates, Cut, Space, candidates
 from .columns import Case, columns_of
 from .estimate import Estimates, estimate
+from .pipes import on_ranks
 from .predict import Weigh
 from .priced import Priced, pipeline, pipeline_costs
 from .refused import Refusal, refusals
