@@ -128,8 +128,9 @@ def _line(a: Any, b: Any, rows: float) -> Any:
         return a
     if isinstance(a, tuple) and isinstance(b, tuple):
         return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
-    names = _names(type(a))
-    return type(a)(*(_line(getattr(a, n), getattr(b, n), rows) for n in names))
+    kind: Any = type(a)
+    names = _names(kind)
+    return kind(*(_line(getattr(a, n), getattr(b, n), rows) for n in names))
 
 
 @cache
