@@ -163,7 +163,7 @@ def test_the_best_is_the_best_of_all_when_all_are_weighed() -> None:
     from phalanx.plan.search import _screened
 
     lazy = Priced(SHAPE, place, own, weighing, sequence=SEQUENCE, precision="bf16")
-    _, screened = _screened(space, lazy, own, 0.85 * place.memory)
+    _, screened, _ = _screened(space, lazy, own, 0.85 * place.memory)
     assert float(screened.step[screened.bytes <= 0.85 * place.memory].min()) >= best * 0.999
     assert lazy.cuts < priced.cuts
 

@@ -29,9 +29,12 @@ __all__ = ["Choice", "Plan", "PlanError", "judge", "search", "timeline"]
 
 _BEST = 300  # of the screened, those whose pipelines are simulated
 _OPS = 120_000  # operations simulated in all
+_NEAR = 1.1  # of the best time: who is slower than that is not priced again
 _CUTS = 4  # weighed together, when they may be the best
 _SURELY = 0.97  # the screened order is that of closed forms, whose bubble may be this much too long
 _CLEARLY = 0.999  # of the best time: who is no faster than that need not be weighed
+
+Mask = NDArray[np.bool_]
 
 
 class PlanError(ValueError):
@@ -80,7 +83,7 @@ def search(
     space = Space(shape, site, sequence, batch, precision)
     room = limit * site.memory
     priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
-    found, times = _screened(space, priced, stack, room)
+    found, times, own = _screened(space, priced, stack, room)
     for more in (("every=2", "every=4", "every=8"), ("all", "every=4")):
         if (times.bytes <= room).any():
             break
@@ -88,9 +91,9 @@ def search(
         space = replace(
             space, recomputes=more, offload=("optimizer",) if "all" in more else space.offload
         )
-        found, times = _screened(space, priced, stack, room)
+        found, times, own = _screened(space, priced, stack, room)
     fits = times.bytes <= room
-    chosen = _simulated(found, times, fits, priced, top) if fits.any() else ()
+    chosen = _simulated(found, times, fits & own, priced, top) if fits.any() else ()
     return Plan(
         layouts=chosen,
         refused=refusals(found, times, fits, room, chosen[0].step if chosen else 0.0),
@@ -104,33 +107,39 @@ def search(
 
 def _screened(
     space: Space, priced: Priced, stack: Stack, room: float
-) -> tuple[Candidates, Estimates]:
-    """All candidates estimated; the best of them with pieces that were weighed."""
+) -> tuple[Candidates, Estimates, Mask]:
+    """All candidates estimated, and which of them with their own pieces: the best are."""
     found = candidates(space)
     cuts = [cut for cut, _ in found.keys]
     priced.weigh({cut.base for cut in cuts})
     table = [priced.three(cut, rows) for cut, rows in found.keys]
     times = estimate(found.columns, table, priced.site, stack)
     key = found.columns.key.astype(int)
+    exact = np.array([priced.known(cut) for cut in cuts])
+    fits = times.bytes <= room
     while True:
-        known = np.array([priced.known(cut) for cut in cuts])[key]
-        fits = times.bytes <= room
-        bound = times.step[fits & known].min(initial=np.inf)
-        hopeful = np.flatnonzero(fits & ~known & (times.step < bound * _CLEARLY))
+        step, own = times.step, exact[key]
+        bound = step[fits & own].min(initial=np.inf)
+        hopeful = np.flatnonzero(fits & ~own & (step < bound * _CLEARLY))
         if not len(hopeful):
             # What was never weighed cannot be the best: its own time is not needed.
-            return found, times
-        first = hopeful[np.argsort(times.step[hopeful], kind="stable")]
-        asked = list(dict.fromkeys(cuts[k] for k in key[first]))[:_CUTS]
+            return found, times, own
+        first = hopeful[np.argsort(step[hopeful], kind="stable")]
+        asked = set(list(dict.fromkeys(cuts[k] for k in key[first]))[:_CUTS])
         priced.weigh(asked)
-        # Others that were told by less now are told by these.
-        near = {c._replace(ring=1, ulysses=1) for c in asked} | set(asked)
-        felt = [k for k, c in enumerate(cuts) if c in near or c._replace(ring=1, ulysses=1) in near]
-        changed = np.flatnonzero(np.isin(key, felt))
-        used, again = np.unique(key[changed], return_inverse=True)
+        # Others that were told by less until now are told by these.
+        felt = asked | {cut._replace(ring=1, ulysses=1) for cut in asked}
+        told = np.array([c in asked or c._replace(ring=1, ulysses=1) in felt for c in cuts])
+        changed = np.flatnonzero(told[key] & fits & (step < bound * _NEAR))
+        used = np.unique(key[changed])
+        exact[used] = [priced.known(cuts[k]) for k in used]
         table = [priced.three(*found.keys[int(k)]) for k in used]
+        # All that have these pieces, so that no one is told by others than it is said to be.
+        changed = np.flatnonzero(np.isin(key, used))
+        _, again = np.unique(key[changed], return_inverse=True)
         some = replace(found.columns.take(changed), key=again.astype(float))
         _put(times, changed, estimate(some, table, priced.site, stack))
+        fits[changed] = times.bytes[changed] <= room
 
 
 def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
@@ -141,26 +150,25 @@ def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
 
 
 def _simulated(
-    found: Candidates, times: Estimates, fits: NDArray[np.bool_], priced: Priced, top: int
+    found: Candidates, times: Estimates, able: Mask, priced: Priced, top: int
 ) -> tuple[Choice, ...]:
     """The best few hundred with the bubble of their programs, in that order."""
-    known = np.array([priced.known(cut) for cut, _ in found.keys])[found.columns.key.astype(int)]
-    ready = np.flatnonzero(fits & known)
+    ready, steps, held = np.flatnonzero(able), times.step, times.bytes
     # Of two that are as fast, the one that holds less.
-    order = np.lexsort((times.bytes[ready], np.round(np.log(times.step[ready]), 4)))
+    order = np.lexsort((held[ready], np.round(np.log(steps[ready]), 4)))
     runs = _Runs(priced)
     choices: list[Choice] = []
-    least = times.step - times.bubble
+    least = steps - times.bubble
     for i in _apart(found, ready[order])[:_BEST]:
-        steps = sorted(choice.step for choice in choices)
-        if len(steps) >= top and (runs.spent > _OPS or steps[top - 1] < least[i] * _SURELY):
+        ahead = sorted(choice.step for choice in choices)[:top]
+        if len(ahead) == top and (runs.spent > _OPS or ahead[-1] < least[i] * _SURELY):
             break
         cut, rows = found.keys[int(found.columns.key[i])]
         choices.append(_choice(found.case(i), times, i, runs, cut, rows))
     choices.sort(key=lambda c: c.step)
     shape, batch, sequence = found.space.shape, found.space.batch, found.space.sequence
-    able = [c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence)]
-    return tuple(able[:top])
+    sound = [c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence)]
+    return tuple(sound[:top])
 
 
 def _apart(found: Candidates, order: NDArray[np.intp]) -> list[int]:
