@@ -156,6 +156,7 @@ def test_an_interrupt_ends_quietly_with_130(tmp_path: Path) -> None:
     place = tmp_path / "slow.py"
     place.write_text(
         "import signal\ndef mine(stages, microbatches, chunks):\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores it\n"
         "    print('ready', flush=True)\n    signal.pause()\n"
     )
     with subprocess.Popen(
