@@ -4,8 +4,10 @@ No `Layout` is made until one is asked for. What is left out cannot win, by what
 tensor parallel beyond the fastest links (where these join 8 devices or more), GPipe and naive
 sharding (1F1B has the bubble of the first and holds less), ZeRO-2 in a pipeline (it sums after every
 microbatch, where ZeRO-3 holds less still), and microbatches whose blocks alone are larger than the
-memory. Parts of a sequence shorter than 2,048 tokens are tried only where the batch has too few
-sequences for data parallel: they divide work that whole sequences divide without a message.
+memory. Fewer microbatches than half the stages are tried only where the batch has no more of them: a
+larger microbatch cannot win back a pipeline that is empty most of the time. Parts of a sequence
+shorter than 2,048 tokens are tried only where the batch has too few sequences for data parallel:
+they divide work that whole sequences divide without a message.
 """
 
 from __future__ import annotations
@@ -74,6 +76,18 @@ class Space:
     precision: str = "bf16"
     recomputes: tuple[str, ...] = ("none", "selective", "all")
     offload: tuple[str, ...] = ()
+    seq_only: frozenset[int] = frozenset()  # sizes of tensor parallel that are never faster without
+
+    @property
+    def tensor(self) -> list[int]:
+        """Sizes of tensor parallel that the model and the place allow."""
+        fast = max(self.site.node, 8)
+        return [d for d in _divisors(self.site.ranks) if d <= fast and _splits(self.shape, d)]
+
+    @property
+    def least(self) -> float:
+        """The shortest microbatch that is tried, in sequences: a part of one."""
+        return min(1.0, _PART / self.sequence)
 
 
 class Grid(NamedTuple):
@@ -199,9 +213,7 @@ def _rows(batch: int, dp: int, count: int) -> float:
 def _grids(space: Space) -> Iterator[Grid]:
     s, ranks = space.shape, space.site.ranks
     fast = max(space.site.node, 8)
-    for tp in _divisors(ranks):
-        if tp > fast or not _splits(s, tp):
-            continue
+    for tp in space.tensor:
         for pp in _divisors(ranks // tp):
             if pp > s.layers:
                 break
@@ -253,9 +265,11 @@ def _counts(space: Space, grid: Grid) -> Iterator[int]:
     s, most = space.shape, -(-space.batch // grid.dp)
     # What a block makes between its two largest products has to be somewhere.
     one = 2.0 * space.sequence / grid.cp * (s.ffn if s.kind == "decoder" else s.hidden) / grid.tp
-    found = set()
+    found: set[int] = set()
     for rows in sorted({*(2**i for i in range(most.bit_length())), most}):
         count = min(-(-most // rows), space.batch // grid.dp)
+        if found and 2 * count < grid.pp:
+            return
         if _rows(space.batch, grid.dp, count) * one <= space.site.memory and count not in found:
             found.add(count)
             yield count
@@ -284,6 +298,7 @@ def _zeros(space: Space, grid: Grid, count: int) -> Iterator[_Zero]:
 
 def _inners(space: Space, grid: Grid) -> Iterator[_Inner]:
     seqs = (True, False) if grid.tp > 1 and space.shape.kind == "decoder" else (False,)
+    seqs = seqs[:1] if grid.tp in space.seq_only else seqs
     for seq, recompute in product(seqs, space.recomputes):
         yield _Inner(seq, recompute)
 

@@ -83,6 +83,7 @@ def search(
     space = Space(shape, site, sequence, batch, precision)
     room = limit * site.memory
     priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
+    space = replace(space, seq_only=_seq_only(space, priced))
     found, times, own = _screened(space, priced, stack, room)
     for more in (("every=2", "every=4", "every=8"), ("all", "every=4")):
         if (times.bytes <= room).any():
@@ -103,6 +104,20 @@ def search(
         room=room,
         points=(times.step, times.bytes),
     )
+
+
+def _seq_only(space: Space, priced: Priced) -> frozenset[int]:
+    """The sizes of tensor parallel that are never faster without `seq`, which holds more and sends
+    as many bytes in fewer messages: the shortest microbatch tells it for all."""
+    sizes = [tp for tp in space.tensor if tp > 1 and space.shape.kind == "decoder"]
+    cuts = {tp: [Cut(tp, 1, 1, seq, False, False) for seq in (True, False)] for tp in sizes}
+    priced.weigh(cut for both in cuts.values() for cut in both)
+    found = []
+    for tp, both in cuts.items():
+        cut, plain = (priced.three(each, space.least)[1] for each in both)
+        if plain.forward.total + plain.backward >= cut.forward.total + cut.backward:
+            found.append(tp)
+    return frozenset(found)
 
 
 def _screened(
