@@ -173,7 +173,7 @@ def test_picks_are_in_order_and_fit_in_the_limit() -> None:
     steps = [choice.step for choice in plan().layouts]
     assert steps == sorted(steps)
     assert all(choice.bytes <= plan().room for choice in plan().layouts)
-    assert 0 < plan().fitting < plan().considered <= len(found())
+    assert 0 < plan().fitting <= plan().considered <= len(found())
     assert all(choice.layout.precision == "bf16" for choice in plan().layouts)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..layout import LayoutError, Shape
 from ..layout.layout import PRECISIONS
 from ..plan import Machine, MachineError, cluster
+from ..plan.local import local_stack, site_of_machine
 from ..plan.refused import size
 from ..plan.rivals import rivals
 from ..plan.search import Plan, search
@@ -143,9 +144,9 @@ def asking(parser: Parser) -> None:
     add("--ranks", type=int, metavar="N", help="of --cluster this; default its devices")
     add("--seq", type=int, default=0, metavar="N", help="tokens of a sequence; default the shape's")
     add("--batch-tokens", metavar="N", help="tokens of a step, as 4M; default the shape's batch")
-    add("--precision", default="bf16", metavar="NAME", help="default bf16")
+    add("--precision", metavar="NAME", help="default bf16; fp32 on a CPU")
     add("--limit", type=float, default=0.85, metavar="PART", help="of a device's memory (0.85)")
-    add("--stack", default="phalanx", metavar="NAME", help="whose software; default ours")
+    add("--stack", metavar="NAME", help="whose software; default ours")
 
 
 def asked_of(said: argparse.Namespace) -> Asked:
@@ -156,7 +157,7 @@ def asked_of(said: argparse.Namespace) -> Asked:
         )
     if said.seq < 0:
         raise UsageError("--seq is 1 or more.")
-    if said.precision not in PRECISIONS:
+    if said.precision not in (None, *PRECISIONS):
         raise UsageError(f"--precision {said.precision}: choose {', '.join(PRECISIONS)}.")
     own = said.model if _OWN.fullmatch(said.model) else ""
     shape = _own(own) if own else Shape.load(said.model)
@@ -169,13 +170,14 @@ def asked_of(said: argparse.Namespace) -> Asked:
         )
     shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
     batch = _sequences(said.batch_tokens, sequence) if said.batch_tokens else shape.batch
-    if site.peak and not site.peak.get(said.precision, 1.0):
-        raise UsageError(f"--precision {said.precision}: {site.name} states no rate of it.")
+    precision = said.precision or ("fp32" if site.cores else "bf16")
+    local = bool(site.cores) and said.stack is None
+    software = local_stack(precision) if local else stack(said.stack or "phalanx").on(kind)
     target = "cpu" if site.cores else "cuda"
     return Asked(
         shape=shape, own=own, site=site, cluster="" if said.cluster == "this" else said.cluster,
-        stack=stack(said.stack).on(kind), sequence=sequence, batch=batch,
-        precision=said.precision, limit=said.limit, weigh=partial(weighs, target=target),
+        stack=software, sequence=sequence, batch=batch,
+        precision=precision, limit=said.limit, weigh=partial(weighs, target=target),
     )  # fmt: skip
 
 
@@ -201,9 +203,6 @@ def _site(said: argparse.Namespace) -> tuple[Site, str]:
             f" Measure one: phalanx doctor --out {file}; or name a cluster, as h100x64."
         )
     machine = Machine.load(file)
-    # What a measured machine is as a place to run stands in a file of its own.
-    from ..plan.local import site_of_machine
-
     site = site_of_machine(machine, said.ranks or 0)
     return site, machine.device
 

@@ -13,7 +13,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape
-from ..layout.recipe import recipe
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
 from .usage import Parser, UsageError, print_json
@@ -103,7 +102,7 @@ def _train(wanted: Run, said: argparse.Namespace) -> int:
             f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
         )
     shape = shape_of(wanted)
-    layout = _layout(wanted, shape, ranks)
+    layout = _layout(wanted, shape, ranks, quiet=said.json or bool(place and place.rank))
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
@@ -134,25 +133,20 @@ def _ranks(wanted: Run, told: int | None) -> int:
     return torch.cuda.device_count() or 2
 
 
-def _layout(wanted: Run, shape: Shape, ranks: int) -> Layout:
-    """The run's layout; `auto` is the recipe's. Refused here: what the file could not know."""
-    auto = wanted.layout.strip() == "auto"
-    found = _by_recipe(wanted, shape, ranks) if auto else Layout.parse(wanted.layout)
+def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
+    """The run's layout; `auto` is planned. Refused here: what the file could not know."""
+    named = wanted.layout.strip() != "auto"
+    if named:
+        found = Layout.parse(wanted.layout)
+    else:
+        from .auto import auto
+
+        found, why = auto(wanted, shape, ranks)
+        if not quiet:
+            print(f"auto: {str(found) or 'one rank'}, {why}", flush=True)
     if wrong := list(misfits(wanted, shape, found)):
-        raise RunError("layout = auto" if auto else wanted.own or "run", wrong)
+        raise RunError(wanted.own or "run" if named else "layout = auto", wrong)
     return found
-
-
-def _by_recipe(wanted: Run, shape: Shape, ranks: int) -> Layout:
-    import torch
-
-    cuda = torch.cuda.is_available()
-    memory = float(torch.cuda.get_device_properties(0).total_memory) if cuda else 0.0
-    return recipe(
-        shape, ranks,
-        batch=shape.batch, sequence=wanted.tokens(shape),
-        memory=memory, precision="bf16" if cuda else "fp32",
-    )  # fmt: skip
 
 
 def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from ..layout import Layout, Shape, legal, stage_pieces
 from ..program import Timeline, simulate
 from .candidates import Candidates, Cut, Space, candidates
-from .columns import Case, columns_of
+from .columns import Case, Columns, columns_of
 from .estimate import Estimates, estimate
+from .local import crowded
 from .pipes import on_ranks
 from .predict import Weigh
-from .priced import Priced, pipeline, pipeline_costs
+from .priced import Priced, Three, pipeline, pipeline_costs
 from .refused import Refusal, refusals
 from .site import Site
 from .stack import Stack
@@ -128,7 +129,7 @@ def _screened(
     cuts = [cut for cut, _ in found.keys]
     priced.weigh({cut.base for cut in cuts})
     table = [priced.three(cut, rows) for cut, rows in found.keys]
-    times = estimate(found.columns, table, priced.site, stack)
+    times = _estimated(found.columns, table, priced.site, stack)
     key = found.columns.key.astype(int)
     exact = np.array([priced.known(cut) for cut in cuts])
     fits = times.bytes <= room
@@ -153,8 +154,12 @@ def _screened(
         changed = np.flatnonzero(np.isin(key, used))
         _, again = np.unique(key[changed], return_inverse=True)
         some = replace(found.columns.take(changed), key=again.astype(float))
-        _put(times, changed, estimate(some, table, priced.site, stack))
+        _put(times, changed, _estimated(some, table, priced.site, stack))
         fits[changed] = times.bytes[changed] <= room
+
+
+def _estimated(c: Columns, table: Sequence[Three], site: Site, stack: Stack) -> Estimates:
+    return crowded(estimate(c, table, site, stack), c, site)
 
 
 def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
@@ -223,10 +228,12 @@ class _Runs:
 
 
 def _choice(case: Case, times: Estimates, i: int, runs: _Runs, cut: Cut, rows: float) -> Choice:
-    parts, layout = times.breakdown(i), case.layout
-    if layout.pp > 1:
+    parts, layout, site = times.breakdown(i), case.layout, runs.priced.site
+    # A simulated stage that waits leaves no core to the others: there the closed form is nearer.
+    told = bool(site.cores) and site.ranks > site.cores
+    if layout.pp > 1 and not told:
         parts["bubble"] = runs.bubble(layout, _blocks(layout, case.shape), cut, rows)
-    return Choice(layout, case, parts, times.held(i), True)
+    return Choice(layout, case, parts, times.held(i), not told)
 
 
 def _blocks(layout: Layout, shape: Shape) -> tuple[int, ...]:
@@ -249,7 +256,7 @@ def judge(
     cuts = [_cut(layout) for layout in layouts]
     priced.weigh(cuts)
     table = [priced.three(cut, case.rows) for cut, case in zip(cuts, cases, strict=True)]
-    times = estimate(columns_of(cases, range(len(cases))), table, priced.site, stack)
+    times = _estimated(columns_of(cases, range(len(cases))), table, priced.site, stack)
     runs = _Runs(priced)
     return tuple(
         _choice(case, times, i, runs, cut, case.rows)

@@ -1,0 +1,64 @@
+"""The layout that `auto` means in training: planned where the machine is known, else the recipe's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..layout import Layout, LayoutError, Run, Shape, recipe
+from ..plan import Machine, MachineError, cluster, clusters, device_named
+from ..plan.local import local_stack, site_of_machine
+from ..plan.search import search
+from ..plan.site import Site, site_of
+from ..plan.stack import stack
+from ..weigh import weighs
+
+__all__ = ["auto"]
+
+
+def auto(wanted: Run, shape: Shape, ranks: int) -> tuple[Layout, str]:
+    """The layout, and who chose it and why."""
+    import torch
+
+    cuda = torch.cuda.is_available()
+    name = torch.cuda.get_device_name(0) if cuda else ""
+    precision = "bf16" if cuda else "fp32"
+    why = "no machine file is named and the GPU is not catalogued"
+    try:
+        site = _site(wanted.machine, name, ranks)
+        if site is not None:
+            found = _planned(wanted, shape, site, precision)
+            if found is not None:
+                return found
+            why = f"nothing fits in the memory of {site.name} by the plan"
+    except (MachineError, LayoutError) as error:
+        why = str(error).split(".")[0]
+    memory = float(torch.cuda.get_device_properties(0).total_memory) if cuda else 0.0
+    layout = recipe(
+        shape, ranks, batch=shape.batch, sequence=wanted.tokens(shape), memory=memory,
+        precision=precision,
+    )  # fmt: skip
+    return layout, f"by the recipe ({why})"
+
+
+def _site(file: str, gpu: str, ranks: int) -> Site | None:
+    """The measured machine, or the catalogue's cluster of this GPU; none if neither is known."""
+    if file:
+        return site_of_machine(Machine.load(file), ranks)
+    kind = device_named(gpu) if gpu else None
+    family = next((c for c in clusters().values() if kind and c.device == kind.name), None)
+    return site_of(cluster(f"{family.name}x{ranks}"), ranks) if family else None
+
+
+def _planned(wanted: Run, shape: Shape, site: Site, precision: str) -> tuple[Layout, str] | None:
+    own = local_stack(precision) if site.cores else stack("phalanx")
+    plan = search(
+        shape, site, partial(weighs, target="cpu" if site.cores else "cuda"), stack=own,
+        sequence=wanted.tokens(shape), batch=shape.batch, precision=precision, top=1,
+        model=wanted.own,
+    )  # fmt: skip
+    if not plan.layouts:
+        return None
+    best = plan.layouts[0]
+    return best.layout, (
+        f"planned for {site.name}: the fastest of {plan.considered:,}, {best.step:.3g} s a step"
+    )
