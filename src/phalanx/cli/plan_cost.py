@@ -110,16 +110,15 @@ def _lines(
         f" at {said.price:g} an hour and device",
         str(choice.layout),
         "",
-        f"  steps             {spent.steps:>14,} of {asked.tokens:,} tokens, {seconds(choice.step)}"
-        f" each (MFU {found.mfu:.1%})",
-        f"  computing         {spent.computing:>14,.1f} hours",
-        f"  checkpoints       {spent.saving:>14,.1f} hours: one every {seconds(spent.interval)},"
-        f" {seconds(saving)} each",
-        f"  failures          {spent.lost:>14,.1f} hours: {spent.failures:,.1f} expected, one in"
+        f"  steps        {spent.steps:>12,} of {asked.tokens:,} tokens, {seconds(choice.step)} each"
+        f" (MFU {found.mfu:.1%})",
+        f"  computing    {spent.computing:>12,.1f} hours",
+        f"  checkpoints  {spent.saving:>12,.1f} hours: one every {seconds(spent.interval)},"
+        f" {seconds(saving)} each, {size(_SAVED * asked.shape.total)}",
+        f"  failures     {spent.lost:>12,.1f} hours: {spent.failures:,.1f} expected, one in"
         f" {said.mtbf / spent.devices:,.3g} hours",
-        f"  altogether        {spent.hours:>14,.1f} hours ({spent.hours / 24:,.1f} days), {spent.goodput:.1%}"
-        " of it computing what stays",
-        f"  device hours      {spent.device_hours:>14,.0f}",
-        f"  money             {spent.money:>14,.0f} ({low:,.0f} to {high:,.0f} by the step's error)",
-        f"  a checkpoint      {size(_SAVED * asked.shape.total):>14}",
+        f"  altogether   {spent.hours:>12,.1f} hours or {spent.hours / 24:,.1f} days,"
+        f" {spent.goodput:.1%} of it for the model",
+        f"  device hours {spent.device_hours:>12,.0f}",
+        f"  money        {spent.money:>12,.0f} ({low:,.0f} to {high:,.0f} by the step's error)",
     ]

@@ -1,0 +1,194 @@
+"""`phalanx plan`: a table that fits a terminal, its JSON, files that others read, and sentences for
+what is impossible."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.layout import Layout, Run, Shape, legal
+from phalanx.plan.spend import interval, spending
+from phalanx.weigh import step_flops
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ["plan", "--model", "124m", "--cluster", "h100x8", "--batch-tokens", "65536"]
+STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """One cache of weighs for all, apart from that of who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def said(capsys: Capture, *argv: str) -> dict[str, object]:
+    assert main([*SMALL, "--json", *argv]) == 0
+    found: dict[str, object] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_table_fits_eighty_columns_and_names_rules_and_reasons(capsys: Capture) -> None:
+    assert main(SMALL) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "What plain rules would pick:" in out
+    assert "Why the others lost:" in out
+
+
+def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(capsys: Capture) -> None:
+    found = said(capsys)
+    shape, layouts = Shape.load("124m"), found["layouts"]
+    assert isinstance(layouts, list)
+    times = [one["step_time_s"] for one in layouts]
+    assert times == sorted(times)
+    for one in layouts:
+        layout = Layout.parse(one["layout"])
+        assert str(layout) == one["layout"]
+        assert not legal(layout, shape, batch=64, sequence=1024)
+        assert sum(one["breakdown"].values()) == pytest.approx(one["step_time_s"])
+        assert sum(one["memory_by_kind_gb"].values()) == pytest.approx(one["memory_gb"])
+        assert one["error_range"][0] < one["step_time_s"] < one["error_range"][1]
+        assert one["tokens_per_s_per_device"] * one["step_time_s"] * 8 == pytest.approx(65536)
+        assert 0 < one["mfu"] < one["mfu_attention_in_full"] < 1
+        assert one["mfu"] <= one["hfu"] < 1
+    assert found["refused"]
+    assert all(r["reason"] and r["family"] for r in found["refused"])  # type: ignore[attr-defined]
+
+
+def test_mfu_is_the_model_s_flops_over_time_and_peak(capsys: Capture) -> None:
+    best = said(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
+    flops = step_flops(Shape.load("124m"), 64, 1024).model
+    assert best["mfu"] == pytest.approx(flops / best["step_time_s"] / 8 / 989.4e12, rel=1e-3)
+
+
+def test_explaining_a_pick_gives_its_numbers_and_its_timeline(capsys: Capture) -> None:
+    best = said(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
+    again = said(capsys, "--explain", best["layout"])
+    assert again["step_time_s"] == pytest.approx(best["step_time_s"])
+    assert main([*SMALL, "--explain", "pp4 dp2 1f1b:8"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "stage 3" in out
+    assert "the fullest rank holds" in out
+
+
+def test_the_run_file_and_the_page_are_written(capsys: Capture, tmp_path: Path) -> None:
+    run, page = tmp_path / "run.toml", tmp_path / "plan.html"
+    assert main([*SMALL, "--json", "--out", str(run), "--page", str(page)]) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"][0]
+    made = Run.load(str(run))
+    assert (made.layout, made.batch, made.sequence) == (best["layout"], 64, 1024)
+    html = page.read_text()
+    assert best["layout"] in html
+    assert not re.search(r"""(src|href)=|https?://(?!www\.w3\.org/2000/svg)|<script""", html)
+
+
+def test_somebody_s_own_model_is_planned(capsys: Capture) -> None:
+    argv = ["plan", "--model", STRANGER, "--cluster", "h100x2", "--json", "--top", "2"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"]
+
+
+@pytest.mark.parametrize(
+    "argv, why",
+    [
+        (["--model", "8c"], "there is no shape '8c'. Did you mean '8b'"),
+        (["--cluster", "h10x64"], "Did you mean 'h100'"),
+        (["--cluster", "h100x63"], "use a multiple of 8"),
+        (["--batch-tokens", "100"], "is less than one sequence"),
+        (["--batch-tokens", "65000"], "Nearest that is whole: --batch-tokens 64512"),
+        (["--batch-tokens", "lots"], "write a number such as 4M"),
+        (["--seq", "4096"], "has learned 1024 positions"),
+        (["--limit", "85"], "--limit 85"),
+        (["--top", "0"], "--top 0"),
+        (["--stack", "megatron"], "there is no stack 'megatron'"),
+        (["--precision", "int8"], "--precision int8: choose"),
+        (["--explain", "dp4"], "is for 4 ranks, h100x8 has 8"),
+        (["--explain", "dp8 pp2x"], "'pp2x' is not an axis"),
+        (["--cluster", "this"], "there is no machine file machine.toml"),
+        (["--out", "run.json"], "a run file ends in .toml"),
+        (["--tp", "2"], "means nothing here"),
+    ],
+)
+def test_what_means_nothing_is_told_with_the_way_out(
+    argv: list[str], why: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, *argv]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_where_nothing_fits_the_nearest_that_does_is_named(capsys: Capture) -> None:
+    argv = ["plan", "--model", "124m", "--cluster", "h100x1", "--batch-tokens", "16384"]
+    assert main([*argv, "--limit", "0.02"]) == 1
+    out = capsys.readouterr().out
+    assert "No layout of 124m fits on h100x1" in out
+    found = re.search(r"It fits with --limit (\S+)\.\s", out + " ")
+    assert found
+    assert main([*argv, "--limit", found[1]]) == 0
+
+
+def test_a_batch_of_fewer_sequences_than_devices_is_planned_without_that_much_data_parallel(
+    capsys: Capture,
+) -> None:
+    best = said(capsys, "--batch-tokens", "4096")["layouts"]
+    assert all(Layout.parse(one["layout"]).dp <= 4 for one in best)  # type: ignore[index, union-attr]
+
+
+def test_a_plan_from_cached_weighs_never_loads_torch(capsys: Capture) -> None:
+    said(capsys)
+    code = (
+        "import sys; from phalanx.cli.main import main;"
+        f" assert main({[*SMALL, '--json']!r}) == 0; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- money
+
+
+def test_cost_is_hours_times_devices_times_price(capsys: Capture) -> None:
+    argv = ["plan", "cost", *SMALL[1:], "--tokens", "10B", "--price", "2.5"]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["money"] == pytest.approx(found["hours"] * 8 * 2.5)
+    assert found["hours"] == pytest.approx(found["computing"] + found["lost"] + found["saving"])
+    assert found["computing"] * 3600 == pytest.approx(found["steps"] * found["step_time_s"])
+    assert main(argv) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    assert main([*argv, "--mtbf", "0"]) == 2
+
+
+@pytest.mark.parametrize("saving, between", [(10.0, 3600.0), (60.0, 11000.0), (300.0, 7200.0)])
+def test_the_interval_is_the_one_that_loses_least(saving: float, between: float) -> None:
+    """Against a fine search of Daly's complete model, M e^(R/M) (e^((t+d)/M) - 1) / t."""
+    from math import exp
+
+    def cost(every: float) -> float:
+        return (exp((every + saving) / between) - 1) / every
+
+    best = min(cost(k * between / 4000) for k in range(1, 8000))
+    assert cost(interval(saving, between)) == pytest.approx(best, rel=2e-4)
+
+
+def test_more_devices_fail_more_often_and_save_more_often() -> None:
+    few, many = (
+        spending(
+            tokens=1e12, batch_tokens=4e6, step=5.0, devices=n, price=1.0, saving=30, restart=600
+        )
+        for n in (64, 16384)
+    )
+    assert many.interval < few.interval
+    assert many.failures / few.failures == pytest.approx(256, rel=0.3)
+    assert many.goodput < few.goodput < 1
+    # 419 interruptions in 54 days on 16,384 devices are the default.
+    assert many.failures / (many.hours / 24) == pytest.approx(419 / 54)
