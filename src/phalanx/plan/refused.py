@@ -39,7 +39,7 @@ def size(count: float) -> str:
 
 
 def refusals(
-    found: Candidates, times: Estimates, fits: Mask, room: float, best: float
+    found: Candidates, times: Estimates, fits: Mask, own: Mask, room: float
 ) -> tuple[Refusal, ...]:
     """Every family but those of the winner, and what no layout here may be."""
     steps, held = times.step, times.bytes
@@ -50,7 +50,8 @@ def refusals(
             continue
         able = np.flatnonzero(mask & fits)
         if len(able):
-            said.append(_slower(family, found, times, int(able[np.argmin(steps[able])]), winner))
+            i = int(able[np.argmin(steps[able])])
+            said.append(_slower(family, found, times, i, winner, exact=bool(own[i])))
         else:
             rows = np.flatnonzero(mask)
             said.append(_large(family, found, times, int(rows[np.argmin(held[rows])]), room))
@@ -91,8 +92,11 @@ def _inner_families(found: Candidates) -> Iterator[tuple[str, Mask]]:
             yield name, c.schedule == code
 
 
-def _slower(family: str, found: Candidates, times: Estimates, i: int, winner: int) -> Refusal:
-    """The best of a family beside the best of all, both as they were screened."""
+def _slower(
+    family: str, found: Candidates, times: Estimates, i: int, winner: int, *, exact: bool
+) -> Refusal:
+    """The best of a family beside the best of all, both as they were screened. One that was not
+    weighed is slower by at least so much."""
     ours, theirs = times.breakdown(winner), times.breakdown(i)
     part = max(ours, key=lambda name: theirs[name] - ours[name])
     more = theirs[part] - ours[part]
@@ -104,7 +108,7 @@ def _slower(family: str, found: Candidates, times: Estimates, i: int, winner: in
         if by >= 2
         else (f"{100 * (by - 1):.1f} % slower")
     )
-    reason = f"at best {slower}"
+    reason = f"{'at best' if exact else 'at least'} {slower}"
     if by >= 1.0005 and more > 0:
         reason += f": {_PARTS[part]} takes {1e3 * more:,.0f} ms more"
     return Refusal(family, "slower", reason, str(found.layout(i)), by)

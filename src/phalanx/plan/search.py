@@ -98,7 +98,7 @@ def search(
     chosen = _simulated(found, times, fits & own, priced, top) if fits.any() else ()
     return Plan(
         layouts=chosen,
-        refused=refusals(found, times, fits, room, chosen[0].step if chosen else 0.0),
+        refused=refusals(found, times, fits, own, room),
         considered=len(found),
         fitting=int(fits.sum()),
         weighed=priced.cuts,
