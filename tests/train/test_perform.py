@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from functools import partial
 from typing import Any
@@ -165,7 +166,7 @@ def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(how:
     if how == "raises":
         assert "a cosmic ray" in said
         assert "rank 1 was at 5B0" in said
-    assert "Rank 0 was at 2B0" in said
+    assert re.search(r"Rank 0 was at \d[A-Z]\d", said)  # how far it came is chance
 
 
 def deaf(world: World, layout: Layout) -> None:
