@@ -221,9 +221,7 @@ def _grids(space: Space) -> Iterator[Grid]:
                 dp = ranks // (tp * pp * cp)
                 if dp > space.batch or (cp > 1 and not _parts(space, dp * cp, cp)):
                     continue
-                for ulysses in _rings(cp):
-                    if (s.heads // tp) % ulysses or (ulysses > 1 and ulysses * tp > fast):
-                        continue
+                for ulysses in _ulysses(cp, s.heads // tp, fast // tp):
                     for order in ORDERS[: 2 if pp > 1 and dp > 1 else 1]:
                         yield Grid(dp, pp, cp // ulysses, ulysses, tp, order)
 
@@ -235,9 +233,9 @@ def _parts(space: Space, copies: int, cp: int) -> bool:
     return cp * _PART <= space.sequence or cp * space.batch <= 2 * copies
 
 
-def _rings(cp: int) -> list[int]:
-    """Ulysses inside a ring: none of it, nothing else, and for many ranks what lies between."""
-    return [u for u in _divisors(cp) if u in (1, cp) or cp > 8]
+def _ulysses(cp: int, heads: int, near: int) -> list[int]:
+    """None of it, or as much as the heads and the fastest links allow; a ring for the rest."""
+    return sorted({1, max(u for u in _divisors(cp) if u == 1 or (heads % u == 0 and u <= near))})
 
 
 def _splits(s: Shape, tp: int) -> bool:

@@ -31,7 +31,7 @@ __all__ = ["Choice", "Plan", "PlanError", "judge", "search", "timeline"]
 _BEST = 300  # of the screened, those whose pipelines are simulated
 _OPS = 120_000  # operations simulated in all
 _NEAR = 1.1  # of the best time: who is slower than that is not priced again
-_CUTS = 4  # weighed together, when they may be the best
+_CUTS = 1  # weighed together, when they may be the best
 _SURELY = 0.97  # the screened order is that of closed forms, whose bubble may be this much too long
 _CLEARLY = 0.999  # of the best time: who is no faster than that need not be weighed
 
