@@ -31,7 +31,8 @@ from phalanx.bench import examine, find
 from phalanx.bench.doctor import Examination
 from phalanx.layout import Layout, Shape, legal
 from phalanx.plan import Machine
-from phalanx.plan.calibrate import Timed, Trial, calibrated, case_of
+from phalanx.plan.calibrate import Timed, Trial, calibrated
+from phalanx.plan.columns import case_of
 from phalanx.plan.local import local_stack, site_of_machine
 from phalanx.plan.stack import FITTED, Stack
 from phalanx.split import build_model, microbatches

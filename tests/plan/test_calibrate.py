@@ -13,18 +13,11 @@ from by_hand import block, embed, head
 
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError, cluster
-from phalanx.plan.calibrate import (
-    Timed,
-    Trial,
-    by_model,
-    calibrated,
-    case_of,
-    read_run,
-    read_stack,
-    stack_text,
-)
+from phalanx.plan.calibrate import Timed, Trial, by_model, calibrated, read_run
+from phalanx.plan.columns import case_of
 from phalanx.plan.site import site_of
-from phalanx.plan.stack import Stack
+from phalanx.plan.stack import Stack, stack
+from phalanx.plan.toml import dump
 from phalanx.program import Weighed
 
 SHAPE = Shape(
@@ -70,11 +63,24 @@ def test_the_stack_that_made_the_runs_is_neared_and_tells_runs_that_it_has_not_s
     begin = Stack(speed=0.95, traffic=0.3)
     after = calibrated(begin, [seen])
 
-    def error(stack: Stack, of: Timed) -> float:
-        return float(np.median(np.abs(of.under(stack).step / of.under(truth).step - 1)))
+    def error(each: Stack, of: Timed) -> float:
+        return float(np.median(np.abs(of.under(each).step / of.under(truth).step - 1)))
 
     assert error(after, seen) < min(0.1, error(begin, seen) / 2)
     assert error(after, unseen) < min(0.15, error(begin, unseen) / 2)
+
+
+def test_runs_that_are_all_far_slower_than_told_are_followed_all_the_same() -> None:
+    truth = Stack(speed=0.5, attention=0.25, traffic=2.2, host=6.0)
+    seen = _timed(LAYOUTS)
+    seen.measured[:] = 1.6 * seen.under(truth).step
+    begin = Stack(speed=1.0, attention=1.5, traffic=0.2, host=0.0)
+
+    def off(each: Stack) -> float:
+        return float(np.median(np.abs(np.log(seen.under(each).step / seen.measured))))
+
+    assert off(begin) > 0.4
+    assert off(calibrated(begin, [seen])) < 0.6 * off(begin)
 
 
 def test_without_a_measured_run_nothing_is_refitted() -> None:
@@ -83,11 +89,11 @@ def test_without_a_measured_run_nothing_is_refitted() -> None:
 
 def test_a_stack_file_reads_back_as_the_stack_that_was_written(tmp_path: Path) -> None:
     said = Stack(speed=0.7, by_device={"h100-sxm": {"host": 2.0}}, fused_attention=False)
-    (tmp_path / "stack.toml").write_text(stack_text(said))
-    assert read_stack(tmp_path / "stack.toml") == said
+    (tmp_path / "stack.toml").write_text(dump(said))
+    assert stack(str(tmp_path / "stack.toml")) == said
     (tmp_path / "stack.toml").write_text("sped = 0.7\n")
     with pytest.raises(MachineError, match=r"sped.*speed"):
-        read_stack(tmp_path / "stack.toml")
+        stack(str(tmp_path / "stack.toml"))
 
 
 def _journal(folder: Path, *records: Mapping[str, object], torn: str = "") -> Path:

@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from ..plan import Machine, cluster
-from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run, read_stack, stack_text
+from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from ..plan.local import local_stack, site_of_machine
 from ..plan.site import Site, site_of
 from ..plan.stack import FITTED, Stack, stack
+from ..plan.toml import dump
 from ..weigh import cut_of, weighs
 from .usage import Parser, UsageError, print_json, write
 
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
     before = _begin(said, groups[0].site, trials)
     after = calibrated(before, groups)
     if said.out:
-        write(said.out, {".toml": stack_text}, after)
+        write(said.out, {".toml": dump}, after)
     rows = _rows(groups, before, after)
     if said.json:
         print_json({"runs": rows, "stack": {name: getattr(after, name) for name in FITTED}})
@@ -76,8 +77,6 @@ def _timed(trials: Sequence[Trial], said: Namespace) -> Timed:
 
 def _begin(said: Namespace, site: Site, trials: Sequence[Trial]) -> Stack:
     """Where the fit begins: what was named, else ours as it is on such a device."""
-    if said.stack and Path(said.stack).is_file():
-        return read_stack(said.stack)
     if said.stack:
         return stack(said.stack)
     return local_stack(trials[0].case.layout.precision) if site.cores else stack("phalanx")

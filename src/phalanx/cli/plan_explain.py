@@ -3,8 +3,9 @@ timeline that is predicted for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from ..draw import Picture, text
 from ..layout import Layout
@@ -18,6 +19,7 @@ from .usage import UsageError, print_json, screen
 
 __all__ = ["explain"]
 
+_SHORT = {"activations": "kept"}
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 
 
@@ -50,13 +52,31 @@ def explain(words: str, asked: Asked, *, as_json: bool) -> int:
 
 
 def _memory(choice: Choice, room: float) -> Iterator[str]:
-    """By kind, of the fuller of the first and the last stage."""
+    """By kind, of the fullest rank; and of each stage of a pipeline."""
     fits = "fits" if choice.bytes <= room else "does not fit"
     yield f"the fullest rank holds {size(choice.bytes)}, and {fits} in {size(room)}:"
     for kind in KINDS:
         if choice.memory[kind]:
             part = 100 * choice.memory[kind] / choice.bytes
             yield f"  {kind:20}{size(choice.memory[kind]):>10} {part:6.1f} %"
+    if choice.stages:
+        yield ""
+        yield from _stages(choice.stages)
+
+
+def _stages(stages: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """A line for every rank of a pipeline, those that follow each other alike in one, in GB."""
+    used = [kind for kind in KINDS if any(held[kind] for held in stages)]
+    yield "GB  stage" + "".join(f"{_SHORT.get(kind, kind):>10}" for kind in (*used, "all"))
+    lines = [
+        "".join(f"{held / 1e9:10.1f}" for held in (*(each[k] for k in used), sum(each.values())))
+        for each in stages
+    ]
+    begin = 0
+    for line, those in groupby(lines):
+        last = begin + len(list(those)) - 1
+        yield f"{f'{begin}' if last == begin else f'{begin}-{last}':>9}{line}"
+        begin = last + 1
 
 
 def _timeline(asked: Asked, choice: Choice) -> Iterator[str]:

@@ -89,6 +89,7 @@ def of_choice(asked: Asked, choice: Choice) -> dict[str, object]:
         "mfu_attention_in_full": found.mfu_full,
         "memory_gb": choice.bytes / 1e9,
         "memory_by_kind_gb": {kind: held / 1e9 for kind, held in choice.memory.items()},
+        "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
         "breakdown": dict(choice.parts),
         "error_range": [choice.step * (1 - asked.error), choice.step * (1 + asked.error)],
     }

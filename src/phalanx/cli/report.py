@@ -1,39 +1,125 @@
-"""`phalanx report`: a run's folder as one HTML page."""
+"""`phalanx report`: a run's folder as one HTML page, and its step beside what a plan counts for it."""
 
 from __future__ import annotations
 
+import argparse
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, flags, print_json
+
+if TYPE_CHECKING:
+    from ..plan.site import Site
+    from ..plan.stack import Stack
+    from ..report.compared import Compared
+    from ..report.predicted import Step
 
 __all__ = ["run"]
 
 _EPILOG = """\
 The page is one file that fetches nothing: loss with restarts, step time, MFU, memory, a measured
-step, the mesh, the configuration and versions.
+step, the mesh, the configuration and versions. With --machine or --cluster also what a plan counts
+for each kind of operation, against what it took in the measured step.
 
   phalanx report runs/run
-  phalanx report runs/run --out page.html"""
+  phalanx report runs/run --out page.html
+  phalanx report runs/run --machine machine.toml
+
+Exit code 0: done; 2: wrong usage."""
+_HOW = (
+    "Predicted against measured, by kind of operation: add --machine machine.toml\n"
+    "(phalanx doctor --out machine.toml writes it) or --cluster NAME, as h100x8."
+)
+_SITE = ("wire", "stack", "model")
 
 
 def run(argv: list[str]) -> int:
     """Write the page of a run."""
     parser = Parser("phalanx report", "A run's folder as one HTML page.", _EPILOG)
-    parser.add_argument("folder", metavar="RUNDIR", help="the `out` of a run")
-    parser.add_argument("--out", metavar="FILE", help="default RUNDIR/report.html")
-    parser.add_argument("--json", action="store_true", help="where it is, as JSON")
+    add = parser.add_argument
+    add("folder", metavar="RUNDIR", help="the `out` of a run")
+    add("--out", metavar="FILE", help="default RUNDIR/report.html")
+    add("--machine", metavar="FILE", help="where it ran: what doctor --out measured there")
+    add("--cluster", metavar="NAME", help="where it ran, as catalogued: h100x8")
+    add("--wire", metavar="NAME", help="whose curves of the machine file: gloo, shared")
+    add("--stack", metavar="NAME|FILE", help="whose software; default ours")
+    add("--model", metavar="FILE.py:Class", help="your own model of the run: its file is run")
+    add("--json", action="store_true", help="where it is, as JSON, and the comparison")
     said = parser.read(argv)
     from ..report import report
 
     folder = Path(said.folder)
     out = Path(said.out) if said.out else folder / "report.html"
-    page = report(folder)
+    compared = _compared(folder, said)
+    page = report(folder, compared)
     try:
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror}.") from None
     if said.json:
-        print_json({"report": str(out), "bytes": len(page)})
+        more = {"compared": compared.figures()} if compared else {}
+        print_json({"report": str(out), "bytes": len(page), **more})
     else:
-        print(f"wrote {out}")
+        print(f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}")
     return 0
+
+
+def _compared(folder: Path, said: argparse.Namespace) -> Compared | None:
+    """The run's step beside its prediction, if it is said where it ran."""
+    if not said.machine and not said.cluster:
+        if given := flags(said, _SITE):
+            raise UsageError(
+                f"{given[0]} goes with --machine or --cluster, which say where it ran."
+            )
+        return None
+    if said.machine and said.cluster:
+        raise UsageError("--cluster and --machine both say where it ran; name one.")
+    from ..report.predicted import predicted, read_step
+    from ..weigh import weighs
+
+    step = read_step(folder)
+    if step.own and said.model != step.own:
+        raise UsageError(
+            f"the model of {folder} is {step.own}, and a report runs no code of a run's folder by"
+            f" itself. Say that it may: --model {step.own}"
+        )
+    site, stack = _site(step, said)
+    return predicted(step, site, stack, partial(weighs, target="cpu" if site.cores else "cuda"))
+
+
+def _site(step: Step, said: argparse.Namespace) -> tuple[Site, Stack]:
+    """Where it ran and with what software; refused if the run was on another device."""
+    from ..plan import Machine, cluster
+    from ..plan.local import local_stack, site_of_machine
+    from ..plan.site import site_of
+    from ..plan.stack import stack
+
+    ranks = step.layout.ranks
+    if said.cluster:
+        if said.wire:
+            raise UsageError("--wire chooses curves of a machine file; a cluster has none.")
+        found = cluster(said.cluster)
+        if ranks > found.size:
+            raise UsageError(
+                f"the run had {ranks} ranks, and {said.cluster} has {found.size} devices."
+            )
+        _same_device(step, said.cluster, "cuda", (found.device, *found.kind.drivers))
+        site, kind = site_of(found, ranks), found.device
+    else:
+        machine = Machine.load(said.machine)
+        _same_device(step, said.machine, machine.kind, (machine.device,))
+        site, kind = site_of_machine(machine, ranks, said.wire or ""), machine.catalogue
+    if site.cores and not said.stack:
+        return site, local_stack(step.layout.precision)
+    return site, stack(said.stack or "phalanx").on(kind)
+
+
+def _same_device(step: Step, name: str, kind: str, devices: tuple[str, ...]) -> None:
+    """A run tells its GPU by the driver's name, and every CPU as CPU."""
+    alike = kind == "cpu" if step.device == "CPU" else step.device in devices
+    if step.device and not alike:
+        raise UsageError(
+            f"the run was on {step.device}, and {name} is {devices[0]}. Name the machine it ran on:"
+            " phalanx doctor --out machine.toml writes it there."
+        )

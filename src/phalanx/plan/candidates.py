@@ -309,11 +309,11 @@ def _columns(
     z, c, p, q = (axis.reshape(-1) for axis in np.indices(sizes, np.int32))
     at = np.stack([np.full_like(z, number), z, c, p, q], axis=1)
     zeros, pipes = _zero_columns(x), _pipe_columns(space.shape, x)
-    split = [pipe.schedule.startswith("zb") for pipe in x.pipes]
+    split = np.array([pipe.schedule.startswith("zb") for pipe in x.pipes], int)
     key = np.array(
         [
             [[keys.setdefault(_key(space, x, n, s, inner), len(keys)) for inner in x.inners]
-             for s in split]
+             for s in range(2 if split.any() else 1)]
             for n in x.counts
         ]
     )  # fmt: skip
@@ -321,7 +321,7 @@ def _columns(
     one = np.ones(len(z))
     segment = [float(i.recompute[6:]) if i.recompute.startswith("every") else 1.0 for i in x.inners]
     found: dict[str, NDArray[np.generic]] = {
-        "key": key[c, p, q].astype(float),
+        "key": key[c, split[p], q].astype(float),
         "layers": one * space.shape.layers,
         "tied": np.full(len(z), space.shape.tied),
         "pp": one * grid.pp,
@@ -337,9 +337,9 @@ def _columns(
     return found, at
 
 
-def _key(space: Space, x: _Options, count: int, split: bool, inner: _Inner) -> tuple[Cut, float]:
+def _key(space: Space, x: _Options, count: int, split: int, inner: _Inner) -> tuple[Cut, float]:
     g = x.grid
-    cut = Cut(g.tp, g.ring, g.ulysses, inner.seq, inner.recompute == "selective", split)
+    cut = Cut(g.tp, g.ring, g.ulysses, inner.seq, inner.recompute == "selective", bool(split))
     return cut, _rows(space.batch, g.dp, count)
 
 

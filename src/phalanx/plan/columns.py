@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Layout, Shape
+from .pipes import blocks_of, on_ranks
 from .site import Numbers
 
-__all__ = ["SCHEDULES", "Case", "Columns", "balanced", "columns_of", "stage_blocks"]
+__all__ = ["SCHEDULES", "Case", "Columns", "case_of", "columns_of"]
 
 # Codes of the schedules, in columns.
 SCHEDULES = ("accum", "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "searched")
@@ -71,6 +72,16 @@ class Columns:
         return len(self.key)
 
 
+def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) -> Case:
+    """A layout as our own engine runs it: its microbatches, and its stages as it cuts them."""
+    rows = -(-(batch or shape.batch) // layout.dp) / layout.microbatches
+    sequence = sequence or shape.sequence
+    if layout.pp == 1:
+        return Case(shape, layout, rows, sequence)
+    held = on_ranks(blocks_of(layout, shape), layout.pp, layout.schedule)
+    return Case(shape, layout, rows, sequence, float(held[0]), float(held[-1]))
+
+
 def columns_of(cases: Sequence[Case], keys: Iterable[int]) -> Columns:
     """Columns of cases that are at hand one by one."""
     rows = [_row(case, key) for case, key in zip(cases, keys, strict=True)]
@@ -84,7 +95,7 @@ def columns_of(cases: Sequence[Case], keys: Iterable[int]) -> Columns:
 
 def _row(case: Case, key: int) -> dict[str, float | bool]:
     x = case.layout
-    first, last, most = stage_blocks(case)
+    first, last, most = _fullest(case)
     return {
         "key": float(key),
         "layers": float(case.shape.layers),
@@ -111,7 +122,7 @@ def _row(case: Case, key: int) -> dict[str, float | bool]:
     }
 
 
-def stage_blocks(case: Case) -> tuple[float, float, float]:
+def _fullest(case: Case) -> tuple[float, float, float]:
     """Blocks of the first stage, of the last and of the fullest."""
     pp, layers = case.layout.pp, case.shape.layers
     if case.first or case.last:
@@ -119,17 +130,6 @@ def stage_blocks(case: Case) -> tuple[float, float, float]:
         return case.first, case.last, float(max(case.first, case.last, rest))
     even = layers / pp
     return even, even, float(-(-layers // pp))
-
-
-def balanced(shape: Shape, pp: int) -> tuple[float, float]:
-    """Blocks of the first and the last stage when stages are cut by cost, the head's with it."""
-    if pp == 1:
-        return 0.0, 0.0
-    block, head = shape.cost(1), shape.cost(shape.layers + 1)
-    each = (shape.layers + head / block) / pp
-    last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
-    first = -(-(shape.layers - last) // (pp - 1))
-    return float(first), float(last)
 
 
 def _segment(x: Layout, blocks: float) -> int:

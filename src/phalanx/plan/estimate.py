@@ -16,13 +16,14 @@ from .price import Trio
 from .site import Numbers, Site
 from .stack import Stack
 
-__all__ = ["KINDS", "Estimates", "estimate"]
+__all__ = ["KINDS", "Estimates", "Ranks", "estimate", "held_by_stage"]
 
 # The kinds of memory, in the order in which they are printed.
 KINDS = (
     "weights", "gradients", "optimizer", "activations", "gathered", "temporary", "other",
 )  # fmt: skip
 _FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
+_HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 
 
@@ -61,8 +62,14 @@ class _Of:
     def __init__(self, table: Sequence[tuple[Trio, Trio, Trio]], key: Numbers) -> None:
         self.key = key.astype(int)
         self.table = table
+        self.known: dict[tuple[int, *tuple[str, ...]], Numbers] = {}
 
     def __call__(self, place: int, *path: str) -> Numbers:
+        if (place, *path) not in self.known:
+            self.known[place, *path] = self._read(place, path)
+        return self.known[place, *path]
+
+    def _read(self, place: int, path: tuple[str, ...]) -> Numbers:
         def read(trio: Trio) -> float:
             found: object = trio
             for name in path:
@@ -81,12 +88,36 @@ class _Of:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """What ranks of a pipeline hold: blocks, and whether embedding and head are there, 0 or 1."""
+
+    blocks: Numbers
+    embed: Numbers
+    head: Numbers
+
+    def of(self, embed: Numbers, block: Numbers, head: Numbers) -> Numbers:
+        return self.blocks * block + self.embed * embed + self.head * head
+
+
+def _ends(c: Columns) -> tuple[Ranks, Ranks]:
+    """The first rank of a pipeline and the last. The first of a V holds its last stage too, and a
+    rank without a pipeline holds all."""
+    alone = c.pp <= 1
+    both = alone | (c.schedule == SCHEDULES.index("zb-v"))
+    one = np.ones_like(c.pp)
+    first = Ranks(np.where(alone, c.layers, c.first), one, both * one)
+    return first, Ranks(np.where(alone, 0.0, c.last), 0.0 * one, one - both)
+
+
+@dataclass(frozen=True)
 class _Stage:
-    """Seconds of one microbatch on the busiest stage and on all stages together."""
+    """Seconds of one microbatch on the busiest rank of a pipeline and on all of them together."""
 
     busiest: Numbers
     all: Numbers
-    blocks: Numbers  # on the busiest
+
+    def __add__(self, other: _Stage) -> _Stage:
+        return _Stage(self.busiest + other.busiest, self.all + other.all)
 
 
 def estimate(
@@ -96,34 +127,24 @@ def estimate(
     of = _Of(table, c.key)
     slow = np.where(c.pp > 1, stack.pipe_host, 1.0)
     compute, tensor = (_stage(c, of, slow, messages) for messages in (False, True))
-    total = _stage_sum(compute, tensor)
-    bubble = _bubble(c, total)
     m = c.microbatches
-    pipe = _pipe(c, of, site, stack)
     weights = _weights(c, of)
-    data = _data(c, of, site, stack, weights)
-    shard = np.where(c.zero >= 1, c.shards, 1.0)
-    update = site.rates.move(1.0) * _TOUCHED * weights / shard
     memory = _memory(c, of, stack, site)
     held = np.sum(list(memory.values()), axis=0) / site.memory
     strain = 1 + stack.strain * np.clip((held - _FULL[0]) / (_FULL[1] - _FULL[0]), 0.0, 1.0)
     return Estimates(
         compute=m * compute.busiest * strain,
         tensor=m * tensor.busiest,
-        data=data,
-        pipe=pipe,
-        bubble=bubble,
-        update=update,
+        data=_data(c, of, site, stack, weights),
+        pipe=_pipe(c, of, site, stack),
+        bubble=_bubble(c, compute + tensor),
+        update=_update(c, site, stack, weights),
         memory=memory,
     )
 
 
-def _stage_sum(a: _Stage, b: _Stage) -> _Stage:
-    return _Stage(a.busiest + b.busiest, a.all + b.all, a.blocks)
-
-
 def _stage(c: Columns, of: _Of, slow: Numbers, messages: bool) -> _Stage:
-    """One microbatch, forward and backward: the busiest stage and the sum of all."""
+    """One microbatch, forward and backward."""
     parts = []
     for place in range(3):
         forward, inputs, weights, again = (
@@ -132,12 +153,13 @@ def _stage(c: Columns, of: _Of, slow: Numbers, messages: bool) -> _Stage:
         # Whole recomputation spares the head: its backward follows its forward at once.
         parts.append(forward + inputs + weights + (again * c.again if place == 1 else 0.0))
     embed, block, head = parts
-    first = c.first * block + embed
-    last = c.last * block + head
-    alone = c.layers * block + embed + head
-    middle = c.most * block
-    busiest = np.maximum(np.maximum(first, last), np.where(c.pp > 2, middle, 0.0))
-    return _Stage(np.where(c.pp > 1, busiest, alone), alone, c.most)
+    return _Stage(_busiest(c, embed, block, head), c.layers * block + embed + head)
+
+
+def _busiest(c: Columns, embed: Numbers, block: Numbers, head: Numbers) -> Numbers:
+    """The most that any rank of a pipeline has of something that its pieces have."""
+    first, last = (end.of(embed, block, head) for end in _ends(c))
+    return np.maximum(np.maximum(first, last), np.where(c.pp > 2, c.most * block, 0.0))
 
 
 def _bubble(c: Columns, stage: _Stage) -> Numbers:
@@ -172,14 +194,21 @@ def _pipe(c: Columns, of: _Of, site: Site, stack: Stack) -> Numbers:
 def _weights(c: Columns, of: _Of) -> Numbers:
     """Numbers of the fullest rank's weights."""
     embed, block, head = (of(place, "weights") for place in range(3))
-    tied = np.where(c.tied, embed, 0.0)
-    first = c.first * block + embed
-    last = c.last * block + head + tied
-    return np.where(
-        c.pp > 1,
-        np.maximum(np.maximum(first, last), c.most * block),
-        c.layers * block + embed + head,
-    )
+    return _busiest(c, embed, block, _with_tied(c, embed, head))
+
+
+def _with_tied(c: Columns, embed: Numbers, head: Numbers) -> Numbers:
+    """Numbers that the head adds: of a tied one its copy, where the embedding is on another rank."""
+    apart = 1.0 - _ends(c)[0].head
+    return head + np.where(c.tied, embed * apart, 0.0)
+
+
+def _update(c: Columns, site: Site, stack: Stack, weights: Numbers) -> Numbers:
+    """Adam on a rank's part; with its averages on the host, there and back, with the host's memory."""
+    part = weights / np.where(c.zero >= 1, c.shards, 1.0)
+    sent = (stack.gradient_bytes + stack.weight_bytes) / site.host
+    rate = np.where(c.offload_optimizer, _TOUCHED / _HOST + sent, site.rates.move(_TOUCHED))
+    return rate * part
 
 
 def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Numbers:
@@ -249,54 +278,55 @@ def _flight(c: Columns) -> tuple[Numbers, Numbers]:
 
 
 def _memory(c: Columns, of: _Of, stack: Stack, site: Site) -> dict[str, Numbers]:
-    """By kind, of the fuller of the first and the last stage."""
+    """By kind, of the fuller of the first and the last rank of a pipeline."""
     embed, block, head = (of(place, "weights") for place in range(3))
-    first_flight, last_flight = _flight(c)
+    head = _with_tied(c, embed, head)
     keeps = np.where(c.whole, of(1, "input") / c.segment, of(1, "kept"))
-    working = np.where(c.whole, of(1, "kept") * c.segment, 0.0) + of(1, "temporary")
-    top = of(2, "temporary")
-    alone = c.pp <= 1
-    tied = np.where(c.tied & ~alone, embed, 0.0)
-    ends = []
-    for layers, extra, flight, peak, edges in (
-        (np.where(alone, c.layers, c.first), embed + np.where(alone, head, 0.0), first_flight,
-         np.where(alone, np.maximum(working, top), working),
-         of(0, "kept") + np.where(alone, of(2, "kept"), 0.0)),
-        (np.where(alone, 0.0, c.last), head + tied, last_flight, np.maximum(working, top),
-         of(2, "kept")),
-    ):  # fmt: skip
-        ends.append(
-            _end(c, stack, layers * block + extra, layers, flight, peak, keeps, edges, block, embed)
+    found = [
+        _held(
+            c, of, stack, site,
+            numbers=end.of(embed, block, head),
+            activations=end.of(of(0, "kept"), keeps * flight, of(2, "kept")),
+            head=end.head,
         )
-    totals = [np.sum(list(end.values()), axis=0) for end in ends]
-    more = totals[0] >= totals[1]
-    found = {kind: np.where(more, ends[0][kind], ends[1][kind]) for kind in ends[0]}
-    used = np.sum(list(found.values()), axis=0)
-    found["other"] = stack.context + (stack.reserve - 1) * used
-    if site.cores:
-        found["other"] = np.zeros_like(used)
-    return found
+        for end, flight in zip(_ends(c), _flight(c), strict=True)
+    ]  # fmt: skip
+    first, last = (np.sum(list(held.values()), axis=0) for held in found)
+    return {kind: np.where(first >= last, found[0][kind], found[1][kind]) for kind in KINDS}
 
 
-def _end(
-    c: Columns, stack: Stack, numbers: Numbers, layers: Numbers, flight: Numbers, peak: Numbers,
-    keeps: Numbers, edges: Numbers, block: Numbers, embed: Numbers,
+def held_by_stage(
+    c: Columns, trios: tuple[Trio, Trio, Trio], ranks: Ranks, activations: Numbers, stack: Stack,
+    site: Site,
+) -> list[dict[str, float]]:  # fmt: skip
+    """By kind, of every rank of one candidate's pipeline, of which forwards keep so many bytes."""
+    of = _Of([trios], np.zeros(1))
+    embed, block, head = (of(place, "weights") for place in range(3))
+    numbers = ranks.of(embed, block, _with_tied(c, embed, head))
+    held = _held(c, of, stack, site, numbers=numbers, activations=activations, head=ranks.head)
+    wide = {kind: np.broadcast_to(held[kind], numbers.shape) for kind in KINDS}
+    return [{kind: float(wide[kind][i]) for kind in KINDS} for i in range(len(numbers))]
+
+
+def _held(
+    c: Columns, of: _Of, stack: Stack, site: Site, *,
+    numbers: Numbers, activations: Numbers, head: Numbers,
 ) -> dict[str, Numbers]:  # fmt: skip
-    shards = c.shards
-    one, two, three = (np.where(c.zero >= z, shards, 1.0) for z in (1, 2, 3))
-    # With ZeRO-3 the weights' home is the float32 shard that the optimizer updates.
-    home = np.where(c.zero >= 3, 0.0, stack.weight_bytes * numbers)
-    gathered = np.where(
-        c.zero >= 3,
-        np.where(c.gather_micro, 2 * block + embed, numbers) * stack.gathered_bytes,
-        0.0,
-    )
+    """Bytes by kind of ranks with so many weights, bytes kept, and a head or none."""
+    embed, block = of(0, "weights"), of(1, "weights")
+    one, two, three = (np.where(c.zero >= z, c.shards, 1.0) for z in (1, 2, 3))
+    working = np.where(c.whole, of(1, "kept") * c.segment, 0.0) + of(1, "temporary")
     busy = np.where(c.zero >= 2, stack.reduce_bytes * (block + embed), 0.0)
-    return {
-        "weights": home,
+    micro = np.where(c.gather_micro, 2 * block + embed, numbers)
+    found = {
+        # With ZeRO-3 the weights' home is the float32 shard that the optimizer updates.
+        "weights": np.where(c.zero >= 3, 0.0, stack.weight_bytes * numbers),
         "gradients": stack.gradient_bytes * numbers / np.where(c.zero >= 3, three, two) + busy,
         "optimizer": np.where(c.offload_optimizer, 0.0, stack.optimizer_bytes * numbers / one),
-        "activations": layers * keeps * flight + edges,
-        "gathered": gathered,
-        "temporary": peak,
+        "activations": activations,
+        "gathered": np.where(c.zero >= 3, micro * stack.gathered_bytes, 0.0),
+        "temporary": np.maximum(working, head * of(2, "temporary")),
     }
+    used = np.asarray(np.sum(np.broadcast_arrays(*found.values()), axis=0))
+    other = stack.context + (stack.reserve - 1) * used
+    return found | {"other": np.zeros_like(used) if site.cores else other}

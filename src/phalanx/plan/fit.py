@@ -25,11 +25,12 @@ def fit(
     names: Sequence[str] = tuple(FITTED),
     use: Callable[[Group], Numbers] | None = None,
     most: int = 160,
+    clip: float = _CLIP,
 ) -> Stack:
     """The stack whose numbers come nearest to the measured steps: mean absolute log error.
 
     `use` weighs the rows of a group; left out, every measured row counts one. `most` is how many
-    moves the search makes, twice.
+    moves the search makes, twice; `clip` is how far off a run still pulls.
     """
     low = np.array([FITTED[n][0] for n in names])
     span = np.array([FITTED[n][1] for n in names]) - low
@@ -49,7 +50,7 @@ def fit(
         for group, weight in known:
             some = weight > 0
             off = np.abs(np.log(group.under(stack).step[some] / group.measured[some]))
-            total += float(np.sum(weight[some] * np.minimum(off, _CLIP)))
+            total += float(np.sum(weight[some] * np.minimum(off, clip)))
             count += float(weight[some].sum())
         outside = np.sum(np.maximum(x - 1, 0) + np.maximum(-x, 0))
         return total / count + float(outside) + _PRIOR * float(np.mean((x - rest) ** 2))

@@ -17,7 +17,7 @@ from ..program import Attention, Product
 from .columns import Columns
 from .estimate import Estimates
 from .machine import Machine, Rate
-from .site import Numbers, Site
+from .site import HOST_LINK, Numbers, Site
 from .stack import Stack, stack
 from .toml import MachineError
 
@@ -133,6 +133,7 @@ def site_of_machine(machine: Machine, ranks: int = 0, wire: str = "") -> Site:
         wire=Curves(machine, ranks, wire),
         node=ranks,
         peak={dtype: max(r.flops for r in rates) for dtype, rates in known.items()},
+        host=machine.host_bandwidth or HOST_LINK,
         cores=cores,
     )
 

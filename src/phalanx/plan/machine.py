@@ -87,7 +87,17 @@ class Machine:
     @property
     def memory_bandwidth(self) -> float:
         """Bytes a second, read and written, of the device's own memory; 0 if it was not measured."""
-        return next((s.bandwidth for s in self.stores if s.name == "copy"), 0.0)
+        return self.store("copy")
+
+    @property
+    def host_bandwidth(self) -> float:
+        """Bytes a second between a device and its host; 0 if it was not measured."""
+        copy = self.memory_bandwidth / 2  # a copy on a CPU reads and writes
+        return copy if self.kind == "cpu" else self.store("host to device, pinned")
+
+    def store(self, name: str) -> float:
+        """The bandwidth of one way of moving bytes; 0 if it was not measured."""
+        return next((s.bandwidth for s in self.stores if s.name == name), 0.0)
 
     def best(self, dtype: str) -> Rate | None:
         """The fastest product that was measured in a dtype: the peak of a device that is unknown."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..layout import Axis, Layout, Mesh, Shape, stage_pieces
 
-__all__ = ["Pipe", "on_ranks", "pipes", "spread"]
+__all__ = ["Pipe", "blocks_of", "on_ranks", "pipes", "spread"]
 
 _MOST_CHUNKS = 16
 
@@ -29,9 +29,7 @@ def pipes(shape: Shape, pp: int) -> tuple[Pipe, ...]:
     found = []
     for schedule, chunks in _schedules(shape.layers, pp):
         plain = Layout(mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks)
-        balanced = tuple(
-            len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(plain, shape)
-        )
+        balanced = blocks_of(plain, shape)
         even = spread(shape.layers, pp * chunks)
         for stages, said in ((balanced, ()), *(((even, even),) if even != balanced else ())):
             held = on_ranks(stages, pp, schedule)
@@ -50,6 +48,13 @@ def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
             yield "interleaved", chunks
 
 
+def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
+    """Blocks of each virtual stage, as the layout tells or balances them."""
+    return tuple(
+        len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(layout, shape)
+    )
+
+
 def spread(layers: int, stages: int) -> tuple[int, ...]:
     """Blocks as even as can be; where some stages hold one more, these are in the middle."""
     least, more = divmod(layers, stages)
@@ -58,7 +63,8 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def on_ranks(stages: Sequence[int], pp: int, schedule: str) -> tuple[int, ...]:
-    """Blocks of each rank of a pipeline; the last is the one that holds the head."""
+    """Blocks of each rank of a pipeline. Head and embedding are on its last and its first rank; in
+    a V both are on the first."""
     if schedule != "zb-v":
         return tuple(sum(stages[r::pp]) for r in range(pp))
     return tuple(stages[r] + stages[2 * pp - 1 - r] for r in range(pp))

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Layout, Shape, legal, stage_pieces
-from ..program import Timeline, simulate
+from ..layout import Layout, Shape, legal
+from ..program import Sizes, Timeline, simulate
+from ..program.memory import peaks
 from .candidates import Candidates, Cut, Space, candidates
-from .columns import Case, Columns, columns_of
-from .estimate import Estimates, estimate
+from .columns import Case, Columns, case_of, columns_of
+from .estimate import Estimates, Ranks, estimate, held_by_stage
 from .local import crowded
-from .pipes import on_ranks
+from .pipes import blocks_of, on_ranks
 from .predict import Weigh
 from .priced import Priced, Three, pipeline, pipeline_costs
 from .refused import Refusal, refusals
@@ -51,6 +53,7 @@ class Choice:
     parts: Mapping[str, float]
     memory: Mapping[str, float]
     simulated: bool  # the bubble is that of the program; else of a closed form
+    stages: tuple[Mapping[str, float], ...] = ()  # bytes of every rank of a pipeline
 
     @property
     def step(self) -> float:
@@ -95,7 +98,7 @@ def search(
         )
         found, times, own = _screened(space, priced, stack, room)
     fits = times.bytes <= room
-    chosen = _simulated(found, times, fits & own, priced, top) if fits.any() else ()
+    chosen = _simulated(found, times, fits & own, priced, top, room) if fits.any() else ()
     return Plan(
         layouts=chosen,
         refused=refusals(found, times, fits, own, room),
@@ -170,7 +173,7 @@ def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
 
 
 def _simulated(
-    found: Candidates, times: Estimates, able: Mask, priced: Priced, top: int
+    found: Candidates, times: Estimates, able: Mask, priced: Priced, top: int, room: float
 ) -> tuple[Choice, ...]:
     """The best few hundred with the bubble of their programs, in that order."""
     ready, steps, held = np.flatnonzero(able), times.step, times.bytes
@@ -187,8 +190,9 @@ def _simulated(
         choices.append(_choice(found.case(i), times, i, runs, cut, rows))
     choices.sort(key=lambda c: c.step)
     shape, batch, sequence = found.space.shape, found.space.batch, found.space.sequence
-    sound = [c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence)]
-    return tuple(sound[:top])
+    sound = (c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence))
+    staged = (_staged(choice, priced) for choice in sound)
+    return tuple(islice((c for c in staged if c.bytes <= room), top))
 
 
 def _apart(found: Candidates, order: NDArray[np.intp]) -> list[int]:
@@ -232,15 +236,38 @@ def _choice(case: Case, times: Estimates, i: int, runs: _Runs, cut: Cut, rows: f
     # A simulated stage that waits leaves no core to the others: there the closed form is nearer.
     told = bool(site.cores) and site.ranks > site.cores
     if layout.pp > 1 and not told:
-        parts["bubble"] = runs.bubble(layout, _blocks(layout, case.shape), cut, rows)
+        parts["bubble"] = runs.bubble(layout, blocks_of(layout, case.shape), cut, rows)
     return Choice(layout, case, parts, times.held(i), not told)
 
 
-def _blocks(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    """Blocks of each virtual stage."""
-    return tuple(
-        len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(layout, shape)
+def _staged(choice: Choice, priced: Priced) -> Choice:
+    """The choice with what each rank of its pipeline holds, by its program: as many forwards are
+    kept there as its order keeps, which two rounds of microbatches show."""
+    case, layout = choice.case, choice.layout
+    if layout.pp == 1:
+        return choice
+    embed, block, head = three = priced.three(_cut(layout), case.rows)
+    columns = columns_of([case], [0])
+    keeps = block.input / float(columns.segment[0]) if columns.whole[0] else block.kept
+    blocks, pp = blocks_of(layout, case.shape), layout.pp
+    kept = [count * keeps for count in blocks]
+    kept[0] += embed.kept
+    kept[-1] += head.kept
+    count = min(layout.microbatches, 2 * pp + layout.microbatches % pp)
+    program = pipeline(layout.schedule, pp, count, layout.chunks)
+    most = peaks(program, Sizes(kept=tuple(kept), input=()))
+    place = np.arange(pp)
+    ranks = Ranks(
+        blocks=np.array(on_ranks(blocks, pp, layout.schedule), float),
+        embed=(place == 0) * 1.0,
+        head=(place == (0 if layout.schedule == "zb-v" else pp - 1)) * 1.0,
     )
+    stages = held_by_stage(
+        columns, three, ranks, np.array([x.kinds["activations"] for x in most]),
+        priced.stack, priced.site,
+    )  # fmt: skip
+    fullest = max(stages, key=lambda held: sum(held.values()))
+    return replace(choice, memory=fullest, stages=tuple(stages))
 
 
 def judge(
@@ -252,14 +279,14 @@ def judge(
         return ()
     (precision,) = {layout.precision for layout in layouts}
     priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
-    cases = [_case(layout, shape, sequence, batch) for layout in layouts]
+    cases = [case_of(shape, layout, batch=batch, sequence=sequence) for layout in layouts]
     cuts = [_cut(layout) for layout in layouts]
     priced.weigh(cuts)
     table = [priced.three(cut, case.rows) for cut, case in zip(cuts, cases, strict=True)]
     times = _estimated(columns_of(cases, range(len(cases))), table, priced.site, stack)
     runs = _Runs(priced)
     return tuple(
-        _choice(case, times, i, runs, cut, case.rows)
+        _staged(_choice(case, times, i, runs, cut, case.rows), priced)
         for i, (case, cut) in enumerate(zip(cases, cuts, strict=True))
     )
 
@@ -270,15 +297,6 @@ def _cut(layout: Layout) -> Cut:
         layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
         layout.recompute == "selective", layout.splits_backward,
     )  # fmt: skip
-
-
-def _case(layout: Layout, shape: Shape, sequence: int, batch: int) -> Case:
-    """A layout that somebody named, as it would run."""
-    rows = -(-batch // layout.dp) / layout.microbatches
-    if layout.pp == 1:
-        return Case(shape, layout, rows, sequence)
-    held = on_ranks(_blocks(layout, shape), layout.pp, layout.schedule)
-    return Case(shape, layout, rows, sequence, float(held[0]), float(held[-1]))
 
 
 def timeline(
@@ -292,7 +310,7 @@ def timeline(
     )  # fmt: skip
     cut = _cut(layout)
     priced.weigh([cut])
-    stages = _blocks(layout, case.shape)
+    stages = blocks_of(layout, case.shape)
     count = min(layout.microbatches, most or layout.microbatches)
     costs = pipeline_costs(priced.three(cut, case.rows), stages, layout.recompute != "none")
     return simulate(pipeline(layout.schedule, layout.pp, count, layout.chunks), costs)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..program import Attention, Product
 from .device import Device
-from .link import Cluster
+from .link import Cluster, link
 from .toml import MachineError
 
 __all__ = ["Chip", "Hop", "Network", "Numbers", "Site", "Wire", "site_of"]
@@ -31,6 +31,8 @@ STREAM = 0.85  # of the memory's stated bandwidth that long reads and writes see
 _QUANTISED = 5.0  # bytes to find the largest number of what a product in fp8 takes, and to cut it
 _TILES = ((128, 256), (128, 128), (64, 128))  # of a product, and how well each size runs
 _TILE_RATE = (1.0, 0.97, 0.8)
+_TO_HOST = ("pcie", "nvlink-c2c")
+HOST_LINK = 25e9  # bytes a second to a host, where the catalogue names no link to it
 _DEPTH = 160.0  # k at which a product's start and end cost as much as its middle
 
 
@@ -181,6 +183,7 @@ class Site:
     wire: Wire
     node: int  # devices that the fastest links join
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
+    host: float = HOST_LINK  # bytes a second between a device and its host
     cores: int = 0  # of a CPU whose ranks share them; 0: every rank has a device of its own
 
 
@@ -210,4 +213,5 @@ def site_of(cluster: Cluster, ranks: int = 0) -> Site:
         wire=Network(tuple(hops)),
         node=cluster.levels[0].size,
         peak={dtype: device.peak(dtype) for dtype in device.dtypes},
+        host=next((link(x).bandwidth for x in device.links if x.startswith(_TO_HOST)), HOST_LINK),
     )

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..layout import Axis, Layout, LayoutError, Mesh, Shape
-from .columns import Case, balanced
+from .columns import Case, case_of
 from .device import Device, device, devices
 from .link import Cluster, Level, cluster
 from .site import Site, site_of
@@ -152,8 +152,9 @@ def _case(said: Mapping[str, str], stack: Stack) -> Case:
     if zero == 3 and n["pp"] > 1:
         layout = replace(layout, gather="micro")
     less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
-    if stack.balanced and not less:
-        first, last = balanced(shape, n["pp"])
+    if stack.balanced and not less and layout.virtual_stages <= shape.layers:
+        ours = case_of(shape, layout)
+        first, last = ours.first, ours.last
     else:
         first, last = _ends(shape.layers, n["pp"]) if less else (0.0, 0.0)
     # With a scale for every row the products gain nothing over bf16 in what is published.
@@ -253,14 +254,12 @@ def _site(name: str, ranks: int, link: str, hardware: str, node: int) -> Site:
         family = "h100-efa"
     if family is None:
         raise MachineError(f"no cluster of {name} is in the catalogue")
-    inside = cluster(f"{family}x1").levels[0]
     size = max(cluster(f"{family}x{max(ranks, 1)}").levels[0].size, 1) if ranks <= node else node
     whole = cluster(f"{family}x{-(-ranks // node) * node if ranks > node else ranks}")
     port = _port(link, size)
     levels = tuple(_with_port(level, port) if i else level for i, level in enumerate(whole.levels))
     if "Omni-Path" in link:
         levels = tuple(replace(x, latency_us=8.0) if i else x for i, x in enumerate(levels))
-    del inside
     made: Cluster = replace(whole, levels=levels)
     return site_of(made, ranks)
 

@@ -18,6 +18,7 @@ from ..layout import Layout
 from ..program import Timeline
 from ..train.metrics import read_journal
 from .chart import Chart, Series, chart
+from .compared import Compared
 
 __all__ = ["ReportError", "report"]
 
@@ -101,8 +102,8 @@ class _Told:
         return kept
 
 
-def report(folder: Path) -> str:
-    """The page of a run's folder."""
+def report(folder: Path, compared: Compared | None = None) -> str:
+    """The page of a run's folder; with a comparison, also what a plan says of its step."""
     records = read_journal(folder / "metrics.jsonl")
     told = _Told(records)
     if not told.starts:
@@ -117,6 +118,7 @@ def report(folder: Path) -> str:
         "<h2>Efficiency</h2>", _efficiency(told),
         "<h2>Memory</h2>", _memory(told),
         "<h2>One step, as measured</h2>", _timeline(folder),
+        *(("<h2>Predicted against measured</h2>", compared.html()) if compared else ()),
         "<h2>Mesh</h2>", _mesh(told.starts[-1]),
         "<h2>What happened</h2>", _events(told),
         "<h2>Configuration</h2>", _configuration(folder),

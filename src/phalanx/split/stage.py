@@ -19,14 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from ..wire import regions
-from . import context as _registers_the_ring  # noqa: F401
+from .selective import contexts
 from .shard import Unit, storage_of
 from .tensor import RowLinear
 
@@ -157,27 +153,6 @@ def _linear(weight: Tensor, bias: Tensor | None, unit: Unit, name: str, x: Tenso
     return y
 
 
-# What selective recomputation keeps: products, attention and what came over a wire. The cheap rest
-# is computed again.
-_aten = torch.ops.aten
-_DEAR = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.phalanx.region.default,
-    torch.ops.phalanx.ring.default,
-}
-
-
-def _keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
@@ -277,9 +252,8 @@ class Piece:
 
         if not self.selective:
             return call(x)
-        keeping = partial(create_selective_checkpoint_contexts, _keeps)
         y: Tensor = checkpoint(
-            call, x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping
+            call, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
         return y
 

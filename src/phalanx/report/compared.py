@@ -1,0 +1,150 @@
+"""A measured step beside what a plan counts for it, kind by kind of operation: one value, which the
+terminal and the page both read.
+
+What an operation should take is handed in (`predicted.py` asks the planner); nothing is priced here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from statistics import median
+
+from ..program import KINDS, Op, Span, Timeline
+
+__all__ = ["HEAD", "Compared", "OpRow", "Prices", "compare"]
+
+# Seconds of one operation by kind and piece; a kind that is not in it is one that no plan counts.
+Prices = Mapping[tuple[str, int], float]
+
+HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "of the step")
+_WORDS = {
+    "N": "count tokens", "F": "forward", "B": "backward", "I": "gradient of the input",
+    "W": "gradient of the weights", "R": "recompute", "G": "gather weights", "D": "drop weights",
+    "S": "sum gradients", "T": "sum tied gradients", "A": "agree on the norm", "U": "update",
+    ">": "send", "<": "receive", "O": "activations out", "Z": "activations back",
+}  # fmt: skip
+# What is begun where it stands and waited for where it is needed.
+_BESIDE = set("GST<>OZ")
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """All operations of one kind in a step. Seconds are medians over the same operations."""
+
+    kind: str
+    words: str
+    count: float  # of one rank, on average
+    predicted: float | None  # None: a plan counts no time for it
+    measured: float
+    share: float  # of the step, on average over ranks; what runs beside computing counts too
+
+    @property
+    def ratio(self) -> float | None:
+        return self.measured / self.predicted if self.predicted else None
+
+    def cells(self) -> tuple[str, ...]:
+        """As it is printed, in the order of HEAD."""
+        return (
+            f"{self.kind}  {self.words}", f"{self.count:.4g}", _ms(self.predicted),
+            _ms(self.measured), "-" if self.ratio is None else f"{self.ratio:.2f}",
+            f"{100 * self.share:.1f} %",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One step of a run in one layout, on the site and with the stack that a plan was asked for."""
+
+    layout: str
+    site: str
+    stack: str
+    step: int
+    rows: tuple[OpRow, ...]
+    predicted: float  # seconds of the step
+    measured: float  # of the step that the rows are of
+    usual: float | None = None  # the median of the run's steps, where enough were told
+
+    @property
+    def summary(self) -> str:
+        usual = "" if self.usual is None else f"; the run's steps took {_ms(self.usual)} (median)"
+        return (
+            f"A step should take {_ms(self.predicted)}; step {self.step} took {_ms(self.measured)},"
+            f" {self.measured / self.predicted:.2f} of that{usual}."
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the columns mean, as far as it concerns these rows."""
+        found = ["Times are medians of one operation; ratio is measured / predicted."]
+        if any(row.kind in _BESIDE for row in self.rows):
+            found.append(
+                "Gathers, sums and messages last until something needs them: with the computing"
+                " that they run beside, so shares may add up to more than the step."
+            )
+        if any(row.predicted is None for row in self.rows):
+            found.append("-: a plan counts no time for it.")
+        return tuple(found)
+
+    def figures(self) -> dict[str, object]:
+        """The value as JSON."""
+        return asdict(self) | {"rows": [asdict(r) | {"ratio": r.ratio} for r in self.rows]}
+
+    def text(self) -> str:
+        """The table for a terminal of 80 columns."""
+        lines = [f"Predicted against measured: {self.layout} on {self.site}, stack {self.stack}"]
+        lines.append(self.summary)
+        first, *rest = HEAD
+        lines.append(f"\n{first:26}{rest[0]:>7}" + "".join(f"{word:>12}" for word in rest[1:]))
+        for row in self.rows:
+            name, count, *more = row.cells()
+            lines.append(f"{name:26}{count:>7}" + "".join(f"{cell:>12}" for cell in more))
+        return "\n".join([*lines, "", *self.notes])
+
+    def html(self) -> str:
+        """The table for the page."""
+        where = f"{self.layout} on {self.site}, stack {self.stack}."
+        said = "".join(
+            f"<p>{escape(line)}</p>" for line in (f"{where} {self.summary}", *self.notes)
+        )
+        rows = [_tr("th", HEAD), *(_tr("td", row.cells()) for row in self.rows)]
+        return f"{said}<div class=wide><table>{''.join(rows)}</table></div>"
+
+
+def _tr(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.4g} ms"
+
+
+def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
+    """A row for each kind of operation that ran, in the order in which KINDS lists them."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in timeline.spans:
+        found[span.op.kind].append(span)
+    ranks, whole = len(timeline.ranks), timeline.makespan
+    rows = []
+    for kind in (k for k in KINDS if k in found):
+        seconds = [span.end - span.start for span in found[kind]]
+        # A few operations of a kind without a price would make a median that means nothing.
+        told = [_price(span.op, prices) for span in found[kind]]
+        known = [price for price in told if price is not None]
+        rows.append(
+            OpRow(
+                kind, _WORDS[kind], len(seconds) / ranks,
+                median(known) if len(known) == len(told) else None,
+                median(seconds), sum(seconds) / ranks / whole if whole else 0.0,
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _price(op: Op, prices: Prices) -> float | None:
+    if op.kind == "B" and (op.kind, op.piece) not in prices:
+        halves = prices.get(("I", op.piece)), prices.get(("W", op.piece))
+        return None if None in halves else sum(h for h in halves if h is not None)
+    return prices.get((op.kind, op.piece))

@@ -1,0 +1,193 @@
+"""What a plan counts for the operations of a run's step: the run's own layout, weighed and priced as
+`phalanx plan --explain` does it, and its step as that judges it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ..layout import Layout, Shape
+from ..plan.candidates import Cut
+from ..plan.columns import SCHEDULES, Columns, columns_of
+from ..plan.predict import Weigh
+from ..plan.price import costs_of
+from ..plan.priced import Priced, Three
+from ..plan.search import Choice, judge
+from ..plan.site import Numbers, Site
+from ..plan.stack import Stack
+from ..plan.toml import value
+from ..program import Timeline
+from ..train.metrics import read_journal
+from .compared import Compared, compare
+from .page import ReportError
+
+__all__ = ["Step", "predicted", "read_step"]
+
+_SHOWS = "A run of phalanx train leaves it there, once its first steps are done."
+
+
+@dataclass(frozen=True)
+class Step:
+    """The measured step of a run's folder, and what was trained in it."""
+
+    number: int
+    layout: Layout
+    shape: Shape
+    own: str  # FILE.py:Class, of somebody's own model
+    sequence: int
+    device: str  # what the run called it; "CPU", or "" where it did not say
+    timeline: Timeline
+    usual: float | None  # the median of the run's steps in this layout but the first line of them
+
+
+def read_step(folder: Path) -> Step:
+    """The step that a run's timeline.json tells. Nothing in the folder is run."""
+    file = folder / "timeline.json"
+    try:
+        text = file.read_text(encoding="utf-8")
+        said = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"cannot read {error.filename}: {error.strerror}. {_SHOWS}") from None
+    except ValueError as error:
+        raise ReportError(f"{folder}: run.toml or timeline.json cannot be read: {error}.") from None
+    try:
+        timeline, told = Timeline.from_json(text), _told(text)
+    except ValueError as error:
+        raise ReportError(f"{file} cannot be read: {error}.") from None
+    if not timeline.makespan:
+        raise ReportError(f"{file} tells of no operation that took time. {_SHOWS}")
+    layout, number = Layout.parse(told[0]), told[1]
+    start, steps = _stretch(folder, told[0], number)
+    shape = value(Shape, start["model"], f"{folder / 'metrics.jsonl'}, model")
+    model, sequence = str(said.get("model", "")), said.get("sequence", 0)
+    return Step(
+        number, layout, shape, own=model if ".py:" in model else "",
+        sequence=sequence if isinstance(sequence, int) and sequence > 0 else shape.sequence,
+        device=_device(start), timeline=timeline,
+        # The first line is of steps in which the process warms up.
+        usual=median(steps[1:]) if len(steps) > 1 else None,
+    )  # fmt: skip
+
+
+def _told(text: str) -> tuple[str, int]:
+    said = json.loads(text)
+    layout, step = said.get("layout"), said.get("step")
+    if not isinstance(layout, str) or not isinstance(step, int):
+        raise ValueError("it does not say its layout and its step")
+    return layout, step
+
+
+def _device(start: Mapping[str, Any]) -> str:
+    versions = start.get("versions")
+    return str(versions.get("device", "")) if isinstance(versions, dict) else ""
+
+
+def _stretch(folder: Path, layout: str, number: int) -> tuple[Mapping[str, Any], list[float]]:
+    """The last start of a run that may have done this step, and seconds of each line of its steps."""
+    begun: Mapping[str, Any] | None = None
+    seconds: list[float] = []
+    inside = False
+    for record in read_journal(folder / "metrics.jsonl"):
+        if record["event"] == "start":
+            inside = _may_have(record, layout, number)
+            if inside:
+                begun, seconds = record, []
+        elif record["event"] == "step" and inside:
+            took = record.get("seconds")
+            seconds += [float(took)] if isinstance(took, int | float) and took > 0 else []
+    if begun is None:
+        raise ReportError(
+            f"{folder}: metrics.jsonl tells of no start as {layout or 'one rank'} before step"
+            f" {number}, which timeline.json shows. Name the folder of one run."
+        )
+    return begun, seconds
+
+
+def _may_have(start: Mapping[str, Any], layout: str, number: int) -> bool:
+    step = start.get("step")
+    first = isinstance(step, int) and step < number
+    return first and start.get("layout") == layout and isinstance(start.get("model"), dict)
+
+
+def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
+    """A run's step beside what a plan counts for it."""
+    layout, shape = step.layout, step.shape
+    if layout.schedule not in SCHEDULES:
+        raise ReportError(
+            f"{layout.schedule} is a schedule of your own, of which a plan knows no time."
+            " Leave out --machine and --cluster."
+        )
+    (choice,) = judge(
+        [layout], shape, site, weigh, stack=stack, sequence=step.sequence, batch=shape.batch,
+        model=step.own,
+    )  # fmt: skip
+    priced = Priced(
+        shape, site, stack, weigh,
+        sequence=step.sequence, precision=layout.precision, model=step.own,
+    )  # fmt: skip
+    mesh = layout.mesh
+    cut = Cut(
+        layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
+        layout.recompute == "selective", layout.splits_backward,
+    )  # fmt: skip
+    priced.weigh([cut])
+    prices = _prices(step, choice, priced.three(cut, choice.case.rows), site, stack)
+    return Compared(
+        layout=str(layout) or "one rank", site=site.name, stack=stack.name or "of a file",
+        step=step.number, rows=compare(step.timeline, prices), predicted=choice.step,
+        measured=step.timeline.makespan, usual=step.usual,
+    )  # fmt: skip
+
+
+def _prices(
+    step: Step, choice: Choice, three: Three, site: Site, stack: Stack
+) -> dict[tuple[str, int], float]:
+    """Of one operation each: what computes as `costs_of` has it, messages by the site's wire."""
+    layout, last = step.layout, step.shape.pieces - 1
+    trios = {p: three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)}
+    found = dict(costs_of(trios).pieces)
+    weights = {p: t.weights for p, t in trios.items()}
+    c = columns_of([choice.case], [0])
+    if "weights" not in layout.offload:  # copies from the host are not priced
+        found |= {
+            ("G", p): _gathered(w * stack.gathered_bytes, c, site) for p, w in weights.items()
+        }
+    found |= {("S", p): _summed(w * stack.reduce_bytes, c, site) for p, w in weights.items()}
+    sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
+    found |= {("<", p): sent for p in trios}
+    # The plan knows the update of the fullest rank: each unit takes its part of that.
+    most = _fullest(step.timeline, weights)
+    if most:
+        found |= {("U", p): choice.parts["update"] * w / most for p, w in weights.items()}
+    return found
+
+
+def _gathered(size: float, c: Columns, site: Site) -> float:
+    shards = np.where(c.zero >= 1, c.shards, 1.0)
+    return float(site.wire.seconds("all_gather", np.asarray(size), shards, c.shard_apart)[0])
+
+
+def _summed(size: float, c: Columns, site: Site) -> float:
+    """Over all copies; sharded, over the shards and then what is left over their replicas."""
+    if not c.zero[0]:
+        copies: Numbers = c.replicas * c.shards
+        return float(site.wire.seconds("all_reduce", np.asarray(size), copies, c.shard_apart)[0])
+    cut = site.wire.seconds("reduce_scatter", np.asarray(size), c.shards, c.shard_apart)
+    rest = site.wire.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
+    return float((cut + rest)[0])
+
+
+def _fullest(timeline: Timeline, weights: Mapping[int, float]) -> float:
+    """Numbers of weights that the rank updates which updates most."""
+    held: dict[int, float] = dict.fromkeys(timeline.ranks, 0.0)
+    for span in timeline.spans:
+        if span.op.kind == "U":
+            held[span.rank] += weights.get(span.op.piece, 0.0)
+    return max(held.values(), default=0.0)
