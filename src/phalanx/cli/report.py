@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,7 +113,8 @@ def _site(step: Step, said: argparse.Namespace) -> tuple[Site, Stack]:
         site, kind = site_of_machine(machine, ranks, said.wire or ""), machine.catalogue
     if site.cores and not said.stack:
         return site, local_stack(step.layout.precision)
-    return site, stack(said.stack or "phalanx").on(kind)
+    # A file of calibrate still has the name of the stack with which its fit began.
+    return site, replace(stack(said.stack or "phalanx").on(kind), name=said.stack or "phalanx")
 
 
 def _same_device(step: Step, name: str, kind: str, devices: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..layout import Axis, Layout, LayoutError, Mesh, Shape
-from .columns import Case, case_of
+from .columns import Case
 from .device import Device, device, devices
 from .link import Cluster, Level, cluster
 from .site import Site, site_of
@@ -152,9 +152,8 @@ def _case(said: Mapping[str, str], stack: Stack) -> Case:
     if zero == 3 and n["pp"] > 1:
         layout = replace(layout, gather="micro")
     less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
-    if stack.balanced and not less and layout.virtual_stages <= shape.layers:
-        ours = case_of(shape, layout)
-        first, last = ours.first, ours.last
+    if stack.balanced and not less:
+        first, last = _filled(shape, n["pp"])
     else:
         first, last = _ends(shape.layers, n["pp"]) if less else (0.0, 0.0)
     # With a scale for every row the products gain nothing over bf16 in what is published.
@@ -173,6 +172,17 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
     per = shape.layers // n["pp"]
     fit = [v for v in range(2, per + 1) if per % v == 0]
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
+
+
+def _filled(shape: Shape, pp: int) -> tuple[float, float]:
+    """Blocks of the first and last stage where stages are filled one after the other, each until it
+    has its share of the cost, the head's with it; our own `stage_pieces` evens them out instead."""
+    if pp == 1:
+        return 0.0, 0.0
+    block, head = shape.cost(1), shape.cost(shape.layers + 1)
+    each = (shape.layers + head / block) / pp
+    last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
+    return float(-(-(shape.layers - last) // (pp - 1))), float(last)
 
 
 def _ends(layers: int, pp: int) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from statistics import median
+from textwrap import wrap
 
 from ..program import KINDS, Op, Span, Timeline
 
@@ -19,7 +20,8 @@ __all__ = ["HEAD", "Compared", "OpRow", "Prices", "compare"]
 # Seconds of one operation by kind and piece; a kind that is not in it is one that no plan counts.
 Prices = Mapping[tuple[str, int], float]
 
-HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "of the step")
+HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "share")
+_WIDTH = 80  # of a terminal
 _WORDS = {
     "N": "count tokens", "F": "forward", "B": "backward", "I": "gradient of the input",
     "W": "gradient of the weights", "R": "recompute", "G": "gather weights", "D": "drop weights",
@@ -66,23 +68,32 @@ class Compared:
     predicted: float  # seconds of the step
     measured: float  # of the step that the rows are of
     usual: float | None = None  # the median of the run's steps, where enough were told
+    launched: bool = False  # a device that works behind its host: spans end when it was told to
 
     @property
     def summary(self) -> str:
         usual = "" if self.usual is None else f"; the run's steps took {_ms(self.usual)} (median)"
         return (
             f"A step should take {_ms(self.predicted)}; step {self.step} took {_ms(self.measured)},"
-            f" {self.measured / self.predicted:.2f} of that{usual}."
+            f" {self.measured / self.predicted:.2f} times that{usual}."
         )
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the columns mean, as far as it concerns these rows."""
-        found = ["Times are medians of one operation; ratio is measured / predicted."]
+        found = [
+            "Times are medians of one operation; ratio is measured / predicted; share is of the"
+            " measured step."
+        ]
+        if self.launched:
+            found.append(
+                "On a GPU an operation is timed until it is launched, not until it is done: look at"
+                " the step."
+            )
         if any(row.kind in _BESIDE for row in self.rows):
             found.append(
-                "Gathers, sums and messages last until something needs them: with the computing"
-                " that they run beside, so shares may add up to more than the step."
+                "Gathers, sums and messages last until something needs them, with the computing"
+                " beside which they run: shares may add up to more than the step."
             )
         if any(row.predicted is None for row in self.rows):
             found.append("-: a plan counts no time for it.")
@@ -94,14 +105,11 @@ class Compared:
 
     def text(self) -> str:
         """The table for a terminal of 80 columns."""
-        lines = [f"Predicted against measured: {self.layout} on {self.site}, stack {self.stack}"]
-        lines.append(self.summary)
-        first, *rest = HEAD
-        lines.append(f"\n{first:26}{rest[0]:>7}" + "".join(f"{word:>12}" for word in rest[1:]))
-        for row in self.rows:
-            name, count, *more = row.cells()
-            lines.append(f"{name:26}{count:>7}" + "".join(f"{cell:>12}" for cell in more))
-        return "\n".join([*lines, "", *self.notes])
+        title = f"Predicted against measured: {self.layout} on {self.site}, stack {self.stack}"
+        lines = [*_wrapped(title), *_wrapped(self.summary), ""]
+        for name, count, *more in (HEAD, *(row.cells() for row in self.rows)):
+            lines.append(f"{name:26}{count:>7}" + "".join(f"{cell:>11}" for cell in more))
+        return "\n".join([*lines, "", *(line for n in self.notes for line in _wrapped(n))])
 
     def html(self) -> str:
         """The table for the page."""
@@ -111,6 +119,10 @@ class Compared:
         )
         rows = [_tr("th", HEAD), *(_tr("td", row.cells()) for row in self.rows)]
         return f"{said}<div class=wide><table>{''.join(rows)}</table></div>"
+
+
+def _wrapped(line: str) -> list[str]:
+    return wrap(line, _WIDTH, break_on_hyphens=False)
 
 
 def _tr(tag: str, cells: Sequence[str]) -> str:

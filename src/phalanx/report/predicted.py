@@ -140,9 +140,10 @@ def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
     priced.weigh([cut])
     prices = _prices(step, choice, priced.three(cut, choice.case.rows), site, stack)
     return Compared(
-        layout=str(layout) or "one rank", site=site.name, stack=stack.name or "of a file",
+        layout=str(layout) or "one rank", site=site.name, stack=stack.name,
         step=step.number, rows=compare(step.timeline, prices), predicted=choice.step,
         measured=step.timeline.makespan, usual=step.usual,
+        launched=not site.cores,
     )  # fmt: skip
 
 

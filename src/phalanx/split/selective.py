@@ -8,6 +8,7 @@ go on with, and the backward of a product asks for its factors alone.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from ..layout import LayoutError
 from . import context as _registers_the_ring  # noqa: F401
 from .shard import storage_of
 
@@ -41,11 +43,10 @@ _ASK_NOTHING = {
 
 
 class _Output(NamedTuple):
-    """What one dear operation put out. `versions` tell whether somebody wrote into it since."""
+    """What one dear operation put out."""
 
     op: Any
     value: Any
-    versions: tuple[int, ...]
 
 
 class _Keeping(TorchDispatchMode):
@@ -58,12 +59,15 @@ class _Keeping(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            self._refuse(out)
         if func is _region:
             self._join(args[0], args[1])
         elif _asks(func, args, out):
             self.asked = len(self.kept)
         if func in _DEAR:
-            self.kept.append(_output(func, out))
+            # Without its graph, which holds what is kept.
+            self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
         if func in _ATTENTION:
             self.asked = len(self.kept)
         return out
@@ -73,6 +77,16 @@ class _Keeping(TorchDispatchMode):
         last = self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
         if last and last.op in _PRODUCTS and storage_of(last.value) == storage_of(x):
             self.kept[-1] = _hollow(last)
+
+    def _refuse(self, written: Any) -> None:
+        """What is kept must stay as it was."""
+        storages = set(_storages(written))
+        for op, value in self.kept:
+            if not storages.isdisjoint(_storages(value)):
+                raise LayoutError(
+                    f"recompute:selective keeps what {op} puts out, and the model writes into it.\n"
+                    "  Write into a copy there, or use recompute:all."
+                )
 
     def __exit__(self, *error: Any) -> None:
         for number in range(self.asked, len(self.kept)):
@@ -90,9 +104,8 @@ class _Giving(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DEAR:
             return func(*args, **(kwargs or {}))
-        op, value, versions = self.kept.popleft()
+        op, value = self.kept.popleft()
         assert op is func, f"a forward ran {op}, and when it was run again {func}"
-        assert versions == _versions(value), f"{op} put out what was written into afterwards"
         return value
 
 
@@ -109,20 +122,17 @@ def _asks(func: Any, args: Any, out: Any) -> bool:
         return False
     if func is _aten.mul.Tensor and not isinstance(args[1], Tensor):
         return False
-    return any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_iter(out))
+    return any(
+        isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in tree_iter(out)
+    )
 
 
-def _output(op: Any, out: Any) -> _Output:
-    value = tree_map_only(Tensor, Tensor.detach, out)  # without its graph, which holds this
-    return _Output(op, value, _versions(value))
-
-
-def _versions(value: Any) -> tuple[int, ...]:
-    return tuple(x._version for x in tree_iter(value) if isinstance(x, Tensor))
+def _storages(value: Any) -> Iterator[int]:
+    return (storage_of(x) for x in tree_iter(value) if isinstance(x, Tensor))
 
 
 def _hollow(output: _Output) -> _Output:
     """A stand-in full of NaN: should somebody ask for its values after all, it is seen."""
     x = output.value
     nothing = torch.full((), torch.nan, dtype=x.dtype, device=x.device)
-    return _output(output.op, nothing.expand(x.shape))
+    return _Output(output.op, nothing.expand(x.shape))
