@@ -1,0 +1,138 @@
+"""A measured step beside a plan: numbers by hand, and rows that add up to the planner's own step."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.layout import Layout, Shape, stage_pieces
+from phalanx.plan import Curve, Machine, Rate, Store
+from phalanx.plan.local import local_stack, site_of_machine
+from phalanx.plan.search import judge
+from phalanx.program import KINDS, Costs, Op, Span, Timeline, build, simulate
+from phalanx.report.compared import _WORDS, HEAD, Compared, compare
+from phalanx.report.predicted import Step, predicted
+from phalanx.weigh import weighs
+
+SHAPE = Shape(
+    name="small", layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=256, sequence=16, batch=8
+)
+# Without latency many small messages take as long as one of all their bytes: then the sums of units
+# have to add up to what the planner counts for a step.
+MACHINE = Machine(
+    name="small", date="2026-01-31", method="by hand", device="CPU", kind="cpu", count=1, cores=4,
+    memory=8e9, launch=1e-6, stores=(Store("copy", 1e10),),
+    rates=(Rate("fp32", 64, 64, 64, 1e10), Rate("fp32", 256, 256, 256, 4e10)),
+    curves=tuple(
+        Curve(op, "gloo", 2, "ring", 0.0, 1e8, 0.0, 1, 1 << 20)
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "send", "broadcast")
+    ),
+)  # fmt: skip
+
+
+def step_of(text: str) -> Step:
+    """A step whose operations all ran, whatever they took."""
+    layout = Layout.parse(text)
+    timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True))
+    return Step(4, layout, SHAPE, "", SHAPE.sequence, "CPU", timeline, None)
+
+
+def compared_of(text: str, place: Path) -> Compared:
+    step = step_of(text)
+    site = site_of_machine(MACHINE, step.layout.ranks)
+    return predicted(step, site, local_stack(), partial(weighs, target="cpu", place=place))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weighs")
+
+
+def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
+    spans = [
+        Span(0, "compute", Op("F", 0, 0), 0.0, 1.0), Span(0, "compute", Op("F", 1, 0), 1.0, 4.0),
+        Span(0, "compute", Op("F", 2, 0), 4.0, 9.0), Span(0, "compute", Op("B", 2, 0), 9.0, 10.0),
+        Span(1, "compute", Op("F", 0, 0), 0.0, 2.0), Span(1, "agree", Op("A"), 2.0, 3.0),
+    ]  # fmt: skip
+    prices = {("F", 0): 1.0, ("F", 1): 4.0, ("F", 2): 8.0, ("I", 2): 0.25, ("W", 2): 0.25}
+    forward, backward, agree = compare(Timeline(tuple(spans)), prices)
+    assert (forward.count, forward.predicted, forward.measured) == (2.0, 2.5, 2.5)
+    assert forward.share == pytest.approx((1 + 3 + 5 + 2) / 2 / 10)
+    assert (backward.kind, backward.predicted, backward.ratio) == ("B", 0.5, 2.0)
+    assert (agree.words, agree.predicted, agree.ratio) == ("agree on the norm", None, None)
+
+
+def test_every_kind_of_operation_has_words() -> None:
+    assert set(_WORDS) == set(KINDS)
+
+
+@pytest.mark.parametrize("text", ["", "dp2", "accum:2", "dp4 zero1", "dp2x2 zero1", "tp2 seq"])
+def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Path) -> None:
+    step = step_of(text)
+    site, stack = site_of_machine(MACHINE, step.layout.ranks), local_stack()
+    weigh = partial(weighs, target="cpu", place=place)
+    (choice,) = judge(
+        [step.layout], SHAPE, site, weigh, stack=stack, sequence=SHAPE.sequence, batch=SHAPE.batch
+    )
+    found = compared_of(text, place)
+    assert found.predicted == pytest.approx(choice.step)
+    # The rows of one operation alone tell its own price; the update needs its rank's other ones.
+    sums = dict.fromkeys("FBGS", 0.0)
+    for span in step.timeline.spans:
+        if span.op.kind in sums:
+            alone = Timeline((span._replace(start=0.0, end=1.0),))
+            (row,) = predicted(_with(step, alone), site, stack, weigh).rows
+            sums[row.kind] += row.predicted or 0.0
+    parts = choice.parts
+    assert sums["F"] + sums["B"] == pytest.approx(parts["compute"] + parts["tensor"])
+    assert sums["G"] + sums["S"] == pytest.approx(parts["data"])
+    assert (sums["G"] > 0) == bool(step.layout.zero)
+    # Blocks are alike and most of the units: the median update is a block's.
+    (update,) = (row for row in found.rows if row.kind == "U")
+    block, all_ = SHAPE.parameters(1), sum(map(SHAPE.parameters, range(SHAPE.pieces)))
+    assert update.predicted == pytest.approx(parts["update"] * block / all_, rel=0.02)
+
+
+def _with(step: Step, timeline: Timeline) -> Step:
+    return Step(**{**vars(step), "timeline": timeline})
+
+
+def test_an_operation_that_took_what_was_predicted_has_ratio_one(place: Path) -> None:
+    text = "pp2 zb-h1:4"
+    step = step_of(text)
+    layout = step.layout
+    first = compared_of(text, place)
+    kinds = {r.kind: r.predicted for r in first.rows if r.predicted}
+    assert set(kinds) == {"F", "I", "W", "U", "<"}
+    # All operations of a kind made to last as long as the median of what is predicted for them.
+    costs = Costs({k: v for k, v in kinds.items() if k != "<"})
+    timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True), costs)
+    site = site_of_machine(MACHINE, 2)
+    again = predicted(
+        _with(step, timeline), site, local_stack(), partial(weighs, target="cpu", place=place)
+    )
+    ratios = {r.kind: r.ratio for r in again.rows}
+    for kind in "FIWU":
+        assert ratios[kind] == pytest.approx(1.0), kind
+    assert again.measured == pytest.approx(timeline.makespan)
+
+
+def test_the_table_fits_a_terminal_of_80_columns_and_the_page_has_the_same_cells(
+    place: Path,
+) -> None:
+    found = compared_of("dp2 pp2 zero1 1f1b:4", place)
+    assert max(map(len, found.text().splitlines())) <= 80
+    for row in found.rows:
+        for cell in (*HEAD, *row.cells()):
+            assert cell in found.text()
+            assert cell.replace(">", "&gt;").replace("<", "&lt;") in found.html()
+    assert found.figures()["rows"] == [asdict(r) | {"ratio": r.ratio} for r in found.rows]
+
+
+def test_on_a_gpu_it_is_said_that_operations_are_timed_until_they_are_launched() -> None:
+    of = partial(Compared, "dp8", "h100x8", "phalanx", 3, (), 1.0, 2.0)
+    assert "launched" in of(launched=True).text()
+    assert "launched" not in of().text()
