@@ -1,0 +1,129 @@
+"""`phalanx plan calibrate` as somebody types it: run folders in, a stack file out that plans read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.layout import Layout, Shape
+from phalanx.plan import Curve, Machine, Rate, Store
+from phalanx.plan.local import local_stack, site_of_machine
+from phalanx.plan.search import judge
+from phalanx.plan.stack import FITTED, Stack, stack
+from phalanx.weigh import weighs
+
+SHAPE = Shape(
+    name="small", layers=4, hidden=256, heads=4, ffn=1024, vocab=1024, sequence=256, batch=16
+)
+MACHINE = Machine(
+    name="small", date="2026-01-31", method="by hand", device="some CPU", kind="cpu", count=1,
+    cores=4, memory=8e9, launch=1e-6, stores=(Store("copy", 1e10),),
+    rates=(Rate("fp32", 128, 128, 128, 1e11), Rate("fp32", 1024, 1024, 1024, 4e11)),
+    curves=tuple(
+        Curve(op, "gloo", 2, "ring", 1e-4, 1e9, 0.0, 1, 1 << 20)
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "send")
+    ),
+)  # fmt: skip
+# What the runs of these tests were "run" with: slower products, dearer traffic than a plan thinks.
+TRUTH = replace(local_stack(), speed=0.5, attention=0.3, traffic=1.8)
+LAYOUTS = ("dp2", "tp2 seq", "dp4 zero1", "dp2 tp2 seq", "pp2 1f1b:4")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def seconds(text: str, under: Stack) -> float:
+    """A step of a layout as the planner judges it."""
+    layout = Layout.parse(text)
+    site = site_of_machine(MACHINE, layout.ranks)
+    (choice,) = judge(
+        [layout], SHAPE, site, partial(weighs, target="cpu"), stack=under,
+        sequence=SHAPE.sequence, batch=SHAPE.batch,
+    )  # fmt: skip
+    return choice.step
+
+
+def run_of(folder: Path, text: str, times: Sequence[float]) -> str:
+    """The journal of a run whose first step warmed up."""
+    folder.mkdir()
+    start = {"event": "start", "step": 0, "layout": text, "model": asdict(SHAPE)}
+    steps = [{"event": "step", "step": n, "steps": 1, "seconds": s} for n, s in enumerate(times)]
+    lines = "".join(json.dumps(record) + "\n" for record in (start, *steps))
+    (folder / "metrics.jsonl").write_text(lines)
+    return str(folder)
+
+
+def machine_of(folder: Path) -> str:
+    (folder / "machine.toml").write_text(MACHINE.text())
+    return str(folder / "machine.toml")
+
+
+def test_runs_move_the_stack_towards_what_they_ran_with_and_a_plan_reads_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, out = machine_of(tmp_path), tmp_path / "stack.toml"
+    runs = [
+        run_of(tmp_path / str(n), text, [9.0, *[seconds(text, TRUTH)] * 3])
+        for n, text in enumerate(LAYOUTS[:-1])
+    ]
+    words = ["plan", "calibrate", *runs, "--machine", machine, "--out", str(out)]
+    assert main([*words, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [row["layout"] for row in said["runs"]] == list(LAYOUTS[:-1])
+    for row in said["runs"]:
+        assert abs(row["after"]) < 0.1 < abs(row["before"])
+    found = stack(str(out))
+    assert said["stack"] == {name: getattr(found, name) for name in FITTED}
+    # A layout that was not among the runs is told better too.
+    unseen = LAYOUTS[-1]
+    truth, before, after = (seconds(unseen, s) for s in (TRUTH, local_stack(), found))
+    assert abs(after / truth - 1) < abs(before / truth - 1) / 2
+    plan = ["plan", "--model", "tiny", "--machine", machine, "--ranks", "2", "--json"]
+    assert main([*plan, "--explain", "dp2", "--stack", str(out)]) == 0
+    slow = json.loads(capsys.readouterr().out)["step_time_s"]
+    assert main([*plan, "--explain", "dp2"]) == 0
+    assert slow > json.loads(capsys.readouterr().out)["step_time_s"]
+
+
+def test_the_table_names_each_run_with_its_error_before_and_after(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(tmp_path / "run", "dp2", [9.0, 0.5, 0.5])
+    assert main(["plan", "calibrate", run, "--machine", machine_of(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    before = seconds("dp2", local_stack()) / 0.5 - 1
+    assert lines[1].startswith(run)
+    assert f"{before:+7.0%}" in lines[1]
+    assert lines[1].endswith("dp2")
+    assert [line.split()[0] for line in lines[3:9]] == list(FITTED)
+    assert "1 runs for 6 numbers" in lines[-1]
+    assert not (tmp_path / "stack.toml").exists()
+
+
+def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = machine_of(tmp_path)
+    good = run_of(tmp_path / "good", "dp2", [9.0, 0.5, 0.5])
+    short = run_of(tmp_path / "short", "dp2", [9.0])
+    for words, said in (
+        ([good, str(tmp_path), "--machine", machine], "cannot read the run"),
+        ([good, short, "--machine", machine], "1 lines of steps"),
+        ([good, "--machine", str(tmp_path / "nowhere.toml")], "there is no machine file"),
+        ([good, "--machine", machine, "--cluster", "h100x8"], "name one"),
+        ([good, "--machine", machine, "--stack", "phalamx"], "Did you mean 'phalanx'"),
+        ([good, "--machine", machine, "--out", "stack.json"], "suffix"),
+    ):
+        assert main(["plan", "calibrate", *words]) == 2
+        told = capsys.readouterr()
+        assert not told.out
+        assert said in told.err
+        assert told.err.count("\n") == 1
