@@ -3,8 +3,9 @@
     python benchmarks/context.py --ranks 2 --sequence 1024 2048 4096 8192 16384
 
 Every rank has one thread, the runs of a sequence length are interleaved, and times are medians with
-the smallest and the largest. Memory is the peak of live storages on one rank: its own q, k and v,
-what autograd keeps, what is in flight. What a kernel takes for itself inside is not seen.
+the smallest and the largest. Memory is of live storages on one rank: what is kept between forward and
+backward with the rank's own q, k and v, and the peak, with what is in flight. What a kernel takes for
+itself inside is not seen.
 """
 
 import argparse
@@ -27,28 +28,33 @@ from phalanx.wire.alone import AloneWorld
 HEADS, KV_HEADS, SIZE = 8, 2, 64
 
 
-def attention(world: World, text: str, length: int, documents: int, measured: bool) -> float:
-    """Seconds of one forward and backward on this rank; or, `measured`, its peak of live bytes."""
+def attention(
+    world: World, text: str, length: int, documents: int, measured: bool
+) -> tuple[float, float]:
+    """Seconds of one forward and backward on this rank; or, `measured`, bytes that it keeps between
+    the two and has at its peak."""
     layout = Layout.parse(text)
     core, own = _core(world, layout), held_times(length, *_grid(layout), world.rank)
     ids = (own * documents // length).unsqueeze(0) if documents else None
     barrier = world.split("all", [range(world.size)]).barrier
 
-    def step() -> None:
+    def forward() -> torch.Tensor:
         q, k, v = (torch.randn(1, len(own), n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
-        y = core(*(x.requires_grad_() for x in (q, k, v)), None, ids)
-        y.backward(torch.ones_like(y))
+        return core(*(x.requires_grad_() for x in (q, k, v)), None, ids)
 
     barrier()
     if measured:
         with Live() as live:
-            step()
-        result = float(live.most)
+            y = forward()
+            kept = float(live.now)
+            y.backward(torch.ones_like(y))
+        result = kept, float(live.most)
     else:
         start = time.perf_counter()
-        step()
+        y = forward()
+        y.backward(torch.ones_like(y))
         barrier()
-        result = time.perf_counter() - start
+        result = time.perf_counter() - start, 0.0
     world.clear()
     return result
 
@@ -65,7 +71,7 @@ def _core(world: World, layout: Layout) -> nn.Module:
     return UlyssesCore(core, ulysses) if ulysses.size > 1 else core
 
 
-def table(lengths: Sequence[int], ranks: int, repeats: int, documents: int) -> None:
+def table(lengths: Sequence[int], ranks: int, wire: str, repeats: int, documents: int) -> None:
     ways = {
         "one rank": "",
         "ring": f"cp{ranks}:ring",
@@ -73,11 +79,14 @@ def table(lengths: Sequence[int], ranks: int, repeats: int, documents: int) -> N
     }
     if ranks == 4:
         ways["2 x 2"] = "cp4:2x2"
-    print(f"{ranks} ranks, {HEADS} heads and {KV_HEADS} k/v heads of {SIZE}, float32,", end=" ")
+    print(
+        f"{ranks} ranks over {wire}, {HEADS} heads and {KV_HEADS} k/v heads of {SIZE}, float32,",
+        end=" ",
+    )
     print(f"{documents or 1} document(s), {repeats} runs; ms (least - most) and MiB a rank\n")
-    print("| tokens |" + "".join(f" {way} ms | x one | MiB | x one |" for way in ways))
-    print("|--:|" + "--:|--:|--:|--:|" * len(ways))
-    with workers(ranks, wire="gloo") as run:
+    print("| tokens |" + "".join(f" {way} ms | x one | kept | x one | peak |" for way in ways))
+    print("|--:|" + "--:|--:|--:|--:|--:|" * len(ways))
+    with workers(ranks, wire=wire) as run:
         for length in lengths:
             seconds, bytes = _measure(run, ways, length, repeats, documents)
             row, one = f"| {length} |", seconds["one rank"]
@@ -85,7 +94,9 @@ def table(lengths: Sequence[int], ranks: int, repeats: int, documents: int) -> N
                 middle = statistics.median(seconds[way])
                 row += f" {middle * 1e3:.0f} ({min(seconds[way]) * 1e3:.0f} - "
                 row += f"{max(seconds[way]) * 1e3:.0f}) | {middle / statistics.median(one):.2f} |"
-                row += f" {bytes[way] / 2**20:.1f} | {bytes[way] / bytes['one rank']:.2f} |"
+                kept, peak = bytes[way]
+                row += f" {kept / 2**20:.1f} | {kept / bytes['one rank'][0]:.2f} |"
+                row += f" {peak / 2**20:.1f} |"
             print(row, flush=True)
 
 
@@ -96,11 +107,12 @@ def _measure(run, ways: dict[str, str], length: int, repeats: int, documents: in
     for turn in range(repeats + 2):
         for way, text in ways.items():
             asked = (text, length, documents, turn > repeats)
-            most = max(run(attention, *asked) if text else [attention(AloneWorld(), *asked)])
+            told = run(attention, *asked) if text else [attention(AloneWorld(), *asked)]
+            most = tuple(map(max, zip(*told, strict=True)))
             if turn > repeats:
                 bytes[way] = most
             elif turn:
-                seconds[way].append(most)
+                seconds[way].append(most[0])
     return seconds, bytes
 
 
@@ -109,6 +121,7 @@ def main() -> None:
     number = partial(parser.add_argument, type=int)
     number("--sequence", nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     number("--ranks", default=2)
+    parser.add_argument("--wire", default="shared", choices=("shared", "gloo"))
     number("--repeats", default=5)
     number("--documents", default=0, help="cut the sequence into this many")
     args = parser.parse_args()
@@ -116,7 +129,7 @@ def main() -> None:
     multiple = time_multiple(Layout.parse(f"cp{args.ranks}")) if args.ranks > 1 else 1
     if args.ranks < 2 or any(length % multiple for length in args.sequence):
         parser.error(f"needs 2 ranks or more, and sequences that divide by {multiple}")
-    table(args.sequence, args.ranks, args.repeats, args.documents)
+    table(args.sequence, args.ranks, args.wire, args.repeats, args.documents)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,16 @@ def main() -> None:
     stacks: dict[tuple[str, str], list[Group]] = defaultdict(list)
     for group in groups:
         stacks[group.rows[0].stack.name, group.rows[0].device].append(group)
+    found = []
     for (_, device), those in sorted(stacks.items()):
-        tell(remembered(fit(those[0].rows[0].stack, those, use=even(those)), those), device)
-    for device in sorted({device for _, device in stacks}):
-        those = [g for g in groups if g.rows[0].device == device]
-        tell(fit(Stack(name="default"), those, use=even(those)), device)
+        found.append(remembered(fit(those[0].rows[0].stack, those, use=even(those)), those))
+        tell(found[-1], device)
+    print(f"[default] = {{ {usual(found)} }}")
+
+
+def usual(stacks: list[Stack]) -> str:
+    """What a stack that nobody has measured is taken to be: the medians of those that were."""
+    return ", ".join(f"{n} = {np.median([getattr(s, n) for s in stacks]):.3g}" for n in FITTED)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -76,10 +77,12 @@ def _timed(trials: Sequence[Trial], said: Namespace) -> Timed:
 
 
 def _begin(said: Namespace, site: Site, trials: Sequence[Trial]) -> Stack:
-    """Where the fit begins: what was named, else ours as it is on such a device."""
-    if said.stack:
-        return stack(said.stack)
-    return local_stack(trials[0].case.layout.precision) if site.cores else stack("phalanx")
+    """Where the fit begins: what was named, else ours, as it is on such a device."""
+    if said.stack or not site.cores:
+        named = stack(said.stack or "phalanx")
+        device = cluster(said.cluster).device if said.cluster else ""
+        return replace(named.on(device), by_device={})
+    return local_stack(trials[0].case.layout.precision)
 
 
 def _rows(groups: Sequence[Timed], before: Stack, after: Stack) -> list[dict[str, object]]:

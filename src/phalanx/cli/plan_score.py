@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plan.predict import Group, groups_of
@@ -37,6 +37,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--no-held-out", action="store_true", help="skip fitting without each source: faster"
     )
+    parser.add_argument("--each", action="store_true", help="every run, with the parts of its step")
     parser.add_argument("--json", action="store_true")
     said = parser.read(list(argv))
     chosen = stack(said.stack) if said.stack else None
@@ -45,9 +46,13 @@ def run(argv: Sequence[str]) -> int:
     held = {} if said.no_held_out else _held(groups, rows)
     found = score(groups, refused, rows, most_ranks=said.most_ranks, held=held)
     if said.json:
-        print_json({"sources": [each.plain() for each in found]})
+        runs = {each.source: [run.plain() for run in each.runs] for each in found if said.each}
+        told = {"sources": [each.plain() for each in found]}
+        print_json(told | ({"runs": runs} if said.each else {}))
     else:
         print(_table(found))
+        if said.each:
+            print("\n" + "\n".join(line for each in found for line in _runs(each)))
     return 0
 
 
@@ -91,6 +96,23 @@ def _table(found: Sequence[Score]) -> str:
         lines += ["", "Left out:"]
         lines += [f"  {count:5} of {source[:28]}: {why}" for source, why, count in left]
     return "\n".join(lines)
+
+
+def _runs(each: Score) -> Iterator[str]:
+    """Two lines a run: how far off it is, and its layout with the parts of its step."""
+    yield f"{each.source}"
+    yield f"  {'run':28} {'devices':>7} {'measured':>9} {'predicted':>9} {'off':>7} {'held out':>9}"
+    for run in each.runs:
+        row, measured = run.row, run.row.step
+        yield (
+            f"  {f'{row.model} {row.name}'[:28]:28} {row.ranks:7,}"
+            f" {f'{measured:.3g} s' if measured else '-':>9} {f'{run.step:.3g} s':>9}"
+            f" {f'{100 * (run.step / measured - 1):+.1f}%' if measured else '-':>7}"
+            f" {f'{run.held:.3g} s' if run.held else '-':>9}"
+        )
+        parts = ", ".join(f"{name} {time:.3g}" for name, time in run.parts.items() if time)
+        yield f"    {row.case.layout if row.case else ''}: {parts}"
+    yield ""
 
 
 def _error_line(each: Score) -> str:

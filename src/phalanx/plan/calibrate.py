@@ -106,9 +106,15 @@ def read_run(folder: Path) -> Trial:
             f"{file} has {len(told)} lines of steps since its last start; 2 are the least,"
             " since the first warms up. Run longer, or with metrics.every=1."
         )
+    if start.get("own"):
+        raise MachineError(
+            f"{file} is of a model of your own, {start['own']}. Calibrate on runs of built-in models:"
+            " what a stack costs is not the model's."
+        )
     shape, layout = _shape(start, file), Layout.parse(str(start["layout"]))
     seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
-    return Trial(str(folder), case_of(shape, layout), seconds)
+    sequence = int(start.get("sequence", shape.sequence))
+    return Trial(str(folder), case_of(shape, layout, sequence=sequence), seconds)
 
 
 def _steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

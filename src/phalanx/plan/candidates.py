@@ -43,6 +43,14 @@ class Cut(NamedTuple):
     selective: bool
     split: bool  # backward in two operations
 
+    @classmethod
+    def of(cls, layout: Layout) -> Cut:
+        """What a piece feels of a layout."""
+        return cls(
+            layout.tp, layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses"), layout.seq,
+            layout.recompute == "selective", layout.splits_backward,
+        )  # fmt: skip
+
     @property
     def cp(self) -> int:
         return self.ring * self.ulysses

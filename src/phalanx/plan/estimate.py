@@ -16,7 +16,15 @@ from .price import Trio
 from .site import Numbers, Site
 from .stack import Stack
 
-__all__ = ["KINDS", "Estimates", "Ranks", "estimate", "held_by_stage"]
+__all__ = [
+    "KINDS",
+    "Estimates",
+    "Ranks",
+    "estimate",
+    "gathering",
+    "held_by_stage",
+    "summing",
+]
 
 # The kinds of memory, in the order in which they are printed.
 KINDS = (
@@ -211,38 +219,43 @@ def _update(c: Columns, site: Site, stack: Stack, weights: Numbers) -> Numbers:
     return rate * part
 
 
+def gathering(c: Columns, site: Site, size: Numbers) -> Numbers:
+    """Seconds until so many bytes, of which each rank has a part, are on every rank that shares."""
+    shards = np.where(c.zero >= 1, c.shards, 1.0)
+    return site.wire.seconds("all_gather", size, shards, c.shard_apart)
+
+
+def summing(c: Columns, site: Site, size: Numbers) -> Numbers:
+    """Seconds in which gradients of so many bytes are summed: over all copies, or sharded over
+    those that share and then what is left over their replicas."""
+    whole = site.wire.seconds("all_reduce", size, c.replicas * c.shards, c.shard_apart)
+    cut = site.wire.seconds("reduce_scatter", size, c.shards, c.shard_apart)
+    rest = site.wire.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
+    return np.where(c.zero >= 1, cut + rest, whole)
+
+
 def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Numbers:
     """Messages of data parallel that computing does not hide."""
     m = c.microbatches
-    shards = np.where(c.zero >= 1, c.shards, 1.0)
-    copies = c.replicas * c.shards
-    outer = np.where(c.zero >= 1, c.replicas, 1.0)
     # ---- gradients summed: once a step, or after every microbatch
-    size = weights * stack.reduce_bytes
-    whole = site.wire.seconds("all_reduce", size, copies, c.shard_apart)
-    cut = site.wire.seconds("reduce_scatter", size, shards, c.shard_apart)
-    cut = cut + site.wire.seconds("all_reduce", size / shards, outer, c.replica_apart)
     often = np.where(c.reduce_micro, m, 1.0)
-    summed = np.where(c.zero >= 1, cut, whole) * often
+    summed = summing(c, site, weights * stack.reduce_bytes) * often
     backward = of(1, "inputs", "compute") + of(1, "weights_", "compute")
     window = often * c.most * backward
     seen = summed - np.minimum(stack.hides_data * summed, window)
     # ---- weights gathered after an update
-    full = site.wire.seconds("all_gather", weights * stack.gathered_bytes, shards, c.shard_apart)
+    full = gathering(c, site, weights * stack.gathered_bytes)
     late = np.where((c.zero >= 1) & (c.zero < 3), full, 0.0)
     forward = m * c.most * of(1, "forward", "compute")
     hidden = np.minimum(stack.hides_data * late, forward) if stack.gathers_hidden else 0.0
     # ---- ZeRO-3: each piece before each use
-    each = site.wire.seconds(
-        "all_gather", of(1, "weights") * stack.gathered_bytes, shards, c.shard_apart
+    each, edges = (
+        gathering(c, site, of(place, "weights") * stack.gathered_bytes) for place in (1, 0)
     )
     uses = np.where(c.gather_micro, m, 1.0)
     for_forward = each - np.minimum(stack.hides_data * each, of(1, "forward", "compute"))
     again = of(1, "again", "compute") * c.again
     for_backward = each - np.minimum(stack.hides_data * each, backward + again)
-    edges = site.wire.seconds(
-        "all_gather", of(0, "weights") * stack.gathered_bytes, shards, c.shard_apart
-    )
     micro = uses * (c.most * (for_forward + for_backward) + edges)
     once = np.where(c.gather_micro, micro, c.most * for_forward + edges)
     return seen + late - hidden + np.where(c.zero >= 3, once, 0.0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from .estimate import Estimates
 from .fit import fit
 from .predict import Group
 from .rules import RULES
@@ -21,7 +22,7 @@ from .site import Numbers
 from .stack import FITTED, Stack
 from .table import Row
 
-__all__ = ["Errors", "Score", "hold_out", "score"]
+__all__ = ["Errors", "Run", "Score", "hold_out", "score"]
 
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
 NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
@@ -54,6 +55,45 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class Run:
+    """A row with what was predicted of it."""
+
+    row: Row
+    step: float
+    memory: float
+    parts: Mapping[str, float]  # of the step, with the source held out where it was
+    held: float = 0.0  # the step with the source held out of the fit; 0: it was not
+
+    @property
+    def per_token(self) -> float:
+        assert self.row.case is not None
+        return self.row.step / self.row.case.tokens
+
+    @property
+    def predicted_per_token(self) -> float:
+        assert self.row.case is not None
+        return self.step / self.row.case.tokens
+
+    @property
+    def fits(self) -> bool:
+        assert self.row.site is not None
+        return self.memory <= _FULL * self.row.site.memory and not self.row.empty
+
+    def plain(self) -> dict[str, Any]:
+        """The run as JSON has it; null where the table, or a fit, has no such number."""
+        row = self.row
+        assert row.case is not None
+        return {
+            "row": row.name, "model": row.model, "devices": row.ranks,
+            "layout": str(row.case.layout), "sequence": row.case.sequence,
+            "measured_s": row.step or None, "predicted_s": self.step,
+            "held_out_s": self.held or None, "parts": dict(self.parts),
+            "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.memory / 1e9,
+            "out_of_memory": row.out_of_memory, "fits": self.fits,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Score:
     """One source. What a table has no data for is None."""
 
@@ -72,6 +112,7 @@ class Score:
     memory_error: float | None = None
     oom: Mapping[str, float] | None = None  # precision, recall, accuracy
     left_out: Mapping[str, int] = field(default_factory=dict)  # why, and how many
+    runs: tuple[Run, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """The score as JSON has it."""
@@ -95,31 +136,6 @@ class Score:
         return said
 
 
-@dataclass(frozen=True)
-class _Told:
-    """A row with what was predicted of it."""
-
-    row: Row
-    step: float
-    memory: float
-    held: float = 0.0
-
-    @property
-    def per_token(self) -> float:
-        assert self.row.case is not None
-        return self.row.step / self.row.case.tokens
-
-    @property
-    def predicted_per_token(self) -> float:
-        assert self.row.case is not None
-        return self.step / self.row.case.tokens
-
-    @property
-    def fits(self) -> bool:
-        assert self.row.site is not None
-        return self.memory <= _FULL * self.row.site.memory and not self.row.empty
-
-
 def score(
     groups: Sequence[Group],
     refused: Mapping[int, str],
@@ -130,23 +146,24 @@ def score(
 ) -> tuple[Score, ...]:
     """Every source of the rows. `held` gives the stack that a source's is replaced by when the
     source is held out; `most_ranks` leaves larger runs out."""
-    told: dict[str, list[_Told]] = defaultdict(list)
+    told: dict[str, list[Run]] = defaultdict(list)
     for group in groups:
         found = group.under(group.rows[0].stack)
         step, memory = found.step, found.bytes
-        other: dict[str, Numbers] = {}
+        other: dict[str, Estimates] = {}
         for i, row in enumerate(group.rows):
             if held and row.source in held and row.source not in other:
-                other[row.source] = group.under(held[row.source](row.stack)).step
-            late = float(other[row.source][i]) if row.source in other else 0.0
-            told[row.source].append(_Told(row, float(step[i]), float(memory[i]), late))
+                other[row.source] = group.under(held[row.source](row.stack))
+            late = float(other[row.source].step[i]) if row.source in other else 0.0
+            parts = other.get(row.source, found).breakdown(i)
+            told[row.source].append(Run(row, float(step[i]), float(memory[i]), parts, late))
     sources = list(dict.fromkeys(row.source for row in rows))
     return tuple(_score(source, told[source], rows, refused, most_ranks) for source in sources)
 
 
 def _score(
     source: str,
-    told: list[_Told],
+    told: list[Run],
     rows: Sequence[Row],
     refused: Mapping[int, str],
     most_ranks: int,
@@ -181,6 +198,7 @@ def _score(
         memory_error=_memory_error(told),
         oom=_oom(told),
         left_out=dict(left),
+        runs=tuple(told),
     )
 
 
@@ -188,15 +206,15 @@ def _noise(source: str) -> float:
     return next((v for k, v in NOISE.items() if source.startswith(k)), _USUAL_NOISE)
 
 
-def _by_group(told: Sequence[_Told]) -> list[list[_Told]]:
+def _by_group(told: Sequence[Run]) -> list[list[Run]]:
     """Rows of equal model, devices and sequence."""
-    found: dict[Any, list[_Told]] = defaultdict(list)
+    found: dict[Any, list[Run]] = defaultdict(list)
     for x in told:
         found[x.row.group].append(x)
     return list(found.values())
 
 
-def _tau(timed: Sequence[_Told], noise: float) -> float | None:
+def _tau(timed: Sequence[Run], noise: float) -> float | None:
     """Kendall's, over pairs of one group that are further apart than the source's own noise."""
     agree = differ = 0
     for group in _by_group(timed):
@@ -211,7 +229,7 @@ def _tau(timed: Sequence[_Told], noise: float) -> float | None:
 
 
 def _regrets(
-    told: Sequence[_Told],
+    told: Sequence[Run],
 ) -> tuple[dict[int, float] | None, int, dict[str, float] | None, int]:
     """Mean loss of the first pick, and of the best of the first 3 and 5, over groups of three
     layouts or more; how many first picks ran out of memory; and the same of plain rules."""
@@ -225,7 +243,7 @@ def _regrets(
         count += 1
         best = min(ran)
 
-        def lost(x: _Told, best: float = best) -> float:
+        def lost(x: Run, best: float = best) -> float:
             return x.per_token / best - 1 if x.row.step > 0 else _MISS
 
         order = sorted(group, key=lambda x: (not x.fits, x.predicted_per_token))
@@ -241,14 +259,14 @@ def _regrets(
     return mean, misses, {k: float(np.mean(v)) for k, v in rules.items()}, count
 
 
-def _memory_error(told: Sequence[_Told]) -> float | None:
+def _memory_error(told: Sequence[Run]) -> float | None:
     """Median relative error of peak memory."""
     known = [x for x in told if x.row.memory > 0]
     off = [abs(x.memory / x.row.memory - 1) for x in known]
     return float(np.median(off)) if off else None
 
 
-def _oom(told: Sequence[_Told]) -> dict[str, float] | None:
+def _oom(told: Sequence[Run]) -> dict[str, float] | None:
     """Out of memory, as said before and as it was."""
     was = np.array([x.row.out_of_memory for x in told], bool)
     if not was.any():

@@ -246,7 +246,7 @@ def _staged(choice: Choice, priced: Priced) -> Choice:
     case, layout = choice.case, choice.layout
     if layout.pp == 1:
         return choice
-    embed, block, head = three = priced.three(_cut(layout), case.rows)
+    embed, block, head = three = priced.three(Cut.of(layout), case.rows)
     columns = columns_of([case], [0])
     keeps = block.input / float(columns.segment[0]) if columns.whole[0] else block.kept
     blocks, pp = blocks_of(layout, case.shape), layout.pp
@@ -280,7 +280,7 @@ def judge(
     (precision,) = {layout.precision for layout in layouts}
     priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
     cases = [case_of(shape, layout, batch=batch, sequence=sequence) for layout in layouts]
-    cuts = [_cut(layout) for layout in layouts]
+    cuts = [Cut.of(layout) for layout in layouts]
     priced.weigh(cuts)
     table = [priced.three(cut, case.rows) for cut, case in zip(cuts, cases, strict=True)]
     times = _estimated(columns_of(cases, range(len(cases))), table, priced.site, stack)
@@ -289,14 +289,6 @@ def judge(
         _staged(_choice(case, times, i, runs, cut, case.rows), priced)
         for i, (case, cut) in enumerate(zip(cases, cuts, strict=True))
     )
-
-
-def _cut(layout: Layout) -> Cut:
-    mesh = layout.mesh
-    return Cut(
-        layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
-        layout.recompute == "selective", layout.splits_backward,
-    )  # fmt: skip
 
 
 def timeline(
@@ -308,7 +300,7 @@ def timeline(
         case.shape, site, stack, weigh,
         sequence=case.sequence, precision=layout.precision, model=model,
     )  # fmt: skip
-    cut = _cut(layout)
+    cut = Cut.of(layout)
     priced.weigh([cut])
     stages = blocks_of(layout, case.shape)
     count = min(layout.microbatches, most or layout.microbatches)

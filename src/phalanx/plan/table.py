@@ -21,6 +21,7 @@ __all__ = ["Row", "read_table"]
 
 _DEVICES = (
     (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"H100.*PCI", "h100-pcie"),
+    (r"H100.*HBM2e", "h100-96"),
     (r"H100.*NVL\b", "h100-nvl"), (r"G?H200", "h200"), (r"G?H100|H800", "h100-sxm"),
     (r"GB200", "gb200"), (r"B200", "b200"), (r"MI250", "mi250x"), (r"MI300", "mi300x"),
     (r"MI325", "mi325x"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"v5e|v5 ?lite", "tpu-v5e"),
@@ -217,6 +218,8 @@ def _shape(said: Mapping[str, str]) -> Shape:
     heads = int(_number(said, "heads") or 1)
     hidden = int(_number(said, "hidden"))
     gated = said.get("glu") == "1"
+    if not _number(said, "layers") or not hidden:
+        raise MachineError("the row does not say its model's layers or width")
     return Shape(
         name=said.get("model", ""), layers=int(_number(said, "layers")), hidden=hidden, heads=heads,
         kv_heads=int(_number(said, "kv_heads") or heads),
@@ -258,7 +261,7 @@ def _formula(said: Mapping[str, str], case: Case) -> float:
 def _site(name: str, ranks: int, link: str, hardware: str, node: int) -> Site:
     """The cluster of a row: its device's family, with the network that the row tells of."""
     family = {"a100-80": "a100-80", "a100-40": "a100-40", "h100-sxm": "h100", "h200": "h200",
-              "b200": "b200", "gb200": "gb200", "mi300x": "mi300x",
+              "h100-96": "h100-96",              "b200": "b200", "gb200": "gb200", "mi300x": "mi300x",
               "tpu-v5p": "tpu-v5p", "trainium2": "trainium2"}.get(name)  # fmt: skip
     if "EFA" in link and name == "h100-sxm":
         family = "h100-efa"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ import numpy as np
 
 from ..layout import Layout, Shape
 from ..plan.candidates import Cut
-from ..plan.columns import SCHEDULES, Columns, columns_of
+from ..plan.columns import SCHEDULES, columns_of
+from ..plan.estimate import gathering, summing
 from ..plan.predict import Weigh
 from ..plan.price import costs_of
 from ..plan.priced import Priced, Three
 from ..plan.search import Choice, judge
-from ..plan.site import Numbers, Site
+from ..plan.site import Site
 from ..plan.stack import Stack
 from ..plan.toml import value
 from ..program import Timeline
@@ -52,11 +52,8 @@ def read_step(folder: Path) -> Step:
     file = folder / "timeline.json"
     try:
         text = file.read_text(encoding="utf-8")
-        said = tomllib.loads((folder / "run.toml").read_text(encoding="utf-8"))
     except OSError as error:
         raise ReportError(f"cannot read {error.filename}: {error.strerror}. {_SHOWS}") from None
-    except ValueError as error:
-        raise ReportError(f"{folder}: run.toml or timeline.json cannot be read: {error}.") from None
     try:
         timeline, told = Timeline.from_json(text), _told(text)
     except ValueError as error:
@@ -66,10 +63,9 @@ def read_step(folder: Path) -> Step:
     layout, number = Layout.parse(told[0]), told[1]
     start, steps = _stretch(folder, told[0], number)
     shape = value(Shape, start["model"], f"{folder / 'metrics.jsonl'}, model")
-    model, sequence = str(said.get("model", "")), said.get("sequence", 0)
     return Step(
-        number, layout, shape, own=model if ".py:" in model else "",
-        sequence=sequence if isinstance(sequence, int) and sequence > 0 else shape.sequence,
+        number, layout, shape, own=str(start.get("own", "")),
+        sequence=int(start.get("sequence", shape.sequence)),
         device=_device(start), timeline=timeline,
         # The first line is of steps in which the process warms up.
         usual=median(steps[1:]) if len(steps) > 1 else None,
@@ -132,11 +128,7 @@ def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
         shape, site, stack, weigh,
         sequence=step.sequence, precision=layout.precision, model=step.own,
     )  # fmt: skip
-    mesh = layout.mesh
-    cut = Cut(
-        layout.tp, mesh.of("cp.ring"), mesh.of("cp.ulysses"), layout.seq,
-        layout.recompute == "selective", layout.splits_backward,
-    )  # fmt: skip
+    cut = Cut.of(layout)
     priced.weigh([cut])
     prices = _prices(step, choice, priced.three(cut, choice.case.rows), site, stack)
     return Compared(
@@ -158,9 +150,13 @@ def _prices(
     c = columns_of([choice.case], [0])
     if "weights" not in layout.offload:  # copies from the host are not priced
         found |= {
-            ("G", p): _gathered(w * stack.gathered_bytes, c, site) for p, w in weights.items()
+            ("G", p): float(gathering(c, site, np.asarray(w * stack.gathered_bytes))[0])
+            for p, w in weights.items()
         }
-    found |= {("S", p): _summed(w * stack.reduce_bytes, c, site) for p, w in weights.items()}
+    found |= {
+        ("S", p): float(summing(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        for p, w in weights.items()
+    }
     sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
     found |= {("<", p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.
@@ -168,21 +164,6 @@ def _prices(
     if most:
         found |= {("U", p): choice.parts["update"] * w / most for p, w in weights.items()}
     return found
-
-
-def _gathered(size: float, c: Columns, site: Site) -> float:
-    shards = np.where(c.zero >= 1, c.shards, 1.0)
-    return float(site.wire.seconds("all_gather", np.asarray(size), shards, c.shard_apart)[0])
-
-
-def _summed(size: float, c: Columns, site: Site) -> float:
-    """Over all copies; sharded, over the shards and then what is left over their replicas."""
-    if not c.zero[0]:
-        copies: Numbers = c.replicas * c.shards
-        return float(site.wire.seconds("all_reduce", np.asarray(size), copies, c.shard_apart)[0])
-    cut = site.wire.seconds("reduce_scatter", np.asarray(size), c.shards, c.shard_apart)
-    rest = site.wire.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
-    return float((cut + rest)[0])
 
 
 def _fullest(timeline: Timeline, weights: Mapping[int, float]) -> float:

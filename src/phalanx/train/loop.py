@@ -113,7 +113,8 @@ class _Loop:
             start, self.rank.flops, self.rank.peak(),
             tokens=self.rank.shape.batch * self.rank.tokens,
             layout=str(self.rank.layout), ranks=self.rank.world.size,
-            model=asdict(self.rank.shape), parameters=self.rank.parameters,
+            model=asdict(self.rank.shape), sequence=self.run_.tokens(self.rank.shape),
+            own=self.run_.model if ".py:" in self.run_.model else "", parameters=self.rank.parameters,
             data=self.rank.batches.corpus.name, held=self._memory_parts(),
         )  # fmt: skip
         done, stopped = start, False
