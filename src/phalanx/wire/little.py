@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from phalanx.wire.base import HALVES, Call, Wire, check
-from phalanx.wire.rounds import LITTLE, STEPS, reduce_into
+from phalanx.wire.rounds import LITTLE
+from phalanx.wire.settle import STEPS, reduce_into
 from phalanx.wire.table import Table, keep_order
 
 

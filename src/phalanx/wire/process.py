@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.wire.base import HALVES, Call, Wire, WireError, WireMisuse, Work, World
-from phalanx.wire.settle import reduced, settle
+from phalanx.wire.settle import reduce_into, settle
 
 # 2.13 deprecates the names that are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -188,7 +188,7 @@ class ProcessWire(Wire):
             return self._trade(call, {root: x}, {})
         parts = [x if i == root else torch.empty_like(x) for i in range(self.size)]
         came = {i: part for i, part in enumerate(parts) if i != root}
-        return self._trade(call, {}, came, lambda: _copy(x, reduced(parts, call.op)))
+        return self._trade(call, {}, came, lambda: reduce_into(x, parts, call.op))
 
     def _broadcast(self, call: Call) -> Work:
         work = dist.broadcast(call.x, group=self._group, group_src=call.at, async_op=True)
@@ -216,14 +216,13 @@ class ProcessWire(Wire):
                 call, work, (lambda: _copy(out, out / self.size)) if average else None
             )
         rows = x.view(self.size, out.numel())
-        came = torch.empty_like(rows)
+        others = [i for i in range(self.size) if i != self.rank]
+        came = {i: torch.empty_like(rows[i]) for i in others}
 
         def after() -> None:
-            parts = [rows[i] if i == self.rank else came[i] for i in range(self.size)]
-            out.copy_(reduced(parts, call.op).view_as(out))
+            reduce_into(out, [came.get(i, rows[i]) for i in range(self.size)], call.op)
 
-        others = [i for i in range(self.size) if i != self.rank]
-        return self._trade(call, {i: rows[i] for i in others}, {i: came[i] for i in others}, after)
+        return self._trade(call, {i: rows[i] for i in others}, came, after)
 
     def _all_to_all(self, call: Call) -> Work:
         assert call.out is not None

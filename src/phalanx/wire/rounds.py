@@ -14,38 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.wire.base import HALVES, Call
-from phalanx.wire.settle import reduced
+from phalanx.wire.base import Call
+from phalanx.wire.settle import reduce_into
 
 if TYPE_CHECKING:
     from phalanx.wire.table import Table
 
 # Up to here everyone sums everything: reading it all is cheaper than a second round.
 LITTLE = 1 << 15
-
-
-def reduce_into(total: Tensor, parts: list[Tensor], op: str) -> None:
-    """`total` becomes the parts reduced in their order. It may be one of them."""
-    first, second = parts[0], parts[1]
-    clobbers = any(part.data_ptr() == total.data_ptr() for part in parts[2:])
-    if first.dtype in HALVES or clobbers:
-        total.copy_(reduced(parts, op))
-        return
-    step = STEPS[op]
-    step(first, second, out=total)
-    for part in parts[2:]:
-        step(total, part, out=total)
-    if op == "average":
-        total /= len(parts)
-
-
-STEPS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "average": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
 
 
 def begin(table: "Table", call: Call) -> Iterator[bool]:

@@ -5,30 +5,41 @@ it is the definition the other transports are tested against. Reductions go in r
 through float32 with one rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from phalanx.wire.base import HALVES, Call
 
+# Two tensors into one, a NaN handed on; most libraries' max and min drop it.
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "average": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
-def reduced(parts: Sequence[Tensor], op: str) -> Tensor:
-    """A new tensor: the parts reduced in their order, the way one process would."""
-    first = parts[0]
-    total = first.to(torch.float32) if first.dtype in HALVES else first.clone()
-    for part in parts[1:]:
-        part = part.to(total.device)
-        if op in ("sum", "average"):
-            total += part
-        elif op == "product":
-            total *= part
-        else:
-            # maximum and minimum hand a NaN on; most libraries' reductions drop it.
-            (torch.maximum if op == "max" else torch.minimum)(total, part.to(total), out=total)
+
+def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
+    """`total` becomes the parts reduced in their order, the way one process would. It may be one of
+    them; halves are reduced in float32 and rounded once."""
+    first, *others = (part.to(total.device).view_as(total) for part in parts)
+    aside = any(part.data_ptr() == total.data_ptr() for part in others[1:])
+    if total.dtype in HALVES or aside:
+        wide = first.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        reduce_into(wide, [wide, *(part.to(wide.dtype) for part in others)], op)
+        total.copy_(wide)
+        return
+    step = STEPS[op]
+    for part in others:
+        step(first, part, out=total)
+        first = total
+    if not others and first.data_ptr() != total.data_ptr():
+        total.copy_(first)
     if op == "average":
         total /= len(parts)
-    return total.to(first.dtype)
 
 
 @torch.no_grad()
@@ -40,14 +51,15 @@ def settle(calls: Sequence[Call]) -> None:
 def _all_reduce(calls: Sequence[Call]) -> None:
     if len(calls) == 1:
         return
-    total = reduced([call.x for call in calls], calls[0].op)
-    for call in calls:
+    total = calls[0].x
+    reduce_into(total, [call.x for call in calls], calls[0].op)
+    for call in calls[1:]:
         call.x.copy_(total.view_as(call.x))
 
 
 def _reduce(calls: Sequence[Call]) -> None:
     root = calls[calls[0].at]
-    root.x.copy_(reduced([call.x.view_as(root.x) for call in calls], root.op))
+    reduce_into(root.x, [call.x for call in calls], root.op)
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
@@ -69,7 +81,10 @@ def _all_gather(calls: Sequence[Call]) -> None:
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
     n = len(calls)
-    totals = [reduced([call.x.view(n, -1)[i] for call in calls], calls[0].op) for i in range(n)]
+    rows = [_rows(call.x, n) for call in calls]
+    totals = [torch.empty_like(rows[0][0]) for _ in calls]  # out may be a part of somebody's x
+    for i, total in enumerate(totals):
+        reduce_into(total, [mine[i] for mine in rows], calls[0].op)
     for call, total in zip(calls, totals, strict=True):
         assert call.out is not None
         call.out.copy_(total.view_as(call.out))
