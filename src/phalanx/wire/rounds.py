@@ -9,6 +9,7 @@ Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,31 +182,36 @@ def _scatter(t: "Table", call: Call) -> Iterator[bool]:
 
 
 def _all_to_all(t: "Table", call: Call) -> Iterator[bool]:
-    """Everyone lays all of x down; each takes the stretch that is meant for it."""
+    """Everyone lays a run of each stretch of x down where the one that it is meant for takes it."""
     assert call.out is not None
-    x, out, dtype = call.x.view(-1), call.out.view(-1), call.x.dtype
+    x, out, dtype, byte = call.x.view(-1), call.out.view(-1), call.x.dtype, call.x.itemsize
     row = call.x[0].numel() if call.x.shape[0] else call.out[:1].numel()
-    width = t.chunk // x.itemsize
-    k = 0
-    while True:
-        part = x[k * width : (k + 1) * width]
-        t.mine(0, part.numel(), dtype).copy_(part)
-        yield False
-        if not k:
-            sent = t.counts()
-            longest = max(sum(counts) * row for counts in sent)
-        at = 0
-        for i, counts in enumerate(sent):
-            start = sum(counts[: t.rank]) * row
-            stop = start + counts[t.rank] * row
-            a, b = max(start, k * width), min(stop, (k + 1) * width)
-            if a < b:
-                came = t.theirs(i, (a - k * width) * x.itemsize, b - a, dtype)
-                out[at + a - start : at + b - start].copy_(came)
-            at += stop - start
-        k += 1
+    stretches = torch.split(x, [n * row for n in call.in_splits])
+    rooms = torch.split(out, [n * row for n in call.out_splits])
+    width = max(1, t.chunk // byte // t.size)
+    longest = width  # until the first round has told what the others send
+    for k in count():
         if k * width >= longest:
             return
+        for i in t.others:
+            part = stretches[i][k * width : (k + 1) * width]
+            t.mine(i * width * byte, part.numel(), dtype).copy_(part)
+        yield False
+        if not k:
+            rooms[t.rank].copy_(stretches[t.rank])
+            sent = t.counts()
+            apart = (n for i, to in enumerate(sent) for j, n in enumerate(to) if i != j)
+            longest = row * max(apart, default=0)
+            places = t.places() if longest > width else None
+            if places is not None:
+                for i in t.others:
+                    at = places[i] + row * byte * sum(sent[i][: t.rank])
+                    rooms[i].copy_(t.at(at, rooms[i].numel(), dtype))
+                yield False
+                return
+        for i in t.others:
+            room = rooms[i][k * width : (k + 1) * width]
+            room.copy_(t.theirs(i, t.rank * width * byte, room.numel(), dtype))
 
 
 def _barrier(t: "Table", call: Call) -> Iterator[bool]:
@@ -239,6 +245,8 @@ def readable(call: Call, me: int) -> bool:
     x, out = call.x, call.out
     if out is None or not overlap(x, out):
         return True
+    if call.kind == "all_to_all":
+        return False
     # In place is fine: nobody but this rank needs that part of `out`, or of `x`.
     if call.kind == "all_gather":
         return x.data_ptr() == out.data_ptr() + me * x.numel() * x.itemsize
