@@ -49,6 +49,9 @@ Every verb takes --json and --help. Exit code 0: done, 1: failed, 2: wrong usage
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a mistake of the user's never shows a traceback."""
+    # Ranks are forked in a twentieth of a second from a process without threads, and numpy would
+    # start some the moment it is loaded.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
