@@ -4,7 +4,7 @@
 
 Every rank has one thread, the runs of a sequence length are interleaved, and times are medians with
 the smallest and the largest. Memory is of live storages on one rank: what is kept between forward and
-backward with the rank's own q, k and v, and the peak, with what is in flight. What a kernel takes for
+backward, the result among it, and the peak, with what is in flight. What a kernel takes for
 itself inside is not seen.
 """
 
@@ -38,9 +38,12 @@ def attention(
     ids = (own * documents // length).unsqueeze(0) if documents else None
     barrier = world.split("all", [range(world.size)]).barrier
 
+    leaf = torch.zeros((), requires_grad=True)
+
     def forward() -> torch.Tensor:
-        q, k, v = (torch.randn(1, len(own), n, SIZE) for n in (HEADS, KV_HEADS, KV_HEADS))
-        return core(*(x.requires_grad_() for x in (q, k, v)), None, ids)
+        # Made from something, as by products: a leaf's own tensor would stay for its gradient.
+        made = (torch.randn(1, len(own), n, SIZE) + leaf for n in (HEADS, KV_HEADS, KV_HEADS))
+        return core(*made, None, ids)
 
     barrier()
     if measured:

@@ -15,10 +15,10 @@ from phalanx.layout import Layout, Shape, legal
 from phalanx.plan.candidates import Candidates, Cut, Space, candidates
 from phalanx.plan.columns import Columns, columns_of
 from phalanx.plan.link import cluster
-from phalanx.plan.pipes import spread
+from phalanx.plan.pipes import blocks_of, on_ranks, spread
 from phalanx.plan.priced import Priced, pipeline, pipeline_costs
 from phalanx.plan.rivals import rivals
-from phalanx.plan.search import Plan, judge, search
+from phalanx.plan.search import Choice, Plan, judge, search
 from phalanx.plan.site import Site, site_of
 from phalanx.plan.stack import Stack, stack
 from phalanx.program import Attention, Load, Message, Product, Weighed, simulate
@@ -185,6 +185,44 @@ def test_judging_a_pick_by_its_text_gives_what_the_search_found() -> None:
         )  # fmt: skip
         assert judged.step == pytest.approx(choice.step)
         assert judged.bytes == pytest.approx(choice.bytes)
+
+
+def judged(text: str) -> Choice:
+    (choice,) = judge(
+        [Layout.parse(text)], SHAPE, site(), Weighing(),
+        stack=stack("phalanx"), sequence=SEQUENCE, batch=BATCH,
+    )  # fmt: skip
+    return choice
+
+
+def test_each_stage_keeps_as_many_forwards_as_its_program_has_open() -> None:
+    choice = judged("dp4 pp4 1f1b:8 stages:2-2-2-2 bf16")
+    pieces = known(Layout.parse("bf16"), SEQUENCE)
+    rows = choice.case.rows
+    kept = [2 * pieces.block(rows).kept] * 4
+    kept[0] += pieces.embed(rows).kept
+    kept[3] += pieces.head(rows).kept
+    found = [stage["activations"] for stage in choice.stages]
+    assert found == pytest.approx([n * each for n, each in zip((4, 3, 2, 1), kept, strict=True)])
+    assert choice.bytes == max(sum(stage.values()) for stage in choice.stages)
+
+
+def test_the_first_rank_of_a_v_holds_embedding_and_head() -> None:
+    pieces = known(Layout.parse("bf16"), SEQUENCE)
+    embed, block, head = (x(1.0).weights for x in (pieces.embed, pieces.block, pieces.head))
+    two = stack("phalanx").weight_bytes
+    straight, bent = judged("dp4 pp4 zb-h1:8 bf16"), judged("dp4 pp4 zb-v:8 bf16")
+    blocks = on_ranks(blocks_of(bent.layout, SHAPE), 4, "zb-v")
+    assert bent.stages[0]["weights"] == pytest.approx(two * (embed + head + blocks[0] * block))
+    assert bent.stages[3]["weights"] == pytest.approx(two * blocks[3] * block)
+    assert straight.stages[3]["weights"] > bent.stages[3]["weights"]
+
+
+def test_an_update_on_the_host_takes_longer_and_leaves_the_rest() -> None:
+    here, away = judged("dp16 zero1 bf16"), judged("dp16 zero1 offload:optimizer bf16")
+    assert away.parts["update"] > 10 * here.parts["update"]
+    assert {**away.parts, "update": 0.0} == {**here.parts, "update": 0.0}
+    assert away.memory["optimizer"] == 0.0
 
 
 def test_a_tighter_limit_never_gives_a_faster_plan() -> None:

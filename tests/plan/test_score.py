@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from by_hand import pieces
 
+from phalanx.cli import plan_score
 from phalanx.layout import Layout, Shape
 from phalanx.plan.fit import fit
 from phalanx.plan.predict import groups_of
@@ -135,6 +137,11 @@ def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
     assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (1.0, 1.0, 1.0)
 
 
+def test_a_row_without_the_sizes_of_its_model_says_so(tmp_path: Path) -> None:
+    (row,) = read_table(table(tmp_path / "runs.csv", [{**layouts()[0], "layers": ""}]))
+    assert "layers or width" in row.why
+
+
 def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
     rows = [{"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "hardware": "Abacus", "step_time_s": 1},
             {"gpus": 8, "step_time_s": 1, "tp": "", "pp": "", "dp": ""}]  # fmt: skip
@@ -142,6 +149,23 @@ def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
     assert found["median_error"] is None
     assert sum(found["left_out"].values()) == 2
     assert any("Abacus" in why for why in found["left_out"])
+
+
+def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_score, "weighs", weigh)
+    rows = [{**row, "step_time_s": 2.0} for row in layouts()[:3]]
+    words = [str(table(tmp_path / "runs.csv", rows)), "--each", "--no-held-out"]
+    assert plan_score.run([*words, "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]["made-up"]
+    assert [run["measured_s"] for run in runs] == [2.0] * 3
+    assert all(sum(run["parts"].values()) == pytest.approx(run["predicted_s"]) for run in runs)
+    assert plan_score.run(words) == 0
+    told = capsys.readouterr().out
+    for run in runs:
+        assert f"{100 * (run['predicted_s'] / 2.0 - 1):+.1f}%" in told
+        assert run["layout"] in told
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:

@@ -260,3 +260,23 @@ def test_what_lies_in_shared_memory_is_not_laid_down_once_more(kind):
     # New ranks each time: slots are empty only where no call was before.
     assert launch(laid_down, 2, kind, shared, wire="shared") == [0, 0]
     assert max(launch(laid_down, 2, kind, ordinary, wire="shared")) > 0
+
+
+def uneven_stretches(world, made):
+    """An all-to-all of stretches of no length alike, some of several chunks."""
+    wire = world.split("all", [range(world.size)])
+    row, me = arena.CHUNK // 32, world.rank + 1
+    sends = takes = [me * (i + 1) for i in range(world.size)]
+    x = made(world)(sum(sends) * row, torch.int32).view(-1, row)
+    out = made(world)(sum(takes) * row, torch.int32).view(-1, row)
+    x.copy_(torch.arange(x.numel(), dtype=torch.int32).view(-1, row) * 8 + world.rank)
+    wire.all_to_all(out, x, takes, sends)
+    return out.clone()
+
+
+@pytest.mark.parametrize("made", [ordinary, shared])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_all_to_all_of_long_uneven_stretches_is_that_of_the_threads_wire(made, ranks):
+    due = launch(uneven_stretches, ranks, ordinary, wire="threads")
+    came = launch(uneven_stretches, ranks, made, wire="shared")
+    assert all(torch.equal(x, y) for x, y in zip(came, due, strict=True))
