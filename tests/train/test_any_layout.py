@@ -93,7 +93,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-
     return of
 
 
-def _goes_on(saved, source: str, target: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    "source, target",
+    [*RING, *(pytest.param(*p, marks=pytest.mark.slow) for p in PAIRS if p not in RING)],
+)
+def test_each_layout_goes_on_from_every_other(
+    saved,
+    source: str,
+    target: str,
+    tmp_path: Path,  # type: ignore[no-untyped-def]
+) -> None:
     out, truth = saved(source)
     kept = out / "checkpoints" / "step-00000002"
     run = tmp_path / "run"
@@ -109,24 +118,3 @@ def _goes_on(saved, source: str, target: str, tmp_path: Path) -> None:  # type: 
     assert found.tokens == truth.tokens
     assert len(found.tokens[0]) == 7 * 12
     assert found.losses == pytest.approx(truth.losses, rel=EXACT)
-
-
-@pytest.mark.parametrize("source, target", RING)
-def test_each_layout_goes_on_from_another_and_another_from_it(
-    saved,
-    source: str,
-    target: str,
-    tmp_path: Path,  # type: ignore[no-untyped-def]
-) -> None:
-    _goes_on(saved, source, target, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source, target", PAIRS)
-def test_every_layout_goes_on_from_every_other(
-    saved,
-    source: str,
-    target: str,
-    tmp_path: Path,  # type: ignore[no-untyped-def]
-) -> None:
-    _goes_on(saved, source, target, tmp_path)

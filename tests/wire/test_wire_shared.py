@@ -240,6 +240,8 @@ def laid_down(world, kind, made):
         wire.all_reduce(whole)
     elif kind == "reduce_scatter":
         wire.reduce_scatter(part, whole)
+    elif kind == "broadcast":
+        wire.broadcast(whole, 1)
     else:
         wire.all_gather(whole, part, still=kind == "still")
     wire.barrier()
@@ -255,7 +257,9 @@ def shared(world):
     return world.empty
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather", "still"])
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "reduce_scatter", "all_gather", "still", "broadcast"]
+)
 def test_what_lies_in_shared_memory_is_not_laid_down_once_more(kind):
     # New ranks each time: slots are empty only where no call was before.
     assert launch(laid_down, 2, kind, shared, wire="shared") == [0, 0]

@@ -6,14 +6,13 @@ import argparse
 import math
 from dataclasses import asdict
 
-from ..layout import Layout
 from ..plan.refused import size
-from ..plan.search import Choice, judge, search
+from ..plan.search import Choice, search
 from ..plan.spend import MTBF_HOURS, Spending, spending
 from .plan import asked_of, asking, count
+from .plan_explain import named
 from .plan_figures import Asked, rates
 from .plan_tell import seconds
-from .step import refuse_illegal
 from .usage import Parser, UsageError, print_json
 
 __all__ = ["run"]
@@ -86,18 +85,7 @@ def _choice(asked: Asked, words: str | None) -> Choice | None:
             model=asked.own,
         )  # fmt: skip
         return plan.layouts[0] if plan.layouts else None
-    layout = Layout.parse(words)
-    if layout.ranks != asked.site.ranks:
-        raise UsageError(
-            f"--layout {layout} is for {layout.ranks:,} ranks, {asked.site.name} has"
-            f" {asked.site.ranks:,}."
-        )
-    refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
-    (choice,) = judge(
-        [layout], asked.shape, asked.site, asked.weigh, stack=asked.stack,
-        sequence=asked.sequence, batch=asked.batch, model=asked.own,
-    )  # fmt: skip
-    return choice
+    return named(words, asked, "--layout")
 
 
 def _lines(

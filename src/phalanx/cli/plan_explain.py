@@ -17,22 +17,20 @@ from .plan_tell import one
 from .step import refuse_illegal
 from .usage import UsageError, print_json, screen
 
-__all__ = ["explain"]
+__all__ = ["explain", "named"]
 
 _SHORT = {"activations": "kept"}
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 
 
-def explain(words: str, asked: Asked, *, as_json: bool) -> int:
-    """Print what a layout would take."""
+def named(words: str, asked: Asked, flag: str) -> Choice:
+    """A layout that somebody typed, in the precision that was asked for unless it names its own."""
     layout = Layout.parse(words)
-    if layout.precision != asked.precision and not any(
-        w == layout.precision for w in words.split()
-    ):
+    if layout.precision not in words.split():
         layout = replace(layout, precision=asked.precision)
     if layout.ranks != asked.site.ranks:
         raise UsageError(
-            f"--explain: {layout} is for {layout.ranks:,} ranks, {asked.site.name} has"
+            f"{flag}: {layout} is for {layout.ranks:,} ranks, {asked.site.name} has"
             f" {asked.site.ranks:,}."
         )
     refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
@@ -40,11 +38,17 @@ def explain(words: str, asked: Asked, *, as_json: bool) -> int:
         [layout], asked.shape, asked.site, asked.weigh, stack=asked.stack,
         sequence=asked.sequence, batch=asked.batch, model=asked.own,
     )  # fmt: skip
+    return choice
+
+
+def explain(words: str, asked: Asked, *, as_json: bool) -> int:
+    """Print what a layout would take."""
+    choice = named(words, asked, "--explain")
     room = asked.limit * asked.site.memory
     if as_json:
         print_json(of_choice(asked, choice) | {"fits": choice.bytes <= room})
         return 0
-    print(f"{layout} on {asked.site.name}\n")
+    print(f"{choice.layout} on {asked.site.name}\n")
     print(
         "\n".join([*one(asked, choice), "", *_memory(choice, room), "", *_timeline(asked, choice)])
     )

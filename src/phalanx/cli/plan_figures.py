@@ -15,8 +15,6 @@ from ..weigh import forward_flops, step_flops
 
 __all__ = ["Asked", "Rates", "figures", "of_choice", "rates"]
 
-_ERROR = 0.12  # of a stack whose error on runs that it was not fitted to is not stated
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -41,7 +39,7 @@ class Asked:
     @property
     def error(self) -> float:
         """By how much a step's time may be wrong, up or down."""
-        return float(getattr(self.stack, "error", 0.0) or _ERROR)
+        return self.stack.error
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,14 @@ def _reduce(t: "Table", call: Call) -> Iterator[bool]:
 
 def _broadcast(t: "Table", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
+    if x.numel() * x.itemsize > t.chunk:
+        yield False
+        place = t.place(call.at)
+        if place >= 0:
+            if t.rank != call.at:
+                x.copy_(t.at(place, x.numel(), x.dtype))
+            yield False
+            return
     for part in _runs(x, t.chunk // x.itemsize):
         if t.rank == call.at:
             t.mine(0, part.numel(), x.dtype).copy_(part)

@@ -118,8 +118,12 @@ class Table(Line):
 
     def places(self) -> list[int] | None:
         """Where everyone's tensor lies in shared memory; None if it does not for all of them."""
-        found = [self._words[(note[self.count & 1] >> 3) + ADDRESS] for note in self._notes]
+        found = [self.place(i) for i in range(self.size)]
         return found if min(found) >= 0 else None
+
+    def place(self, i: int) -> int:
+        """Where place i's tensor lies in shared memory; -1 if it does not."""
+        return int(self._words[(self._notes[i][self.count & 1] >> 3) + ADDRESS])
 
     def at(self, place: int, numel: int, dtype: torch.dtype) -> Tensor:
         return self.arena.at(place, numel, dtype)
