@@ -18,6 +18,7 @@ from wire_cases import (
     letters,
     meaningful,
     nans,
+    nothing,
     sequence,
     start,
     uneven,
@@ -96,6 +97,12 @@ def test_a_nan_on_one_rank_survives_min_and_max(world):
             assert torch.equal(high.isnan(), torch.tensor(highest).isnan())
             assert low[1:].tolist() == lowest[1:]
             assert high[1:].tolist() == highest[1:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_reduced_to_nothing(world, dtype):
+    run, size, _ = world
+    assert run(nothing, dtype) == [0] * size
 
 
 def test_all_to_all_takes_parts_of_any_size_and_of_none(world):

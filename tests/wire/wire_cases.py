@@ -160,6 +160,17 @@ def halves(world: World) -> list[Tensor]:
     return [x, part]
 
 
+def nothing(world: World, dtype: torch.dtype) -> int:
+    """Reductions of no numbers at all, as a shard of a small weight over many ranks may be."""
+    wire = world.split("all", [range(world.size)])
+    empty = torch.empty(0, dtype=dtype)
+    wire.all_reduce(empty)
+    wire.reduce(empty, 0)
+    wire.reduce_scatter(torch.empty(0, dtype=dtype), empty)
+    wire.barrier()
+    return empty.numel()
+
+
 def nans(world: World) -> list[Tensor]:
     wire = world.split("all", [range(world.size)])
     results = []

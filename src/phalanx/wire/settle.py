@@ -25,6 +25,8 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
     """`total` becomes the parts reduced in their order, the way one process would. It may be one of
     them; halves are reduced in float32 and rounded once."""
+    if not total.numel():
+        return
     first, *others = (part.to(total.device).view_as(total) for part in parts)
     aside = any(part.data_ptr() == total.data_ptr() for part in others[1:])
     if total.dtype in HALVES or aside:
