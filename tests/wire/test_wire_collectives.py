@@ -14,6 +14,7 @@ from wire_cases import (
     expected,
     grid,
     halves,
+    large_numbers,
     late_letter,
     letters,
     meaningful,
@@ -103,6 +104,12 @@ def test_a_nan_on_one_rank_survives_min_and_max(world):
 def test_nothing_is_reduced_to_nothing(world, dtype):
     run, size, _ = world
     assert run(nothing, dtype) == [0] * size
+
+
+def test_integers_are_summed_as_integers_on_every_root(world):
+    run, size, _ = world
+    due = sum(2**40 + 1 + rank for rank in range(size))
+    assert [[int(x) for x in mine] for mine in run(large_numbers)] == [[due, due]] * size
 
 
 def test_all_to_all_takes_parts_of_any_size_and_of_none(world):

@@ -171,6 +171,18 @@ def nothing(world: World, dtype: torch.dtype) -> int:
     return empty.numel()
 
 
+def large_numbers(world: World) -> list[Tensor]:
+    """Integers that no float32 holds, reduced to each rank in turn and to all."""
+    wire = world.split("all", [range(world.size)])
+    results = []
+    for root in (*range(world.size), None):
+        x = torch.tensor([2**40 + 1 + world.rank])
+        wire.all_reduce(x) if root is None else wire.reduce(x, root)
+        if root in (None, world.rank):
+            results.append(x)
+    return results
+
+
 def nans(world: World) -> list[Tensor]:
     wire = world.split("all", [range(world.size)])
     results = []

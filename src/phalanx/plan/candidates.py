@@ -186,10 +186,8 @@ class Candidates:
 
     def case(self, i: int) -> Case:
         """One candidate as whatever else is estimated."""
-        options, pipe = (
-            self.options[self.at[i, 0]],
-            self.options[self.at[i, 0]].pipes[self.at[i, 3]],
-        )
+        options = self.options[self.at[i, 0]]
+        pipe = options.pipes[self.at[i, 3]]
         rows = _rows(self.space.batch, options.grid.dp, options.counts[self.at[i, 2]])
         first, last = pipe.first, pipe.last
         return Case(self.space.shape, self.layout(i), rows, self.space.sequence, first, last)

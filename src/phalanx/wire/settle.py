@@ -30,7 +30,8 @@ def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:
     first, *others = (part.to(total.device).view_as(total) for part in parts)
     aside = any(part.data_ptr() == total.data_ptr() for part in others[1:])
     if total.dtype in HALVES or aside:
-        wide = first.to(torch.promote_types(total.dtype, torch.float32), copy=True)
+        dtype = torch.float32 if total.dtype in HALVES else total.dtype
+        wide = first.to(dtype, copy=True)
         reduce_into(wide, [wide, *(part.to(wide.dtype) for part in others)], op)
         total.copy_(wide)
         return
