@@ -6,6 +6,7 @@ of every start, on every rank.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ __all__ = ["SGD", "AdamW", "Kernel"]
 _torch: Any = torch
 
 
-class Kernel:
+class Kernel(ABC):
     """Updates runs of numbers in place. `state` is by run, made at its first step."""
 
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.state: dict[Tensor, dict[str, Tensor]] = {}
 
+    @abstractmethod
     def step(self, run: Tensor, gradient: Tensor, *, lr: float, decay: float) -> None:
-        raise NotImplementedError
+        """Update a run by its gradient."""
 
 
 class AdamW(Kernel):

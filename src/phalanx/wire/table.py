@@ -16,6 +16,7 @@ other ranks: who still looks at an old flag sees more than it waits for.
 import hashlib
 import platform
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 
@@ -48,7 +49,7 @@ def keep_order() -> None:
             pass
 
 
-class Line:
+class Line(ABC):
     """Calls that progress one after another; `advance` moves the first as far as it goes."""
 
     name: str
@@ -56,17 +57,17 @@ class Line:
     def __init__(self) -> None:
         self.calls: deque[tuple[Call, Done]] = deque()
 
+    @abstractmethod
     def ready(self) -> bool:
         """Whether the first call can go on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def advance(self) -> bool:
         """Go on with the first call if it can; True if something moved."""
-        raise NotImplementedError
 
+    @abstractmethod
     def absent(self) -> list[int]:
         """The ranks that the first call waits for."""
-        raise NotImplementedError
 
 
 class Done(Work):
