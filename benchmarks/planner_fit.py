@@ -48,10 +48,12 @@ def remembered(stack: Stack, groups: list[Group]) -> Stack:
     def off(kept: float) -> float:
         found, wrong, known = [0.0], 0, 1
         for group in groups:
-            held = group.under(replace(stack, kept=kept)).bytes
-            for b, row in zip(held, group.rows, strict=True):
+            estimates = group.under(replace(stack, kept=kept))
+            held = estimates.bytes
+            told = estimates.first if stack.tells_first else held
+            for b, t, row in zip(held, told, group.rows, strict=True):
                 if row.memory:
-                    found.append(abs(b / row.memory - 1))
+                    found.append(abs(t / row.memory - 1))
                 if row.memory or row.out_of_memory:
                     known += 1
                     wrong += (b > LIMIT * group.site.memory or row.empty) != row.out_of_memory

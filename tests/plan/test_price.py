@@ -113,6 +113,24 @@ def test_what_can_be_hidden_is_not_seen() -> None:
     assert hidden.compute[0] == seen.compute[0]
 
 
+@pytest.mark.parametrize("faster", [1, 50])
+def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not_hide(
+    faster: int,
+) -> None:
+    plain = replace(BARE, speed=faster, attention=faster, traffic=1 / faster)
+    again = replace(plain, regathers=True)
+    whole, part = (_one("tp8 seq", what=each)[1][1] for each in (plain, again))
+    size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
+    assert whole.kept - part.kept == pytest.approx(2 * size * 7 / 8)
+    assert part.forward == whole.forward
+    one = site_of(cluster("h100x8")).wire.seconds("all_gather", *map(np.array, (size, 8.0, 1.0)))
+    late = max(0.0, 2 * float(one) - 0.9 * whole.inputs.device)
+    assert part.inputs.messages - whole.inputs.messages == pytest.approx(late)
+    assert (late > 0) == (faster > 1)
+    without = (_one("tp8", what=each)[1][1] for each in (plain, again))
+    assert len({each.kept for each in without}) == 1
+
+
 def test_a_stack_is_named_by_what_tables_call_it() -> None:
     assert stack_named("nanotron v0.5").name == "nanotron"
     assert stack_named("Megatron-LM 2021").name == "megatron-2021"

@@ -137,6 +137,23 @@ def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
     assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (1.0, 1.0, 1.0)
 
 
+def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
+    pipeline = {"gpus": 8, "tp": 1, "pp": 2, "dp": 4, "micro_batch": 1, "global_batch": 4,
+                "schedule": "1f1b", "vocab": "256000", "step_time_s": 1, "mem_unit": "GB"}  # fmt: skip
+    plain = replace(stack("default"), by_device={})
+    first = replace(plain, tells_first=True)
+    # One microbatch: the last rank has the head and as many forwards, the first is the emptier.
+    rows = read_table(table(tmp_path / "t.csv", [{**pipeline, "peak_mem_gb": 10}]), first)
+    groups, _ = groups_of(rows, weigh, cut_of)
+    found = groups[0].under(first)
+    assert found.first[0] < 0.9 * found.bytes[0]
+    told = table(tmp_path / "u.csv", [{**pipeline, "peak_mem_gb": found.first[0] / 1e9}])
+    assert _score(told, first)["memory_error"] == pytest.approx(0, abs=1e-9)
+    assert _score(told, plain)["memory_error"] > 0.1
+    gib = table(tmp_path / "v.csv", [{**pipeline, "peak_mem_gb": found.first[0] / 2**30}])
+    assert _score(gib, replace(first, tells_gib=True))["memory_error"] == pytest.approx(0, abs=1e-9)
+
+
 def test_a_row_without_the_sizes_of_its_model_says_so(tmp_path: Path) -> None:
     (row,) = read_table(table(tmp_path / "runs.csv", [{**layouts()[0], "layers": ""}]))
     assert "layers or width" in row.why

@@ -70,7 +70,7 @@ class Timed:
 
 def _raws(pieces: PieceKinds, cut: Layout, rows: float, site: Site) -> tuple[RawTrio, ...]:
     three = (pieces.embed(rows), pieces.block(rows), pieces.head(rows))
-    return tuple(raw_trio(w, site, True, cut, cut.precision) for w in three)
+    return tuple(raw_trio(w, site, Stack(), cut, cut.precision) for w in three)
 
 
 def calibrated(base: Stack, groups: Sequence[Timed]) -> Stack:

@@ -46,6 +46,7 @@ class Estimates:
     bubble: Numbers
     update: Numbers
     memory: Mapping[str, Numbers]
+    first: Numbers  # bytes of the first rank of a pipeline
 
     @property
     def step(self) -> Numbers:
@@ -137,7 +138,7 @@ def estimate(
     compute, tensor = (_stage(c, of, slow, messages) for messages in (False, True))
     m = c.microbatches
     weights = _weights(c, of)
-    memory = _memory(c, of, stack, site)
+    memory, first = _memory(c, of, stack, site)
     held = np.sum(list(memory.values()), axis=0) / site.memory
     strain = 1 + stack.strain * np.clip((held - _FULL[0]) / (_FULL[1] - _FULL[0]), 0.0, 1.0)
     return Estimates(
@@ -148,6 +149,7 @@ def estimate(
         bubble=_bubble(c, compute + tensor),
         update=_update(c, site, stack, weights),
         memory=memory,
+        first=first,
     )
 
 
@@ -290,8 +292,10 @@ def _flight(c: Columns) -> tuple[Numbers, Numbers]:
     return np.minimum(first, m), np.minimum(last, m)
 
 
-def _memory(c: Columns, of: _Of, stack: Stack, site: Site) -> dict[str, Numbers]:
-    """By kind, of the fuller of the first and the last rank of a pipeline."""
+def _memory(
+    c: Columns, of: _Of, stack: Stack, site: Site
+) -> tuple[dict[str, Numbers], Numbers]:  # fmt: skip
+    """By kind, of the fuller of the first and the last rank of a pipeline; and all of the first's."""
     embed, block, head = (of(place, "weights") for place in range(3))
     head = _with_tied(c, embed, head)
     keeps = np.where(c.whole, of(1, "input") / c.segment, of(1, "kept"))
@@ -305,7 +309,8 @@ def _memory(c: Columns, of: _Of, stack: Stack, site: Site) -> dict[str, Numbers]
         for end, flight in zip(_ends(c), _flight(c), strict=True)
     ]  # fmt: skip
     first, last = (np.sum(list(held.values()), axis=0) for held in found)
-    return {kind: np.where(first >= last, found[0][kind], found[1][kind]) for kind in KINDS}
+    most = {kind: np.where(first >= last, found[0][kind], found[1][kind]) for kind in KINDS}
+    return most, first
 
 
 def held_by_stage(

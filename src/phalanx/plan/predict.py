@@ -54,7 +54,7 @@ class Group:
         site = self.rows[0].site
         assert site is not None
         self.site: Site = site
-        fused = self.rows[0].stack.fused_attention
+        stack = self.rows[0].stack
         self.raws: list[tuple[RawTrio, ...]] = []
         known: dict[Any, int] = {}
         keys, cases = [], []
@@ -68,7 +68,7 @@ class Group:
             if key not in known:
                 known[key] = len(self.raws)
                 three = (pieces.embed(case.rows), pieces.block(case.rows), pieces.head(case.rows))
-                self.raws.append(tuple(raw_trio(w, site, fused, cut, dtype) for w in three))
+                self.raws.append(tuple(raw_trio(w, site, stack, cut, dtype) for w in three))
             keys.append(known[key])
             cases.append(case)
         self.columns: Columns = columns_of(cases, keys)

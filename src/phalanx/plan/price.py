@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class Raw:
 
 
 def raw_of(load: Load, site: Site, cut: Layout, dtype: str, fused: bool) -> Raw:
-    """The parts of one operation on one rank."""
+    """The parts of one operation on one rank. `fused`: attention keeps no scores."""
     ring, messages = _messages(load, site, cut)
     if site.cores and site.ranks >= site.cores:  # no core is left to carry a ring's messages
         ring, messages = 0.0, messages + ring
@@ -160,9 +160,10 @@ class RawTrio:
         )  # fmt: skip
 
 
-def raw_trio(w: Weighed, site: Site, fused: bool, cut: Layout, dtype: str) -> RawTrio:
-    """A weighed piece on a site; `fused`: attention keeps no scores."""
-    again, scores = w.again, 0.0
+def raw_trio(w: Weighed, site: Site, stack: Stack, cut: Layout, dtype: str) -> RawTrio:
+    """A weighed piece on a site, as software with the stack's facts runs it; of the stack's fitted
+    numbers it knows none."""
+    again, scores, fused = w.again, 0.0, stack.fused_attention
     if not fused and cut.recompute == "selective":
         # What is worth computing again is then attention, scores and all, and nothing else.
         again = Load(attention=w.forward.attention)
@@ -171,12 +172,18 @@ def raw_trio(w: Weighed, site: Site, fused: bool, cut: Layout, dtype: str) -> Ra
         scores = KEPT_SCORES * pairs
     loads = (w.forward, w.input_gradient, w.weight_gradient, again)
     forward, inputs, weights, repeated = (raw_of(x, site, cut, dtype, fused) for x in loads)
+    if stack.regathers and cut.seq:
+        # Kept in parts, and gathered while the gradient of a column's input is computed.
+        kind = [m for m in w.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
+        w = replace(w, kept=w.kept - sum(m.bytes for m in kind) * (1 - 1 / cut.tp))
+        late = sum(_messages(Load(messages=tuple(kind)), site, cut))
+        inputs = replace(inputs, ring=inputs.ring + late)
     return RawTrio((forward, inputs, weights, repeated), w, scores)
 
 
 def trio(w: Weighed, site: Site, stack: Stack, cut: Layout, dtype: str) -> Trio:
     """A weighed piece, priced."""
-    return raw_trio(w, site, stack.fused_attention, cut, dtype).under(stack)
+    return raw_trio(w, site, stack, cut, dtype).under(stack)
 
 
 def costs_of(trios: Mapping[int, Trio], also: Mapping[str, float] | None = None) -> Costs:

@@ -60,7 +60,8 @@ class Run:
 
     row: Row
     step: float
-    memory: float
+    memory: float  # of the fullest rank
+    told: float  # of the rank whose memory the software tells
     parts: Mapping[str, float]  # of the step, with the source held out where it was
     held: float = 0.0  # the step with the source held out of the fit; 0: it was not
 
@@ -88,7 +89,7 @@ class Run:
             "layout": str(row.case.layout), "sequence": row.case.sequence,
             "measured_s": row.step or None, "predicted_s": self.step,
             "held_out_s": self.held or None, "parts": dict(self.parts),
-            "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.memory / 1e9,
+            "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.told / 1e9,
             "out_of_memory": row.out_of_memory, "fits": self.fits,
         }  # fmt: skip
 
@@ -149,14 +150,16 @@ def score(
     told: dict[str, list[Run]] = defaultdict(list)
     for group in groups:
         found = group.under(group.rows[0].stack)
-        step, memory = found.step, found.bytes
+        step, memory, first = found.step, found.bytes, found.first
         other: dict[str, Estimates] = {}
         for i, row in enumerate(group.rows):
             if held and row.source in held and row.source not in other:
                 other[row.source] = group.under(held[row.source](row.stack))
             late = float(other[row.source].step[i]) if row.source in other else 0.0
             parts = other.get(row.source, found).breakdown(i)
-            told[row.source].append(Run(row, float(step[i]), float(memory[i]), parts, late))
+            most = float(memory[i])
+            rank = float(first[i]) if row.stack.tells_first else most
+            told[row.source].append(Run(row, float(step[i]), most, rank, parts, late))
     sources = list(dict.fromkeys(row.source for row in rows))
     return tuple(_score(source, told[source], rows, refused, most_ranks) for source in sources)
 
@@ -262,7 +265,7 @@ def _regrets(
 def _memory_error(told: Sequence[Run]) -> float | None:
     """Median relative error of peak memory."""
     known = [x for x in told if x.row.memory > 0]
-    off = [abs(x.memory / x.row.memory - 1) for x in known]
+    off = [abs(x.told / x.row.memory - 1) for x in known]
     return float(np.median(off)) if off else None
 
 

@@ -166,7 +166,7 @@ def _estimated(c: Columns, table: Sequence[Three], site: Site, stack: Stack) -> 
 
 
 def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
-    for name in ("compute", "tensor", "data", "pipe", "bubble", "update"):
+    for name in ("compute", "tensor", "data", "pipe", "bubble", "update", "first"):
         getattr(all_, name)[rows] = getattr(some, name)
     for kind, held in some.memory.items():
         np.asarray(all_.memory[kind])[rows] = held

@@ -42,6 +42,7 @@ class Stack:
     by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     frameworks: tuple[str, ...] = ()  # what tables call it: beginnings of names
     fused_attention: bool = True  # no scores in memory
+    regathers: bool = False  # with `seq`: what columns take is kept in parts, and gathered again
     member_host: float = 0.0  # seconds that starting a message takes for each rank of its group
     pipe_host: float = 1.0  # how much slower a pipeline starts its operations
     strain: float = 0.0  # time that is added, as a part of the step, where memory is nearly full
@@ -53,6 +54,8 @@ class Stack:
     reduce_bytes: float = 4.0  # of a gradient on the wire
     optimizer_bytes: float = 12.0  # float32 copy and two averages
     gathered_bytes: float = 2.0  # of a weight on the wire
+    tells_first: bool = False  # the memory that its log tells is that of a pipeline's first rank,
+    tells_gib: bool = False  # in GB of 2^30 bytes
     kept: float = 1.0  # of the weighed bytes that forward keeps
     scratch: float = 1.0  # of the weighed bytes that come and go
     context: float = 1.5e9  # bytes that no tensor holds: driver, communicators

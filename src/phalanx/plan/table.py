@@ -89,7 +89,7 @@ def _row(said: Mapping[str, str], chosen: Stack | None) -> Row:
         kind, case, site, why = None, None, None, str(error)
     status = said.get("status", "ok")
     step = _seconds(said, case) if case else 0.0
-    unit = 2**30 if "GiB" in said.get("mem_unit", "") else 1e9
+    unit = 2**30 if "GiB" in said.get("mem_unit", "") or stack.tells_gib else 1e9
     return Row(
         source=said["source"], name=said.get("row_id", ""), model=said.get("model", ""),
         device=kind.name if kind else "", ranks=ranks, case=case, site=site,
