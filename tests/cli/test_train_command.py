@@ -15,8 +15,8 @@ import pytest
 from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
 from phalanx.cli.usage import UsageError
+from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
-from phalanx.train.metrics import read_journal
 
 SMALL = [
     "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",

@@ -15,13 +15,14 @@ import torch
 from loop_worlds import losses, records, small, trained, weights
 
 from phalanx.layout import Layout
+from phalanx.layout.journal import read_journal
 from phalanx.layout.run import OptimizerChoice
 from phalanx.program import Sizes, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop
 from phalanx.train.loop import TrainError
-from phalanx.train.metrics import Goodput, Journal, read_journal
+from phalanx.train.metrics import Goodput, Journal
 from phalanx.train.rank import Rank
 from phalanx.train.schedule import learning_rate
 from phalanx.wire import RankFailed

@@ -134,7 +134,7 @@ class _Demo:
 
     def watch(self, *, kill: bool) -> None:
         """Beside the run: say the loss now and then, and kill a rank when its step has come."""
-        from ..train.metrics import read_journal
+        from ..layout.journal import read_journal
 
         journal = self.out / "metrics.jsonl"
         before = len(read_journal(journal))
@@ -182,7 +182,7 @@ def _kill_last_rank() -> None:
 
 def losses_of(out: Path) -> dict[int, float]:
     """The loss of every step, as it was last done."""
-    from ..train.metrics import read_journal
+    from ..layout.journal import read_journal
 
     records = read_journal(out / "metrics.jsonl")
     return {r["step"]: r["loss"] for r in records if r["event"] == "step"}

@@ -1,6 +1,7 @@
 """Floor 0: the grid, the choices, the model's sizes, the run file, and why a layout is illegal. No
 torch."""
 
+from .journal import read_journal
 from .layout import Layout
 from .legal import Violation, legal, nearest
 from .mesh import Axis, LayoutError, Mesh
@@ -36,6 +37,7 @@ __all__ = [
     "Violation",
     "legal",
     "nearest",
+    "read_journal",
     "recipe",
     "run_schema",
     "stage_pieces",

@@ -6,7 +6,6 @@ a measured machine or a catalogued cluster, as a `Site`.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from ..layout import Layout, Shape
+from ..layout.journal import read_journal
 from .columns import Case, case_of, columns_of
 from .estimate import Estimates, estimate
 from .fit import fit
@@ -88,11 +88,9 @@ def read_run(folder: Path) -> Trial:
     """A run of `phalanx train`: its layout, and the median of its step times without the first
     line, in which the process warms up."""
     file = folder / "metrics.jsonl"
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise MachineError(f"cannot read the run {file}: {error.strerror}.") from None
-    records = [record for line in lines if (record := _record(line))]
+    if not file.is_file():
+        raise MachineError(f"cannot read the run {file}: there is no such file.")
+    records = read_journal(file)
     begins = [i for i, record in enumerate(records) if record["event"] == "start"]
     if not begins:
         raise MachineError(f"{file} tells of no start: it is not a run of phalanx train.")
@@ -119,14 +117,6 @@ def read_run(folder: Path) -> Trial:
 
 def _steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [r for r in records if r["event"] == "step" and r.get("seconds", 0) > 0]
-
-
-def _record(line: str) -> Mapping[str, Any] | None:
-    try:
-        said = json.loads(line)
-    except ValueError:
-        return None  # a line that a dying process left unfinished
-    return said if isinstance(said, dict) and "event" in said else None
 
 
 def _shape(start: Mapping[str, Any], file: Path) -> Shape:

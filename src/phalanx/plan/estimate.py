@@ -332,14 +332,15 @@ def _held(
 ) -> dict[str, Numbers]:  # fmt: skip
     """Bytes by kind of ranks with so many weights, bytes kept, and a head or none."""
     embed, block = of(0, "weights"), of(1, "weights")
-    one, two, three = (np.where(c.zero >= z, c.shards, 1.0) for z in (1, 2, 3))
+    one = np.where(c.zero >= 1, c.shards, 1.0)
+    summed = np.where(c.reduce_micro, c.shards, 1.0)  # gradients that are not wait whole for it
     working = np.where(c.whole, of(1, "kept") * c.segment, 0.0) + of(1, "temporary")
-    busy = np.where(c.zero >= 2, stack.reduce_bytes * (block + embed), 0.0)
+    busy = np.where(c.reduce_micro, stack.reduce_bytes * (block + embed), 0.0)
     micro = np.where(c.gather_micro, 2 * block + embed, numbers)
     found = {
         # With ZeRO-3 the weights' home is the float32 shard that the optimizer updates.
         "weights": np.where(c.zero >= 3, 0.0, stack.weight_bytes * numbers),
-        "gradients": stack.gradient_bytes * numbers / np.where(c.zero >= 3, three, two) + busy,
+        "gradients": stack.gradient_bytes * numbers / summed + busy,
         "optimizer": np.where(c.offload_optimizer, 0.0, stack.optimizer_bytes * numbers / one),
         "activations": activations,
         "gathered": np.where(c.zero >= 3, micro * stack.gathered_bytes, 0.0),

@@ -15,8 +15,8 @@ from typing import Any
 
 from ..draw import MeshPicture, Picture, mesh_svg, svg
 from ..layout import Layout
+from ..layout.journal import read_journal
 from ..program import Timeline
-from ..train.metrics import read_journal
 from .chart import Chart, Series, chart
 from .compared import Compared
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..layout import Layout, Shape
+from ..layout.journal import read_journal
 from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
 from ..plan.estimate import gathering, summing
@@ -24,7 +25,6 @@ from ..plan.site import Site
 from ..plan.stack import Stack
 from ..plan.toml import value
 from ..program import Timeline
-from ..train.metrics import read_journal
 from .compared import Compared, compare
 from .page import ReportError
 

@@ -11,7 +11,6 @@ from .checkpoint_manifest import Manifest, Progress
 from .checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
 from .data import Batches, Corpus, DataError, open_corpus, prepare
 from .loop import Outcome, TrainError, train
-from .metrics import read_journal
 from .optimizer import AdamW, Optimizer, Sgd
 from .perform import Performer, StepResult
 
@@ -38,7 +37,6 @@ __all__ = [
     "load",
     "open_corpus",
     "prepare",
-    "read_journal",
     "read_manifest",
     "save",
     "steps",

@@ -19,11 +19,10 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from ..layout.journal import Record
 from ..layout.run import Run
 
-__all__ = ["Goodput", "Journal", "Screen", "Sink", "memory_of", "open_sinks", "read_journal"]
-
-Record = dict[str, Any]
+__all__ = ["Goodput", "Journal", "Screen", "Sink", "memory_of", "open_sinks"]
 
 
 class Sink(Protocol):
@@ -60,21 +59,6 @@ def _finite(said: Any) -> Any:
     if isinstance(said, float) and not math.isfinite(said):
         return str(said)
     return said
-
-
-def read_journal(path: Path) -> list[Record]:
-    """The records of a run, without lines that are cut."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "event" in record:
-            found.append(record)
-    return found
 
 
 class Goodput:
