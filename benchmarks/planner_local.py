@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/planner_local.py --machine machine.toml --calibrate
 
 Without --machine the machine is measured first, in about a minute. One world of gloo ranks serves
-all layouts of its size; each is set up, warmed by one step and timed, and the rounds go over all
+all layouts of its size; each is set up, warmed by two steps and timed, and the rounds go over all
 layouts again, so that what disturbs the machine disturbs all of them. A step counts from a barrier
 to the end of the slowest rank; a layout's time is the least of its steps.
 
@@ -54,9 +54,8 @@ MODELS = {
         "wide", layers=2, hidden=448, heads=4, ffn=1216, vocab=1024, sequence=128, batch=8
     ),
 }
-MOST = (
-    60  # layouts of one world size; beyond it every second recomputation and schedule is left out
-)
+MOST = 60  # layouts of one world size; beyond it every second one is left out, pairs still covered
+WARM = 2  # steps of a layout before those that count
 
 
 def meshes(ranks: int) -> Iterator[str]:
@@ -90,7 +89,7 @@ def layouts(shape: Shape, ranks: int) -> list[Layout]:
 
 
 def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> list[float]:
-    """Seconds of `count` steps of one layout after one that warms up."""
+    """Seconds of `count` steps of one layout after those that warm up, in which memory is taken."""
     layout = Layout.parse(text)
     model = build_model(shape)
     program = program_of(model, layout, agree=False)
@@ -99,13 +98,13 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
     batch = batch_of(shape, 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
     times = []
-    for step in range(count + 1):
+    for step in range(WARM + count):
         dist.barrier()
         begun = time.perf_counter()
         performer.step(own, 1e-4)
         mine = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
-        if step:
+        if step >= WARM:
             times.append(float(mine))
     return times
 
@@ -191,7 +190,7 @@ def main() -> None:
     add("--models", nargs="+", default=list(MODELS), choices=MODELS)
     add("--ranks", nargs="+", type=int, default=[2, 4])
     add("--rounds", type=int, default=2)
-    add("--steps", type=int, default=2, help="timed steps of a layout in each round")
+    add("--steps", type=int, default=3, help="timed steps of a layout in each round")
     add("--calibrate", action="store_true")
     add("--times", type=Path, help="measured times are kept here, and not measured again")
     add("--all", action="store_true", help="print every layout")

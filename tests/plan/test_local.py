@@ -13,6 +13,7 @@ from phalanx.plan.columns import Case, columns_of
 from phalanx.plan.estimate import estimate
 from phalanx.plan.local import crowded, local_stack, site_of_machine
 from phalanx.plan.price import Times, Trio, raw_of, time_of
+from phalanx.plan.stack import Stack
 from phalanx.program import Load, Message, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
@@ -125,6 +126,18 @@ def test_a_pieces_bytes_are_those_of_float32_on_a_cpu() -> None:
     assert local_stack("bf16").optimizer_bytes == 12  # a copy in full beside the narrow weights
 
 
+def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hidden_elsewhere() -> (
+    None
+):
+    load = Load((Product(512, 512, 512),), launches=1000.0)
+    cut, here = Layout.parse("fp32"), site_of_machine(MACHINE, 1)
+    times = [time_of(load, site, Stack(), cut, "fp32") for site in (here, replace(here, cores=0))]
+    product = here.rates.product(load.products[0], "fp32") / Stack().speed
+    starts = 1000 * here.rates.launch
+    assert times[0].compute == pytest.approx(product + starts)
+    assert times[1].compute == pytest.approx(max(product, starts))
+
+
 def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where_one_is_left() -> (
     None
 ):
@@ -133,6 +146,9 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     busy = site_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
     assert raw_of(load, busy, ring, "fp32", True).ring == 0.0
+    # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
+    one = float(busy.wire.seconds("send", *map(np.array, (4096.0, 2.0, 1.0))))
+    assert raw_of(load, busy, ring, "fp32", True).messages == pytest.approx(2 * one)
     assert raw_of(load, idle, ring, "fp32", True).ring > 0.0
     seen = time_of(load, busy, local_stack(), ring, "fp32")
     hidden = time_of(load, idle, local_stack(), ring, "fp32")

@@ -72,21 +72,24 @@ class Raw:
     messages: float  # the other ones inside the operation
     members: float  # ranks that the messages' groups have, all added
     shared: float  # how much slower it is for ranks that share cores
+    serial: bool = False  # the device is the host: what starts a kernel computes it too
 
     def under(self, stack: Stack) -> Times:
         """Its times with a stack."""
         device = self.products / stack.speed + self.attention / stack.attention
         device = (device + self.moved * stack.traffic) * self.shared
         seen = max(0.0, self.ring - _RING * device) + self.messages * (1 - stack.hides_tensor)
-        host = self.host * stack.host + self.members * stack.member_host
-        return Times(device, seen, host * self.shared)
+        host = (self.host * stack.host + self.members * stack.member_host) * self.shared
+        return Times(device + host, seen) if self.serial else Times(device, seen, host)
 
 
 def raw_of(load: Load, site: Site, cut: Layout, dtype: str, fused: bool) -> Raw:
     """The parts of one operation on one rank. `fused`: attention keeps no scores."""
     ring, messages = _messages(load, site, cut)
-    if site.cores and site.ranks >= site.cores:  # no core is left to carry a ring's messages
-        ring, messages = 0.0, messages + ring
+    shared = max(1.0, site.ranks / site.cores) if site.cores else 1.0
+    if site.cores and site.ranks >= site.cores:
+        # No core is left to carry a ring's messages, and each carries what comes and what goes.
+        ring, messages = 0.0, messages + 2 * ring * shared
     return Raw(
         products=sum(site.rates.product(p, dtype) for p in load.products),
         attention=sum(_attend(a, site, dtype, fused) for a in load.attention),
@@ -95,7 +98,8 @@ def raw_of(load: Load, site: Site, cut: Layout, dtype: str, fused: bool) -> Raw:
         ring=ring,
         messages=messages,
         members=float(sum(_group(m, cut)[0] for m in load.messages)),
-        shared=max(1.0, site.ranks / site.cores) if site.cores else 1.0,
+        shared=shared,
+        serial=bool(site.cores),
     )
 
 
