@@ -259,6 +259,25 @@ def test_nothing_fits_in_no_memory_and_the_plan_says_so() -> None:
     assert float(none.points[1].min()) > none.room
 
 
+def test_where_the_fast_ones_hold_more_than_was_said_the_emptiest_that_fits_is_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    least = float(plan().points[1].min())
+    room = 3 * least / site().memory
+
+    def fuller(choice: Choice, priced: Priced) -> Choice:
+        """Programs that hold four times what the closed form says, but for the emptiest."""
+        more = 4.0 if choice.bytes > 1.2 * least else 1.0
+        return replace(choice, memory={k: more * v for k, v in choice.memory.items()})
+
+    usual = plan_of(limit=room, top=1).layouts[0]
+    assert usual.bytes > 1.2 * least
+    monkeypatch.setattr("phalanx.plan.search._staged", fuller)
+    (only,) = plan_of(limit=room, top=1).layouts
+    assert only.bytes <= room * site().memory
+    assert only.step > usual.step
+
+
 def test_the_optimizer_leaves_the_device_only_where_nothing_else_fits() -> None:
     least = float(plan_of(site("h100x1"), batch=1, limit=1e-4).points[1].min())
     small = site("h100x1")

@@ -106,6 +106,22 @@ def test_recomputing_saves_memory_and_costs_time() -> None:
     assert 1.15 < again.compute[0] / plain.compute[0] < 1.4
 
 
+@pytest.mark.parametrize(
+    ("text", "sums"),
+    [("pp2 1f1b:4", True), ("pp8 1f1b:8", True), ("pp2 zb-v:4", False), ("tp2", False)],
+)
+def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, sums: bool) -> None:
+    layout = Layout.parse(text)
+    name = f"h100x{layout.ranks}"
+    place = site_of(cluster(name))
+    found, three = _one(text, name=name)
+    case = Case(replace(SHAPE, tied=True), layout, 1.0, SHAPE.sequence)
+    tied = estimate(columns_of([case], [0]), [three], place, BARE)
+    size = three[0].weights * BARE.reduce_bytes
+    pair = float(place.wire.seconds("all_reduce", *map(np.array, (size, 2.0, 1.0))))
+    assert tied.data - found.data == pytest.approx(pair if sums else 0.0)
+
+
 def test_what_can_be_hidden_is_not_seen() -> None:
     seen, _ = _one("dp8 zero3 bf16", name="h100x8")
     hidden, _ = _one("dp8 zero3 bf16", what=replace(BARE, hides_data=1.0))

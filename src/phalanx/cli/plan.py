@@ -93,9 +93,12 @@ def _plan(asked: Asked, said: argparse.Namespace) -> int:
 def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
     """No layout fits: what is missing, and what would change it."""
     least = float(plan.points[1].min())
+    needs = f"needs {size(least)} of"
+    if least <= plan.room:  # by its closed form: its program holds more
+        needs = "needs, by its program, more than"
     reasons = [
         f"No layout of {asked.shape.name} fits on {asked.site.name}: the smallest of"
-        f" {plan.considered:,} needs {size(least)} of the {size(plan.room)} that"
+        f" {plan.considered:,} {needs} the {size(plan.room)} that"
         f" --limit {asked.limit:g} leaves of a device.",
         "Recomputation and the optimizer on the host are in that already.",
     ]
@@ -111,7 +114,7 @@ def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
 def _ways_out(asked: Asked, least: float, room: float) -> list[str]:
     """The nearest that works: more of the memory, or more devices, as far as eight times."""
     found = []
-    if least < asked.site.memory:
+    if room < least < asked.site.memory:
         found.append(f"It fits with --limit {math.ceil(100 * least / asked.site.memory) / 100:g}.")
     if not asked.cluster:
         return found

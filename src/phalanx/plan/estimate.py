@@ -20,10 +20,12 @@ __all__ = [
     "KINDS",
     "Estimates",
     "Ranks",
+    "counting",
     "estimate",
     "gathering",
     "held_by_stage",
     "summing",
+    "tying",
 ]
 
 # The kinds of memory, in the order in which they are printed.
@@ -32,6 +34,7 @@ KINDS = (
 )  # fmt: skip
 _FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+_NUMBER = 8.0  # bytes of one number that ranks agree on
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 
 
@@ -236,6 +239,21 @@ def summing(c: Columns, site: Site, size: Numbers) -> Numbers:
     return np.where(c.zero >= 1, cut + rest, whole)
 
 
+def tying(c: Columns, site: Site, size: Numbers) -> Numbers:
+    """Seconds in which the gradient of a tied weight of so many bytes is summed between the first
+    stage of a pipeline and the last, after data parallel's sum."""
+    pair = np.where(c.tied & (_ends(c)[0].head == 0), 2.0, 1.0)
+    part = size / np.where(c.zero >= 1, c.shards, 1.0)
+    # Two halves of a pipeline are as far from each other as its ends.
+    return site.wire.seconds("all_reduce", part, pair, c.pp_apart * c.pp / 2)
+
+
+def counting(c: Columns, site: Site) -> Numbers:
+    """Seconds in which all who share a batch agree on how many tokens it has."""
+    number = np.full_like(c.shards, _NUMBER)
+    return site.wire.seconds("all_reduce", number, c.replicas * c.shards, c.shard_apart)
+
+
 def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Numbers:
     """Messages of data parallel that computing does not hide."""
     m = c.microbatches
@@ -260,7 +278,8 @@ def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Nu
     for_backward = each - np.minimum(stack.hides_data * each, backward + again)
     micro = uses * (c.most * (for_forward + for_backward) + edges)
     once = np.where(c.gather_micro, micro, c.most * for_forward + edges)
-    return seen + late - hidden + np.where(c.zero >= 3, once, 0.0)
+    tied = tying(c, site, of(0, "weights") * stack.reduce_bytes)
+    return seen + tied + counting(c, site) + late - hidden + np.where(c.zero >= 3, once, 0.0)
 
 
 def _flight(c: Columns) -> tuple[Numbers, Numbers]:

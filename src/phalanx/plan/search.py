@@ -7,7 +7,7 @@ the best are weighed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -186,13 +186,32 @@ def _simulated(
         ahead = sorted(choice.step for choice in choices)[:top]
         if len(ahead) == top and (runs.spent > _OPS or ahead[-1] < least[i] * _SURELY):
             break
-        cut, rows = found.keys[int(found.columns.key[i])]
-        choices.append(_choice(found.case(i), times, i, runs, cut, rows))
+        choices.append(_choice_at(i, found, times, runs))
     choices.sort(key=lambda c: c.step)
-    shape, batch, sequence = found.space.shape, found.space.batch, found.space.sequence
-    sound = (c for c in choices if not legal(c.layout, shape, batch=batch, sequence=sequence))
-    staged = (_staged(choice, priced) for choice in sound)
-    return tuple(islice((c for c in staged if c.bytes <= room), top))
+    best = tuple(islice(_holding(choices, found.space, priced, room), top))
+    if best:
+        return best
+    # The fast ones hold more than a closed form says: then the first that fits of the emptiest.
+    emptiest = ready[np.argsort(held[ready], kind="stable")][:_BEST]
+    others = (_choice_at(int(i), found, times, runs) for i in emptiest)
+    return tuple(islice(_holding(others, found.space, priced, room), 1))
+
+
+def _holding(
+    choices: Iterable[Choice], space: Space, priced: Priced, room: float
+) -> Iterator[Choice]:
+    """Those of the choices that are legal and whose ranks, by the program, hold no more than fits."""
+    batch, sequence = space.batch, space.sequence
+    for choice in choices:
+        if not legal(choice.layout, space.shape, batch=batch, sequence=sequence):
+            staged = _staged(choice, priced)
+            if staged.bytes <= room:
+                yield staged
+
+
+def _choice_at(i: int, found: Candidates, times: Estimates, runs: _Runs) -> Choice:
+    cut, rows = found.keys[int(found.columns.key[i])]
+    return _choice(found.case(i), times, i, runs, cut, rows)
 
 
 def _apart(found: Candidates, order: NDArray[np.intp]) -> list[int]:

@@ -16,7 +16,7 @@ from ..layout import Layout, Shape
 from ..layout.journal import read_journal
 from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
-from ..plan.estimate import gathering, summing
+from ..plan.estimate import counting, gathering, summing, tying
 from ..plan.predict import Weigh
 from ..plan.price import costs_of
 from ..plan.priced import Priced, Three
@@ -157,6 +157,12 @@ def _prices(
         ("S", p): float(summing(c, site, np.asarray(w * stack.reduce_bytes))[0])
         for p, w in weights.items()
     }
+    found |= {
+        ("T", p): float(tying(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        for p, w in weights.items()
+    }
+    # Both are about one number; the norm is every rank's, and so are the tokens of a pipeline.
+    found |= dict.fromkeys([("N", -1)], float(counting(c, site)[0]))
     sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
     found |= {("<", p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.
