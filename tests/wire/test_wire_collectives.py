@@ -1,5 +1,7 @@
 """Every transport does what plain torch on one process does."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import threads_of
@@ -11,6 +13,7 @@ from wire_cases import (
     KINDS,
     REDUCING,
     Step,
+    closed_and_held,
     expected,
     grid,
     halves,
@@ -145,3 +148,13 @@ def test_each_rank_gets_the_wire_of_its_own_group_and_names_are_free_after_clear
         column = [rank % half, rank % half + half]
         assert (ranks, place) == (mine, rank % half)
         assert (a, b, c) == (sum(mine), column[1], sum(column))
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/task").is_dir(), reason="counts threads as Linux tells them"
+)
+def test_a_wire_that_is_closed_leaves_no_thread_behind_though_somebody_holds_it(kept):
+    run, _ = kept("gloo-2")
+    for before, while_open, after in run(closed_and_held):
+        assert while_open > before
+        assert after <= before

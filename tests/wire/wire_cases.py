@@ -1,6 +1,7 @@
 """What the ranks of the wire tests do, at the top of a module so that processes can find it, and
 what plain torch on one process says should come of it."""
 
+import gc
 import os
 import signal
 from dataclasses import dataclass
@@ -244,6 +245,24 @@ def grid(world: World) -> tuple:
     again.all_reduce(c)
     world.clear()
     return row.ranks, row.rank, a.item(), b.item(), c.item()
+
+
+def closed_and_held(world: World) -> tuple[int, int, int]:
+    """Threads of this process before wires are split, while they are open, and once they are closed,
+    though somebody still holds them."""
+    counts = []
+    gc.disable()
+    try:
+        counts.append(len(os.listdir("/proc/self/task")))
+        wires = [world.split(f"held{i}", (tuple(range(world.size)),)) for i in range(4)]
+        for wire in wires:
+            wire.all_reduce(torch.ones(4))
+        counts.append(len(os.listdir("/proc/self/task")))
+        world.clear()
+        counts.append(len(os.listdir("/proc/self/task")))
+    finally:
+        gc.enable()
+    return counts[0], counts[1], counts[2]
 
 
 def listening(world: World) -> list[str]:

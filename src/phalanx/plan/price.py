@@ -178,10 +178,10 @@ def raw_trio(w: Weighed, site: Site, stack: Stack, cut: Layout, dtype: str) -> R
     forward, inputs, weights, repeated = (raw_of(x, site, cut, dtype, fused) for x in loads)
     if stack.regathers and cut.seq:
         # Kept in parts, and gathered while the gradient of a column's input is computed.
-        kind = [m for m in w.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
-        w = replace(w, kept=w.kept - sum(m.bytes for m in kind) * (1 - 1 / cut.tp))
-        late = sum(_messages(Load(messages=tuple(kind)), site, cut))
-        inputs = replace(inputs, ring=inputs.ring + late)
+        taken = [m for m in w.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
+        w = replace(w, kept=w.kept - sum(m.bytes for m in taken) * (1 - 1 / cut.tp))
+        gathers = sum(_messages(Load(messages=tuple(taken)), site, cut))
+        inputs = replace(inputs, ring=inputs.ring + gathers)
     return RawTrio((forward, inputs, weights, repeated), w, scores)
 
 

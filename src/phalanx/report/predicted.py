@@ -161,8 +161,7 @@ def _prices(
         ("T", p): float(tying(c, site, np.asarray(w * stack.reduce_bytes))[0])
         for p, w in weights.items()
     }
-    # Both are about one number; the norm is every rank's, and so are the tokens of a pipeline.
-    found |= dict.fromkeys([("N", -1)], float(counting(c, site)[0]))
+    found["N", -1] = float(counting(c, site)[0])
     sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
     found |= {("<", p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.

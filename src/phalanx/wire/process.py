@@ -105,6 +105,9 @@ class ProcessWire(Wire):
         self.barrier()
         for group in (self._group, *(self._flows or {}).values()):
             dist.destroy_process_group(group)
+        # A group's threads run until nobody holds it, and who holds this wire may be long gone
+        # before the garbage collector notices.
+        del self._group, self._flows, group
 
     def _begin(self, call: Call) -> Work:
         call = _plain(call)
