@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .columns import SCHEDULES, Columns
 from .price import Trio
@@ -91,12 +92,21 @@ class _Of:
         column: Numbers = np.array([read(trios[place]) for trios in self.table])
         return np.asarray(column[self.key])
 
-    def spent(self, place: int, op: str, slow: Numbers) -> tuple[Numbers, Numbers]:
-        """Seconds of computing and of messages of one operation; `slow` multiplies what starting
-        kernels takes."""
-        messages = self(place, op, "messages")
-        host = slow * self(place, op, "host")
-        return np.maximum(self(place, op, "device"), host - messages), messages
+    def spent(
+        self, place: int, ops: Sequence[str], slow: tuple[float, float], piped: NDArray[np.bool_]
+    ) -> tuple[Numbers, Numbers]:
+        """Seconds of computing and of messages of operations together. `slow` multiplies what
+        starting kernels takes, outside a pipeline and inside one."""
+        times = [[getattr(trios[place], op) for op in ops] for trios in self.table]
+        messages = np.array([sum(t.messages for t in each) for each in times])
+        alone, inside = (
+            np.array([sum(max(t.device, by * t.host - t.messages) for t in each) for each in times])
+            for by in slow
+        )
+        compute = alone[self.key] if slow[0] == slow[1] else np.where(
+            piped, inside[self.key], alone[self.key]
+        )  # fmt: skip
+        return compute, messages[self.key]
 
 
 @dataclass(frozen=True)
@@ -137,8 +147,7 @@ def estimate(
 ) -> Estimates:
     """All candidates at once. `table` holds embedding, block and head for each key."""
     of = _Of(table, c.key)
-    slow = np.where(c.pp > 1, stack.pipe_host, 1.0)
-    compute, tensor = (_stage(c, of, slow, messages) for messages in (False, True))
+    compute, tensor = _stages(c, of, stack)
     m = c.microbatches
     weights = _weights(c, of)
     memory, first = _memory(c, of, stack, site)
@@ -156,16 +165,20 @@ def estimate(
     )
 
 
-def _stage(c: Columns, of: _Of, slow: Numbers, messages: bool) -> _Stage:
-    """One microbatch, forward and backward."""
-    parts = []
-    for place in range(3):
-        forward, inputs, weights, again = (
-            of.spent(place, op, slow)[messages] for op in ("forward", "inputs", "weights_", "again")
-        )
-        # Whole recomputation spares the head: its backward follows its forward at once.
-        parts.append(forward + inputs + weights + (again * c.again if place == 1 else 0.0))
-    embed, block, head = parts
+def _stages(c: Columns, of: _Of, stack: Stack) -> tuple[_Stage, _Stage]:
+    """One microbatch, forward and backward: what computes, and the messages inside it."""
+    slow, piped = (1.0, stack.pipe_host), c.pp > 1
+    once = ("forward", "inputs", "weights_")
+    embed, block, head = (of.spent(place, once, slow, piped) for place in range(3))
+    # Whole recomputation spares the head: its backward follows its forward at once.
+    again = of.spent(1, ("again",), slow, piped)
+    compute, messages = (
+        _stage(c, embed[kind], block[kind] + again[kind] * c.again, head[kind]) for kind in (0, 1)
+    )
+    return compute, messages
+
+
+def _stage(c: Columns, embed: Numbers, block: Numbers, head: Numbers) -> _Stage:
     return _Stage(_busiest(c, embed, block, head), c.layers * block + embed + head)
 
 
@@ -242,6 +255,8 @@ def summing(c: Columns, site: Site, size: Numbers) -> Numbers:
 def tying(c: Columns, site: Site, size: Numbers) -> Numbers:
     """Seconds in which the gradient of a tied weight of so many bytes is summed between the first
     stage of a pipeline and the last, after data parallel's sum."""
+    if not c.tied.any():
+        return np.zeros_like(c.pp)
     pair = np.where(c.tied & (_ends(c)[0].head == 0), 2.0, 1.0)
     part = size / np.where(c.zero >= 1, c.shards, 1.0)
     # Two halves of a pipeline are as far from each other as its ends.

@@ -92,6 +92,7 @@ class ProcessWire(Wire):
         self._tags: Counter[tuple[str, int]] = Counter()
         self._sent: list[tuple[Pending, Tensor]] = []
         self._own: deque[Tensor] = deque()
+        self._closed = False
 
     def flush(self) -> None:
         # gloo's isend is never `done` by itself: what was sent stays in memory until waited for.
@@ -100,6 +101,9 @@ class ProcessWire(Wire):
         self._sent.clear()
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self.flush()
         # A member may be done here while another still reads what it sent.
         self.barrier()
