@@ -192,7 +192,7 @@ def main() -> None:
     add("--models", nargs="+", default=list(MODELS), choices=MODELS)
     add("--ranks", nargs="+", type=int, default=[2, 4])
     add("--rounds", type=int, default=2)
-    add("--steps", type=int, default=6, help="timed steps of a layout in each round")
+    add("--steps", type=int, default=4, help="timed steps of a layout in each round")
     add("--calibrate", action="store_true")
     add("--times", type=Path, help="measured times are kept here, and not measured again")
     add("--all", action="store_true", help="print every layout")
