@@ -90,6 +90,7 @@ class Run:
             "measured_s": row.step or None, "predicted_s": self.step,
             "held_out_s": self.held or None, "parts": dict(self.parts),
             "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.told / 1e9,
+            "fullest_gb": self.memory / 1e9,
             "out_of_memory": row.out_of_memory, "fits": self.fits,
         }  # fmt: skip
 
