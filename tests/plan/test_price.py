@@ -147,6 +147,19 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     assert len({each.kept for each in without}) == 1
 
 
+def test_what_selective_recomputation_repeats_of_the_products_is_the_stacks() -> None:
+    text = "recompute:selective"
+    none, half = (_one(text, what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5))
+    chip = Chip(device("h100-sxm"))
+    layout = Layout.parse(text)
+    forward = pieces(SHAPE, layout, SHAPE.sequence, 1.0)[1].forward
+    products = sum(chip.product(p, layout.precision) for p in forward.products)
+    assert half.again.device - none.again.device == pytest.approx(products / 2)
+    assert half.forward == none.forward
+    whole = (_one("recompute:all", what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5))
+    assert len({each.again for each in whole}) == 1
+
+
 def test_a_stack_is_named_by_what_tables_call_it() -> None:
     assert stack_named("nanotron v0.5").name == "nanotron"
     assert stack_named("Megatron-LM 2021").name == "megatron-2021"

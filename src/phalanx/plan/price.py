@@ -176,6 +176,8 @@ def raw_trio(w: Weighed, site: Site, stack: Stack, cut: Layout, dtype: str) -> R
         scores = KEPT_SCORES * pairs
     loads = (w.forward, w.input_gradient, w.weight_gradient, again)
     forward, inputs, weights, repeated = (raw_of(x, site, cut, dtype, fused) for x in loads)
+    if fused and cut.recompute == "selective":
+        repeated = replace(repeated, products=repeated.products + stack.repeats * forward.products)
     if stack.regathers and cut.seq:
         # Kept in parts, and gathered while the gradient of a column's input is computed.
         taken = [m for m in w.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]

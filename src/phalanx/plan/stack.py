@@ -43,6 +43,7 @@ class Stack:
     frameworks: tuple[str, ...] = ()  # what tables call it: beginnings of names
     fused_attention: bool = True  # no scores in memory
     regathers: bool = False  # with `seq`: what columns take is kept in parts, and gathered again
+    repeats: float = 0.0  # part of the products that `selective` computes again besides the rest
     member_host: float = 0.0  # seconds that starting a message takes for each rank of its group
     pipe_host: float = 1.0  # how much slower a pipeline starts its operations
     strain: float = 0.0  # time that is added, as a part of the step, where memory is nearly full
