@@ -109,8 +109,7 @@ class ProcessWire(Wire):
         self.barrier()
         for group in (self._group, *(self._flows or {}).values()):
             dist.destroy_process_group(group)
-        # A group's threads run until nobody holds it, and who holds this wire may be long gone
-        # before the garbage collector notices.
+        # A group's threads run until nobody holds it, and cycles may hold this wire for long.
         del self._group, self._flows, group
 
     def _begin(self, call: Call) -> Work:
@@ -329,9 +328,10 @@ class ProcessWorld(World):
         )
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            sorted(ranks), timeout=self._timeout, group_desc=name
-        )
+        # Who is alone sends nothing, and a group costs threads or a communicator.
+        group: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
+        if len(ranks) > 1:
+            group = dist.new_group(sorted(ranks), timeout=self._timeout, group_desc=name)
         return group
 
     def close(self) -> None:
