@@ -49,9 +49,8 @@ def remembered(stack: Stack, groups: list[Group]) -> Stack:
         found, wrong, known = [0.0], 0, 1
         for group in groups:
             estimates = group.under(replace(stack, kept=kept))
-            held = estimates.bytes
-            told = estimates.first if stack.tells_first else held
-            for b, t, row in zip(held, told, group.rows, strict=True):
+            told = estimates.told(stack)
+            for b, t, row in zip(estimates.bytes, told, group.rows, strict=True):
                 if row.memory:
                     found.append(abs(t / row.memory - 1))
                 if row.memory or row.out_of_memory:

@@ -99,6 +99,21 @@ def test_memory_is_what_zero_promises() -> None:
         assert states == pytest.approx(each * numbers, abs=slack + 0.02 * each * numbers)
 
 
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("reduce:micro", 1), ("zero1 reduce:micro", 8), ("zero2", 8), ("zero3", 8),
+     ("zero1", 1), ("zero2 reduce:step", 1), ("zero3 reduce:step", 1)],
+)  # fmt: skip
+def test_gradients_are_in_parts_where_each_microbatch_ends_in_a_sum_over_those_who_share(
+    text: str, part: int
+) -> None:
+    found, three = _one(f"dp8 {text} bf16")
+    embed, block, head = (t.weights for t in three)
+    under_way = 4.0 * (block + embed) if part > 1 else 0.0
+    whole = 4.0 * (embed + SHAPE.layers * block + head)
+    assert found.held(0)["gradients"] == pytest.approx(whole / part + under_way)
+
+
 def test_recomputing_saves_memory_and_costs_time() -> None:
     plain, _ = _one("dp8 bf16", rows=4)
     again, _ = _one("dp8 bf16 recompute:all", rows=4)

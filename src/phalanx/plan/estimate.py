@@ -56,6 +56,10 @@ class Estimates:
     def step(self) -> Numbers:
         return self.compute + self.tensor + self.data + self.pipe + self.bubble + self.update
 
+    def told(self, stack: Stack) -> Numbers:
+        """Bytes of the rank whose memory the stack's log tells."""
+        return self.first if stack.tells_first else self.bytes
+
     @property
     def bytes(self) -> Numbers:
         total: Numbers = np.asarray(np.sum([self.memory[kind] for kind in KINDS], axis=0))
@@ -103,10 +107,7 @@ class _Of:
             np.array([sum(max(t.device, by * t.host - t.messages) for t in each) for each in times])
             for by in slow
         )
-        compute = alone[self.key] if slow[0] == slow[1] else np.where(
-            piped, inside[self.key], alone[self.key]
-        )  # fmt: skip
-        return compute, messages[self.key]
+        return np.where(piped, inside[self.key], alone[self.key]), messages[self.key]
 
 
 @dataclass(frozen=True)
@@ -367,14 +368,15 @@ def _held(
     """Bytes by kind of ranks with so many weights, bytes kept, and a head or none."""
     embed, block = of(0, "weights"), of(1, "weights")
     one = np.where(c.zero >= 1, c.shards, 1.0)
-    summed = np.where(c.reduce_micro, c.shards, 1.0)  # gradients that are not wait whole for it
+    # Gradients wait whole for a sum once a step; with a sum after every microbatch, in parts.
+    micro_sums = c.reduce_micro & (c.zero >= 1)
     working = np.where(c.whole, of(1, "kept") * c.segment, 0.0) + of(1, "temporary")
-    busy = np.where(c.reduce_micro, stack.reduce_bytes * (block + embed), 0.0)
+    busy = np.where(micro_sums, stack.reduce_bytes * (block + embed), 0.0)
     micro = np.where(c.gather_micro, 2 * block + embed, numbers)
     found = {
         # With ZeRO-3 the weights' home is the float32 shard that the optimizer updates.
         "weights": np.where(c.zero >= 3, 0.0, stack.weight_bytes * numbers),
-        "gradients": stack.gradient_bytes * numbers / summed + busy,
+        "gradients": stack.gradient_bytes * numbers / np.where(micro_sums, c.shards, 1.0) + busy,
         "optimizer": np.where(c.offload_optimizer, 0.0, stack.optimizer_bytes * numbers / one),
         "activations": activations,
         "gathered": np.where(c.zero >= 3, micro * stack.gathered_bytes, 0.0),

@@ -151,16 +151,15 @@ def score(
     told: dict[str, list[Run]] = defaultdict(list)
     for group in groups:
         found = group.under(group.rows[0].stack)
-        step, memory, first = found.step, found.bytes, found.first
+        step, memory, ranks = found.step, found.bytes, found.told(group.rows[0].stack)
         other: dict[str, Estimates] = {}
         for i, row in enumerate(group.rows):
             if held and row.source in held and row.source not in other:
                 other[row.source] = group.under(held[row.source](row.stack))
             late = float(other[row.source].step[i]) if row.source in other else 0.0
             parts = other.get(row.source, found).breakdown(i)
-            most = float(memory[i])
-            rank = float(first[i]) if row.stack.tells_first else most
-            told[row.source].append(Run(row, float(step[i]), most, rank, parts, late))
+            numbers = (float(each[i]) for each in (step, memory, ranks))
+            told[row.source].append(Run(row, *numbers, parts, late))
     sources = list(dict.fromkeys(row.source for row in rows))
     return tuple(_score(source, told[source], rows, refused, most_ranks) for source in sources)
 
