@@ -216,18 +216,35 @@ def main() -> None:
             known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
             if said.times:
                 said.times.write_text(json.dumps(known))
-        # The least of a layout's steps: other work only ever makes one longer, and on a machine that
-        # is shared it makes the same layout's steps differ by half, which no median of four mends.
+        # The least of a layout's steps: other work only ever makes one longer.
         timed.trials = tuple(replace(t, seconds=min(known[key][t.name])) for t in trials)
         timed.measured[:] = [t.seconds for t in timed.trials]
         groups[key] = timed
         print(f"{key} ranks: {len(asked)} layouts", flush=True)
-    report(groups, local_stack("fp32"), said)
+    report(groups, known, local_stack("fp32"), said)
 
 
-def report(groups: dict[str, Timed], stack: Stack, said: argparse.Namespace) -> None:
-    everyone = [scored(key, g, stack, [True] * len(g.trials)) for key, g in groups.items()]
-    print("\n" + table("As it comes", everyone))
+def rounds_agree(times: Sequence[Sequence[float]]) -> float:
+    """How the first half of each layout's steps orders the layouts beside the second: tau."""
+    half = len(times[0]) // 2
+    return tau([min(x[:half]) for x in times], [min(x[half:]) for x in times])
+
+
+def report(
+    groups: dict[str, Timed], known: dict[str, dict[str, list[float]]], stack: Stack,
+    said: argparse.Namespace,
+) -> None:  # fmt: skip
+    def all_of(key: str, g: Timed) -> dict[str, object]:
+        return scored(key, g, stack, [True] * len(g.trials))
+
+    print("\n" + table("As it comes", [all_of(key, g) for key, g in groups.items()]))
+    for key, g in groups.items():
+        g.measured[:] = [statistics.median(known[key][t.name]) for t in g.trials]
+    print("\n" + table("By medians", [all_of(key, g) for key, g in groups.items()]))
+    for g in groups.values():
+        g.measured[:] = [t.seconds for t in g.trials]
+    agree = (f"{key} {rounds_agree(list(known[key].values())):.2f}" for key in groups)
+    print(f"\ntau of the first half of the steps and the second: {'; '.join(agree)}")
     if said.calibrate:
         halves = {key: [teaches(t.name) for t in g.trials] for key, g in groups.items()}
         for key, g in groups.items():

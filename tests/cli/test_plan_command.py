@@ -7,12 +7,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli import main
 from phalanx.layout import Layout, Run, Shape, legal
+from phalanx.plan.priced import Priced
+from phalanx.plan.search import Choice
 from phalanx.plan.spend import interval, spending
 from phalanx.weigh import step_flops
 
@@ -124,6 +127,19 @@ def test_what_means_nothing_is_told_with_the_way_out(
     monkeypatch.chdir(tmp_path)
     assert main([*SMALL, *argv]) == 2
     assert why in capsys.readouterr().err
+
+
+def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(choice: Choice, _: Priced) -> Choice:
+        return replace(choice, memory={kind: 1e3 * held for kind, held in choice.memory.items()})
+
+    monkeypatch.setattr("phalanx.plan.search._staged", full)
+    assert main(SMALL) == 1
+    out = capsys.readouterr().out
+    assert "needs, by its program, more than" in out
+    assert "--limit 0." not in out.partition("leaves of a device")[2]
 
 
 def test_where_nothing_fits_the_nearest_that_does_is_named(capsys: Capture) -> None:

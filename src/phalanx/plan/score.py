@@ -158,8 +158,8 @@ def score(
                 other[row.source] = group.under(held[row.source](row.stack))
             late = float(other[row.source].step[i]) if row.source in other else 0.0
             parts = other.get(row.source, found).breakdown(i)
-            numbers = (float(each[i]) for each in (step, memory, ranks))
-            told[row.source].append(Run(row, *numbers, parts, late))
+            run = Run(row, float(step[i]), float(memory[i]), float(ranks[i]), parts, late)
+            told[row.source].append(run)
     sources = list(dict.fromkeys(row.source for row in rows))
     return tuple(_score(source, told[source], rows, refused, most_ranks) for source in sources)
 

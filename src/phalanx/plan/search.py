@@ -88,17 +88,15 @@ def search(
     room = limit * site.memory
     priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
     space = replace(space, seq_only=_seq_only(space, priced))
-    found, times, own = _screened(space, priced, stack, room)
-    for more in (("every=2", "every=4", "every=8"), ("all", "every=4")):
-        if (times.bytes <= room).any():
+    # Only where nothing fits: keep the input of fewer blocks, then the optimizer on the host.
+    fewer = replace(space, recomputes=("every=2", "every=4", "every=8"))
+    away = replace(space, recomputes=("all", "every=4"), offload=("optimizer",))
+    for each in (space, fewer, away):
+        found, times, own = _screened(each, priced, stack, room)
+        fits = times.bytes <= room
+        chosen = _simulated(found, times, fits & own, priced, top, room) if fits.any() else ()
+        if chosen:
             break
-        # Only where nothing fits: keep the input of fewer blocks, then the optimizer on the host.
-        space = replace(
-            space, recomputes=more, offload=("optimizer",) if "all" in more else space.offload
-        )
-        found, times, own = _screened(space, priced, stack, room)
-    fits = times.bytes <= room
-    chosen = _simulated(found, times, fits & own, priced, top, room) if fits.any() else ()
     return Plan(
         layouts=chosen,
         refused=refusals(found, times, fits, own, room),
