@@ -17,13 +17,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from phalanx.comm import World, workers
+from phalanx.comm.alone import AloneWorld
+from phalanx.cost import Live
 from phalanx.layout import Layout
-from phalanx.model import Core
-from phalanx.split.batch import held_times, time_multiple
-from phalanx.split.context import RingCore, UlyssesCore, around
-from phalanx.weigh import Live
-from phalanx.wire import World, workers
-from phalanx.wire.alone import AloneWorld
+from phalanx.models import Core
+from phalanx.parallel.batch import held_times, time_multiple
+from phalanx.parallel.context import RingCore, UlyssesCore, around
 
 HEADS, KV_HEADS, SIZE = 8, 2, 64
 

@@ -17,9 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from phalanx.comm import launch
 from phalanx.layout import Layout, Run
 from phalanx.train import train
-from phalanx.wire import launch
 
 RUN = """
 batch = 32

@@ -20,18 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm import World
+from phalanx.comm.launch import launch
+from phalanx.comm.shared import SharedWorld
 from phalanx.layout import Layout, Shape
-from phalanx.model import Decoder
+from phalanx.models import Decoder
+from phalanx.parallel import build_model, count_valid, microbatches
+from phalanx.parallel.data import storage_of
+from phalanx.parallel.local import Holding, hold, model_stages
 from phalanx.program import build
-from phalanx.split import build_model, count_valid, microbatches
-from phalanx.split.holding import Holding, hold, model_stages
-from phalanx.split.shard import storage_of
-from phalanx.train import AdamW, Performer
+from phalanx.train import AdamW, Executor
 from phalanx.train.precision import precision_of
 from phalanx.verify import batch_of
-from phalanx.wire import World
-from phalanx.wire.launch import launch
-from phalanx.wire.shared import SharedWorld
 from side_by_side import Peak, Row, Step, alone, beside, in_turn, machine, table
 
 SIZES = {
@@ -117,7 +117,7 @@ def our_step(
     model = build_model(shape)
     program = build(layout, model_stages(model, layout), model.tied)
     held = hold(world, layout, model, program, precision=precision_of(dtype), prefix=f"{name}/")
-    performer = Performer(held, program, world.rank, AdamW(), width=shape.hidden)
+    performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden)
     own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, held.place["dp"])
     if isinstance(world, SharedWorld):
         # No operation of torch makes what lies in shared memory, so it is added.

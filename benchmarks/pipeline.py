@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from phalanx.comm import World
+from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Rules, Shape
-from phalanx.model import Decoder
+from phalanx.models import Decoder
+from phalanx.parallel import Model, build_model, count_valid, microbatches
+from phalanx.parallel.local import hold, model_stages
 from phalanx.program import Costs, Timeline, build, simulate
-from phalanx.split import Model, build_model, count_valid, microbatches
-from phalanx.split.holding import hold, model_stages
-from phalanx.train import AdamW, Performer
+from phalanx.train import AdamW, Executor
 from phalanx.verify import batch_of
-from phalanx.wire import World
-from phalanx.wire.launch import launch
 from side_by_side import Row, Step, in_turn, machine, table
 
 SHAPE = Shape("pipe", layers=8, hidden=384, heads=6, ffn=1024, vocab=64, sequence=128, batch=8)
@@ -101,12 +101,12 @@ def torch_step(rank: int, schedule: str, chunks: int) -> Step:
     return step
 
 
-def our_performer(world: World, name: str, text: str) -> tuple[Performer, list[Any]]:
+def our_performer(world: World, name: str, text: str) -> tuple[Executor, list[Any]]:
     layout = Layout.parse(text)
     model = build_model(SHAPE)
     program = build(layout, model_stages(model, layout), model.tied)
     held = hold(world, layout, model, program, prefix=f"{name}/")
-    performer = Performer(held, program, world.rank, AdamW(), width=SHAPE.hidden)
+    performer = Executor(held, program, world.rank, AdamW(), width=SHAPE.hidden)
     return performer, microbatches(batch_of(SHAPE, 0, dtype=torch.float32), layout, 0)
 
 
@@ -116,7 +116,7 @@ def run(world: World, rounds: int) -> tuple[list[Row], dict[str, list[Timeline]]
     for name, (text, schedule, chunks) in PAIRS.items():
         performer, own = our_performer(world, name, text)
 
-        def ours(p: Performer = performer, own: list[Any] = own, name: str = name) -> None:
+        def ours(p: Executor = performer, own: list[Any] = own, name: str = name) -> None:
             seen.setdefault(name, []).append(p.step(own, 1e-4).timeline)
 
         steps[f"{name}, torch"] = torch_step(world.rank, schedule, chunks)
@@ -183,7 +183,7 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
     layout = Layout.parse(text)
     program = build(layout, model_stages(model, layout), model.tied)
     held = hold(world, layout, model, program)
-    performer = Performer(held, program, world.rank, AdamW(), width=4)
+    performer = Executor(held, program, world.rank, AdamW(), width=4)
     own = microbatches({"inputs": torch.randn(8, 4)}, layout, 0)
     seen = []
     for _ in range(5):

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from phalanx.cost import cut_of, weighs
 from phalanx.plan.fit import fit
 from phalanx.plan.predict import Group, groups_of
 from phalanx.plan.stack import FITTED, Stack
 from phalanx.plan.table import Row, read_table
-from phalanx.weigh import cut_of, weighs
 
 LIMIT = 0.85  # of a device's memory: what a plan may use
 FULL = 0.8  # of a device's memory: beyond it an allocator may thrash

@@ -29,21 +29,21 @@ import torch.distributed as dist
 
 from phalanx.bench import examine, find
 from phalanx.bench.doctor import Examination
+from phalanx.comm import World
+from phalanx.comm.launch import workers
+from phalanx.cost import cut_of, weighs
 from phalanx.layout import Layout, Shape, legal
+from phalanx.parallel import build_model, microbatches
+from phalanx.parallel.local import hold
 from phalanx.plan import Machine
 from phalanx.plan.calibrate import Timed, Trial, calibrated
 from phalanx.plan.columns import case_of
 from phalanx.plan.local import local_stack, site_of_machine
 from phalanx.plan.stack import FITTED, Stack
-from phalanx.split import build_model, microbatches
-from phalanx.split.holding import hold
-from phalanx.train import AdamW, Performer
+from phalanx.train import AdamW, Executor
 from phalanx.train.precision import precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import batch_of
-from phalanx.weigh import cut_of, weighs
-from phalanx.wire import World
-from phalanx.wire.launch import workers
 from side_by_side import machine as told_machine
 
 MODELS = {
@@ -94,7 +94,7 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
     model = build_model(shape)
     program = program_of(model, layout, agree=False)
     held = hold(world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/")
-    performer = Performer(held, program, world.rank, AdamW(), width=shape.hidden)
+    performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden)
     batch = batch_of(shape, 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
     times = []

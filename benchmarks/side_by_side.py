@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.weigh.live import Live
-from phalanx.wire.arena import Reserved
-from phalanx.wire.shared import SharedWorld
+from phalanx.comm.arena import Reserved
+from phalanx.comm.shared import SharedWorld
+from phalanx.cost.live import Live
 
 Step = Callable[[], object]
 

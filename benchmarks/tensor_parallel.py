@@ -22,16 +22,16 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from phalanx.comm import Group, World
+from phalanx.comm.base import Call, Work
+from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape
-from phalanx.model import Decoder
+from phalanx.models import Decoder
+from phalanx.parallel import build_model, count_valid, microbatches
+from phalanx.parallel.local import hold, model_stages
 from phalanx.program import build
-from phalanx.split import build_model, count_valid, microbatches
-from phalanx.split.holding import hold, model_stages
-from phalanx.train import AdamW, Performer
+from phalanx.train import AdamW, Executor
 from phalanx.verify import batch_of
-from phalanx.wire import Wire, World
-from phalanx.wire.base import Call, Work
-from phalanx.wire.launch import launch
 from side_by_side import Row, Step, alone, beside, in_turn, machine, table
 
 SIZES = {
@@ -84,7 +84,7 @@ def torch_step(shape: Shape, wrap: Callable[[Decoder], Decoder]) -> Step:
     return step
 
 
-class _Mute(Wire):
+class _Mute(Group):
     """A wire of two that sends nothing: what comes is what was there."""
 
     def _begin(self, call: Call) -> Work:
@@ -96,7 +96,7 @@ class MuteWorld(World):
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
-    ) -> Wire:
+    ) -> Group:
         ranks = next(group for group in groups if self.rank in group)
         return _Mute(name, ranks.index(self.rank), ranks, self.device)
 
@@ -106,7 +106,7 @@ def our_step(world: World, shape: Shape, name: str, text: str) -> Step:
     model = build_model(shape)
     program = build(layout, model_stages(model, layout), model.tied)
     held = hold(world, layout, model, program, prefix=f"{name}/")
-    performer = Performer(
+    performer = Executor(
         held,
         program,
         world.rank,

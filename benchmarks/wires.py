@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.wire import Wire, World, workers
+from phalanx.comm import Group, World, workers
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send/receive")
 WAYS = {
@@ -35,7 +35,7 @@ WAYS = {
 
 
 def calls(
-    wire: Wire, kind: str, how: str, x: Tensor, part: Tensor, y: Tensor
+    wire: Group, kind: str, how: str, x: Tensor, part: Tensor, y: Tensor
 ) -> Callable[[], object]:
     """What is measured; x and y are whole buffers, part is one rank's part."""
     before, after = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size

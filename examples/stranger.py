@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from phalanx.layout import Rules, Shape
-from phalanx.split import Model
+from phalanx.parallel import Model
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, SEQUENCE = 257, 32, 4, 2, 48, 4, 12
 SIZE = HIDDEN // HEADS  # of one head

@@ -23,11 +23,11 @@ SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
 
 FLOORS: dict[str, int] = {
-    "layout": 0, "program": 1, "draw": 2, "plan": 2, "model": 3, "wire": 3, "split": 4, "weigh": 5,
+    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4, "cost": 5,
     "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 9,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
-ONLY: dict[str, set[str]] = {"model": set(), "lab": {"wire", "draw", "model"}}
+ONLY: dict[str, set[str]] = {"models": set(), "lab": {"comm", "draw", "models"}}
 WITHOUT_TORCH = [room for room, floor in FLOORS.items() if floor <= 2]
 
 # Opening what comes from outside never runs code; the lab shows object collectives, and why not.

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from phalanx.bench import Ask, Clock, Sample, fit, measure_collectives
+from phalanx.comm import World, workers
 from phalanx.plan import bus_factor
-from phalanx.wire import World, workers
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import bench, doctor
+from phalanx.comm import CommMisuse
 from phalanx.plan import Machine, MachineError
-from phalanx.wire import WireMisuse
 
 Capture = pytest.CaptureFixture[str]
 RECORDED = Path(__file__).parent / "recordings" / "4xpcie.txt"
@@ -131,6 +131,6 @@ def test_what_means_nothing_is_refused_with_a_sentence(words: str) -> None:
     verb, *argv = words.split()
     from phalanx.cli.usage import UsageError
 
-    with pytest.raises((UsageError, MachineError, WireMisuse)) as told:
+    with pytest.raises((UsageError, MachineError, CommMisuse)) as told:
         {"bench": bench.run, "doctor": doctor.run}[verb](argv)
     assert BAD[words] in str(told.value)

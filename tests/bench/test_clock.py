@@ -9,7 +9,7 @@ import torch
 
 from phalanx.bench import Clock, Timing
 from phalanx.bench import clock as module
-from phalanx.wire import World, launch
+from phalanx.comm import World, launch
 
 
 class Pretend:

@@ -10,8 +10,8 @@ import torch
 from phalanx.bench import OPERATIONS, Ask, Sample, measure_collectives
 from phalanx.bench.collectives import grouped
 from phalanx.bench.tell import as_json, collectives_chart, collectives_text
-from phalanx.wire import World, launch, workers
-from phalanx.wire.threads import ThreadWire
+from phalanx.comm import World, launch, workers
+from phalanx.comm.threads import ThreadGroup
 
 QUICK = partial(Ask, repeats=1, limit=0.01)
 EVERY = tuple(OPERATIONS)
@@ -56,9 +56,9 @@ def test_groups_part_the_world_and_who_is_left_is_alone() -> None:
 def broken(world: World, kind: str) -> list[Sample]:
     """Rank 1 spoils one number of whatever it receives in operations of a kind."""
     if world.rank == 1:
-        begin = ThreadWire._begin
+        begin = ThreadGroup._begin
 
-        def spoiled(wire: ThreadWire, call: object) -> object:
+        def spoiled(wire: ThreadGroup, call: object) -> object:
             work = begin(wire, call)  # type: ignore[arg-type]
             if wire.rank == 1 and call.kind == kind:  # type: ignore[attr-defined]
                 work.wait()

@@ -27,9 +27,9 @@ from phalanx.bench import (
 )
 from phalanx.bench.mfu import _block
 from phalanx.bench.tell import iterations_text, overlaps_text, product_line, products_summary
+from phalanx.comm import launch
 from phalanx.layout import Shape
 from phalanx.plan import MachineError, device
-from phalanx.wire import launch
 
 CPU = find("cpu")
 H100 = Found("NVIDIA H100 80GB HBM3", "cuda", 1, 16, 80 << 30, 80 << 30, device("h100"), ("nccl",))

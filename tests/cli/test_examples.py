@@ -12,8 +12,8 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.layout import Layout, LayoutError
+from phalanx.parallel import load_model
 from phalanx.program import Costs, check, schedule, simulate
-from phalanx.split import load_model
 
 ROOT = Path(__file__).parents[2]
 STRANGER = ROOT / "examples" / "stranger.py"

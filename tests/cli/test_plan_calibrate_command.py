@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cost import weighs
 from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import local_stack, site_of_machine
 from phalanx.plan.search import judge
 from phalanx.plan.stack import FITTED, Stack, stack
-from phalanx.weigh import weighs
 
 SHAPE = Shape(
     name="small", layers=4, hidden=256, heads=4, ffn=1024, vocab=1024, sequence=256, batch=16

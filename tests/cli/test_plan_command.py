@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
+from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
 from phalanx.plan.priced import Priced
 from phalanx.plan.search import Choice
 from phalanx.plan.spend import interval, spending
-from phalanx.weigh import step_flops
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["plan", "--model", "124m", "--cluster", "h100x8", "--batch-tokens", "65536"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli import main
+from phalanx.cost import forward_flops
 from phalanx.layout import Shape
-from phalanx.weigh import forward_flops
 
 Capture = pytest.CaptureFixture[str]
 STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"

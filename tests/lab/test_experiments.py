@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import phalanx.comm.threads
 import phalanx.lab
-import phalanx.wire.threads
+from phalanx.comm import CommError, RankFailed
+from phalanx.comm.base import Call
+from phalanx.comm.settle import settle
 from phalanx.lab import NAMES, LabError, Size, Trial, conduct, entry
 from phalanx.lab.conduct import judge
-from phalanx.wire import RankFailed, WireError
-from phalanx.wire.base import Call
-from phalanx.wire.settle import settle
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 ROOMS = Path(phalanx.lab.__file__).parent
@@ -100,7 +100,7 @@ def nearly(calls: Sequence[Call]) -> None:
 def test_a_wire_that_is_a_little_wrong_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(phalanx.wire.threads, "settle", nearly)
+    monkeypatch.setattr(phalanx.comm.threads, "settle", nearly)
     (done,) = conduct([name], SMALL, ranks=2)
     assert failed(done)
 
@@ -157,7 +157,7 @@ def test_a_mistake_in_an_experiment_is_found_by_its_check(
             # Two groups of two are the least that have a wire across.
             ranks = 4 if name == "hybrid-sharding" else 2
             (done,) = conduct([name], SMALL, ranks=ranks)
-        except (RankFailed, WireError, LabError):
+        except (RankFailed, CommError, LabError):
             return
         assert failed(done)
     finally:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from phalanx.comm import World, launch
 from phalanx.lab import Size
 from phalanx.lab.claims import equal
 from phalanx.lab.conduct import traced, wire_for
@@ -18,8 +19,7 @@ from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_pr
 from phalanx.lab.note import Note, everyone
 from phalanx.lab.record import value_of
 from phalanx.lab.watch import Live
-from phalanx.model import DeepMlp
-from phalanx.wire import World, launch
+from phalanx.models import DeepMlp
 
 SMALL = Size(batch=8, width=16, layers=3, steps=2)
 

@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape, legal
 from phalanx.plan.candidates import Candidates, Cut, Space, candidates
 from phalanx.plan.columns import Columns, columns_of
@@ -22,7 +23,6 @@ from phalanx.plan.search import Choice, Plan, judge, search
 from phalanx.plan.site import Site, site_of
 from phalanx.plan.stack import Stack, stack
 from phalanx.program import Attention, Load, Message, Product, Weighed, simulate
-from phalanx.weigh import cut_of
 
 SHAPE = replace(Shape.load("8b"), layers=8, batch=32, sequence=4096)
 SEQUENCE, BATCH = 4096, 32

@@ -13,6 +13,7 @@ import pytest
 from by_hand import pieces
 
 from phalanx.cli import plan_score
+from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape
 from phalanx.plan.fit import fit
 from phalanx.plan.predict import groups_of
@@ -20,7 +21,6 @@ from phalanx.plan.score import score
 from phalanx.plan.stack import FITTED, stack
 from phalanx.plan.table import read_table
 from phalanx.plan.toml import MachineError
-from phalanx.weigh import cut_of
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
 ffn glu heads kv_heads head_dim vocab tied seq global_batch micro_batch tp sp pp vpp cp dp zero hsdp_shard

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cost import weighs
 from phalanx.layout import Layout, Shape, stage_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import local_stack, site_of_machine
@@ -15,7 +16,6 @@ from phalanx.plan.search import judge
 from phalanx.program import KINDS, Costs, Op, Span, Timeline, build, simulate
 from phalanx.report.compared import _WORDS, HEAD, Compared, compare
 from phalanx.report.predicted import Step, predicted
-from phalanx.weigh import weighs
 
 SHAPE = Shape(
     name="small", layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=256, sequence=16, batch=8

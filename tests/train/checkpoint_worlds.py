@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from phalanx.comm import World, launch
 from phalanx.layout import Layout, Shape
-from phalanx.split import Precision, build_model, microbatches
-from phalanx.split.holding import hold
-from phalanx.train import AdamW, Performer, Sgd
+from phalanx.parallel import Precision, build_model, microbatches
+from phalanx.parallel.local import hold
+from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.checkpoint import Saver, load
 from phalanx.train.checkpoint_manifest import Progress
 from phalanx.train.program import program_of
 from phalanx.verify.cases import SHAPES, batch_of
-from phalanx.wire import World, launch
 
 # Odd sizes that no tp divides: padding in the vocabulary and in the ffn; tied over stages.
 SHAPE = dataclasses.replace(SHAPES["gpt"], layers=2, vocab=37, ffn=23, batch=6, sequence=6)
@@ -43,7 +43,7 @@ class Run:
         program = program_of(model, self.layout, agree=True)
         precision = Precision(compute, WIDE, WIDE)
         self.holding = hold(world, self.layout, model, program, seed=seed, precision=precision)
-        self.performer = Performer(
+        self.performer = Executor(
             self.holding, program, world.rank, optimizer,
             width=shape.hidden, clip=0.5, time_cut=self.layout.tp if self.layout.seq else 1,
         )  # fmt: skip

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import pytest
 
+from phalanx.comm import World, launch
 from phalanx.layout import Layout, Run
 from phalanx.train import Saver, hash_tensors, verify_checkpoint
 from phalanx.train.loop import _Loop
 from phalanx.train.rank import Rank
 from phalanx.verify.verify import EXACT
-from phalanx.wire import World, launch
 
 LAYOUTS = (
     "",

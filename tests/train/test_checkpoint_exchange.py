@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.cli.checkpoint import run as command
 from phalanx.cli.usage import UsageError
 from phalanx.layout import Shape
-from phalanx.model import Decoder
+from phalanx.models import Decoder
 from phalanx.train import checkpoint_exchange
 from phalanx.train.checkpoint_exchange import export_weights, family_of, import_weights
 from phalanx.train.checkpoint_file import CheckpointError, write_file

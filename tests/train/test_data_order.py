@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phalanx.split import share
+from phalanx.parallel import share
 from phalanx.train.data import Batches, Corpus, DataError, Permutation, Stream, open_library
 
 

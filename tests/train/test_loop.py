@@ -14,6 +14,7 @@ import pytest
 import torch
 from loop_worlds import losses, records, small, trained, weights
 
+from phalanx.comm import RankFailed
 from phalanx.layout import Layout
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import OptimizerChoice
@@ -25,7 +26,6 @@ from phalanx.train.loop import TrainError
 from phalanx.train.metrics import Goodput, Journal
 from phalanx.train.rank import Rank
 from phalanx.train.schedule import learning_rate
-from phalanx.wire import RankFailed
 
 LAYOUTS = [
     "dp3",

@@ -10,12 +10,12 @@ from loop_worlds import losses, records, trained, weights
 
 from phalanx.cli import checkpoint as checkpoint_verb
 from phalanx.cli import train as train_verb
+from phalanx.comm import AloneWorld
 from phalanx.layout import Layout, LayoutError, Run, RunError
 from phalanx.program import ProgramError, Timeline
 from phalanx.train.precision import precision_of
 from phalanx.train.program import fitting_program, maker_of
 from phalanx.train.rank import GIB, Rank, batches_of, memory_limit
-from phalanx.wire import AloneWorld
 
 STRANGER = f"{Path(__file__).parents[2] / 'examples' / 'stranger.py'}:Stranger"
 SMALL = ("batch=6", "steps=4", "optimizer.lr=1e-2", "checkpoint.every=2", "validation.batches=1")

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.comm import RankFailed, World
+from phalanx.comm.launch import launch
 from phalanx.layout import Layout
+from phalanx.parallel import Precision, build_model, microbatches
+from phalanx.parallel.local import hold
 from phalanx.program import Program, ProgramError, Recorded, check
-from phalanx.split import Precision, build_model, microbatches
-from phalanx.split.holding import hold
-from phalanx.train import AdamW, Performer, Sgd, StepResult
+from phalanx.train import AdamW, Executor, Sgd, StepResult
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
-from phalanx.wire import RankFailed, World
-from phalanx.wire.launch import launch
 
 GQA = SHAPES["gqa"]
 F64 = Precision(torch.float64, torch.float64, torch.float64)
@@ -29,12 +29,12 @@ F64 = Precision(torch.float64, torch.float64, torch.float64)
 
 def performer_of(
     world: World, layout: Layout, program: Program | None = None, **options: object
-) -> tuple[Performer, list[dict[str, torch.Tensor]]]:
+) -> tuple[Executor, list[dict[str, torch.Tensor]]]:
     model = build_model(GQA)
     program = program or program_of(model, layout, agree=True)
     precision = options.pop("precision", F64)
     held = hold(world, layout, model, program, precision=precision)  # type: ignore[arg-type]
-    performer = Performer(
+    performer = Executor(
         held, program, world.rank, AdamW(), width=GQA.hidden, clip=1.0, **options  # type: ignore[arg-type]
     )  # fmt: skip
     batch = batch_of(GQA, 0, dtype=precision.compute)  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
     model = build_model(GQA)
     program = program_of(model, layout, agree=False)
     held = hold(world, layout, model, program, precision=F64)
-    performer = Performer(held, program, world.rank, optimizer, width=GQA.hidden)
+    performer = Executor(held, program, world.rank, optimizer, width=GQA.hidden)
     seen = []
     for _ in range(5):
         own = microbatches(batch_of(GQA, 0), layout, held.place["dp"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..wire import Wire
+from ..comm import Group
 
 __all__ = ["Clock", "Timing"]
 
@@ -51,7 +51,7 @@ class Timing:
 class Clock:
     """The clock of one rank. Ranks that share a wire measure together: all call the same methods."""
 
-    def __init__(self, device: torch.device | str = "cpu", wire: Wire | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", wire: Group | None = None) -> None:
         self.device = torch.device(device)
         self._wire = wire if wire is not None and wire.size > 1 else None
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm import Group, World
 from ..plan import bus_factor
-from ..wire import Wire, World
 from .clock import Clock, Timing
 
 __all__ = ["OPERATIONS", "Ask", "Sample", "WrongResult", "grouped", "measure_collectives"]
@@ -101,12 +101,12 @@ def _sum(ranks: int, start: int, count: int, like: Tensor) -> Tensor:
     return _tile(sum((_table(rank) for rank in range(ranks)), torch.zeros(1)), start, count, like)
 
 
-def _all_reduce(wire: Wire, n: int, like: Tensor) -> Trial:
+def _all_reduce(wire: Group, n: int, like: Tensor) -> Trial:
     x = pattern(wire.rank, 0, n, like)
     return Trial(lambda: wire.all_reduce(x), x, _sum(wire.size, 0, n, like), x.zero_)
 
 
-def _halves(wire: Wire, n: int, like: Tensor) -> Trial:
+def _halves(wire: Group, n: int, like: Tensor) -> Trial:
     """All-reduce as its two halves."""
     x = pattern(wire.rank, 0, n, like)
     part = x.new_empty(n // wire.size)
@@ -118,39 +118,39 @@ def _halves(wire: Wire, n: int, like: Tensor) -> Trial:
     return Trial(call, x, _sum(wire.size, 0, n, like), x.zero_)
 
 
-def _reduce(wire: Wire, n: int, like: Tensor) -> Trial:
+def _reduce(wire: Group, n: int, like: Tensor) -> Trial:
     x = pattern(wire.rank, 0, n, like)
     due = _sum(wire.size, 0, n, like) if wire.rank == 0 else None
     return Trial(lambda: wire.reduce(x, 0), x if wire.rank == 0 else None, due, x.zero_)
 
 
-def _broadcast(wire: Wire, n: int, like: Tensor) -> Trial:
+def _broadcast(wire: Group, n: int, like: Tensor) -> Trial:
     x = pattern(wire.rank, 0, n, like)
     return Trial(lambda: wire.broadcast(x, 0), x, pattern(0, 0, n, like), _nothing)
 
 
-def _reduce_scatter(wire: Wire, n: int, like: Tensor) -> Trial:
+def _reduce_scatter(wire: Group, n: int, like: Tensor) -> Trial:
     part = n // wire.size
     x, out = pattern(wire.rank, 0, n, like), like.new_empty(part)
     due = _sum(wire.size, wire.rank * part, part, like)
     return Trial(lambda: wire.reduce_scatter(out, x), out, due, _nothing)
 
 
-def _all_gather(wire: Wire, n: int, like: Tensor) -> Trial:
+def _all_gather(wire: Group, n: int, like: Tensor) -> Trial:
     part = n // wire.size
     x, out = pattern(wire.rank, 0, part, like), like.new_empty(n)
     due = torch.cat([pattern(rank, 0, part, like) for rank in range(wire.size)])
     return Trial(lambda: wire.all_gather(out, x), out, due, _nothing)
 
 
-def _all_to_all(wire: Wire, n: int, like: Tensor) -> Trial:
+def _all_to_all(wire: Group, n: int, like: Tensor) -> Trial:
     part = n // wire.size
     x, out = pattern(wire.rank, 0, n, like), like.new_empty(n)
     due = torch.cat([pattern(r, wire.rank * part, part, like) for r in range(wire.size)])
     return Trial(lambda: wire.all_to_all(out, x), out, due, _nothing)
 
 
-def _scatter(wire: Wire, n: int, like: Tensor) -> Trial:
+def _scatter(wire: Group, n: int, like: Tensor) -> Trial:
     part = n // wire.size
     out = like.new_empty(part)
     parts = pattern(0, 0, n, like).chunk(wire.size) if wire.rank == 0 else None
@@ -158,7 +158,7 @@ def _scatter(wire: Wire, n: int, like: Tensor) -> Trial:
     return Trial(lambda: wire.scatter(out, parts, 0), out, due, _nothing)
 
 
-def _gather(wire: Wire, n: int, like: Tensor) -> Trial:
+def _gather(wire: Group, n: int, like: Tensor) -> Trial:
     part = n // wire.size
     x = pattern(wire.rank, 0, part, like)
     if wire.rank:
@@ -168,7 +168,7 @@ def _gather(wire: Wire, n: int, like: Tensor) -> Trial:
     return Trial(lambda: wire.gather(came.chunk(wire.size), x, 0), came, due, _nothing)
 
 
-def _send(wire: Wire, n: int, like: Tensor) -> Trial:
+def _send(wire: Group, n: int, like: Tensor) -> Trial:
     """From the first rank of a group to the second; the others watch."""
     x = pattern(0, 0, n, like) if wire.rank == 0 else like.new_empty(n if wire.rank == 1 else 0)
     if wire.rank == 0:
@@ -182,7 +182,7 @@ def _nothing() -> None:
     pass
 
 
-OPERATIONS: dict[str, Callable[[Wire, int, Tensor], Trial]] = {
+OPERATIONS: dict[str, Callable[[Group, int, Tensor], Trial]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
@@ -217,7 +217,7 @@ def measure_collectives(world: World, ask: Ask) -> list[Sample]:
     return found
 
 
-def _sample(clock: Clock, wire: Wire, what: tuple[str, int, int], size: int, ask: Ask) -> Sample:
+def _sample(clock: Clock, wire: Group, what: tuple[str, int, int], size: int, ask: Ask) -> Sample:
     op, ranks, _ = what
     like = torch.empty(0, dtype=getattr(torch, ask.dtype), device=clock.device)
     # Each rank's part is whole numbers of the dtype, at least one.

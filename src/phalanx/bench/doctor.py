@@ -9,9 +9,9 @@ from datetime import date
 
 import torch
 
+from ..comm import choose, workers
 from ..layout import Shape
 from ..plan import Hidden, Machine, Rate
-from ..wire import choose, workers
 from .clock import Clock
 from .collectives import OPERATIONS, Ask, Sample, WrongResult, measure_collectives
 from .fit import fit_all

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layout import Shape
-from ..model import Decoder
+from ..models import Decoder
 from .clock import Clock
 from .found import Found, dtype_of, products_in
 

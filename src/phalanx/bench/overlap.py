@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..comm import World
 from ..plan import Hidden
-from ..wire import World
 from .clock import Clock
 from .found import Found, dtype_of
 

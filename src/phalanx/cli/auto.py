@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..cost import weighs
 from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..plan import Machine, MachineError, cluster, clusters, device_named
 from ..plan.local import local_stack, site_of_machine
 from ..plan.search import search
 from ..plan.site import Site, site_of
 from ..plan.stack import stack
-from ..weigh import weighs
 
 __all__ = ["auto"]
 

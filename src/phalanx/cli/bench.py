@@ -39,7 +39,7 @@ def run(argv: list[str]) -> int:
         "overlap": _overlap,
     }
     if argv and argv[0] in benches:
-        from ..wire import RankFailed
+        from ..comm import RankFailed
 
         try:
             return benches[argv[0]](argv[1:])
@@ -137,8 +137,8 @@ class _World:
     def __init__(self, ranks: int | None, wire: str) -> None:
         import torch
 
-        from ..wire import choose
-        from ..wire.join import find
+        from ..comm import choose
+        from ..comm.join import find
 
         self.place = find(os.environ)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -153,7 +153,7 @@ class _World:
     def run(self, name: str, *args: object) -> Any:
         """What a function of bench returns on rank 0; None on the other ranks of a launcher."""
         from .. import bench
-        from ..wire import join, workers
+        from ..comm import join, workers
 
         work = getattr(bench, name)
         if self.place is None:

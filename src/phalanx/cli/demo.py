@@ -106,8 +106,8 @@ class _Demo:
 
     def killed(self) -> str:
         """Train until a rank is killed; what is then said."""
+        from ..comm import RankFailed, launch
         from ..train.loop import train
-        from ..wire import RankFailed, launch
 
         self.watch(kill=True)
         try:
@@ -117,8 +117,8 @@ class _Demo:
         return "no rank was killed: the run was over before"
 
     def trained(self, out: Path, layout: str) -> None:
+        from ..comm import launch
         from ..train.loop import train
-        from ..wire import launch
 
         if out == self.out:
             self.watch(kill=False)

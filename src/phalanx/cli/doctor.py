@@ -66,8 +66,8 @@ def run(argv: list[str]) -> int:
 def _here(said: argparse.Namespace) -> int:
     from ..bench import WrongResult, examine, find
     from ..bench.doctor import Examination, topology_of
+    from ..comm import RankFailed
     from ..layout import Shape
-    from ..wire import RankFailed
 
     if said.limit <= 0 or said.ranks < 0 or said.ranks == 1:
         raise UsageError("--limit is more than 0, --ranks 2 or more.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ..comm import RankFailed
 from ..lab import NAMES, Size, Trial, as_json, conduct, entry, listing, page, text
-from ..wire import RankFailed
 from .usage import Parser, UsageError, print_json
 
 __all__ = ["run"]

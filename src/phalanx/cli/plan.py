@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ..cost import weighs
 from ..layout import LayoutError, Shape
 from ..layout.layout import PRECISIONS
 from ..plan import Machine, MachineError, cluster
@@ -19,7 +20,6 @@ from ..plan.rivals import rivals
 from ..plan.search import Plan, search
 from ..plan.site import Site, site_of
 from ..plan.stack import stack
-from ..weigh import weighs
 from .plan_figures import Asked, figures
 from .plan_tell import told
 from .usage import Parser, UsageError, print_json
@@ -186,7 +186,7 @@ def asked_of(said: argparse.Namespace) -> Asked:
 
 def _own(text: str) -> Shape:
     """Only its file knows the sizes of somebody's own model, and running it needs torch."""
-    from ..split import load_model
+    from ..parallel import load_model
 
     shape = load_model(text).shape
     if shape is None:

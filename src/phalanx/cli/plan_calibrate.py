@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from ..cost import cut_of, weighs
 from ..plan import Machine, cluster
 from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from ..plan.local import local_stack, site_of_machine
 from ..plan.site import Site, site_of
 from ..plan.stack import FITTED, Stack, stack
 from ..plan.toml import dump
-from ..weigh import cut_of, weighs
 from .usage import Parser, UsageError, print_json, write
 
 __all__ = ["run"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..cost import forward_flops, step_flops
 from ..layout import Layout, Shape
 from ..plan.predict import Weigh
 from ..plan.rivals import Rival
 from ..plan.search import Choice, Plan
 from ..plan.site import Site
 from ..plan.stack import Stack
-from ..weigh import forward_flops, step_flops
 
 __all__ = ["Asked", "Rates", "figures", "of_choice", "rates"]
 

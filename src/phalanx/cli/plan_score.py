@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..plan.predict import Group, groups_of
+from ..cost import cut_of, weighs
+from ..plan.predict import RunGroup, groups_of
 from ..plan.score import Errors, Score, hold_out, score
 from ..plan.stack import Stack, stack
 from ..plan.table import Row, read_table
-from ..weigh import cut_of, weighs
 from .usage import Parser, print_json
 
 __all__ = ["run"]
@@ -56,7 +56,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _held(groups: Sequence[Group], rows: Sequence[Row]) -> Mapping[str, Callable[[Stack], Stack]]:
+def _held(
+    groups: Sequence[RunGroup], rows: Sequence[Row]
+) -> Mapping[str, Callable[[Stack], Stack]]:
     """For each source with enough runs, its stack as it is without it. A table that no stack was
     fitted on is held out as it stands; it needs another beside it to be fitted without."""
     timed: dict[str, int] = {}

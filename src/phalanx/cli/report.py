@@ -76,8 +76,8 @@ def _compared(folder: Path, said: argparse.Namespace) -> Compared | None:
         return None
     if said.machine and said.cluster:
         raise UsageError("--cluster and --machine both say where it ran; name one.")
+    from ..cost import weighs
     from ..report.predicted import predicted, read_step
-    from ..weigh import weighs
 
     step = read_step(folder)
     if step.own and said.model != step.own:

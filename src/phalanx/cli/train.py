@@ -91,9 +91,9 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
 
 def _train(wanted: Run, said: argparse.Namespace) -> int:
     """Find the ranks and the layout, and train."""
+    from ..comm.join import find, join
     from ..train.program import shape_of
     from ..train.rank import batches_of
-    from ..wire.join import find, join
 
     place = find(os.environ)
     ranks = place.size if place else _ranks(wanted, said.ranks)
@@ -151,12 +151,12 @@ def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
 
 def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
+    from ..comm import RankFailed, launch
     from ..program import ProgramError
     from ..train.checkpoint_file import CheckpointError
     from ..train.data import DataError
     from ..train.loop import STOP, TrainError, train
     from ..train.program import maker_of
-    from ..wire import RankFailed, launch
 
     if not said.json:
         ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"

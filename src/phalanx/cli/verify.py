@@ -14,7 +14,7 @@ from ..layout import Layout, LayoutError, Shape, legal, nearest
 from .usage import Parser, UsageError, print_json
 
 if TYPE_CHECKING:
-    from ..split import Model
+    from ..parallel import Model
 
 __all__ = ["run"]
 
@@ -99,7 +99,7 @@ def _verify(said: argparse.Namespace) -> int:
 
 
 def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    from ..split.model import load_model
+    from ..parallel.model import load_model
     from ..verify import SHAPES
 
     if re.fullmatch(r".+\.py:\w+", name):

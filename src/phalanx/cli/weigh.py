@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
+from ..cost import Pieces, cut_of, weighs
 from ..layout import Layout, LayoutError, Shape, legal, nearest
 from ..program import Load, Weighed
-from ..weigh import Pieces, cut_of, weighs
 from .usage import Parser, UsageError, print_json
 
 __all__ = ["run"]
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
 
 
 def _own(text: str) -> Shape:
-    from ..split import load_model
+    from ..parallel import load_model
 
     shape = load_model(text).shape
     if shape is None:

@@ -12,8 +12,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from ..wire import RankFailed, World
-from ..wire.launch import workers
+from ..comm import RankFailed, World
+from ..comm.launch import workers
 from .catalogue import Entry, entry
 from .claims import Claim, Held, LabError, Size
 from .note import Note

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..wire import Wire, World
-from ..wire.base import Call
+from ..comm import Group, World
+from ..comm.base import Call
 from .record import Figure, Message, Moment, Record, Span, value_of
 from .watch import Live, WatchedWorld
 
 __all__ = ["Note", "everyone"]
 
 
-def everyone(world: World) -> Wire:
+def everyone(world: World) -> Group:
     """A wire between all ranks, any two of which may send to each other."""
     n = world.size
     flows = [(i, j) for i in range(n) for j in range(n) if i != j]
@@ -109,7 +109,7 @@ class Note:
 
     def _told(
         self,
-        wire: Wire,
+        wire: Group,
         call: Call,
         moved: list[tuple[int, int, float]],
         start: float,

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..wire import Wire, Work, World
-from ..wire.base import Call
+from ..comm import Group, Work, World
+from ..comm.base import Call
 
 __all__ = ["Live", "WatchedWorld", "flows"]
 
 # wire, call, the (from, to, bytes) that concern this rank, start, end
-Told = Callable[[Wire, Call, list[tuple[int, int, float]], float, float], None]
+Told = Callable[[Group, Call, list[tuple[int, int, float]], float, float], None]
 
 
 def flows(call: Call, place: int, size: int) -> list[tuple[int, int, float]]:
@@ -64,10 +64,10 @@ class WatchedWork(Work):
         return self._inner.done()
 
 
-class WatchedWire(Wire):
+class WatchedGroup(Group):
     """A wire that tells what it carries."""
 
-    def __init__(self, inner: Wire, told: Told, live: Live) -> None:
+    def __init__(self, inner: Group, told: Told, live: Live) -> None:
         super().__init__(inner.name, inner.rank, inner.ranks, inner.device)
         self._inner, self._told, self._live = inner, told, live
 
@@ -103,12 +103,12 @@ class WatchedWorld(World):
         name: str,
         groups: Sequence[Sequence[int]],
         flows: Sequence[tuple[int, int]] = (),
-    ) -> Wire:
-        return WatchedWire(self._inner.split(name, groups, flows), self._told, self._live)
+    ) -> Group:
+        return WatchedGroup(self._inner.split(name, groups, flows), self._told, self._live)
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
-    ) -> Wire:
+    ) -> Group:
         raise NotImplementedError("the world inside splits")
 
     def clear(self) -> None:

@@ -22,7 +22,7 @@ from .columns import Case, case_of, columns_of
 from .estimate import Estimates, estimate
 from .fit import fit
 from .local import crowded
-from .predict import Group, PieceKinds, Weigh
+from .predict import PieceKinds, RunGroup, Weigh
 from .price import RawTrio, raw_trio
 from .site import Site
 from .stack import Stack
@@ -78,7 +78,7 @@ def calibrated(base: Stack, groups: Sequence[Timed]) -> Stack:
     do not tell stays near where a new stack has it."""
     # `fit` needs of a group only `under` and `measured`. One's own runs are none of them hopeless,
     # and the machine that is told to be twice as fast as it is makes all of them far off.
-    return fit(base, cast("Sequence[Group]", groups), clip=math.inf)
+    return fit(base, cast("Sequence[RunGroup]", groups), clip=math.inf)
 
 
 # ---- run folders

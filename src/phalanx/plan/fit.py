@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .predict import Group
+from .predict import RunGroup
 from .site import Numbers
 from .stack import FITTED, Stack
 
@@ -20,10 +20,10 @@ _AT_REST = Stack()  # a number that nothing tells stays where a new stack has it
 
 def fit(
     base: Stack,
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     *,
     names: Sequence[str] = tuple(FITTED),
-    use: Callable[[Group], Numbers] | None = None,
+    use: Callable[[RunGroup], Numbers] | None = None,
     most: int = 160,
     clip: float = _CLIP,
 ) -> Stack:

@@ -19,7 +19,7 @@ from .site import Site
 from .stack import Stack
 from .table import Row
 
-__all__ = ["Group", "PieceKinds", "Weigh", "groups_of"]
+__all__ = ["RunGroup", "PieceKinds", "Weigh", "groups_of"]
 
 
 class PieceKinds(Protocol):
@@ -43,7 +43,7 @@ class Weigh(Protocol):
     ) -> Mapping[Layout, PieceKinds]: ...
 
 
-class Group:
+class RunGroup:
     """Rows of one site and one kind of attention, ready to be estimated under many stacks."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Group:
         self.columns: Columns = columns_of(cases, keys)
         self.measured = np.array([row.step for row in self.rows])
 
-    def part(self, most: int) -> Group:
+    def part(self, most: int) -> RunGroup:
         """At most so many of the rows, evenly taken: enough to fit on."""
         if len(self.rows) <= most:
             return self
@@ -95,7 +95,7 @@ class Group:
 
 def groups_of(
     rows: Sequence[Row], weigh: Weigh, cut_of: Callable[[Layout], Layout]
-) -> tuple[list[Group], dict[int, str]]:
+) -> tuple[list[RunGroup], dict[int, str]]:
     """All rows that can be predicted, in groups; and why the others cannot."""
     refused = {i: row.why for i, row in enumerate(rows) if row.case is None}
     alike: dict[Any, list[int]] = defaultdict(list)
@@ -116,7 +116,7 @@ def groups_of(
     for i in sorted(kinds):
         row = rows[i]
         joined[id(row.site), row.stack.name, row.device].append((i, row))
-    return [Group(members, kinds) for members in joined.values()], refused
+    return [RunGroup(members, kinds) for members in joined.values()], refused
 
 
 def _selective(row: Row) -> bool:

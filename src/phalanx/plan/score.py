@@ -16,7 +16,7 @@ import numpy as np
 
 from .estimate import Estimates
 from .fit import fit
-from .predict import Group
+from .predict import RunGroup
 from .rules import RULES
 from .site import Numbers
 from .stack import FITTED, Stack
@@ -139,7 +139,7 @@ class Score:
 
 
 def score(
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     refused: Mapping[int, str],
     rows: Sequence[Row],
     *,
@@ -283,7 +283,7 @@ def _oom(told: Sequence[Run]) -> dict[str, float] | None:
     }
 
 
-def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
+def hold_out(groups: Sequence[RunGroup], source: str) -> Callable[[Stack], Stack]:
     """How a source's stack looks when the source has not been seen: the numbers fitted on other
     sources of the same stack and device, or, where there are none, on all other stacks."""
     stack = next(g.rows[0].stack for g in groups if any(r.source == source for r in g.rows))
@@ -294,7 +294,7 @@ def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
     for row in (row for group in others for row in group.rows):
         sizes[row.source] += row.step > 0
 
-    def use(group: Group) -> Numbers:
+    def use(group: RunGroup) -> Numbers:
         # Every source counts one, however many rows it has.
         return np.array(
             [(r.step > 0 and r.source != source) / max(1, sizes[r.source]) for r in group.rows]
@@ -306,9 +306,9 @@ def hold_out(groups: Sequence[Group], source: str) -> Callable[[Stack], Stack]:
     return lambda each: replace(each, **numbers)
 
 
-def _some(groups: Sequence[Group]) -> list[Group]:
+def _some(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """A few sites of every stack on every device, and some rows of each, evenly taken."""
-    kinds: dict[Any, list[Group]] = defaultdict(list)
+    kinds: dict[Any, list[RunGroup]] = defaultdict(list)
     for group in groups:
         kinds[group.rows[0].stack.name, group.rows[0].device].append(group)
     found = []

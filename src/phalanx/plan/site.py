@@ -20,7 +20,7 @@ from .device import Device
 from .link import Cluster, link
 from .toml import MachineError
 
-__all__ = ["Chip", "Hop", "Network", "Numbers", "Site", "Wire", "site_of"]
+__all__ = ["Chip", "Hop", "Network", "Numbers", "Site", "Group", "site_of"]
 
 Numbers = NDArray[np.float64]
 
@@ -166,7 +166,7 @@ def _left(faded: Mapping[int, float], units: Numbers) -> Numbers:
     return np.where(units > 1, left, 1.0)
 
 
-class Wire(Protocol):
+class Group(Protocol):
     """What messages cost, in seconds; sizes and groups may be arrays."""
 
     def seconds(self, op: str, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers: ...
@@ -180,7 +180,7 @@ class Site:
     ranks: int
     memory: float  # bytes of one device
     rates: Rates
-    wire: Wire
+    wire: Group
     node: int  # devices that the fastest links join
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
     host: float = HOST_LINK  # bytes a second between a device and its host

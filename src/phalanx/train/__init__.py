@@ -1,7 +1,7 @@
 """Floor 6: a rank at work.
 
 `launch(train, ranks, Run.load("run.toml"), "dp2 pp2 1f1b:4", wire="gloo")` is a whole run: `launch`
-and `join` are of `phalanx.wire`, `Run` of `phalanx.layout`.
+and `join` are of `phalanx.comm`, `Run` of `phalanx.layout`.
 """
 
 from .checkpoint import Loaded, Saved, Saver, load, save, steps
@@ -10,9 +10,9 @@ from .checkpoint_file import CheckpointError
 from .checkpoint_manifest import Manifest, Progress
 from .checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
 from .data import Batches, Corpus, DataError, open_corpus, prepare
+from .executor import Executor, StepResult
 from .loop import Outcome, TrainError, train
 from .optimizer import AdamW, Optimizer, Sgd
-from .perform import Performer, StepResult
 
 __all__ = [
     "AdamW",
@@ -24,7 +24,7 @@ __all__ = [
     "Manifest",
     "Optimizer",
     "Outcome",
-    "Performer",
+    "Executor",
     "Progress",
     "Saved",
     "Saver",

@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..split.holding import Holding
-from ..wire import Wire
+from ..comm import Group
+from ..parallel.local import Holding
 from .checkpoint_agree import agree, hear, tell
 from .checkpoint_file import CheckpointError, File, chunk_sums, write_file
 from .checkpoint_holding import Snapshot, Updates, fill, manifest_of, misfits, show
@@ -93,7 +93,7 @@ class Saver:
             raise CheckpointError(f"keep={keep}: at least 1 checkpoint stays.")
         self.folder, self.holding, self.updates = folder, holding, updates
         self.keep, self.asynchronous, self.on_failure = keep, asynchronous, on_failure
-        self.wire: Wire = holding.wires.everyone
+        self.wire: Group = holding.wires.everyone
         self.room: dict[str, Tensor] = {}  # host memory, used again by every save
         self.pending: _Pending | None = None
 
@@ -237,7 +237,7 @@ def _remove(path: Path) -> None:
 # ---- going on
 
 
-def choose(folder: Path, wire: Wire) -> tuple[Path | None, Manifest | None, tuple[str, ...]]:
+def choose(folder: Path, wire: Group) -> tuple[Path | None, Manifest | None, tuple[str, ...]]:
     """The newest sound checkpoint, the same on every rank, and what is wrong with newer ones.
 
     All bytes are read, each rank's share by it. None when there is no checkpoint at all; when there
@@ -255,7 +255,7 @@ def choose(folder: Path, wire: Wire) -> tuple[Path | None, Manifest | None, tupl
     return None, None, ()
 
 
-def _examined(path: Path, wire: Wire) -> tuple[Manifest | None, list[str]]:
+def _examined(path: Path, wire: Group) -> tuple[Manifest | None, list[str]]:
     """The manifest when all ranks find everything right; what they complain of when not."""
     text, complaint = "", ""
     if wire.rank == 0:
@@ -304,6 +304,6 @@ def load(
     return Loaded(manifest.progress, path, damaged)
 
 
-def _all_right(wire: Wire, path: Path, complaint: str) -> None:
+def _all_right(wire: Group, path: Path, complaint: str) -> None:
     if wrong := agree(wire, complaint):
         raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(wrong))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..wire import Wire
+from ..comm import Group
 
 __all__ = ["agree", "hear", "tell"]
 
 LONGEST = 4000  # bytes of what one rank complains of
 
 
-def tell(wire: Wire, text: str, root: int = 0) -> str:
+def tell(wire: Group, text: str, root: int = 0) -> str:
     """The root's text, on every rank."""
     said = _packed(text if wire.rank == root else "")
     size = torch.tensor([said.numel()], device=wire.device)
@@ -26,7 +26,7 @@ def tell(wire: Wire, text: str, root: int = 0) -> str:
     return _text(whole)
 
 
-def hear(wire: Wire, text: str, root: int = 0) -> list[str]:
+def hear(wire: Group, text: str, root: int = 0) -> list[str]:
     """What every rank says, on the root; nothing elsewhere."""
     said = _packed(text).to(wire.device)
     sizes = _sizes(wire, said)
@@ -38,7 +38,7 @@ def hear(wire: Wire, text: str, root: int = 0) -> list[str]:
     return [_text(out[: int(n)]) for out, n in zip(outs or [], sizes, strict=False)]
 
 
-def agree(wire: Wire, complaint: str) -> list[str]:
+def agree(wire: Group, complaint: str) -> list[str]:
     """What every rank complains of, the same list on all; empty when nobody does."""
     said = _packed(complaint)[:LONGEST].to(wire.device)
     sizes = _sizes(wire, said)
@@ -53,7 +53,7 @@ def agree(wire: Wire, complaint: str) -> list[str]:
     return [f"rank {rank}: {_text(rows[rank, : int(n)])}" for rank, n in enumerate(sizes) if int(n)]
 
 
-def _sizes(wire: Wire, said: Tensor) -> Tensor:
+def _sizes(wire: Group, said: Tensor) -> Tensor:
     sizes = torch.empty(wire.size, dtype=torch.int64, device=wire.device)
     wire.all_gather(sizes, torch.tensor([said.numel()], device=wire.device))
     return sizes.cpu()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
-from ..split import build_model
+from ..parallel import build_model
 from .checkpoint import commit, steps
 from .checkpoint_file import (
     DTYPES,

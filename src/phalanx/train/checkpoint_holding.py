@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..split import Entry
-from ..split.holding import Holding
+from ..parallel import Entry
+from ..parallel.local import Holding
 from .checkpoint_file import DTYPES, NAMES, CheckpointError, File, header_of
 from .checkpoint_manifest import WEIGHT, Logical, Manifest, Piece, Progress
 from .checkpoint_read import Reader

@@ -23,7 +23,7 @@ from ..layout import Shape
 from .checkpoint_file import DTYPES, CheckpointError, File
 from .data.folder import Fields, parse_json
 
-__all__ = ["Group", "Logical", "Manifest", "MANIFEST", "Piece", "Progress"]
+__all__ = ["StoredBox", "Logical", "Manifest", "MANIFEST", "Piece", "Progress"]
 
 MANIFEST = "manifest.json"
 LIMIT = 1 << 28  # bytes of a manifest
@@ -73,7 +73,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Group:
+class StoredBox:
     """All pieces of one part, in order: together they are the whole part."""
 
     box: Box
@@ -95,12 +95,12 @@ class Logical:
     def title(self) -> str:
         return f"{self.kind}/{self.name}"
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[StoredBox]:
         found: dict[tuple[Box, tuple[int, ...]], list[Piece]] = {}
         for piece in self.pieces:
             found.setdefault((piece.box, piece.local), []).append(piece)
         return [
-            Group(box, local, tuple(sorted(pieces, key=lambda p: p.start)))
+            StoredBox(box, local, tuple(sorted(pieces, key=lambda p: p.start)))
             for (box, local), pieces in found.items()
         ]
 

@@ -24,7 +24,7 @@ from .checkpoint_file import (
     read_header,
     read_into,
 )
-from .checkpoint_manifest import LIMIT, MANIFEST, Box, Group, Logical, Manifest, meet
+from .checkpoint_manifest import LIMIT, MANIFEST, Box, Logical, Manifest, StoredBox, meet
 from .data.folder import Folder
 
 __all__ = ["Reader", "faults", "hash_tensors", "read_manifest", "verify_checkpoint"]
@@ -129,7 +129,7 @@ class Reader:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = Folder(path, CheckpointError), manifest
         self.tensors = {(each.kind, each.name): each for each in manifest.tensors}
-        self.groups: dict[str, list[Group]] = {}
+        self.groups: dict[str, list[StoredBox]] = {}
         self.files: dict[int, BinaryIO] = {}
         self.stack = ExitStack()
 
@@ -161,7 +161,7 @@ class Reader:
                 out.copy_(part.view(()))
         return out
 
-    def _rows(self, tensor: Logical, group: Group, first: int, last: int) -> Tensor:
+    def _rows(self, tensor: Logical, group: StoredBox, first: int, last: int) -> Tensor:
         """Rows of one part, from all the pieces that hold some of them."""
         dims = group.local[1:]
         row = math.prod(dims)

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import World
 from ..layout import Layout
 from ..layout.run import Run
 from ..program import Span, Timeline
-from ..wire import World
 from .checkpoint import Saved, Saver, load
 from .checkpoint_agree import agree, hear
 from .checkpoint_manifest import Progress
+from .executor import StepResult
 from .metrics import memory_of
-from .perform import StepResult
 from .rank import Rank
 from .schedule import learning_rate
 from .teller import Teller

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..split import Unit
+from ..parallel import Unit
 from . import fused
 
 __all__ = ["AdamW", "Optimizer", "Sgd", "Update"]

@@ -7,14 +7,14 @@ import time
 import torch
 from torch import Tensor
 
-from ..wire import Wire
+from ..comm import Group
 
 __all__ = ["measured_peak"]
 
 WINDOWS, SECONDS = 5, 0.06
 
 
-def measured_peak(wire: Wire, dtype: torch.dtype) -> float:
+def measured_peak(wire: Group, dtype: torch.dtype) -> float:
     """FLOP/s of all ranks of a wire together, each multiplying at the same time as the others.
 
     Together, because ranks on one CPU share its cores: a window is longer than a turn of theirs.

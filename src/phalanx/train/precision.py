@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..split import Precision
-from ..weigh.pieces import COMPUTE
+from ..cost.pieces import COMPUTE
+from ..parallel import Precision
 
 __all__ = ["LossScale", "precision_of"]
 

@@ -8,13 +8,13 @@ from functools import partial
 
 from torch import Tensor
 
+from ..cost import sizes_of
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
+from ..parallel import Model, Precision, build_model, load_model
+from ..parallel.local import model_stages
 from ..program import Program, build, check
 from ..program.memory import peaks
-from ..split import Model, Precision, build_model, load_model
-from ..split.holding import model_stages
-from ..weigh import sizes_of
 
 __all__ = ["fitting_program", "maker_of", "program_of", "shape_of"]
 

@@ -8,16 +8,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..comm import World
+from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
+from ..parallel import Model, Unit, microbatches, share
+from ..parallel.local import Holding, hold
 from ..plan import Machine
 from ..program import Program
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
-from ..split import Model, Unit, microbatches, share
-from ..split.holding import Holding, hold
-from ..weigh import step_flops
-from ..wire import World
 from .data import Batches, open_corpus
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak

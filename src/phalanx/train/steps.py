@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..parallel import Unit
+from ..parallel.local import Holding
 from ..program import Op, Program
-from ..split import Unit
-from ..split.holding import Holding
-from .perform import Batch, Performer, StepResult
+from .executor import Batch, Executor, StepResult
 
 __all__ = ["Trainer", "Validator"]
 
 Ranges = Callable[[str], Any]
 
 
-class Trainer(Performer):
+class Trainer(Executor):
     """A performer that learns, with the norm, the loss of all ranks and whether any wants to stop.
 
     A loss that is not finite spoils the step as a gradient does: no rank updates anything.
@@ -65,7 +65,7 @@ class _Nothing:
         return lambda lr, scale: None
 
 
-class Validator(Performer):
+class Validator(Executor):
     """Forward only: the loss of a batch over all ranks, and which pieces put out what is not finite."""
 
     def __init__(self, holding: Holding, program: Program, rank: int, **told: Any) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ..cost import StepFlops
 from ..layout.journal import read_journal
 from ..layout.run import Run
 from ..program import Timeline
-from ..weigh import StepFlops
 from .metrics import Goodput, Journal, Screen, Sink, open_sinks
 
 __all__ = ["Teller"]

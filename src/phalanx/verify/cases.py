@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..layout import Axis, Layout, LayoutError, Mesh, Shape, legal
-from ..model import token_noise
-from ..split.tensor import IGNORED
+from ..models import token_noise
+from ..parallel.tensor import IGNORED
 
 __all__ = ["SHAPES", "batch_of", "covering", "every_layout"]
 

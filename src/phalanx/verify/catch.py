@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from ..split import Precision, build_model
-from ..wire.launch import workers
+from ..comm.launch import workers
+from ..parallel import Precision, build_model
 from . import faults_of_order as _enters_more  # noqa: F401
 from .cases import SHAPES, batch_of
 from .compare import compare

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import Group, regions
 from ..layout import Layout
 from ..layout.rules import Cut
-from ..split import Unit, count_valid, holding, tensor
-from ..split.shard import Pool, Segment, Sum
-from ..split.tensor import RowLinear, VocabularyEmbedding, Weight
-from ..train import perform
+from ..parallel import Unit, count_valid, local, tensor
+from ..parallel.data import Pool, Segment, Sum
+from ..parallel.tensor import RowLinear, VocabularyEmbedding, Weight
+from ..train import executor
+from ..train.executor import Executor
 from ..train.optimizer import Update
-from ..train.perform import Performer
-from ..wire import Wire, regions
 
 __all__ = ["FAULTS", "Fault", "fault", "swapped"]
 
@@ -69,7 +69,7 @@ def fault(
     return enter
 
 
-def _whole(x: Tensor, wire: Wire, *dims: int) -> Tensor:
+def _whole(x: Tensor, wire: Group, *dims: int) -> Tensor:
     return x
 
 
@@ -193,7 +193,7 @@ def _() -> AbstractContextManager[None]:
 
     right = tensor.VocabularyCrossEntropy.__init__
 
-    def init(self: Any, cut: Cut, wire: Wire) -> None:
+    def init(self: Any, cut: Cut, wire: Group) -> None:
         right(self, replace(cut, stop=cut.start + cut.length), wire)
 
     return swapped(tensor.VocabularyCrossEntropy, "__init__", init)
@@ -293,7 +293,7 @@ def _() -> AbstractContextManager[None]:
     "step 1: the output of embed",
 )
 def _() -> AbstractContextManager[None]:
-    from ..wire import Work
+    from ..comm import Work
 
     right, gathered = Unit.gather, set[int]()
 
@@ -303,7 +303,7 @@ def _() -> AbstractContextManager[None]:
         gathered.add(id(self))
         return right(self)
 
-    right_fill = holding._fill
+    right_fill = local._fill
 
     def fill(*args: Any) -> None:
         right_fill(*args)
@@ -311,7 +311,7 @@ def _() -> AbstractContextManager[None]:
 
     @contextmanager
     def both() -> Iterator[None]:
-        with swapped(Unit, "gather", gather), swapped(holding, "_fill", fill):
+        with swapped(Unit, "gather", gather), swapped(local, "_fill", fill):
             yield
 
     return both()
@@ -322,10 +322,10 @@ def _() -> AbstractContextManager[None]:
 
 @fault("each rank divides by its own count of tokens", "gqa", "dp2", "the loss")
 def _() -> AbstractContextManager[None]:
-    def count(self: Performer, op: Any) -> None:
+    def count(self: Executor, op: Any) -> None:
         self.count = float(sum(count_valid(batch) for batch in self.batches))
 
-    return swapped(Performer, "_count", count)
+    return swapped(Executor, "_count", count)
 
 
 @fault("ignored targets count as tokens", "gqa", "dp2", "the loss")
@@ -333,7 +333,7 @@ def _() -> AbstractContextManager[None]:
     def count(batch: Mapping[str, Tensor]) -> int:
         return next(iter(batch.values())).numel()
 
-    return swapped(perform, "count_valid", count)
+    return swapped(executor, "count_valid", count)
 
 
 @fault("the norm counts whole weights on every rank of tp", "gqa", "tp2", "the norm")
@@ -349,9 +349,9 @@ def _() -> AbstractContextManager[None]:
 
 @fault("clipping by each rank's own norm", "gqa", "tp2", "the norm")
 def _() -> AbstractContextManager[None]:
-    right = Performer._agree
+    right = Executor._agree
 
-    def agree(self: Performer, op: Any) -> None:
+    def agree(self: Executor, op: Any) -> None:
         everyone = self.holding.wires.everyone
 
         class Alone:
@@ -362,7 +362,7 @@ def _() -> AbstractContextManager[None]:
         right(self, op)
         object.__setattr__(self.holding.wires, "everyone", everyone)
 
-    return swapped(Performer, "_agree", agree)
+    return swapped(Executor, "_agree", agree)
 
 
 @fault("norms and biases decay too", "gqa", "dp2 zero1", "weight of head.norm")

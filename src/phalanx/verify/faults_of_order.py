@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm import Group, Work, regions
 from ..layout import Layout
+from ..parallel import batch, context, kernels
+from ..parallel.kernels import Sight
+from ..parallel.pieces import Box, Piece
 from ..program import Op
-from ..split import batch, context, kernels
-from ..split.kernels import Sight
-from ..split.stage import Box, Piece
-from ..train.perform import Performer
-from ..wire import Wire, Work, regions
+from ..train.executor import Executor
 from .faults import fault, swapped
 
 __all__: list[str] = []
@@ -42,36 +42,36 @@ def _() -> AbstractContextManager[None]:
     "gradient of embed",
 )
 def _() -> AbstractContextManager[None]:
-    def tie(self: Performer, op: Op) -> None:
+    def tie(self: Executor, op: Op) -> None:
         self._settle(op.piece)
 
-    return swapped(Performer, "_tie", tie)
+    return swapped(Executor, "_tie", tie)
 
 
 @fault("gradients are averaged where they cross stages", "gqa", "pp2 1f1b:3", "1/2 of it")
 def _() -> AbstractContextManager[None]:
-    right = Performer._send
+    right = Executor._send
 
-    def send(self: Performer, op: Op) -> Work:
+    def send(self: Executor, op: Op) -> Work:
         if op.of != "F":
             self.outgoing["B", op.piece, op.index].div_(2)
         return right(self, op)
 
-    return swapped(Performer, "_send", send)
+    return swapped(Executor, "_send", send)
 
 
 @fault("the head takes another microbatch's targets", "gqa", "pp2 gpipe:3", "the loss")
 def _() -> AbstractContextManager[None]:
-    right = Performer._forward
+    right = Executor._forward
 
-    def forward(self: Performer, op: Op) -> None:
+    def forward(self: Executor, op: Op) -> None:
         kept = self.batches
         if self.holding.pieces[op.piece].last:
             self.batches = [kept[0], kept[2], kept[1]]  # of one size
         right(self, op)
         self.batches = kept
 
-    return swapped(Performer, "_forward", forward)
+    return swapped(Executor, "_forward", forward)
 
 
 @fault(
@@ -208,7 +208,7 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = regions.exchange
 
-    def exchange(x: Tensor, wire: Wire, split: int, join: int) -> Tensor:
+    def exchange(x: Tensor, wire: Group, split: int, join: int) -> Tensor:
         y = right(x, wire, split, join)
         return y.flip(2) if split == 1 else y
 
@@ -232,15 +232,15 @@ def _() -> AbstractContextManager[None]:
     dropout=0.2,
 )
 def _() -> AbstractContextManager[None]:
-    right = Performer._again
+    right = Executor._again
 
-    def again(self: Performer, op: Op) -> None:
+    def again(self: Executor, op: Op) -> None:
         kept = self.batches
         self.batches = [{**b, "noise": b["noise"] + 1} for b in kept]
         right(self, op)
         self.batches = kept
 
-    return swapped(Performer, "_again", again)
+    return swapped(Executor, "_again", again)
 
 
 @fault(
@@ -250,15 +250,15 @@ def _() -> AbstractContextManager[None]:
     "gradient of layers.3",
 )
 def _() -> AbstractContextManager[None]:
-    right = Performer._again
+    right = Executor._again
 
-    def again(self: Performer, op: Op) -> None:
+    def again(self: Executor, op: Op) -> None:
         key = op.piece, op.index
         if key in self.segments:
             self.segments[key] = self.segments[key].flip(0)
         right(self, op)
 
-    return swapped(Performer, "_again", again)
+    return swapped(Executor, "_again", again)
 
 
 @fault(

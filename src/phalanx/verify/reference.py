@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..split import Model, count_valid, start
+from ..parallel import Model, count_valid, start
 from ..train.optimizer import AdamW, Sgd
 
 __all__ = ["Step", "reference"]

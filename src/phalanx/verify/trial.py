@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm import World
 from ..layout import Layout
+from ..parallel import Entry, Model, Piece, Precision, Unit, microbatches
+from ..parallel.local import Holding, hold
 from ..program import Timeline
-from ..split import Entry, Model, Piece, Precision, Unit, microbatches
-from ..split.holding import Holding, hold
+from ..train.executor import Executor
 from ..train.optimizer import AdamW, Sgd
-from ..train.perform import Performer
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
-from ..wire import World
 from .reference import Step
 
 __all__ = ["Part", "Setting", "join", "train_layout"]
@@ -122,7 +122,7 @@ def train_layout(
         seed=setting.seed, precision=setting.precision, poison=True,
     )  # fmt: skip
     recorder = _Recorder(setting.optimizer)
-    performer = Performer(
+    performer = Executor(
         holding, program, world.rank, recorder,
         width=mine.shape.hidden if mine.shape else 0,
         clip=setting.clip,

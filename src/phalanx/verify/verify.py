@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
+from ..comm.launch import workers
 from ..layout import Layout, LayoutError, Shape
+from ..parallel import Model, Precision, build_model
 from ..program import Recorded, Timeline
-from ..split import Model, Precision, build_model
 from ..train.precision import precision_of
 from ..train.program import program_of
-from ..wire.launch import workers
 from .cases import batch_of
 from .compare import Difference, compare
 from .reference import Step, reference

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 
 def run(world: World, size: Size, note: Note) -> Held:

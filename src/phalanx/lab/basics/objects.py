@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 class Surprise:
@@ -31,7 +31,7 @@ class Surprise:
         return os.getpid, ()
 
 
-def all_gather_text(wire: Wire, said: Any) -> list[Any]:
+def all_gather_text(wire: Group, said: Any) -> list[Any]:
     """Everyone's object as JSON: lengths first, then bytes padded to the longest."""
     text = json.dumps(said).encode()
     lengths = torch.empty(wire.size, dtype=torch.int64)

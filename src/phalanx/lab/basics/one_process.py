@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
+from phalanx.comm.launch import launch
+from phalanx.comm.tally import TallyWorld
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.conduct import traced, wire_for
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
-from phalanx.wire.launch import launch
-from phalanx.wire.tally import TallyWorld
 
 
 def rank_code(world: World, size: Size) -> tuple[Tensor, Tensor]:

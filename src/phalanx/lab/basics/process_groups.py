@@ -20,10 +20,10 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 dist: Any = torch.distributed  # its stubs leave out the stores
 PATIENCE = timedelta(seconds=30)
@@ -81,7 +81,7 @@ def all_reduced(x: Tensor, store: Any, rank: int, n: int) -> Tensor:
     return x
 
 
-def told(wire: Wire, text: str) -> str:
+def told(wire: Group, text: str) -> str:
     """What rank 0 says, as everyone hears it: 256 bytes."""
     said = torch.zeros(256, dtype=torch.uint8)
     said[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)

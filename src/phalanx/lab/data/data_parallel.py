@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, Work, World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import backward, batch, forward, loss_of, start, trained_as_one, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, Work, World
 
 
 def run(world: World, size: Size, note: Note) -> Held:
@@ -42,7 +42,7 @@ def run(world: World, size: Size, note: Note) -> Held:
 
 
 def train_step(
-    weights: Sequence[Tensor], x: Tensor, wire: Wire, note: Note, overlapped: bool
+    weights: Sequence[Tensor], x: Tensor, wire: Group, note: Note, overlapped: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     kept = []
     for layer, w in enumerate(weights):

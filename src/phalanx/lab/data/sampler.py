@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import draw, gradients_of, start, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 EPOCHS = 2
 

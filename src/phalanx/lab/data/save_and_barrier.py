@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import batch, gradients_of, one_process, start, trained_as_one, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 def run(world: World, size: Size, note: Note) -> Held:
@@ -66,7 +66,7 @@ def run(world: World, size: Size, note: Note) -> Held:
 
 
 def train_step(
-    weights: list[Tensor], wire: Wire, size: Size, step: int
+    weights: list[Tensor], wire: Group, size: Size, step: int
 ) -> tuple[float, list[Tensor]]:
     loss, gradients = gradients_of(
         weights, batch(size, step)[size.part("batch", wire.rank, wire.size)]
@@ -78,7 +78,7 @@ def train_step(
     return loss.item(), gradients
 
 
-def _told(wire: Wire, path: Path) -> Path:
+def _told(wire: Group, path: Path) -> Path:
     """Rank 0's path, known to all."""
     said = torch.zeros(256, dtype=torch.uint8)
     said[: len(str(path))] = torch.tensor(list(str(path).encode()), dtype=torch.uint8)

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import batch, gradients_of, start, trained_as_one, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 
 def run(world: World, size: Size, note: Note) -> Held:

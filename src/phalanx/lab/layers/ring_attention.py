@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, Work, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import draw
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, Work, World
 
 HEADS = 4
 
@@ -49,7 +49,7 @@ def run(world: World, size: Size, note: Note) -> Held:
     return {"out": out, "loss": loss, "q": gq, "k": gk, "v": gv, "sent": note.sent()}
 
 
-def scores(wire: Wire, q: Tensor, k: Tensor, source: int) -> Tensor:
+def scores(wire: Group, q: Tensor, k: Tensor, source: int) -> Tensor:
     """q k' / sqrt(d) of own queries and the keys of `source`, later keys masked."""
     count = q.shape[1]
     s: Tensor = q @ k.mT / q.shape[-1] ** 0.5
@@ -57,7 +57,7 @@ def scores(wire: Wire, q: Tensor, k: Tensor, source: int) -> Tensor:
     return s.masked_fill(torch.arange(count) + source * count > rows, -torch.inf)
 
 
-def pass_on(wire: Wire, *tensors: Tensor) -> tuple[list[Tensor], list[Work]]:
+def pass_on(wire: Group, *tensors: Tensor) -> tuple[list[Tensor], list[Work]]:
     """Send to the right; what comes from the left, and what to wait for before using it."""
     n, rank = wire.size, wire.rank
     came = [torch.empty_like(each) for each in tensors]
@@ -66,7 +66,7 @@ def pass_on(wire: Wire, *tensors: Tensor) -> tuple[list[Tensor], list[Work]]:
     return came, [wire.receive(each, source=(rank - 1) % n, wait=False) for each in came]
 
 
-def forward(wire: Wire, q: Tensor, k: Tensor, v: Tensor, note: Note) -> tuple[Tensor, Tensor]:
+def forward(wire: Group, q: Tensor, k: Tensor, v: Tensor, note: Note) -> tuple[Tensor, Tensor]:
     out = torch.zeros_like(q)
     log_sum = torch.full((*q.shape[:2], 1), -torch.inf, dtype=q.dtype)
     for hop in range(wire.size):
@@ -86,7 +86,7 @@ def forward(wire: Wire, q: Tensor, k: Tensor, v: Tensor, note: Note) -> tuple[Te
 
 
 def backward(
-    wire: Wire, qkv: tuple[Tensor, ...], out: Tensor, log_sum: Tensor, g: Tensor, note: Note
+    wire: Group, qkv: tuple[Tensor, ...], out: Tensor, log_sum: Tensor, g: Tensor, note: Note
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv
     gq, gk, gv = (torch.zeros_like(each) for each in qkv)

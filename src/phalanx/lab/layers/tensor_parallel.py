@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import backward, batch, forward, loss_of, one_process, start, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 def run(world: World, size: Size, note: Note) -> Held:
@@ -52,7 +52,7 @@ def run(world: World, size: Size, note: Note) -> Held:
     return held | {"to input": to_input}
 
 
-def gather_features(wire: Wire, part: Tensor) -> Tensor:
+def gather_features(wire: Group, part: Tensor) -> Tensor:
     """All features from everyone's part of them. Collectives join along the first dim: transposed."""
     rows, features = part.shape
     out = torch.empty(features * wire.size, rows, dtype=part.dtype)
@@ -60,7 +60,7 @@ def gather_features(wire: Wire, part: Tensor) -> Tensor:
     return out.T
 
 
-def sum_to_own_features(wire: Wire, g: Tensor) -> Tensor:
+def sum_to_own_features(wire: Group, g: Tensor) -> Tensor:
     """Of the sum over ranks, the features of this rank: the gradient of `gather_features`."""
     rows, features = g.shape
     out = torch.empty(features // wire.size, rows, dtype=g.dtype)

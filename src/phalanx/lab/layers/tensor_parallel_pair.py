@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.nn import functional as F
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, one_process, start, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 def cut(w: Tensor, layer: int, size: Size, rank: int, n: int) -> Tensor:
@@ -56,7 +56,7 @@ def run(world: World, size: Size, note: Note) -> Held:
     return {"losses": losses, "gradients": first, "parts": weights, "sent": note.sent()}
 
 
-def forward_part(x: Tensor, w: Tensor, layer: int, wire: Wire) -> tuple[Tensor, Kept]:
+def forward_part(x: Tensor, w: Tensor, layer: int, wire: Group) -> tuple[Tensor, Kept]:
     if layer % 2 == 0:
         return forward(x, w)
     z = x @ w

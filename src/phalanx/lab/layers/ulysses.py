@@ -13,11 +13,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.layers import ring_attention
 from phalanx.lab.layers.ring_attention import HEADS, attention_of_one_process, whole
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 def run(world: World, size: Size, note: Note) -> Held:
@@ -54,7 +54,7 @@ def run(world: World, size: Size, note: Note) -> Held:
     return held | {"sent": note.sent(), "how": "ulysses"}
 
 
-def to_heads(wire: Wire, x: Tensor) -> Tensor:
+def to_heads(wire: Group, x: Tensor) -> Tensor:
     """From all heads of own tokens to all tokens of own heads."""
     heads, tokens, d = x.shape
     out = torch.empty_like(x)
@@ -63,7 +63,7 @@ def to_heads(wire: Wire, x: Tensor) -> Tensor:
     return by_source.transpose(0, 1).reshape(heads // wire.size, wire.size * tokens, d)
 
 
-def to_tokens(wire: Wire, x: Tensor) -> Tensor:
+def to_tokens(wire: Group, x: Tensor) -> Tensor:
     """From all tokens of own heads to all heads of own tokens."""
     heads, tokens, d = x.shape
     by_target = x.view(heads, wire.size, tokens // wire.size, d).transpose(0, 1).contiguous()

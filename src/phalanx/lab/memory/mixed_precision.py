@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import backward, batch, forward, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 # sign, exponent, fraction
 FORMATS = {

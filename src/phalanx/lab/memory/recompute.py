@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import Kept, backward, draw, forward, loss_of
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 ROWS, WIDTH, DEPTHS, FEW = 256, 16, (4, 16, 36, 64), 4
 UNIT = 8 * ROWS * WIDTH  # bytes of one activation

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import backward, batch, forward, loss_of, start, trained_as_one, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 
 class Device:

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 GB, GIB = 1e9, 2**30
 LAYERS, WIDTH, TOKENS, FFN = 126, 16_384, 4_096, 53_248  # Llama 3 405B

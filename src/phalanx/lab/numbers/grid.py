@@ -11,10 +11,10 @@ from math import prod
 
 import torch
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 AXES = ("dp", "pp", "cp", "tp")
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import backward, batch, forward, loss_of, one_process, start, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 def grid(n: int) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def run(world: World, size: Size, note: Note) -> Held:
     return {"losses": mean, "gradients": first, "shards": shards, "sent": sent}
 
 
-def gathered(inside: Wire, shard: Tensor) -> Tensor:
+def gathered(inside: Group, shard: Tensor) -> Tensor:
     """The whole layer from the shards of a group."""
     whole = torch.empty(inside.size * shard.shape[0], shard.shape[1], dtype=shard.dtype)
     inside.all_gather(whole, shard)

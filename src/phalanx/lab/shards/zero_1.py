@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import Adam, batch, gradients_of, start, trained_as_one
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 
 def run(world: World, size: Size, note: Note) -> Held:

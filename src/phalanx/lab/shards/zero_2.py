@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
+from phalanx.comm import World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import Adam, backward, batch, forward, loss_of, one_process, start
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import World
 
 
 def owner(layer: int, size: Size, n: int) -> int:

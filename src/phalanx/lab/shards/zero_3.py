@@ -12,17 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, Work, World
 from phalanx.lab.claims import Claim, Held, Size, equal, holds
 from phalanx.lab.mlp import Adam, backward, batch, forward, loss_of, one_process, start
 from phalanx.lab.note import Note, everyone
 from phalanx.lab.shards.zero_2 import owner
-from phalanx.wire import Wire, Work, World
 
 
 class Layers:
     """The layers a rank has: its own for good, the others' from fetch to drop."""
 
-    def __init__(self, wire: Wire, size: Size) -> None:
+    def __init__(self, wire: Group, size: Size) -> None:
         self.wire, self.size = wire, size
         self.owners = [owner(i, size, wire.size) for i in range(size.layers)]
         whole = start(size)

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import batch, one_process, start, trained_as_one, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 
 class Give(torch.autograd.Function):
     """Send x to the right; backward receives its gradient from there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wire: Group) -> Tensor:
         ctx.wire, ctx.like = wire, torch.empty_like(x)
         wire.send(x.contiguous(), to=wire.rank + 1)
         return x.new_zeros(())  # something to call backward on
@@ -41,7 +41,7 @@ class Take(torch.autograd.Function):
     """Receive into x from the left; backward sends its gradient there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire) -> Tensor:
+    def forward(ctx: Any, x: Tensor, wire: Group) -> Tensor:
         ctx.wire = wire
         came = torch.empty_like(x)
         wire.receive(came, source=wire.rank - 1)

@@ -14,6 +14,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.note import Note, everyone
 from phalanx.lab.stages.pipeline import (
@@ -23,7 +24,6 @@ from phalanx.lab.stages.pipeline import (
     results_of,
     stages_of_one_process,
 )
-from phalanx.wire import Wire, World
 
 
 def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
@@ -40,7 +40,7 @@ def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
 class Turns:
     """This rank's count of turns, sent along with every message."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Group) -> None:
         self.wire, self.now = wire, 0
         self.cells: list[tuple[int, str]] = []
 

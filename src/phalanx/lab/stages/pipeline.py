@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from phalanx.comm import Group, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, one_process, start, update
 from phalanx.lab.note import Note, everyone
-from phalanx.wire import Wire, World
 
 MICROBATCHES = 4
 
@@ -23,7 +23,7 @@ MICROBATCHES = 4
 class Stage:
     """A run of layers: forward and backward of one microbatch, gradients added up."""
 
-    def __init__(self, wire: Wire, size: Size, note: Note) -> None:
+    def __init__(self, wire: Group, size: Size, note: Note) -> None:
         self.wire, self.size, self.note = wire, size, note
         self.weights = start(size)[size.part("layers", wire.rank, wire.size)]
         self.first, self.last = wire.rank == 0, wire.rank == wire.size - 1

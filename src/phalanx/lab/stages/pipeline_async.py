@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from phalanx.comm import Group, Work, World
 from phalanx.lab.claims import Claim, Held, Size, equal
 from phalanx.lab.note import Note, everyone
 from phalanx.lab.stages.pipeline import (
@@ -19,13 +20,12 @@ from phalanx.lab.stages.pipeline import (
     results_of,
     stages_of_one_process,
 )
-from phalanx.wire import Wire, Work, World
 
 
 class Offers:
     """Room for messages from one neighbour, all offered at once, taken in order."""
 
-    def __init__(self, wire: Wire, stage: Stage, source: int) -> None:
+    def __init__(self, wire: Group, stage: Stage, source: int) -> None:
         self.rooms = [stage.empty() for _ in range(MICROBATCHES)]
         self.works: list[Work] = [wire.receive(x, source, wait=False) for x in self.rooms]
 

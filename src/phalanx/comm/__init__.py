@@ -1,0 +1,37 @@
+"""Groups: the one way by which ranks send each other anything."""
+
+from phalanx.comm.alone import AloneWorld
+from phalanx.comm.base import (
+    OPS,
+    CommError,
+    CommMisuse,
+    Group,
+    RankFailed,
+    Report,
+    Work,
+    World,
+)
+from phalanx.comm.join import join
+from phalanx.comm.launch import WIRES, Run, choose, launch, workers
+from phalanx.comm.tally import Message, Tally, TallyWorld
+
+__all__ = [
+    "Group",
+    "World",
+    "Work",
+    "OPS",
+    "CommError",
+    "CommMisuse",
+    "RankFailed",
+    "Report",
+    "launch",
+    "workers",
+    "join",
+    "choose",
+    "WIRES",
+    "Run",
+    "AloneWorld",
+    "Tally",
+    "TallyWorld",
+    "Message",
+]

@@ -1,0 +1,103 @@
+"""Starting a world of ranks on this machine, for one run or for many.
+
+The processes of local ranks are in `pool.py`; joining the ranks that torchrun or Slurm have started
+is in `join.py`.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.alone import AloneWorld
+from phalanx.comm.base import CommMisuse
+from phalanx.comm.pool import Pool
+from phalanx.comm.threads import run_threads
+
+WIRES = ("auto", "threads", "shared", "gloo", "nccl")
+
+
+class Run(Protocol):
+    """A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank."""
+
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    wire: str = "auto",
+    timeout: float = 300.0,
+    threads_per_rank: int | None = None,
+) -> list[Any]:
+    """What `fn(world, *args)` returns on each of `ranks` new ranks, in rank order.
+
+    A rank that raises, or is killed, ends the others; `RankFailed` shows its traceback first.
+    `timeout` is how long a call may wait for a peer. Processes need `fn` at the top of a module.
+    """
+    with workers(ranks, wire=wire, timeout=timeout, threads_per_rank=threads_per_rank) as run:
+        return run(fn, *args)
+
+
+@contextlib.contextmanager
+def workers(
+    ranks: int,
+    *,
+    wire: str = "auto",
+    timeout: float = 300.0,
+    threads_per_rank: int | None = None,
+) -> Iterator[Run]:
+    """One world for many runs. Groups that a run leaves open are closed after it.
+
+    After a run that failed, the next one starts new ranks.
+    """
+    kind = choose(wire, ranks)
+    if kind == "alone":
+        yield _run_alone
+    elif kind == "threads":
+        cuda = torch.cuda.is_available()
+        yield lambda fn, *args: run_threads(fn, ranks, args, timeout, cuda)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        threads = threads_per_rank or max(1, (cores or 1) // ranks)
+        pool = Pool(kind, ranks, timeout, threads)
+        try:
+            yield pool.run
+        finally:
+            pool.close()
+
+
+def choose(wire: str, ranks: int) -> str:
+    """The transport that will carry `ranks` local ranks, or one sentence why there is none."""
+    if ranks < 1:
+        raise CommMisuse(f"a world has at least 1 rank, not {ranks}.")
+    if wire not in WIRES:
+        raise CommMisuse(f"no wire is named {wire!r}; there are {', '.join(WIRES)}.")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    if wire == "nccl" and not (has_nccl and gpus >= ranks):
+        why = f"{ranks} ranks need {ranks} GPUs and there are {gpus}"
+        if not has_nccl:
+            why = "this build of torch has no NCCL"
+        raise CommMisuse(f"wire nccl cannot be used: {why}; use wire gloo or threads.")
+    if ranks == 1:
+        return "alone"
+    if wire == "auto":
+        wire = "nccl" if has_nccl and gpus >= ranks else "shared"
+    if wire == "shared" and os.name != "posix":
+        wire = "gloo"
+    if wire == "gloo" and not (dist.is_available() and dist.is_gloo_available()):
+        raise CommMisuse("this build of torch has no gloo; use wire threads.")
+    return wire
+
+
+def _run_alone(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    world = AloneWorld("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        return [fn(world, *args)]
+    finally:
+        world.close()

@@ -1,0 +1,194 @@
+"""Conjugate pairs: what goes over a wire in forward, and what its gradient does in backward.
+
+    copy        identity                  <->  reduce       all-reduce
+    gather      all-gather along dim      <->  take         this place's slice along dim
+    gather_sum  all-gather along dim      <->  scatter_sum  reduce-scatter along dim
+    exchange    all-to-all: split one dim, join another  <->  exchange, the dims swapped
+
+Each is the other's backward. `copy`, `gather` and `take` expect that all ranks do the same work with
+the whole value, so its gradient is the same on all of them; `gather_sum` is for ranks that do
+different work with it. On a wire of one rank every region is the identity and costs nothing.
+
+Eagerly a region calls its wire directly, and backward uses that same wire from whichever thread it
+runs in. A compiled graph cannot hold a wire: there the region is one opaque op that carries the
+wire's name and finds the far side in the table. That one mechanism serves every transport.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.base import CommMisuse, Group, far_side
+
+
+def copy(x: Tensor, wire: Group) -> Tensor:
+    """`x`, whose gradient is the sum over the wire: where a column region's input forks."""
+    return _region("copy", x, wire)
+
+
+def reduce(x: Tensor, wire: Group) -> Tensor:
+    """The sum of everyone's `x`; the gradient passes: where a row region's output joins."""
+    return _region("reduce", x, wire)
+
+
+def gather(x: Tensor, wire: Group, dim: int) -> Tensor:
+    """Everyone's `x` joined along `dim`, used alike by all; its gradient is this place's slice."""
+    return _region("gather", x, wire, dim)
+
+
+def take(x: Tensor, wire: Group, dim: int) -> Tensor:
+    """This place's slice of an `x` that all have whole; the gradient is gathered."""
+    return _region("take", x, wire, dim)
+
+
+def gather_sum(x: Tensor, wire: Group, dim: int) -> Tensor:
+    """Everyone's `x` joined along `dim`; its gradient is summed over the wire and sliced."""
+    return _region("gather_sum", x, wire, dim)
+
+
+def scatter_sum(x: Tensor, wire: Group, dim: int) -> Tensor:
+    """This place's slice of the sum of everyone's `x`; the gradient is gathered."""
+    return _region("scatter_sum", x, wire, dim)
+
+
+def exchange(x: Tensor, wire: Group, split_dim: int, join_dim: int) -> Tensor:
+    """`x` cut along one dim, slice j sent to place j, what came joined along another dim."""
+    return _region("exchange", x, wire, split_dim, join_dim)
+
+
+_CONJUGATE = {
+    "copy": "reduce",
+    "reduce": "copy",
+    "gather": "take",
+    "take": "gather",
+    "gather_sum": "scatter_sum",
+    "scatter_sum": "gather_sum",
+    "exchange": "exchange",
+}
+_GROWS = ("gather", "gather_sum")
+_SHRINKS = ("take", "scatter_sum")
+
+
+_local = threading.local()
+
+
+@contextmanager
+def opaque() -> Iterator[None]:
+    """Regions as one op each on this thread, also eagerly: for code that looks at every operation,
+    as selective recomputation does. What goes on inside a wire is no business of its."""
+    _local.opaque = True
+    try:
+        yield
+    finally:
+        _local.opaque = False
+
+
+def is_opaque() -> bool:
+    return torch.compiler.is_compiling() or getattr(_local, "opaque", False)
+
+
+def _region(kind: str, x: Tensor, wire: Group, dim: int = 0, join: int = 0) -> Tensor:
+    if wire.size == 1:
+        return x
+    if kind not in ("copy", "reduce"):
+        dim, join = dim % x.dim(), join % x.dim()
+    if kind in (*_SHRINKS, "exchange") and x.shape[dim] % wire.size:
+        raise CommMisuse(
+            f"{kind} on {wire.name}: dim {dim} of {x.shape[dim]} does not divide by "
+            f"{wire.size} ranks; pad it to {-(-x.shape[dim] // wire.size) * wire.size}."
+        )
+    if is_opaque():
+        result = _Compiled.apply(  # type: ignore[no-untyped-call]
+            x, kind, wire.name, wire.size, dim, join
+        )
+    else:
+        result = _Eager.apply(x, kind, wire, dim, join)  # type: ignore[no-untyped-call]
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, wire: Group, dim: int, join: int) -> Tensor:
+        ctx.conjugate = (
+            (_CONJUGATE[kind], wire, join, dim)
+            if kind == "exchange"
+            else (_CONJUGATE[kind], wire, dim, join)
+        )
+        return x.view_as(x) if kind == "copy" else carry(x, kind, wire, dim, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kind, *rest = ctx.conjugate
+        return (grad if kind == "copy" else carry(grad, kind, *rest), None, None, None, None)
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, kind: str, name: str, size: int, dim: int, join: int
+    ) -> Tensor:
+        ctx.kind, ctx.name, ctx.size, ctx.dim, ctx.join = kind, name, size, dim, join
+        return x.view_as(x) if kind == "copy" else _op(x, kind, name, size, dim, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        kind, dim, join = _CONJUGATE[ctx.kind], ctx.dim, ctx.join
+        if kind == "exchange":
+            dim, join = join, dim
+        if kind != "copy":
+            grad = _op(grad, kind, ctx.name, ctx.size, dim, join)
+        return (grad, None, None, None, None, None)
+
+
+def carry(x: Tensor, kind: str, wire: Group, dim: int, join: int) -> Tensor:
+    """The value after the wire, without autograd; always a new tensor."""
+    n = wire.size
+    if kind == "reduce":
+        total = x.clone(memory_format=torch.contiguous_format)
+        wire.all_reduce(total)
+        return total
+    if kind == "take":
+        return x.chunk(n, dim)[wire.rank].clone(memory_format=torch.contiguous_format)
+    if kind in _GROWS:
+        parts = x.new_empty((n, *x.shape))
+        wire.all_gather(parts, x.contiguous())
+        return _joined(parts, dim)
+    # Slices lie one after another, so that each is contiguous on the wire.
+    cut = (
+        torch.stack(x.chunk(n, dim))
+        if dim
+        else x.contiguous().view(n, x.shape[0] // n, *x.shape[1:])
+    )
+    if kind == "scatter_sum":
+        mine = torch.empty_like(cut[0])
+        wire.reduce_scatter(mine, cut)
+        return mine
+    came = torch.empty_like(cut)
+    wire.all_to_all(came, cut)
+    return _joined(came, join)
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+
+
+@torch.library.custom_op("phalanx::region", mutates_args=())
+def _op(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
+    return carry(x, kind, far_side(name), dim, join)
+
+
+@_op.register_fake
+def _(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
+    shape = list(x.shape)
+    if kind in (*_SHRINKS, "exchange"):
+        shape[dim] //= size
+    if kind in _GROWS:
+        shape[dim] *= size
+    if kind == "exchange":
+        shape[join] *= size
+    return x.new_empty(shape)

@@ -1,0 +1,275 @@
+"""Each collective as rounds at a table: lay something down, yield, take what the others laid down.
+
+A round ends when everyone has come to its `yield`. Calls that fit a chunk take one round (a large
+all-reduce two); longer ones go chunk by chunk, which also keeps what is passed on in the caches. If
+everyone's tensor lies in shared memory already, the others read it there and nothing is laid down:
+that ends with one more round, since it may not change before all have read it. Who has promised to
+leave it alone yields True there and does not wait.
+Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.base import Call
+from phalanx.comm.settle import reduce_into
+
+if TYPE_CHECKING:
+    from phalanx.comm.table import Table
+
+# Up to here everyone sums everything: reading it all is cheaper than a second round.
+LITTLE = 1 << 15
+
+
+def begin(table: "Table", call: Call) -> Iterator[bool]:
+    """The rounds of a call."""
+    return _ROUNDS[call.kind](table, call)
+
+
+def _all_reduce(t: "Table", call: Call) -> Iterator[bool]:
+    x = call.x.view(-1)
+    size = x.numel() * x.itemsize
+    if size <= LITTLE:
+        t.mine(0, x.numel(), x.dtype).copy_(x)
+        yield False
+        reduce_into(x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op)
+        return
+    if size > t.chunk:
+        yield False
+        places = t.places()
+        if places is not None:
+            _reduce_in_place([t.at(p, x.numel(), x.dtype) for p in places], t.rank, call.op)
+            yield False
+            return
+    yield from _reduce_chunks(t, x, call.op)
+
+
+def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
+    """This rank's part of everyone's tensor becomes the reduction, written to all of them."""
+    parts = [_cut(x, len(xs))[me] for x in xs]
+    for pieces in zip(*(_runs(part, 1 << 16) for part in parts), strict=True):
+        total = torch.empty_like(pieces[0])
+        reduce_into(total, list(pieces), op)
+        for piece in pieces:
+            piece.copy_(total)
+
+
+def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[bool]:
+    """Everyone reduces a part of each chunk; the parts are passed on with the next chunk."""
+    me, dtype, byte = t.rank, x.dtype, x.itemsize
+    chunks = [_cut(chunk, t.size) for chunk in _runs(x, t.chunk // byte)]
+    starts = [[_start(parts, i) for i in range(t.size)] for parts in chunks]
+    for k in range(len(chunks) + 1):
+        now = k < len(chunks)
+        if now:
+            for i in t.others:
+                t.mine(starts[k][i] * byte, chunks[k][i].numel(), dtype).copy_(chunks[k][i])
+        yield False
+        if now:
+            own = chunks[k][me]
+            at, n = starts[k][me] * byte, own.numel()
+            # Written where the others will take it from in the next round, then to x.
+            total = t.mine(t.chunk, n, dtype)
+            came = [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)]
+            reduce_into(total, came, op)
+            own.copy_(total)
+        if k:
+            for i in t.others:
+                part = chunks[k - 1][i]
+                part.copy_(t.theirs(i, t.chunk, part.numel(), dtype))
+
+
+def _reduce_scatter(t: "Table", call: Call) -> Iterator[bool]:
+    assert call.out is not None
+    me, out, dtype, byte = t.rank, call.out.view(-1), call.x.dtype, call.x.itemsize
+    rows = call.x.view(t.size, out.numel())
+    if rows.numel() * byte > t.chunk:
+        yield False
+        places = t.places()
+        if places is not None:
+            mine = me * out.numel() * byte
+            parts = [_runs(t.at(p + mine, out.numel(), dtype), 1 << 16) for p in places]
+            for total, *pieces in zip(_runs(out, 1 << 16), *parts, strict=True):
+                reduce_into(total, pieces, call.op)
+            yield False
+            return
+    width = max(1, t.chunk // byte // t.size)
+    for own, total, *others in zip(
+        _runs(rows[me], width), _runs(out, width), *(_runs(row, width) for row in rows), strict=True
+    ):
+        n = own.numel()
+        for i in t.others:
+            t.mine(i * width * byte, n, dtype).copy_(others[i])
+        yield False
+        at = me * width * byte
+        reduce_into(
+            total, [own if i == me else t.theirs(i, at, n, dtype) for i in range(t.size)], call.op
+        )
+
+
+def _reduce(t: "Table", call: Call) -> Iterator[bool]:
+    x = call.x.view(-1)
+    for part in _runs(x, t.chunk // x.itemsize):
+        n = part.numel()
+        if t.rank != call.at:
+            t.mine(0, n, x.dtype).copy_(part)
+        yield False
+        if t.rank == call.at:
+            parts = [part if i == t.rank else t.theirs(i, 0, n, x.dtype) for i in range(t.size)]
+            reduce_into(part, parts, call.op)
+
+
+def _broadcast(t: "Table", call: Call) -> Iterator[bool]:
+    x = call.x.view(-1)
+    if x.numel() * x.itemsize > t.chunk:
+        yield False
+        place = t.place(call.at)
+        if place >= 0:
+            if t.rank != call.at:
+                x.copy_(t.at(place, x.numel(), x.dtype))
+            yield False
+            return
+    for part in _runs(x, t.chunk // x.itemsize):
+        if t.rank == call.at:
+            t.mine(0, part.numel(), x.dtype).copy_(part)
+        yield False
+        if t.rank != call.at:
+            part.copy_(t.theirs(call.at, 0, part.numel(), x.dtype))
+
+
+def _all_gather(t: "Table", call: Call) -> Iterator[bool]:
+    assert call.out is not None
+    rows = list(call.out.view(t.size, call.x.numel()))
+    yield from _collect(t, call.x.view(-1), rows, call.still)
+
+
+def _gather(t: "Table", call: Call) -> Iterator[bool]:
+    rows = [part.view(-1) for part in call.parts or ()]
+    yield from _collect(t, call.x.view(-1), rows)
+
+
+def _collect(t: "Table", x: Tensor, rows: list[Tensor], still: bool = False) -> Iterator[bool]:
+    """Everyone lays x down; who has rows fills them."""
+    own = rows[t.rank] if rows else x
+    if own.data_ptr() != x.data_ptr():
+        # x may be another part of what is filled, and chunks of it are read after some are filled.
+        x = x.clone() if any(overlap(x, row) for row in rows) else x
+        own.copy_(x)
+    if x.numel() * x.itemsize > t.chunk:
+        yield False
+        places = t.places()
+        if places is not None:
+            for i in t.others if rows else ():
+                rows[i].copy_(t.at(places[i], x.numel(), x.dtype))
+            yield still
+            return
+    width = t.chunk // x.itemsize
+    for k, part in enumerate(_runs(x, width)):
+        n = part.numel()
+        t.mine(0, n, x.dtype).copy_(part)
+        yield False
+        for i in t.others if rows else ():
+            rows[i][k * width : k * width + n].copy_(t.theirs(i, 0, n, x.dtype))
+
+
+def _scatter(t: "Table", call: Call) -> Iterator[bool]:
+    x, root = call.x.view(-1), call.at
+    byte = x.itemsize
+    width = max(1, t.chunk // byte // t.size)
+    sources = [part.view(-1) for part in call.parts or ()]
+    for k, part in enumerate(_runs(x, width)):
+        n = part.numel()
+        for i, source in enumerate(sources):
+            t.mine(i * width * byte, n, x.dtype).copy_(source[k * width : k * width + n])
+        yield False
+        part.copy_(t.theirs(root, t.rank * width * byte, n, x.dtype))
+
+
+def _all_to_all(t: "Table", call: Call) -> Iterator[bool]:
+    """Everyone lays a run of each stretch of x down where the one that it is meant for takes it."""
+    assert call.out is not None
+    x, out, dtype, byte = call.x.view(-1), call.out.view(-1), call.x.dtype, call.x.itemsize
+    row = call.x[0].numel() if call.x.shape[0] else call.out[:1].numel()
+    stretches = torch.split(x, [n * row for n in call.in_splits])
+    rooms = torch.split(out, [n * row for n in call.out_splits])
+    width = max(1, t.chunk // byte // t.size)
+    longest = width  # until the first round has told what the others send
+    for k in count():
+        if k * width >= longest:
+            return
+        for i in t.others:
+            part = stretches[i][k * width : (k + 1) * width]
+            t.mine(i * width * byte, part.numel(), dtype).copy_(part)
+        yield False
+        if not k:
+            rooms[t.rank].copy_(stretches[t.rank])
+            sent = t.counts()
+            apart = (n for i, to in enumerate(sent) for j, n in enumerate(to) if i != j)
+            longest = row * max(apart, default=0)
+            places = t.places() if longest > width else None
+            if places is not None:
+                for i in t.others:
+                    at = places[i] + row * byte * sum(sent[i][: t.rank])
+                    rooms[i].copy_(t.at(at, rooms[i].numel(), dtype))
+                yield False
+                return
+        for i in t.others:
+            room = rooms[i][k * width : (k + 1) * width]
+            room.copy_(t.theirs(i, t.rank * width * byte, room.numel(), dtype))
+
+
+def _barrier(t: "Table", call: Call) -> Iterator[bool]:
+    yield False
+
+
+def _runs(x: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Runs of at most `width` elements; one of none when x is empty."""
+    return torch.split(x, width)
+
+
+def _cut(x: Tensor, n: int) -> list[Tensor]:
+    """n parts, the first ones longer; whole cache lines of them where x is long."""
+    width = -(-x.numel() // n)
+    width = -(-width // 64) * 64 if x.numel() >= 64 * n else width
+    return [x[min(i * width, x.numel()) : (i + 1) * width] for i in range(n)]
+
+
+def _start(parts: list[Tensor], i: int) -> int:
+    return sum(part.numel() for part in parts[:i])
+
+
+def overlap(x: Tensor, y: Tensor) -> bool:
+    """Whether two contiguous tensors share memory."""
+    a, b = x.data_ptr(), y.data_ptr()
+    return a < b + y.numel() * y.itemsize and b < a + x.numel() * x.itemsize
+
+
+def readable(call: Call, me: int) -> bool:
+    """Whether the others may read `x` where it is while this rank fills `out`."""
+    x, out = call.x, call.out
+    if out is None or not overlap(x, out):
+        return True
+    if call.kind == "all_to_all":
+        return False
+    # In place is fine: nobody but this rank needs that part of `out`, or of `x`.
+    if call.kind == "all_gather":
+        return x.data_ptr() == out.data_ptr() + me * x.numel() * x.itemsize
+    return out.data_ptr() == x.data_ptr() + me * out.numel() * x.itemsize
+
+
+_ROUNDS: dict[str, Callable[["Table", Call], Iterator[bool]]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+    "split": _barrier,
+}

@@ -1,0 +1,73 @@
+"""A wire that sends nothing and writes down what would have been sent.
+
+A piece of a model run on meta tensors over tallies weighs its messages with the very lines that
+send them. Outputs keep whatever they held.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.comm.base import Call, Group, Work, World
+
+
+@dataclass(frozen=True)
+class Message:
+    """One call on one wire.
+
+    `bytes` is the whole buffer the collective is about, on one rank: for all-gather what comes out,
+    for reduce-scatter what goes in, for gather and scatter the root's list together, else `x`.
+    """
+
+    wire: str
+    collective: str
+    bytes: int
+    size: int
+
+
+class Tally(Group):
+    """One place of a group that has no other members; its messages go to `ledger`."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        rank: int = 0,
+        *,
+        ledger: list[Message] | None = None,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | str = "meta",
+    ) -> None:
+        super().__init__(name, rank, range(size) if ranks is None else ranks, torch.device(device))
+        self.ledger: list[Message] = [] if ledger is None else ledger
+
+    def _begin(self, call: Call) -> Work:
+        if call.kind != "barrier":
+            whole = call.out if call.kind == "all_gather" and call.out is not None else call.x
+            bytes = whole.numel() * whole.element_size()
+            if call.kind in ("gather", "scatter"):
+                bytes *= self.size
+            self.ledger.append(Message(self.name, call.kind, bytes, self.size))
+        return Work()
+
+
+class TallyWorld(World):
+    """One rank of a world that is not there; `ledger` holds the messages of all its wires in order."""
+
+    def __init__(self, rank: int, size: int, device: torch.device | str = "meta") -> None:
+        super().__init__(rank, size, torch.device(device))
+        self.ledger: list[Message] = []
+
+    def _split(
+        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+    ) -> Group:
+        ranks = next(group for group in groups if self.rank in group)
+        return Tally(
+            name,
+            len(ranks),
+            ranks.index(self.rank),
+            ledger=self.ledger,
+            ranks=ranks,
+            device=self.device,
+        )

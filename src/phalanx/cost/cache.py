@@ -1,0 +1,245 @@
+"""Weighed pieces kept on disk, so that a plan does not weigh again and need not even load torch.
+
+One file for each model and sequence length, holding every cut that was asked for: JSON under
+`$XDG_CACHE_HOME/phalanx/weighs`. What a piece can feel is in the file's name, hashed, and so is the
+source of what weighing runs: changed code weighs again. A file that is damaged is written anew, and
+one that cannot be written is no loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..layout import Layout, Shape
+from ..program import Attention, Load, Message, Product, Weighed, at_rows
+from .cut import cut_of
+
+if TYPE_CHECKING:
+    from ..parallel import Model
+
+__all__ = ["Pieces", "weighs"]
+
+_FORMAT = 1
+_MANY = 16  # rows: a microbatch is seldom larger
+_SOURCE = Path(__file__).parents[1]
+_RUN = (
+    "model/*.py", "split/*.py", "weigh/*.py", "comm/regions.py", "comm/tally.py", "layout/rules.py",
+    "program/load.py",
+)  # fmt: skip
+
+Kinds = tuple[Callable[[float], Weighed], ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of a model under one cut: a function of a microbatch's rows for each kind, and
+    which kind each piece is."""
+
+    kinds: Kinds
+    which: tuple[int, ...]
+
+    def __getitem__(self, piece: int) -> Callable[[float], Weighed]:
+        return self.kinds[self.which[piece]]
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    @property
+    def embed(self) -> Callable[[float], Weighed]:
+        return self[0]
+
+    @property
+    def block(self) -> Callable[[float], Weighed]:
+        """The first block; in a decoder all are alike."""
+        return self[1]
+
+    @property
+    def head(self) -> Callable[[float], Weighed]:
+        return self[-1]
+
+
+def weighs(
+    model: Shape | str,
+    layouts: Iterable[Layout],
+    *,
+    sequence: int = 0,
+    target: str = "cuda",
+    place: Path | None = None,
+) -> dict[Layout, Pieces]:
+    """The pieces of a model under the cut of each layout, from the cache where they are in it.
+
+    `model` is a shape, or `FILE.py:Class` for somebody's own. The keys are `cut_of(layout)`.
+    """
+    cuts = list(dict.fromkeys(map(cut_of, layouts)))
+    file = (place or _place()) / f"{_key(model, sequence, target)}.json"
+    known = _read(file)
+    missing = [cut for cut in cuts if str(cut) not in known]
+    if missing:
+        known |= _weighed(model, missing, sequence, target)
+        _write(file, known)
+    return {cut: _pieces(model, known[str(cut)]) for cut in cuts}
+
+
+def _place() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "phalanx" / "weighs"
+
+
+# ---- what is known by what name
+
+
+def _key(model: Shape | str, sequence: int, target: str) -> str:
+    """A name for all that the cuts of one file have in common."""
+    if isinstance(model, Shape):
+        felt = asdict(replace(model, name="", layers=1, batch=1, source=""))
+        if model.positions == "rope":
+            felt["sequence"] = 0  # then it is only the default of the one that is asked for
+        said = {"shape": felt, "sequence": sequence or model.sequence}
+    else:
+        path, _, name = model.rpartition(":")
+        text = Path(path).read_text() if Path(path).is_file() else path
+        said = {"file": text, "class": name, "sequence": sequence}
+    said |= {"target": target, "source": _source()}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def _source() -> str:
+    """The code that weighing runs, ours and torch's."""
+    digest = hashlib.sha256(str(_FORMAT).encode())
+    for pattern in _RUN:
+        for path in sorted(_SOURCE.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    digest.update(_torch())
+    return digest.hexdigest()
+
+
+def _torch() -> bytes:
+    """What tells one torch from another, read and not run: its own file that says its version."""
+    found = find_spec("torch")
+    places = (found.submodule_search_locations or ()) if found else ()
+    files = [file for place in places if (file := Path(place, "version.py")).is_file()]
+    return files[0].read_bytes() if files else b"none"  # cached weighs are as good without it
+
+
+# ---- weighing what is missing
+
+
+def _weighed(
+    model: Shape | str, cuts: Sequence[Layout], sequence: int, target: str
+) -> dict[str, Any]:
+    """What a file holds of these cuts: every kind of piece at one row and at two, its temporary
+    bytes at many, and which piece is of which kind."""
+    from ..parallel import build_model, load_model
+    from .pieces import alike, weigh_kinds
+
+    made: Model = (
+        build_model(replace(model, layers=1)) if isinstance(model, Shape) else load_model(model)
+    )
+    found, outputs = {}, dict[Any, Any]()
+    for cut in cuts:
+        all_rows = weigh_kinds(
+            made, cut, (1, 2, _MANY), sequence=sequence, target=target, known=outputs
+        )
+        kinds = [
+            [_plain(one), _plain(two), many.temporary]
+            for one, two, many in zip(*all_rows, strict=True)
+        ]
+        found[str(cut)] = {"kinds": kinds, "which": alike(made)}
+    return found
+
+
+def _pieces(model: Shape | str, said: Mapping[str, Any]) -> Pieces:
+    kinds = tuple(_at(_whole(one), _whole(two), float(many)) for one, two, many in said["kinds"])
+    which = tuple(said["which"])
+    if isinstance(model, Shape):  # weighed with one block
+        which = (which[0], *which[1:2] * model.layers, which[2])
+    return Pieces(kinds, which)
+
+
+def _at(one: Weighed, two: Weighed, many: float) -> Callable[[float], Weighed]:
+    """The piece for any rows. All of it is a straight line but the temporary peak: the highest of
+    several lines, one for each moment, so that a chord is never below it and what is beyond the
+    chord's end follows the steepest."""
+    line = at_rows(one, two)
+    slope = (many - two.temporary) / (_MANY - 2)
+
+    def weighed(rows: float) -> Weighed:
+        found = line(rows)
+        if rows <= 2:
+            return found
+        return replace(found, temporary=two.temporary + slope * (rows - 2))
+
+    return weighed
+
+
+# ---- values as JSON
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass as the list of its fields, all the way down."""
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return [_plain(getattr(value, f.name)) for f in fields(value)]
+    return value
+
+
+def _whole(said: Sequence[Any]) -> Weighed:
+    loads, numbers = said[:4], said[4:]
+    forward, into_input, into_weights, again = map(_load, loads)
+    return Weighed(forward, into_input, into_weights, again, *map(float, numbers))
+
+
+def _load(said: Sequence[Any]) -> Load:
+    products, attention, moved, launches, messages = said
+    return Load(
+        tuple(Product(*x) for x in products),
+        tuple(Attention(*x) for x in attention),
+        moved,
+        launches,
+        tuple(Message(*x) for x in messages),
+    )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a file holds; nothing if it is not there or is not whole."""
+    try:
+        state = file.stat()
+    except OSError:
+        return {}
+    return dict(_parsed(file, state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=4)  # a search asks several times
+def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
+    try:
+        said = json.loads(file.read_bytes())
+        for entry in said.values():
+            for one, two, many in entry["kinds"]:
+                _whole(one), _whole(two), float(many)
+            tuple(map(int, entry["which"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+    known: dict[str, Any] = said
+    return known
+
+
+def _write(file: Path, known: Mapping[str, Any]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
+        with os.fdopen(handle, "w") as out:
+            json.dump(known, out, separators=(",", ":"))
+        os.replace(name, file)
+    except OSError:
+        return  # a place that cannot be written only costs weighing again

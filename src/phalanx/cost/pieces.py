@@ -1,0 +1,233 @@
+"""A piece weighed by running it: the one that trains, on meta tensors, over a wire that sends nothing.
+
+No formula per model: the piece is cut as the layout cuts it, and the lines that compute, keep and
+send in training do so here. The sums of gradients that stand in S (data parallel's, and those of
+norms and of repeated k and v heads along tp) are no part of a piece's operations.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Message, TallyWorld
+from ..layout import Layout, LayoutError
+from ..parallel import Model, Piece, Precision, time_multiple
+from ..parallel.batch import edge_shape
+from ..parallel.local import hold
+from ..program import Weighed, build
+from .cut import cut_of
+from .scales import PREFIX, Known, Scales
+from .target import Target, fuse
+
+__all__ = ["COMPUTE", "alike", "run", "weigh", "weigh_kinds"]
+
+COMPUTE = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def weigh(
+    model: Model, layout: Layout, rows: int, *, sequence: int = 0, target: str = "cuda"
+) -> tuple[Weighed, ...]:
+    """Every piece of the model on one rank of the layout, with `rows` sequences in a microbatch.
+
+    Pieces that are alike are run once, and the model stays as it is. Where the places of a group
+    differ, it is the one that does most. Only a layout whose backward is split (zb) has an
+    input_gradient and a weight_gradient apart; else the whole backward stands under the first, and
+    a piece without an input has all of it under the second. What `recompute:selective` repeats
+    inside the backward is under `again` alone.
+    """
+    (found,) = weigh_kinds(model, layout, (rows,), sequence=sequence, target=target)
+    return tuple(found[kind] for kind in alike(model))
+
+
+def alike(model: Model) -> tuple[int, ...]:
+    """For each piece the number of its kind, in the order in which the kinds come."""
+    kinds: dict[Any, int] = {}
+    for number in range(len(model.pieces)):
+        kinds.setdefault(_signature(model, number), len(kinds))
+    return tuple(kinds[_signature(model, number)] for number in range(len(model.pieces)))
+
+
+def _signature(model: Model, number: int) -> tuple[Any, ...]:
+    """All of a piece that can be felt: its modules, their plain attributes, weights and buffers.
+
+    Attributes that begin with _ are a module's own affair: our blocks note their place in one.
+    """
+    module = model.pieces[number][1]
+    names = {parameter: name for name, parameter in model.weights.items()}
+    parts = []
+    for path, child in module.named_modules():
+        facts = tuple(
+            (key, value)
+            for key, value in sorted(vars(child).items())
+            if not key.startswith("_") and isinstance(value, bool | int | float | str | None)
+        )
+        weights = tuple(
+            (key, tuple(p.shape), p.dtype, model.rules.dims(names[p], p.dim()))
+            for key, p in child.named_parameters(recurse=False)
+        )
+        buffers = tuple((key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False))
+        parts.append((path, type(child), facts, weights, buffers))
+    edge = number == 0, number == len(model.pieces) - 1
+    tied = tuple(unit for piece, unit in model.tied if piece == number)
+    return (*edge, tied, tuple(parts))
+
+
+def weigh_kinds(
+    model: Model,
+    layout: Layout,
+    rows: Sequence[int],
+    *,
+    sequence: int = 0,
+    target: str = "cuda",
+    known: Known | None = None,
+) -> list[tuple[Weighed, ...]]:
+    """One Weighed for each kind of piece, for each number of rows. Who weighs many layouts passes
+    one `known` to all."""
+    if model.shape is None:
+        raise LayoutError("a model without a shape cannot be weighed: add shape=Shape(...) to it.")
+    cut = cut_of(layout)
+    few = _one_of_each(model)
+    program = build(cut, (range(len(few.pieces)),), few.tied)
+    compute = COMPUTE[cut.precision]
+    wide = torch.promote_types(compute, torch.float32)
+    known = {} if known is None else known
+    # The last place of a ring merges most; along tp all places are as large.
+    world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
+    try:
+        held = hold(
+            world, cut, few, program, precision=Precision(compute, wide, wide), prefix=PREFIX
+        )
+        for _, module in few.pieces:
+            fuse(module.modules(), target)
+        found = []
+        for count in rows:
+            batch = _batch(few, cut, count, sequence, compute)
+            edge = edge_shape(batch, model.shape.hidden, cut.tp if cut.seq else 1)
+            found.append(
+                tuple(
+                    run(
+                        held.pieces[n],
+                        edge,
+                        batch,
+                        world.ledger,
+                        known,
+                        target=target,
+                        selective=cut.recompute == "selective",
+                    )
+                    for n in range(len(few.pieces))
+                )
+            )
+    finally:
+        world.clear()
+    return found
+
+
+def _one_of_each(model: Model) -> Model:
+    """A model of its own with the first piece of every kind."""
+    kinds = alike(model)
+    firsts = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    pieces = copy.deepcopy(tuple(model.pieces[n] for n in firsts))
+    return replace(model, pieces=pieces)
+
+
+def _batch(
+    model: Model, layout: Layout, rows: int, sequence: int, compute: torch.dtype
+) -> dict[str, Tensor]:
+    """A microbatch as one rank holds it."""
+    assert model.shape is not None
+    if model.shape.kind == "mlp":
+        return {"inputs": torch.empty(rows, model.shape.hidden, dtype=compute, device="meta")}
+    multiple = time_multiple(layout)
+    length = -(-(sequence or model.shape.sequence) // multiple) * multiple // layout.cp
+    ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+    return {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
+
+
+def run(
+    piece: Piece,
+    edge: tuple[int, ...],
+    batch: Mapping[str, Tensor],
+    ledger: list[Message],
+    known: Known,
+    *,
+    target: str,
+    selective: bool = False,
+) -> Weighed:
+    """One piece forward and backward on meta tensors. `edge` is the shape that comes in.
+    `selective`: what is computed again is what the piece repeats inside its backward, if anything."""
+    for unit in piece.units:
+        if unit.buffer is None:
+            unit.gather()
+        unit.open()
+        unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
+    scales = Scales(ledger, known)
+    call = piece._call
+
+    def again(x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
+        with scales.on("again" if "input_gradient" in scales.pages else "forward"):
+            return call(x, named)
+
+    # Inside a backward, selective recomputation calls the module once more.
+    piece._call = again  # type: ignore[method-assign]
+    try:
+        with scales, Target(target, scales):
+            return _run(piece, edge, batch, scales, selective)
+    finally:
+        del piece._call
+
+
+def _run(
+    piece: Piece,
+    edge: tuple[int, ...],
+    batch: Mapping[str, Tensor],
+    scales: Scales,
+    selective: bool,
+) -> Weighed:
+    unit = piece.units[0]
+    dtype = unit.precision.compute
+    x, entry = None, 0
+    if not piece.first:
+        x = torch.empty(edge, dtype=dtype, device="meta")
+        entry = x.untyped_storage().nbytes()
+    with scales.on("forward"):
+        y = piece.forward(0, x, batch, keep=True)
+    most, shape = scales.most, y.shape
+    leaves = 0 if piece.last else y.numel() * y.element_size()
+    del x, y
+    kept = scales.now
+    gradient = piece.seed(0, 1.0) if piece.last else torch.empty(shape, dtype=dtype, device="meta")
+    scales.most = scales.now
+    with scales.on("input_gradient"):
+        into = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)
+    temporary, after = max(most, scales.most) - kept, kept
+    del gradient, into
+    if piece.splits:
+        after = scales.most = scales.now
+        with scales.on("weight_gradient"):
+            piece.weight_gradient(0)
+        temporary = max(temporary, scales.most - after)
+    forward, repeated = scales.load("forward"), scales.load("again")
+    return Weighed(
+        forward=forward,
+        input_gradient=scales.load("input_gradient"),
+        weight_gradient=scales.load("weight_gradient"),
+        again=repeated if selective else forward,
+        kept=float(kept),
+        kept_after_i=float(after),
+        input=float(entry),
+        temporary=float(temporary),
+        weights=float(unit.numel),
+        edge=float(leaves),
+    )

@@ -1,0 +1,272 @@
+"""What a piece's operations do, written down as it runs: products, attention, bytes, kernels.
+
+Not here: what the target device runs in place of what meta tensors would (`target.py`), and what
+any of it costs in time (`plan.price`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm import Message as Sent
+from ..comm import regions
+from ..comm.base import far_side
+from ..parallel.context import ring_attention, ring_gradients
+from ..parallel.data import storage_of
+from ..program import Attention, Load, Message, Product
+from .live import Live
+
+__all__ = ["PREFIX", "Known", "Scales"]
+
+# Groups of a weighing have names of their own: the process may have a world at work.
+PREFIX = "weigh."
+_AXES = {"tp": "tp", "ring": "cp.ring", "ulysses": "cp.ulysses"}
+
+_aten = torch.ops.aten
+
+
+def _mm(a: Tensor, b: Tensor) -> Product:
+    return Product(float(a.shape[0]), float(a.shape[1]), float(b.shape[1]))
+
+
+def _bmm(a: Tensor, b: Tensor) -> Product:
+    return Product(float(a.shape[1]), float(a.shape[2]), float(b.shape[2]), float(a.shape[0]))
+
+
+# Where in the arguments the two factors stand.
+_PRODUCTS: dict[Any, tuple[Callable[[Tensor, Tensor], Product], int]] = {
+    _aten.mm: (_mm, 0),
+    _aten.addmm: (_mm, 1),
+    _aten.addmm_: (_mm, 1),
+    _aten._addmm_activation: (_mm, 1),
+    _aten.bmm: (_bmm, 0),
+    _aten.baddbmm: (_bmm, 1),
+    _aten.baddbmm_: (_bmm, 1),
+}
+# On meta every target's attention takes this operation's shapes: where q, k and the causal flag are.
+_ATTENTION: dict[Any, tuple[int, int, float]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (0, 4, 2.0),
+    # Flash attention keeps no scores: q k', and then dv, dp, dq and dk.
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7, 5.0),
+}
+_ALLOCATES = {
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
+}  # fmt: skip
+# The argument that is not read, or of which only as much as is put out.
+_UNREAD: dict[Any, int] = {
+    _aten.zero_: 0, _aten.fill_: 0, _aten.copy_: 0,
+    _aten.nll_loss_forward: 0, _aten.nll_loss_backward: 1,
+}  # fmt: skip
+_PICKS = {_aten.embedding, _aten.gather, _aten.index, _aten.index_select}
+# Into the first argument only as much is added as the last one holds.
+_ADDS_INTO = {_aten.scatter_add_, _aten.index_add_}
+
+
+def _region(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
+    return regions.carry(x, kind, far_side(name), dim, join)
+
+
+def _ring(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    return ring_attention(q, kv, ids, far_side(name))
+
+
+def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
+    gradient, q, kv, ids, out, lse, name = args
+    return ring_gradients(gradient, q, kv, ids, out, lse, far_side(name))
+
+
+# Opaque operations, which under selective recomputation stand where a wire is called: opened, so
+# that what goes on inside is counted and what is sent is told.
+_OPAQUE: dict[Any, Callable[..., Any]] = {
+    torch.ops.phalanx.region: _region,
+    torch.ops.phalanx.ring: _ring,
+    torch.ops.phalanx.ring_gradients: _gradients,
+}
+
+
+@dataclass
+class _Page:
+    """What one operation of the program has done so far."""
+
+    products: list[Product] = field(default_factory=list)
+    attention: list[Attention] = field(default_factory=list)
+    moved: float = 0.0
+    launches: int = 0
+    messages: list[Message] = field(default_factory=list)
+
+
+Known = dict[Any, Any]
+
+
+class Scales(Live):  # type: ignore[no-untyped-call]
+    """While it is on, everything that runs is written on the page of the operation that is on.
+
+    `known` remembers what operations have put out for which tensors: finding a shape on meta costs
+    many times what it costs to look it up.
+    """
+
+    def __init__(self, ledger: list[Sent], known: Known) -> None:
+        super().__init__()
+        self.outputs = known
+        self.ledger, self.told = ledger, len(ledger)
+        self.pages: dict[str, _Page] = {}
+        self.page = _Page()  # nobody's, until an operation is on
+
+    @contextmanager
+    def on(self, operation: str) -> Iterator[None]:
+        """What runs inside belongs to this operation."""
+        self._tell()
+        before, self.page = self.page, self.pages.setdefault(operation, _Page())
+        try:
+            yield
+        finally:
+            self._tell()
+            self.page = before
+
+    def load(self, operation: str) -> Load:
+        page = self.pages.get(operation, _Page())
+        return Load(
+            tuple(page.products),
+            tuple(page.attention),
+            page.moved,
+            float(page.launches),
+            tuple(page.messages),
+        )
+
+    def kernel(self, reads: Sequence[Tensor | None], writes: Sequence[Tensor]) -> None:
+        """One kernel that the target has and meta tensors have not."""
+        self.page.launches += 1
+        self.page.moved += sum(_extent(x) for x in (*reads, *writes) if x is not None)
+
+    def _tell(self) -> None:
+        """The messages sent since, to the page that is on. A receive is the other end of a send."""
+        for sent in self.ledger[self.told :]:
+            if sent.collective != "receive":
+                name = sent.wire.removeprefix(PREFIX)
+                self.page.messages.append(
+                    Message(_AXES.get(name, name), sent.collective, float(sent.bytes))
+                )
+        self.told = len(self.ledger)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        if packet in _OPAQUE:
+            with self:
+                return _OPAQUE[packet](*args)
+        # Function modes are for what the model says, not for what is asked of tensors here.
+        with torch._C.DisableTorchFunction():
+            if func.is_view:
+                return func(*args, **(kwargs or {}))
+            given = list(_tensors((args, kwargs or {})))
+            storages = {storage_of(x) for x in given}
+            out, fresh = self._put_out(func, args, kwargs or {}, storages)
+            if fresh:
+                for x in _tensors(out):
+                    self._note(x.untyped_storage())
+            if packet not in _ALLOCATES and (fresh or func._schema.is_mutable):
+                self._write(packet, args, given, out)
+        return out
+
+    def _put_out(self, func: Any, args: Any, kwargs: Any, storages: set[int]) -> tuple[Any, bool]:
+        """The operation's output, and whether it is new and not a view of something given."""
+        key = func, _key(args), _key(kwargs)
+        if key in self.outputs:
+            return _made(self.outputs[key], args), self.outputs[key] is not _FIRST
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            if args and out is args[0]:
+                self.outputs[key] = _FIRST
+            return out, False
+        made = list(_tensors(out))
+        fresh = bool(made) and not any(storage_of(x) in storages for x in made)
+        if fresh and all(x.is_meta for x in made):
+            self.outputs[key] = _form(out)
+        return out, fresh
+
+    def _write(self, packet: Any, args: Any, given: list[Tensor], out: Any) -> None:
+        if packet in _PRODUCTS:
+            of, at = _PRODUCTS[packet]
+            self.page.products.append(of(args[at], args[at + 1]))
+        elif packet in _ATTENTION:
+            self.page.attention.append(_attention(packet, args))
+        else:
+            self.page.moved += _moved(packet, args, given, out)
+        self.page.launches += 1
+
+
+# In place of an output: the operation wrote into its first argument and returned it.
+_FIRST = "the first argument"
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for x in value:
+            yield from _tensors(x)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _key(value: Any) -> Any:
+    """All of an argument that an output's shape depends on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(x)) for name, x in value.items())
+    return type(value), value  # 1 and 1.0 and True are not the same
+
+
+def _form(out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return out.shape, out.stride(), out.dtype
+    return [_form(x) if isinstance(x, Tensor) else x for x in out]
+
+
+def _made(form: Any, args: Any) -> Any:
+    """An output of that form, new on meta."""
+    if form is _FIRST:
+        return args[0]
+    if isinstance(form, tuple):
+        shape, stride, dtype = form
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return tuple(_made(x, args) if isinstance(x, tuple) else x for x in form)
+
+
+def _attention(packet: Any, args: Sequence[Any]) -> Attention:
+    at, flag, products = _ATTENTION[packet]
+    q, k = args[at], args[at + 1]
+    batch, heads, queries, size = map(float, q.shape)
+    causal = float(bool(args[flag])) if len(args) > flag else 0.0
+    kv_heads, keys = float(k.shape[1]), float(k.shape[2])
+    return Attention(batch, heads, kv_heads, queries, keys, size, causal, products)
+
+
+def _moved(packet: Any, args: Any, given: list[Tensor], out: Any) -> float:
+    """Bytes that a memory-bound operation reads and writes, each element once."""
+    written = sum(map(_extent, _tensors(out)))
+    if packet in _UNREAD:
+        unread = args[_UNREAD[packet]]
+        return written + sum(_extent(x) for x in given if x is not unread)
+    if packet in _PICKS:
+        return 2 * written + sum(_extent(x) for x in given[1:])
+    if packet in _ADDS_INTO:
+        return 2 * _extent(given[-1]) + sum(_extent(x) for x in given[1:])
+    return written + sum(map(_extent, given))
+
+
+def _extent(x: Tensor) -> float:
+    """Bytes of a tensor's different elements: what is expanded is read from the cache."""
+    count = x.element_size()
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        if stride:
+            count *= size
+    return float(count)

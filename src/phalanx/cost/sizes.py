@@ -1,0 +1,119 @@
+"""What a layout's pieces and units take in bytes, for what `check` and `simulate` say of memory.
+
+Pieces are weighed as everywhere in this room; units tell their own buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ..comm import TallyWorld
+from ..layout import Layout
+from ..parallel import Model, Precision, Unit
+from ..parallel.batch import edge_shape, microbatches
+from ..parallel.data import storage_of
+from ..parallel.local import Holding, hold
+from ..program import Program, Sizes, Weighed
+from .pieces import alike, run
+from .scales import PREFIX, Known
+
+__all__ = ["sizes_of"]
+
+Batch = Mapping[str, Tensor]
+
+
+def sizes_of(
+    make: Callable[[], Model],
+    layout: Layout,
+    program: Program,
+    batch: Batch,
+    precision: Precision,
+    *,
+    target: str = "cpu",
+    wire: str = "",
+) -> Sizes:
+    """The bytes that every piece and unit of a layout takes, for its largest microbatch.
+
+    `batch` is a step's batch, on any device: only its shapes and dtypes count. On the target `cpu`
+    norms are those of the model; CUDA's fused one keeps as much. `wire` is what messages go over, as
+    far as it is known: gloo's keeps what was sent.
+    """
+    whole = {name: x.to("meta") for name, x in batch.items()}
+    kinds, known = alike(make()), dict[Any, Any]()
+    pieces: dict[int, Weighed] = {}
+    units: dict[int, Unit] = {}
+    for row in range(len(program.rows)):
+        world = TallyWorld(program.owner.index(row), layout.ranks)
+        model = make()
+        try:
+            held = hold(world, layout, model, program, precision=precision, prefix=PREFIX)
+            own = microbatches(whole, layout, held.place["dp"], held.place["cp"])[0]
+            width = model.shape.hidden if model.shape else 0
+            edge = edge_shape(own, width, layout.tp if layout.seq else 1)
+            pieces |= _weighed(held, kinds, edge, own, world, known, target)
+        finally:
+            world.clear()
+        for number, unit in held.units.items():
+            units.setdefault(number, unit)
+    weighed = [pieces[p] for p in range(program.pieces)]
+    return replace(
+        _of_units(units, program.pieces, layout, precision),
+        kept=tuple(w.kept for w in weighed),
+        input=tuple(w.input for w in weighed),
+        kept_after_i=tuple(w.kept_after_i for w in weighed),
+        temporary=tuple(w.temporary for w in weighed),
+        edge=tuple(w.edge for w in weighed),
+        sends_stay=wire == "gloo",
+    )
+
+
+def _weighed(
+    held: Holding,
+    kinds: tuple[int, ...],
+    edge: tuple[int, ...],
+    batch: Batch,
+    world: TallyWorld,
+    known: Known,
+    target: str,
+) -> dict[int, Weighed]:
+    """The rank's pieces; of those that are alike one is run."""
+    found: dict[int, Weighed] = {}
+    for number, piece in held.pieces.items():
+        like = next((n for n in found if kinds[n] == kinds[number]), None)
+        found[number] = (
+            run(piece, edge, batch, world.ledger, known, target=target)
+            if like is None
+            else found[like]
+        )
+    return found
+
+
+def _of_units(
+    units: Mapping[int, Unit], pieces: int, layout: Layout, precision: Precision
+) -> Sizes:
+    master, compute = precision.master.itemsize, precision.compute.itemsize
+
+    def each(bytes: Callable[[Unit], int]) -> tuple[float, ...]:
+        return tuple(float(bytes(units[n])) if n in units else 0.0 for n in range(pieces))
+
+    def always(unit: Unit) -> int:
+        """The home and, beside it or around it, weights that never leave."""
+        if not unit.resident or unit.same:
+            return unit.part * master
+        inside = unit.storage() == storage_of(unit.home)
+        return unit.numel * compute + (0 if inside else unit.part * master)
+
+    parts = each(lambda unit: unit.part * precision.reduce.itemsize)
+    return Sizes(
+        kept=(),
+        input=(),
+        home=each(always),
+        gathered=each(lambda unit: 0 if unit.resident else unit.numel * compute),
+        gradient=each(lambda unit: unit.numel * precision.reduce.itemsize),
+        gradient_shard=parts if layout.shards > 1 else (),
+        optimizer=each(lambda unit: 2 * unit.part * master),
+    )

@@ -1,0 +1,105 @@
+"""What a target device really runs where meta tensors would run something else.
+
+On meta, attention decomposes to plain products and keeps its scores; every target has a kernel that
+keeps q, k, v, the result and one number a row. On CUDA the root-mean-square norm is one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..layout import LayoutError
+from ..models import RMSNorm
+from .scales import Scales
+
+__all__ = ["TARGETS", "Target", "fuse"]
+
+TARGETS = ("cuda", "cpu")
+
+
+class Target(TorchFunctionMode):
+    """While it is on, attention and norms on meta tensors are the target's kernels."""
+
+    def __init__(self, target: str, scales: Scales) -> None:
+        super().__init__()
+        if target not in TARGETS:
+            raise LayoutError(f"there is no target {target!r}. Targets are {', '.join(TARGETS)}.")
+        self.scales, self.fused = scales, target == "cuda"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **kwargs)
+        if func is F.rms_norm and self.fused:
+            return _norm(self.scales, *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def fuse(modules: Iterable[nn.Module], target: str) -> None:
+    """Our norm asks its input for the device; on meta it must be told."""
+    for module in modules:
+        if target == "cuda" and isinstance(module, RMSNorm):
+            module.forward = _fused(module)  # type: ignore[method-assign]
+
+
+def _fused(norm: RMSNorm) -> Any:
+    return lambda x: F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype)  # as torch itself turns it
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    result: Tensor = op(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return result
+
+
+def _norm(
+    scales: Scales,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    result: Tensor = _RmsNorm.apply(input, weight, len(normalized_shape), scales)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """CUDA's fused norm: keeps x, the weight and a number a row; one kernel forward, one backward
+    for each gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int, scales: Scales) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y, scale = torch.empty_like(x), x.new_empty((*x.shape[:-dims], *[1] * dims), dtype=wide)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.scales = scales
+        scales.kernel((x, weight), (y, scale))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        into_x = torch.empty_like(x)
+        ctx.scales.kernel((gradient, x, weight, scale), (into_x,))
+        if weight is None:
+            return into_x, None, None, None
+        into_weight = torch.empty_like(weight)
+        ctx.scales.kernel((gradient, x, scale), (into_weight,))
+        return into_x, into_weight, None, None

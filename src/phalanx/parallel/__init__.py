@@ -1,0 +1,33 @@
+"""Floor 4: one file for every way to split a model and its step."""
+
+from .batch import count_valid, microbatches, share, time_multiple
+from .context import install_context, leaks
+from .data import Entry, Pool, Precision, Unit
+from .groups import Groups, open_groups
+from .model import Model, build_model, load_model, start
+from .pieces import Piece
+from .tensor import VocabularyCrossEntropy, Weight, cut_weights, install_regions
+
+__all__ = [
+    "Entry",
+    "Model",
+    "Piece",
+    "Pool",
+    "Precision",
+    "Unit",
+    "VocabularyCrossEntropy",
+    "Weight",
+    "Groups",
+    "build_model",
+    "count_valid",
+    "cut_weights",
+    "install_context",
+    "install_regions",
+    "leaks",
+    "load_model",
+    "microbatches",
+    "open_groups",
+    "share",
+    "start",
+    "time_multiple",
+]

@@ -1,0 +1,326 @@
+"""Context parallelism: attention's core replaced by one whose tokens lie on several ranks.
+
+*Ring* (Liu et al. 2023): queries stay, blocks of keys and values pass from place to place, partial
+results are merged by their log-sum-exp. *Ulysses* (Jacobs et al. 2023): an all-to-all gives each
+place all tokens of some heads. Both together: Ulysses inside each place of the ring. Which tokens a
+place holds is told by `batch.held_times`; the causal mask follows from that order and not from
+`positions`, which begin again with each document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..comm import Group, Work, regions
+from ..comm.base import far_side
+from ..layout import Layout, LayoutError
+from .kernels import Sight, attend, attend_gradients, sights
+from .model import Model
+
+__all__ = ["Leak", "RingCore", "UlyssesCore", "around", "install_context", "leaks"]
+
+
+def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
+    """Every child named `core` becomes one that works on this place's tokens.
+
+    A ring replaces it: it must compute what `phalanx.models.Core` does. Under Ulysses alone the
+    model's own core goes on, whatever it computes, on all tokens and fewer heads.
+    """
+    if layout.cp == 1:
+        return
+    found = False
+    for _, piece in model.pieces:
+        for name, core in list(piece.named_modules()):
+            owner, _, child = name.rpartition(".")
+            if child != "core":
+                continue
+            found = True
+            inner = RingCore(ring) if ring.size > 1 else core
+            swapped = UlyssesCore(inner, ulysses) if ulysses.size > 1 else inner
+            setattr(piece.get_submodule(owner), child, swapped)
+    if not found:
+        raise LayoutError(
+            f"cp={layout.cp} cuts attention's core, and no piece has a child named 'core'.\n"
+            "  Put softmax(q k') v in a child of that name, called core(q, k, v, positions,"
+            " documents), or use dp instead of cp."
+        )
+
+
+class UlyssesCore(nn.Module):
+    """A core that gives each place all tokens of some heads, and `inner` computes on them.
+
+    Of k and v with fewer heads than places each is sent to several; their gradients are added.
+    """
+
+    def __init__(self, inner: nn.Module, wire: Group) -> None:
+        super().__init__()
+        self.inner, self.wire = inner, wire
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        places, heads, kv_heads = self.wire.size, q.shape[2], k.shape[2]
+        if heads % places:
+            raise LayoutError(
+                f"ulysses={places} does not divide the {heads} heads of a rank.\n"
+                f"  Use a ring for the rest of cp."
+            )
+        # So often that the places divide them; it still divides the query heads, as both do.
+        copies = places // math.gcd(places, kv_heads)
+        if copies > 1:
+            k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
+        # One message for q, k and v: each place's heads of all three together.
+        parts = [
+            x.view(*x.shape[:2], places, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in (q, k, v)
+        ]
+        sizes = [x.shape[3] for x in parts]
+        mine = regions.exchange(torch.cat(parts, 3), self.wire, 0, 2).squeeze(0)
+        positions, documents = self._all_times(positions), self._all_times(documents)
+        y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents)
+        return regions.exchange(y, self.wire, 1, 2)
+
+    def _all_times(self, x: Tensor | None) -> Tensor | None:
+        return None if x is None else regions.gather(x, self.wire, 1)
+
+
+class RingCore(nn.Module):
+    """softmax(q k' / sqrt(head_dim)) v, causal, where each place of a ring holds two chunks of time.
+
+    While a place computes with a block of keys and values, it is already passing it to the next
+    place and receiving another from the one before. Every block visits every place, whatever of it
+    is needed there, so all places send the same. In backward a block makes the round again, and its
+    gradient behind it, one place later; after as many steps as places that is home.
+    """
+
+    def __init__(self, wire: Group) -> None:
+        super().__init__()
+        self.wire = wire
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+    ) -> Tensor:
+        assert q.shape[1] % 2 == 0, "a place of a ring holds two chunks of one length"
+        # Contiguous, so that what is kept is no view of something larger.
+        q, kv = q.contiguous(), torch.stack((k, v))
+        ids = None if documents is None else documents.contiguous()
+        if regions.is_opaque():
+            y: Tensor = _ring_op(q, kv, ids, self.wire.name)[0]
+        else:
+            y = _Ring.apply(q, kv, ids, self.wire)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Ring(torch.autograd.Function):
+    """Keeps q, k, v, the result and its log-sum-exp for this place's own tokens; no visitors."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Tensor | None, wire: Group) -> Tensor:
+        out, lse = ring_attention(q, kv, ids, wire)
+        ctx.save_for_backward(q, kv, ids, out, lse)
+        ctx.wire = wire
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, kv, ids, out, lse = ctx.saved_tensors
+        return *ring_gradients(gradient, q, kv, ids, out, lse, ctx.wire), None, None
+
+
+# A compiled graph cannot hold a wire: there the ring is an opaque op that carries the wire's name,
+# as a region is.
+
+
+@torch.library.custom_op("phalanx::ring", mutates_args=())
+def _ring_op(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    return ring_attention(q, kv, ids, far_side(name))
+
+
+@torch.library.custom_op("phalanx::ring_gradients", mutates_args=())
+def _gradients_op(
+    gradient: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    name: str,
+) -> tuple[Tensor, Tensor]:
+    return ring_gradients(gradient, q, kv, ids, out, lse, far_side(name))
+
+
+@_ring_op.register_fake
+def _(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
+
+
+@_gradients_op.register_fake
+def _(gradient: Tensor, q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(kv)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, kv, ids, ctx.name = inputs
+    ctx.save_for_backward(q, kv, ids, *output)
+
+
+def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients_op(gradient, *ctx.saved_tensors, ctx.name), None, None
+
+
+_ring_op.register_autograd(_back, setup_context=_keep)
+
+
+def around(places: int) -> list[tuple[int, int]]:
+    """Who sends to whom on a ring, for the wire that is split for it."""
+    return [(place, (place + 1) % places) for place in range(places)] if places > 1 else []
+
+
+def needed(step: int, place: int, places: int, length: int) -> Sight:
+    """Which rows and keys of the block that visits at a step meet, and whether under a diagonal.
+
+    Chunk c of time precedes chunk d where c < d; a place has one of the first half and, mirrored,
+    one of the last. So of the four pairs of chunks two are needed from any other place, and of one's
+    own three, two of them cut by the diagonal: every place computes as much at every step.
+    """
+    source = (place - step) % places
+    whole, half = slice(0, length), length // 2
+    if source == place:
+        return Sight(whole, whole, causal=True)
+    if source < place:
+        return Sight(whole, slice(0, half))
+    return Sight(slice(half, length), whole)
+
+
+def ring_attention(q: Tensor, kv: Tensor, ids: Tensor | None, wire: Group) -> tuple[Tensor, Tensor]:
+    """The result (B, T, heads, size) of this place's queries and its log-sum-exp (B, T, heads)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros_like(q, dtype=wide)
+    lse = torch.full_like(out[..., 0], -math.inf)
+    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, wire)):
+        block = needed(step, wire.rank, wire.size, q.shape[1])
+        for sight in sights(q, block, ids, its_ids):
+            part = attend(q, visitor, sight)
+            _merge(out[:, sight.rows], lse[:, sight.rows], *part)
+    return out.to(q.dtype), lse
+
+
+def ring_gradients(
+    gradient: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wire: Group,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of this place's q and kv; `out` and `lse` are what `ring_attention` gave."""
+    gradient = gradient.contiguous()
+    wide = torch.promote_types(q.dtype, torch.float32)
+    into_q = torch.zeros_like(q, dtype=wide)
+    behind: _Passing | None = None  # the gradient that follows the block which is here
+    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, wire)):
+        block = needed(step, wire.rank, wire.size, q.shape[1])
+        into_kv = torch.zeros_like(kv, dtype=wide)
+        for sight in sights(q, block, ids, its_ids):
+            totals = into_q[:, sight.rows], *into_kv[:, :, sight.keys]
+            for total, part in zip(
+                totals, attend_gradients(gradient, q, visitor, out, lse, sight), strict=True
+            ):
+                total += part
+        if behind is not None:
+            into_kv += behind.come()[0]
+        behind = _Passing((into_kv,), wire)
+    assert behind is not None
+    (into_kv,) = behind.come()  # home
+    return into_q.to(q.dtype), into_kv.to(q.dtype)
+
+
+class _Passing:
+    """Tensors on their way to the next place, and as many on theirs from the one before."""
+
+    def __init__(self, tensors: Sequence[Tensor], wire: Group) -> None:
+        self.leaving = tensors  # they live until they have left
+        self.coming = [torch.empty_like(x) for x in tensors]
+        before, after = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+        self.works: list[Work] = [wire.send(x, after, wait=False) for x in tensors]
+        self.works += [wire.receive(x, before, wait=False) for x in self.coming]
+
+    def come(self) -> list[Tensor]:
+        for work in self.works:
+            work.wait()
+        self.leaving = ()
+        return self.coming
+
+
+def _visits(kv: Tensor, ids: Tensor | None, wire: Group) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The blocks in the order in which they come, one's own first, each with its documents.
+
+    While the caller works with one the next is on its way.
+    """
+    here = [kv] if ids is None else [kv, ids]
+    for step in range(wire.size):
+        passing = _Passing(here, wire) if step + 1 < wire.size else None
+        yield here[0], here[1] if ids is not None else None
+        if passing is not None:
+            here = passing.come()
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add the softmax over other keys to one, each weighed by its share of the sum.
+
+    Nothing seen yet is -inf, and so is nothing seen in this part; the first part of a row is its
+    own place's, where it sees at least itself.
+    """
+    both = torch.logaddexp(lse, part_lse)
+    weigh = torch.where(both == -math.inf, 0.0, both)  # -inf minus -inf would be NaN
+    out *= (lse - weigh).exp().unsqueeze(-1)
+    out.addcmul_(part, (part_lse - weigh).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
+class Leak(NamedTuple):
+    """How many positions moved when one token changed, how many of these must not, and how many
+    stayed that should have moved."""
+
+    moved: int
+    leaked: int
+    blind: int
+
+
+def leaks(
+    attend: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    documents: Tensor | None,
+    row: int,
+    time: int,
+) -> Leak:
+    """What changing one token of (B, T, ...) moves in `attend(tokens)`, also (B, T, ...).
+
+    It may move its own row's later tokens, itself and those of its document; nothing else.
+    """
+    changed = tokens.clone()
+    changed[row, time] += 1 if tokens.is_floating_point() or not tokens[row, time].any() else -1
+    moved = (attend(changed) != attend(tokens)).flatten(2).any(-1)
+    may = torch.zeros_like(moved)
+    may[row, time:] = True
+    if documents is not None:
+        may[row] &= documents[row] == documents[row, time]
+    return Leak(int(moved.sum()), int((moved & ~may).sum()), int((may & ~moved).sum()))

@@ -1,0 +1,355 @@
+"""Data parallel by one mechanism: a unit's weights and gradients in flat buffers.
+
+DDP, ZeRO-1, 2, 3 and HSDP are the same code here; they differ by how many parts a unit is cut into
+and by where G, D and S stand in the program. The gathered buffer *is* the weights: parameters are
+views of it, and so are their gradients of the flat gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Group, Work
+from .groups import Groups
+from .tensor import Weight
+
+__all__ = ["Entry", "Pool", "Precision", "Segment", "Sum", "Unit"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What weights are computed in, kept in, and what gradients are summed in."""
+
+    compute: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+class Segment(NamedTuple):
+    """A run of the flat order whose weights are treated alike."""
+
+    start: int
+    stop: int
+    adds: str
+    decay: bool
+    counted: bool
+
+
+class Entry(NamedTuple):
+    """Where a part of a weight stands: numbers `start` to `stop` of the weight as this tp place
+    holds it, flattened, are at `offset` of this rank's shard."""
+
+    weight: Weight
+    start: int
+    stop: int
+    offset: int
+
+
+class Pool:
+    """A small set of flat buffers, taken and given back; what was once made is used again.
+
+    `check` proves how many are out at once. `empty` makes them: where ranks share memory, in what
+    they share, so that the others read and write them where they lie. With `poison` a buffer is
+    filled with NaN when it is given back, so that a use after the drop shows.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        empty: Callable[[int, torch.dtype], Tensor] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.device, self.poison = device, poison
+        self.empty = empty or (lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
+        self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self.made: Counter[tuple[int, torch.dtype]] = Counter()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        waiting = self.free.setdefault((numel, dtype), [])
+        if waiting:
+            return waiting.pop()
+        self.made[numel, dtype] += 1
+        return self.empty(numel, dtype)
+
+    def give(self, buffer: Tensor) -> None:
+        if self.poison:
+            buffer.fill_(float("nan"))
+        self.free[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class Sum(Work):
+    """A gradient on its way to being summed: over the shards, then over the replicas."""
+
+    def __init__(self, unit: Unit, full: Tensor, part: Tensor, first: Work) -> None:
+        self.unit, self.full, self.part = unit, full, part
+        self.first: Work | None = first
+        self.second: Work | None = None
+
+    def go_on(self) -> None:
+        """Sum over the replicas once the shards are summed. Called at the same place of the
+        program on every rank, so that the replica wire sees one order."""
+        if self.first is not None:
+            self.first.wait()
+            self.first = None
+            self.second = self.unit.wires.replica.all_reduce(self.part, wait=False)
+
+    def wait(self) -> None:
+        self.go_on()
+        if self.second is not None:
+            self.second.wait()
+            self.second = None
+            self.unit.summed(self.full, self.part)
+
+    def done(self) -> bool:
+        return self.first is None and self.second is None
+
+
+class Unit:
+    """The weights of one piece on one rank: a home (this rank's part, in master precision), the
+    weights (whole, views of a flat buffer, there or dropped) and the gradient."""
+
+    def __init__(
+        self,
+        number: int,
+        weights: Sequence[Weight],
+        wires: Groups,
+        pool: Pool,
+        precision: Precision,
+        *,
+        resident: bool,
+        at_host: bool = False,
+    ) -> None:
+        self.number, self.wires, self.pool, self.precision = number, wires, pool, precision
+        # What is summed apart stands together, and in it what decays comes first.
+        self.order = sorted(weights, key=lambda w: (w.adds, not w.decay, not w.counted))
+        self.offsets: list[int] = []
+        total = 0
+        for weight in self.order:
+            self.offsets.append(total)
+            total += _numel(weight)
+        self.used = total
+        shards = wires.gather.size
+        self.numel = -(-total // shards) * shards
+        self.part = self.numel // shards
+        self.start = self.part * wires.gather.rank
+        self.parameters = {
+            w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
+        }
+        for weight in self.order:
+            parameter: Any = self.parameters[weight.name]  # its stubs are not typed
+            parameter.register_hook(partial(self._before_adding, weight.name))
+        # At home on the host, the master weights and the optimizer's state stay there; a gather or a
+        # refresh brings what is computed with. Without a GPU that is a copy all the same.
+        self.buffer: Tensor | None = None  # the whole weights
+        self.full: Tensor | None = None  # the whole gradient, open for contributions
+        self.fresh: set[str] = set()  # weights that no contribution has come to: memory as found
+        self.gradient: Tensor | None = None  # this rank's part of it, summed
+        self.resident = resident
+        inside = resident and not at_host and precision.compute == precision.master
+        self.same = inside and shards == 1
+        self._bound: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        if at_host and pool.device.type == "cuda":
+            self.home = torch.zeros(self.part, dtype=precision.master, pin_memory=True)
+        elif inside:
+            # The part at home is a run of the whole weights, and gathering leaves it where it is.
+            whole = pool.empty(self.numel, precision.master) if self.same else self._new_buffer()
+            self._bind(whole.zero_())
+            self.home = whole[self.start : self.start + self.part]
+        else:
+            self.home = pool.empty(self.part, precision.master).zero_()
+        if resident and not inside:
+            self._bind(self._new_buffer())
+
+    # ---- the flat order
+
+    def segments(self) -> list[Segment]:
+        """The whole flat order in runs that are treated alike."""
+        runs: list[Segment] = []
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            one = Segment(
+                offset, offset + _numel(weight), weight.adds, weight.decay, weight.counted
+            )
+            if runs and runs[-1][2:] == one[2:]:
+                one = Segment(runs.pop().start, *one[1:])
+            runs.append(one)
+        return runs
+
+    def own_segments(self) -> list[Segment]:
+        """Those runs as far as they lie in this rank's part, counted from its start."""
+        stop = self.start + self.part
+        clipped = (
+            s._replace(start=max(s.start, self.start), stop=min(s.stop, stop))
+            for s in self.segments()
+        )
+        return [
+            s._replace(start=s.start - self.start, stop=s.stop - self.start)
+            for s in clipped
+            if s.start < s.stop
+        ]
+
+    def entries(self) -> Iterator[Entry]:
+        """Which numbers of which weights this rank's part holds."""
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            start = max(offset, self.start)
+            stop = min(offset + _numel(weight), self.start + self.part)
+            if start < stop:
+                yield Entry(weight, start - offset, stop - offset, start - self.start)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Put one weight, as this tp place holds it, into the home."""
+        flat = part.reshape(-1)
+        for entry in self.entries():
+            if entry.weight.name == name:
+                end = entry.offset + entry.stop - entry.start
+                self.home[entry.offset : end] = flat[entry.start : entry.stop]
+
+    # ---- weights
+
+    def gather(self) -> Work:
+        """Begin to fetch the whole weights; they are readable after the work's wait."""
+        if self.buffer is None:
+            self._bind(self._new_buffer())
+        assert self.buffer is not None
+        part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
+        # The home changes in an update only. That follows the sum of this unit's gradient over the
+        # same ranks, which nobody comes to before it has these weights.
+        return self.wires.gather.all_gather(self.buffer, part, still=True, wait=False)
+
+    def storage(self) -> int:
+        """What the weights' buffer is known by; 0 when it is dropped."""
+        return 0 if self.buffer is None else storage_of(self.buffer)
+
+    def drop(self) -> None:
+        """Give the weights' buffer back. Nothing may hold a view of it: see `stage.py`."""
+        assert self.buffer is not None, f"unit {self.number} is dropped and was not gathered"
+        # The shape stays, without memory: a gradient may be bound while the weights are away.
+        nothing = torch.empty((), dtype=self.buffer.dtype, device=self.buffer.device)
+        for weight in self.order:
+            self.parameters[weight.name].data = nothing.expand(weight.local)
+        self.pool.give(self.buffer)
+        self.buffer = None
+
+    def refresh(self) -> None:
+        """After an update: weights that no gather brings again are written here."""
+        if self.buffer is not None and not self.same and self.wires.gather.size == 1:
+            self.buffer.copy_(self.home)
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        index = next(i for i, w in enumerate(self.order) if w.name == name)
+        weight, offset = self.order[index], self.offsets[index]
+        return flat[offset : offset + _numel(weight)].view(weight.local)
+
+    def _new_buffer(self) -> Tensor:
+        return self.pool.take(self.numel, self.precision.compute)
+
+    def _bind(self, buffer: Tensor) -> None:
+        # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
+        # shares the version counter, and a later gather raises "modified by an inplace operation".
+        self.buffer = buffer
+        for weight, view in zip(self.order, self._views(buffer), strict=True):
+            self.parameters[weight.name].data = view
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Each weight's place in a flat buffer. A pool has few, so they are kept."""
+        if id(flat) not in self._bound:
+            views = [
+                flat[offset : offset + _numel(weight)].view(weight.local)
+                for weight, offset in zip(self.order, self.offsets, strict=True)
+            ]
+            self._bound[id(flat)] = flat, views  # with the buffer, so that no other has its id
+        return self._bound[id(flat)][1]
+
+    # ---- gradients
+
+    def open(self) -> None:
+        """Make room for contributions: from here on backward adds into one flat gradient.
+
+        Matrices are not zeroed: the first product is written there, see `contribute`.
+        """
+        if self.full is not None:
+            return
+        self.full = self.pool.take(self.numel, self.precision.reduce)
+        for weight, view in zip(self.order, self._views(self.full), strict=True):
+            parameter = self.parameters[weight.name]
+            if parameter.dtype != self.precision.reduce:
+                parameter.grad_dtype = self.precision.reduce
+            parameter.grad = view
+            if len(weight.shape) == 2:
+                self.fresh.add(weight.name)
+            else:
+                view.zero_()
+        self.full[self.used :].zero_()
+
+    def _before_adding(self, name: str, gradient: Tensor) -> None:
+        """Autograd is about to add a contribution of its own."""
+        if name in self.fresh:
+            self.fresh.discard(name)
+            grad = self.parameters[name].grad
+            assert grad is not None
+            grad.zero_()
+
+    @torch.no_grad()
+    def contribute(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Add the product of two matrices to the gradient of a weight: without a temporary, and
+        the first one without zeros to add it to."""
+        grad = self.parameters[name].grad
+        assert grad is not None
+        first = name in self.fresh
+        self.fresh.discard(name)
+        if grad.dtype != a.dtype:
+            product = a @ b
+            grad.copy_(product) if first else grad.add_(product)
+        elif first:
+            torch.mm(a, b, out=grad)
+        else:
+            grad.addmm_(a, b)
+
+    def reduce(self) -> Sum:
+        """Begin to sum the gradient over the copies; later contributions open a new one."""
+        full, self.full = self.full, None
+        assert full is not None, f"unit {self.number} is summed and has no gradient"
+        for name in tuple(self.fresh):
+            self._before_adding(name, full)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for segment in self.segments():
+            if segment.adds:
+                wire: Group = getattr(self.wires, segment.adds)
+                wire.all_reduce(full[segment.start : segment.stop])
+        if self.wires.reduce.size == 1:
+            return Sum(self, full, full, Work())
+        part = self.pool.take(self.part, self.precision.reduce)
+        return Sum(self, full, part, self.wires.reduce.reduce_scatter(part, full, wait=False))
+
+    def summed(self, full: Tensor, part: Tensor) -> None:
+        """A sum has arrived: it becomes this rank's gradient, or is added to it."""
+        if part is not full:
+            self.pool.give(full)
+        if self.gradient is None:
+            self.gradient = part
+        else:
+            self.gradient += part
+            self.pool.give(part)
+
+    def spend(self) -> None:
+        """The gradient has been used by an update."""
+        assert self.gradient is not None
+        self.pool.give(self.gradient)
+        self.gradient = None
+
+
+def storage_of(tensor: Tensor) -> int:
+    """One number for all views of one storage. Not its address: on meta all have the same."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _numel(weight: Weight) -> int:
+    return torch.Size(weight.local).numel()

@@ -1,0 +1,161 @@
+"""What one rank holds of a model: the pieces of its stages, cut and bound to its units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import World
+from ..layout import Layout, stage_pieces
+from ..program import Program
+from .context import install_context
+from .data import Pool, Precision, Unit
+from .groups import Groups, open_groups
+from .model import Model, refuse_unnamed, start
+from .pieces import Piece
+from .tensor import Weight, cut_of, cut_weights, install_regions
+
+__all__ = ["Holding", "hold", "model_stages"]
+
+
+@dataclass(frozen=True, eq=False)
+class Holding:
+    """One rank's pieces and units by number, the wires to the other ranks, the buffers' pool."""
+
+    pieces: dict[int, Piece]
+    units: dict[int, Unit]
+    wires: Groups
+    pool: Pool
+    place: dict[str, int]  # where the rank sits on each axis
+
+
+def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
+    """The pieces of every virtual stage; without a shape all blocks cost the same."""
+    assert model.shape is not None, "a model without a shape has one stage"
+    return stage_pieces(layout, model.shape)
+
+
+def hold(
+    world: World,
+    layout: Layout,
+    model: Model,
+    program: Program,
+    *,
+    seed: int = 0,
+    precision: Precision | None = None,
+    poison: bool = False,
+    prefix: str = "",
+) -> Holding:
+    """This rank's part of a model, with the weights of the run's start.
+
+    Every rank calls it; the model's modules are changed and belong to this rank from here on.
+    """
+    refuse_unnamed(model)
+    mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
+    held = sorted({unit for piece in mine for unit in program.units(piece)})
+    stages = {program.host[piece] for pair in program.tied for piece in pair}
+    tied = tuple(sorted(stages)) if len(stages) > 1 else ()
+    wires = open_groups(world, layout, kv_heads=model.counts.get("kv", 0), tied=tied, prefix=prefix)
+    precision = precision or Precision()
+    pool = Pool(world.device, empty=world.empty, poison=poison)
+    weights = cut_weights(model, layout, wires.tp.rank)
+    install_context(model, layout, wires.ring, wires.ulysses)
+    install_regions(model, layout, wires)
+    dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == "D"}
+    units = {
+        number: Unit(
+            number,
+            [w for name, w in weights.items() if model.unit_of[name] == number],
+            wires,
+            pool,
+            precision,
+            resident=number not in dropped,
+            at_host=bool({"weights", "optimizer"} & set(layout.offload)),
+        )
+        for number in held
+    }
+    _place(model, units, mine, layout, wires.tp.rank, world.device)
+    _fill(model, units, weights, seed)
+    kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
+    selective = layout.recompute == "selective"
+    pieces = {p: _piece(model, p, program, units, kinds, selective) for p in mine}
+    return Holding(pieces, units, wires, pool, world_place(layout, world.rank))
+
+
+def world_place(layout: Layout, rank: int) -> dict[str, int]:
+    place = layout.mesh.coordinates(rank)
+    return {axis: place.get(axis, 0) for axis in ("dp", "pp", "cp", "tp")}
+
+
+def _piece(
+    model: Model,
+    piece: int,
+    program: Program,
+    units: dict[int, Unit],
+    kinds: set[str],
+    selective: bool,
+) -> Piece:
+    return Piece(
+        model.pieces[piece][1],
+        [units[unit] for unit in program.units(piece)],
+        model.takes(piece),
+        first=piece == 0,
+        last=piece == program.pieces - 1,
+        splits="I" in kinds,
+        offloads="O" in kinds,
+        selective=selective,
+    )
+
+
+def _place(
+    model: Model,
+    units: dict[int, Unit],
+    mine: Sequence[int],
+    layout: Layout,
+    tp: int,
+    device: torch.device,
+) -> None:
+    """The model's parameters become those of the units; its buffers are made and cut."""
+    originals = {parameter: name for name, parameter in model.weights.items()}
+    bound = {name: p for unit in units.values() for name, p in unit.parameters.items()}
+    for piece in mine:
+        prefix, module = model.pieces[piece]
+        for path, child in module.named_modules():
+            for key, parameter in list(child._parameters.items()):
+                if parameter is not None:
+                    child._parameters[key] = bound[originals[parameter]]
+            _buffers(model, f"{prefix}.{path}".rstrip("."), child, layout, tp, device)
+
+
+def _buffers(
+    model: Model, prefix: str, module: nn.Module, layout: Layout, tp: int, device: torch.device
+) -> None:
+    names = [name for name, buffer in module._buffers.items() if buffer is not None]
+    for name in names:
+        buffer = module._buffers[name]
+        assert buffer is not None
+        if buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
+    reset = getattr(module, "reset_buffers", None)
+    if names and callable(reset):
+        reset()
+    for name in names:
+        whole = module._buffers[name]
+        assert isinstance(whole, Tensor)
+        cuts = cut_of(model, f"{prefix}.{name}", whole.shape, layout.tp, tp)
+        module._buffers[name] = whole[tuple(slice(c.start, c.stop) for c in cuts)].clone()
+
+
+def _fill(model: Model, units: dict[int, Unit], weights: dict[str, Weight], seed: int) -> None:
+    for unit in units.values():
+        if unit.home.is_meta:
+            continue
+        for name in unit.parameters:
+            whole = start(model, name, seed, unit.precision.master)
+            unit.fill(name, weights[name].part(whole))
+        unit.refresh()
+        if unit.resident and unit.wires.gather.size > 1:
+            unit.gather().wait()

@@ -1,0 +1,176 @@
+"""A model as the engine sees it: pieces, the names of its weights' dims, how a weight starts.
+
+What a stranger's model must say stands here too: `describe` of its file returns a `Model`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..layout import LayoutError, Rules, Shape
+from ..models import Decoder, DeepMlp, decoder, mlp
+
+__all__ = ["Model", "build_model", "load_model", "start"]
+
+Draw = Callable[[str, Tensor, torch.Generator], None]
+
+
+def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
+    """The start of a weight whose model says nothing: as GPT-2's."""
+    if weight.dim() < 2:
+        weight.fill_(0.0 if name.endswith("bias") else 1.0)
+    else:
+        weight.normal_(0.0, 0.02, generator=generator)
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """Pieces in the order of the data, on the meta device or with weights of their own.
+
+    A piece is called with the activations of the one before (the first without) and with the
+    entries of the batch that its `forward` names. `counts` says how many whole units a dim has that
+    is cut in units: heads and kv. The last piece returns the loss as a sum.
+    """
+
+    pieces: tuple[tuple[str, nn.Module], ...]
+    rules: Rules
+    counts: Mapping[str, int] = field(default_factory=dict)
+    draw: Draw = _draw
+    shape: Shape | None = None
+
+    @cached_property
+    def weights(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, under the name by which the model meets it first."""
+        found: dict[nn.Parameter, str] = {}
+        for prefix, module in self.pieces:
+            for name, parameter in module.named_parameters():
+                found.setdefault(parameter, f"{prefix}.{name}")
+        return {name: parameter for parameter, name in found.items()}
+
+    @cached_property
+    def unit_of(self) -> dict[str, int]:
+        """The unit of each parameter: the first piece that uses it."""
+        names = {parameter: name for name, parameter in self.weights.items()}
+        found: dict[str, int] = {}
+        for piece, (_, module) in enumerate(self.pieces):
+            for parameter in module.parameters():
+                found.setdefault(names[parameter], piece)
+        return found
+
+    @cached_property
+    def tied(self) -> tuple[tuple[int, int], ...]:
+        """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
+        names = {parameter: name for name, parameter in self.weights.items()}
+        found = {
+            (piece, self.unit_of[names[parameter]]): None
+            for piece, (_, module) in enumerate(self.pieces)
+            for parameter in module.parameters()
+        }
+        return tuple((piece, unit) for piece, unit in found if piece != unit)
+
+    def takes(self, piece: int) -> tuple[str, ...]:
+        """The names in the batch that a piece asks for, beside the activations."""
+        signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
+        names = [n for n, p in signature.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        open_ended = len(names) < len(signature)
+        skip = 1 if piece == 0 else 2  # self, and x
+        shared = ("positions", "documents", "noise") if open_ended else ()
+        return (*names[skip:], *shared)
+
+
+class _Undrawn(TorchFunctionMode):
+    """While it is on nothing is drawn or counted: on the meta device there is nothing to, and torch
+    imports its compiler to do so, which takes longer than everything else at the start."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draws = func in (Tensor.normal_, Tensor.uniform_)
+        if draws or getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        if func is torch.arange and not kwargs:
+            return torch.empty(len(range(*args)), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
+    """The built-in model of a shape, on the meta device."""
+    with torch.device("meta"), _Undrawn():
+        if shape.kind == "mlp":
+            deep = DeepMlp(width=shape.hidden, layers=shape.layers)
+            pieces, rules = mlp.describe(deep)
+            return Model(pieces, Rules.parse(rules), {}, deep.draw, shape)
+        plain = Decoder(
+            vocab=shape.vocab,
+            hidden=shape.hidden,
+            layers=shape.layers,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            ffn=shape.ffn,
+            sequence=shape.sequence,
+            norm=shape.norm,  # type: ignore[arg-type]  # Shape has checked these words
+            positions=shape.positions,  # type: ignore[arg-type]
+            rope_theta=shape.rope_theta,
+            gated=shape.gated,
+            tied=shape.tied,
+            bias=shape.bias,  # type: ignore[arg-type]
+            qk_norm=shape.qk_norm,
+            dropout=dropout,
+            eps=shape.eps,
+        )
+        pieces, rules = decoder.describe(plain)
+    counts = {"heads": shape.heads, "kv": shape.kv_heads}
+    return Model(pieces, Rules.parse(rules), counts, plain.draw, shape)
+
+
+def load_model(text: str) -> Model:
+    """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
+    told by the file's `describe(model)`, which returns a `Model`."""
+    path, _, name = text.rpartition(":")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise LayoutError(f"there is no file {path} with a model {name!r}.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for wanted in (name, "describe"):
+        if not callable(getattr(module, wanted, None)):
+            raise LayoutError(f"{path} has no {wanted}; see docs/bring-your-model.md.")
+    with torch.device("meta"):
+        made: Model = module.describe(getattr(module, name)())
+    if not isinstance(made, Model):
+        raise LayoutError(f"{path}: describe() returns a {type(made).__name__}, not a Model.")
+    return made
+
+
+def start(model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The whole weight of that name as it is before the first step, in every layout the same.
+
+    Drawn in float32 whatever the dtype, so that a run in another precision starts from the same.
+    """
+    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+    weight = torch.empty(model.weights[name].shape)
+    model.draw(name, weight, generator)
+    return weight.to(dtype)
+
+
+def refuse_unnamed(model: Model) -> None:
+    """Every weight must be named by a rule, each dim of it: a parameter that is not is an error."""
+    wrong = []
+    for name, parameter in model.weights.items():
+        try:
+            model.rules.dims(name, parameter.dim())
+        except LayoutError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise LayoutError("\n".join(wrong))

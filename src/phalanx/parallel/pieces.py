@@ -1,0 +1,350 @@
+"""A piece of the model on one rank, cut from autograd at its edges.
+
+Backward is an explicit call from the output's gradient to the input's; input and weight gradients
+can be two calls. While a forward runs, a hook packs what autograd saves: a view of a weight as
+(unit, place), unpacked from whatever buffer holds the unit then, so a dropped unit is really free in
+between; anything else, when activations are offloaded, as a box whose content can leave and return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from ..comm import regions
+from .data import Unit, storage_of
+from .recompute import contexts
+from .tensor import RowLinear
+
+__all__ = ["Box", "Piece"]
+
+
+class _Packed(NamedTuple):
+    """A view of a weight: where it is in its unit's buffer."""
+
+    unit: Unit
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Box:
+    """A saved activation, on the device or on the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor: Tensor | None = tensor
+        self.host: Tensor | None = None
+        self.device = tensor.device
+
+    def content(self) -> Tensor:
+        assert self.tensor is not None, "backward needs activations that are on the host"
+        return self.tensor
+
+    def leave(self) -> None:
+        assert self.tensor is not None
+        # On a machine without a GPU the host copy is a copy all the same, so the way is tested.
+        self.host = torch.empty_like(self.tensor, device="cpu", pin_memory=self.tensor.is_cuda)
+        self.host.copy_(self.tensor, non_blocking=True)
+        self.tensor = None
+
+    def come_back(self) -> None:
+        assert self.host is not None
+        self.tensor = self.host.to(self.device, non_blocking=True)
+        self.host = None
+
+
+class _Due(NamedTuple):
+    """A weight gradient still to be computed: what went in, and the gradient of what came out."""
+
+    weight: nn.Parameter
+    x: Tensor
+    gradient: Tensor
+    transposed: bool  # the weight is (in, out) and not (out, in)
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward."""
+
+    root: GradientEdge | None  # not the output itself: its storage would live as long
+    like: Tensor  # a zero of the loss's dtype, on its device
+    into: list[Tensor] = field(default_factory=list)  # where the input's gradient arrives
+    boxes: list[Box] = field(default_factory=list)
+    due: list[_Due] = field(default_factory=list)
+    whole: Callable[[], None] | None = None  # a backward put off as a whole
+
+
+class _Edge(torch.autograd.Function):
+    """The piece's input as autograd sees it: a leaf would keep the input's storage alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, into: list[Tensor]) -> Tensor:
+        ctx.into = into
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.into.append(gradient)
+        return None, None, None
+
+
+class _Deferred(torch.autograd.Function):
+    """A product with a weight whose backward gives the input's gradient and writes down the rest."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        parameter: nn.Parameter,
+        transposed: bool,
+        due: list[_Due],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.transposed, ctx.due = parameter, transposed, due
+        return x @ weight if transposed else F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        # Detached: an input with its graph would lead back to this list, and neither would be freed.
+        ctx.due.append(_Due(ctx.parameter, x.detach(), gradient.detach(), ctx.transposed))
+        into = gradient @ weight.T if ctx.transposed else gradient @ weight
+        return into, None, None, None, None
+
+
+class _Direct(torch.autograd.Function):
+    """A linear whose backward writes the weight's gradient where it belongs. Nothing of the weight
+    is saved: backward takes it from wherever the unit has it then."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unit: Unit, name: str
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.unit, ctx.name, ctx.biased = unit, name, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        into = gradient @ ctx.unit.parameters[ctx.name].detach()
+        ctx.unit.contribute(ctx.name, flat.T, x.flatten(0, -2))
+        return into, None, flat.sum(0) if ctx.biased else None, None, None
+
+
+def _linear(weight: Tensor, bias: Tensor | None, unit: Unit, name: str, x: Tensor) -> Tensor:
+    """What `nn.Linear.forward` gives, with `_Direct`'s backward where there will be one."""
+    # Of an input that needs no gradient autograd would not come to the product at all.
+    if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1):
+        return F.linear(x, weight, bias)
+    y: Tensor = _Direct.apply(x, weight.detach(), bias, unit, name)  # type: ignore[no-untyped-call]
+    return y
+
+
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+class _Deferring(TorchFunctionMode):
+    """While it is on, products with a parameter put off the parameter's gradient."""
+
+    def __init__(self, due: list[_Due]) -> None:
+        super().__init__()
+        self.due = due
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and isinstance(args[1], nn.Parameter):
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            y = self._product(args[0], args[1], transposed=False)
+            return y if bias is None else y + bias
+        if func in _MATMULS and isinstance(args[1], nn.Parameter):
+            return self._product(args[0], args[1], transposed=True)
+        return func(*args, **kwargs)
+
+    def _product(self, x: Tensor, weight: nn.Parameter, *, transposed: bool) -> Tensor:
+        y: Tensor = _Deferred.apply(x, weight.detach(), weight, transposed, self.due)  # type: ignore[no-untyped-call]
+        return y
+
+
+class Piece:
+    """One piece: runs forward, backward, and again. `splits`: backward comes as I and W."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        takes: Sequence[str],
+        *,
+        first: bool,
+        last: bool,
+        splits: bool = False,
+        offloads: bool = False,
+        selective: bool = False,
+    ) -> None:
+        self.module, self.units, self.takes = module, tuple(units), tuple(takes)
+        self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
+        self.selective = selective and not first and not last
+        self.kept: dict[int, _Kept] = {}
+        self.places = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
+        if not first and not splits:
+            self._write_directly()
+
+    def _write_directly(self) -> None:
+        """Have the piece's linears use `_Direct`. A first piece's input needs no gradient."""
+        for module in self.module.modules():
+            weight: Any = getattr(module, "weight", None)
+            if type(module) is nn.Linear:
+                module.__dict__["forward"] = partial(
+                    _linear, weight, module.bias, *self.places[weight]
+                )
+            elif isinstance(module, RowLinear):
+                module.product = partial(_linear, weight, None, *self.places[weight])
+
+    def forward(
+        self, microbatch: int, x: Tensor | None, batch: Mapping[str, Tensor], *, keep: bool
+    ) -> Tensor:
+        """The piece's output; with `keep` also what its backward needs."""
+        named = {name: batch[name] for name in self.takes if name in batch}
+        if not keep:
+            with torch.no_grad():
+                return self._call(x, named)
+        kept = _Kept(None, torch.empty(0))
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._packing(kept.boxes))
+            y = self._differentiable(self._edge(x, kept.into), named, kept.due)
+        if y.requires_grad:
+            kept.root = get_gradient_edge(y)
+        if self.last:
+            kept.like = torch.zeros_like(y.detach())  # a view would keep the output's storage
+        self.kept[microbatch] = kept
+        return y.detach()
+
+    def _call(self, x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
+        y: Tensor = self.module(**named) if self.first else self.module(x, **named)
+        return y
+
+    def _differentiable(
+        self, x: Tensor | None, named: Mapping[str, Tensor], due: list[_Due]
+    ) -> Tensor:
+        def call(x: Tensor | None) -> Tensor:
+            # Inside: what is recomputed selectively must put off the same gradients again.
+            with ExitStack() as stack:
+                if self.splits and not self.first:
+                    stack.enter_context(_Deferring(due))
+                if self.selective:
+                    stack.enter_context(regions.opaque())
+                return self._call(x, named)
+
+        if not self.selective:
+            return call(x)
+        y: Tensor = checkpoint(
+            call, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+        return y
+
+    def _edge(self, x: Tensor | None, into: list[Tensor]) -> Tensor | None:
+        if x is None:
+            return None
+        leaf = torch.zeros((), device=x.device, requires_grad=True)
+        edge: Tensor = _Edge.apply(x.detach(), leaf, into)  # type: ignore[no-untyped-call]
+        return edge
+
+    def seed(self, microbatch: int, scale: float) -> Tensor:
+        """The gradient with which the last piece's backward starts."""
+        return torch.full_like(self.kept[microbatch].like, scale)
+
+    def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
+        """Add to the units' gradients and return the input's; what was kept is let go."""
+        kept = self.kept.pop(microbatch)
+        self._run(kept, gradient)
+        return kept.into[0] if kept.into else None
+
+    def input_gradient(self, microbatch: int, gradient: Tensor) -> Tensor | None:
+        """The input's gradient alone (with those of norms and biases, which cost nothing).
+
+        A piece without an input has only weight gradients: its backward is put off as a whole."""
+        kept = self.kept[microbatch]
+        if self.first:
+            kept.whole = lambda: self._run(kept, gradient)
+            return None
+        self._run(kept, gradient)
+        kept.root = None
+        kept.boxes.clear()
+        return kept.into.pop() if kept.into else None
+
+    @torch.no_grad()
+    def weight_gradient(self, microbatch: int) -> None:
+        """The weight gradients that were put off: one product each, into the flat gradient."""
+        kept = self.kept.pop(microbatch)
+        for unit in self.units:
+            unit.open()
+        if kept.whole:
+            kept.whole()
+        for weight, x, gradient, transposed in kept.due:
+            x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
+            a, b = (x, gradient) if transposed else (gradient, x)
+            unit, name = self.places[weight]
+            unit.contribute(name, a.T, b)
+
+    def _run(self, kept: _Kept, gradient: Tensor) -> None:
+        for unit in self.units:
+            unit.open()
+        if kept.root is not None:
+            torch.autograd.backward(kept.root, gradient)
+
+    def leave(self, microbatch: int) -> None:
+        """What the forward kept goes to the host."""
+        for box in self.kept[microbatch].boxes:
+            box.leave()
+
+    def come_back(self, microbatch: int) -> None:
+        for box in self.kept[microbatch].boxes:
+            box.come_back()
+
+    def _packing(self, boxes: list[Box]) -> AbstractContextManager[Any]:
+        units = [u for u in self.units if not u.resident]
+        if not units and not self.offloads:
+            return nullcontext()
+        homes = {u.storage(): u for u in self.units}
+        seen: dict[tuple[Any, ...], Box] = {}
+
+        def pack(tensor: Tensor) -> Tensor | _Packed | Box:
+            storage = storage_of(tensor)
+            unit = homes.get(storage)
+            if unit is not None:
+                offset = int(tensor.storage_offset())
+                return _Packed(unit, offset, tensor.shape, tensor.stride())
+            if not self.offloads:
+                return tensor
+            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in seen:
+                seen[key] = Box(tensor)
+                boxes.append(seen[key])
+            return seen[key]
+
+        return saved_tensors_hooks(pack, _unpack)
+
+
+def _unpack(packed: Tensor | _Packed | Box) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    if isinstance(packed, Box):
+        return packed.content()
+    buffer = packed.unit.buffer
+    assert buffer is not None, f"backward needs unit {packed.unit.number}, which is dropped"
+    return buffer.as_strided(packed.shape, packed.stride, packed.offset)

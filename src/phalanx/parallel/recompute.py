@@ -1,0 +1,138 @@
+"""What selective recomputation keeps of a forward, and gives back when it is computed again.
+
+Kept are the outputs of products, attention and wires. Of an output whose values nobody will ask for
+a hollow stand-in is kept, of the right shape and without memory: what runs again needs something to
+go on with, and the backward of a product asks for its factors alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from ..layout import LayoutError
+from . import context as _registers_the_ring  # noqa: F401
+from .data import storage_of
+
+__all__ = ["contexts"]
+
+_aten = torch.ops.aten
+_region = torch.ops.phalanx.region.default
+_PRODUCTS = {
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
+}  # fmt: skip
+# Their backward asks for what they put out, too.
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.phalanx.ring.default,
+}
+_DEAR = _PRODUCTS | _ATTENTION | {_region}
+# Besides views and sums what ends a block is dropout: a scaling, and a choice that keeps its mask.
+_ASK_NOTHING = {
+    _aten.add.Tensor, _aten._unsafe_view.default, _aten.where.self, _aten.scalar_tensor.default,
+}  # fmt: skip
+
+
+class _Output(NamedTuple):
+    """What one dear operation put out."""
+
+    op: Any
+    value: Any
+
+
+class _Keeping(TorchDispatchMode):
+    """While a forward runs: notes what its dear operations put out."""
+
+    def __init__(self, kept: deque[_Output]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+        self.asked = 0  # so many of them, and all after it was asked for nothing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable:
+            self._refuse(out)
+        if func is _region:
+            self._join(args[0], args[1])
+        elif _asks(func, args, out):
+            self.asked = len(self.kept)
+        if func in _DEAR:
+            # Without its graph, which holds what is kept.
+            self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
+        if func in _ATTENTION:
+            self.asked = len(self.kept)
+        return out
+
+    def _join(self, x: Tensor, kind: str) -> None:
+        """One rank's part of a sum is nobody's but the region's, which gives back what it put out."""
+        last = self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
+        if last and last.op in _PRODUCTS and storage_of(last.value) == storage_of(x):
+            self.kept[-1] = _hollow(last)
+
+    def _refuse(self, written: Any) -> None:
+        """What is kept must stay as it was."""
+        storages = set(_storages(written))
+        for op, value in self.kept:
+            if not storages.isdisjoint(_storages(value)):
+                raise LayoutError(
+                    f"recompute:selective keeps what {op} puts out, and the model writes into it.\n"
+                    "  Write into a copy there, or use recompute:all."
+                )
+
+    def __exit__(self, *error: Any) -> None:
+        for number in range(self.asked, len(self.kept)):
+            self.kept[number] = _hollow(self.kept[number])
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class _Giving(TorchDispatchMode):
+    """While it runs again: what was kept comes in the same order, and is let go."""
+
+    def __init__(self, kept: deque[_Output]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DEAR:
+            return func(*args, **(kwargs or {}))
+        op, value = self.kept.popleft()
+        assert op is func, f"a forward ran {op}, and when it was run again {func}"
+        return value
+
+
+def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """For a checkpoint: around the forward, and around running it again."""
+    kept: deque[_Output] = deque()
+    return _Keeping(kept), _Giving(kept)
+
+
+def _asks(func: Any, args: Any, out: Any) -> bool:
+    """Whether an operation, or its backward, may ask for values. What is not known may, and so may
+    one that makes an empty tensor: who fills it is not seen here."""
+    if func.is_view or func in _ASK_NOTHING:
+        return False
+    if func is _aten.mul.Tensor and not isinstance(args[1], Tensor):
+        return False
+    return any(
+        isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in tree_iter(out)
+    )
+
+
+def _storages(value: Any) -> Iterator[int]:
+    return (storage_of(x) for x in tree_iter(value) if isinstance(x, Tensor))
+
+
+def _hollow(output: _Output) -> _Output:
+    """A stand-in full of NaN: should somebody ask for its values after all, it is seen."""
+    x = output.value
+    nothing = torch.full((), torch.nan, dtype=x.dtype, device=x.device)
+    return _Output(output.op, nothing.expand(x.shape))

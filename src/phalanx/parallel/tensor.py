@@ -1,0 +1,283 @@
+"""Tensor parallelism: a model's weights cut over `tp`, its regions joined, with `seq` its norms cut.
+
+From outside a plain model: the rule table says which dim of a weight is cut. A module whose input
+dim is cut joins at its output; the module that owns it forks at its input, once for all its column
+weights. The token lookup and the loss are replaced by versions that work on a part of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..comm import Group, regions
+from ..layout import Layout
+from ..layout.rules import AXIS_OF, Cut
+from ..models import Dropout
+from .groups import Groups
+from .model import Model
+
+__all__ = ["Weight", "VocabularyCrossEntropy", "cut_weights", "install_regions"]
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter as this rank holds it.
+
+    `adds` names the wire over which the copies' gradients are summed because they did different
+    work. `counted` is true on the one rank of the copies that the gradient norm counts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    decay: bool
+    adds: str = ""
+    counted: bool = True
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return tuple(cut.length for cut in self.cuts)
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """Where this rank's part stands in the whole."""
+        return tuple(slice(cut.start, cut.stop) for cut in self.cuts)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole weight, padded with zeros."""
+        part = whole[self.box]
+        if part.shape == self.local:
+            return part
+        padded = whole.new_zeros(self.local)
+        padded[tuple(slice(0, n) for n in part.shape)] = part
+        return padded
+
+
+def cut_of(model: Model, name: str, shape: Sequence[int], tp: int, place: int) -> tuple[Cut, ...]:
+    """The part of each dim of a weight (or buffer) that a place on tp holds."""
+    cuts = []
+    for dim, size in zip(model.rules.dims(name, len(shape)), shape, strict=True):
+        parts = tp if AXIS_OF.get(dim) == "tp" else 1
+        unit = size // model.counts.get(dim, size)
+        cuts.append(Cut.of(size, parts, place if parts > 1 else 0, max(1, unit)))
+    return tuple(cuts)
+
+
+def cut_weights(model: Model, layout: Layout, place: int) -> dict[str, Weight]:
+    """Every weight of the model as the rank at this place on `tp` holds it."""
+    found = {}
+    for name, parameter in model.weights.items():
+        shape = tuple(parameter.shape)
+        dims = model.rules.dims(name, len(shape))
+        cuts = cut_of(model, name, shape, layout.tp, place)
+        adds = _adds(dims, cuts, layout)
+        copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
+        whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
+        counted = place % copies == 0 if whole or adds else True
+        found[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted)
+    return found
+
+
+def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
+    """The gradient rule along tp: sum over the copies that did different work, over no others."""
+    if layout.tp == 1:
+        return ""
+    if any(cut.copies > 1 for cut in cuts):
+        return "kv"  # other query heads used the same key and value head
+    if any(AXIS_OF.get(dim) == "tp" for dim in dims):
+        return ""  # cut: every rank has its own part
+    if "head" in dims:
+        return "norms"  # q and k norms: other heads
+    return "norms" if layout.seq else ""  # norms and row biases: other tokens under seq
+
+
+class RowLinear(nn.Module):
+    """A linear whose input features are cut: its bias comes once, after the parts are joined."""
+
+    def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.join = plain.weight, plain.bias, join
+        self.product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.join(self.product(x))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyEmbedding(nn.Module):
+    """The lookup of a cut vocabulary: a token outside this rank's part gives zeros here."""
+
+    def __init__(self, plain: nn.Embedding, cut: Cut, join: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.cut, self.join = plain.weight, cut, join
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mine = (tokens >= self.cut.start) & (tokens < self.cut.stop)
+        rows = F.embedding(torch.where(mine, tokens - self.cut.start, 0), self.weight)
+        return self.join(rows * mine.unsqueeze(-1))
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    """Cross-entropy over a cut vocabulary: what crosses is three numbers a token, never a logit row."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut, wire: Group) -> Tensor:
+        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).clone()
+        wide[:, cut.stop - cut.start :] = float("-inf")  # padding is no word
+        most = wide.amax(-1) if cut.stop > cut.start else wide.new_full(targets.shape, -1e30)
+        wire.all_reduce(most, "max")
+        shares = wide.sub_(most.unsqueeze(-1))
+        mine = (targets >= cut.start) & (targets < cut.stop)
+        at = torch.where(mine, targets - cut.start, 0).unsqueeze(-1)
+        chosen = torch.where(mine, shares.gather(-1, at).squeeze(-1), 0.0)
+        shares = shares.exp_()
+        sums = torch.stack((shares.sum(-1), chosen))
+        wire.all_reduce(sums)
+        valid = targets != IGNORED
+        shares /= sums[0].unsqueeze(-1)
+        ctx.save_for_backward(shares, at, mine & valid, valid)
+        return torch.where(valid, sums[0].log() - sums[1], 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        shares, at, mine, valid = ctx.saved_tensors
+        into = shares * valid.unsqueeze(-1)
+        into.scatter_add_(-1, at, -mine.to(into.dtype).unsqueeze(-1))
+        return into * gradient, None, None, None
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """The summed cross-entropy of logits that are cut over the vocabulary."""
+
+    def __init__(self, cut: Cut, wire: Group) -> None:
+        super().__init__()
+        self.cut, self.wire = cut, wire
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits.flatten(0, -2), targets.flatten(), self.cut, self.wire
+        )
+        return loss
+
+
+def install_regions(model: Model, layout: Layout, wires: Groups) -> None:
+    """Fork, join and replace, so that the model computes on cut weights what it did on whole ones."""
+    if layout.tp == 1:
+        return
+    for prefix, piece in model.pieces:
+        _Installer(model, layout, wires, prefix, piece).run()
+
+
+class _Installer:
+    """Puts the regions into one piece."""
+
+    def __init__(
+        self, model: Model, layout: Layout, wires: Groups, prefix: str, piece: nn.Module
+    ) -> None:
+        self.model, self.wires, self.prefix, self.piece = model, wires, prefix, piece
+        self.tp, self.seq = layout.tp, layout.seq
+        tp = wires.tp
+        if layout.seq:
+            self.fork: Callable[[Tensor], Tensor] = lambda x: regions.gather_sum(x, tp, 1)
+            self.join: Callable[[Tensor], Tensor] = lambda x: regions.scatter_sum(x, tp, 1)
+        else:
+            self.fork = lambda x: regions.copy(x, tp)
+            self.join = lambda x: regions.reduce(x, tp)
+
+    def run(self) -> None:
+        rows, columns = self._cut_modules()
+        owners = {name.rpartition(".")[0] for name in rows}
+        for name in rows:
+            self._replace(name, RowLinear(self._at(name), self.join))
+        for owner in owners:
+            self._fork(self._at(owner))
+        for name, dim in columns.items():
+            inside = any(name.startswith(owner + ".") for owner in owners)
+            if not inside:
+                self._single(name, dim)
+        if self.seq:
+            self._cut_time()
+
+    def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
+        """Names of modules whose weight is cut on the input side, and on the output side (with
+        the dim's name)."""
+        rows: list[str] = []
+        columns: dict[str, str] = {}
+        for name, module in self.piece.named_modules():
+            weight = getattr(module, "weight", None)
+            if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+                continue
+            dims = self.model.rules.dims(f"{self.prefix}.{name}.weight".replace("..", "."), 2)
+            # nn.Linear holds (out, in); a bare x @ weight holds (in, out); a lookup (in, out).
+            out, into = dims if isinstance(module, nn.Linear) else dims[::-1]
+            if AXIS_OF.get(into) == "tp":
+                if isinstance(module, nn.Linear):
+                    rows.append(name)
+                else:
+                    self._lookup(name, module)
+            elif AXIS_OF.get(out) == "tp":
+                columns[name] = out
+        return rows, columns
+
+    def _at(self, name: str) -> Any:
+        return self.piece.get_submodule(name)
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        owner, _, child = name.rpartition(".")
+        setattr(self._at(owner), child, module)
+
+    def _fork(self, module: nn.Module) -> None:
+        fork = self.fork
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (fork(args[0]), *args[1:])
+
+        module.register_forward_pre_hook(enter)
+
+    def _lookup(self, name: str, module: Any) -> None:
+        cut = self._vocabulary(module)
+        self._replace(name, VocabularyEmbedding(module, cut, self.join))
+
+    def _vocabulary(self, module: Any) -> Cut:
+        return Cut.of(module.weight.shape[0], self.tp, self.wires.tp.rank)
+
+    def _single(self, name: str, dim: str) -> None:
+        """A column weight with no row weight after it: the whole output is gathered, unless it is
+        the vocabulary's, whose loss takes it cut."""
+        module, tp = self._at(name), self.wires.tp
+        self._fork(module)
+        owner = self._at(name.rpartition(".")[0])
+        if dim == "vocab":
+            owner.loss = VocabularyCrossEntropy(self._vocabulary(module), tp)
+        else:
+            module.register_forward_hook(lambda m, args, y: regions.gather(y, tp, y.dim() - 1))
+
+    def _cut_time(self) -> None:
+        """Under seq what runs between the regions sees its own tokens: learned positions and noise."""
+        tp = self.wires.tp
+
+        def own(x: Tensor) -> Tensor:
+            return x.chunk(tp.size, 1)[tp.rank]
+
+        for name, module in self.piece.named_modules():
+            if isinstance(module, nn.Embedding) and "position" in self.model.rules.dims(
+                f"{self.prefix}.{name}.weight"
+            ):
+                module.register_forward_pre_hook(lambda m, args: (own(args[0]), *args[1:]))
+            elif isinstance(module, Dropout) and "." not in name:
+                module.register_forward_pre_hook(
+                    lambda m, args: (
+                        args[0],
+                        None if args[1] is None else own(args[1]),
+                        *args[2:],
+                    )
+                )

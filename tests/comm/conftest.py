@@ -1,0 +1,44 @@
+"""Worlds that are kept for all tests of the wires."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from phalanx.comm import workers
+from phalanx.comm.threads import run_threads
+
+WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
+PROCESSES = ("shared-2", "shared-3", "shared-4", "shared-8", "gloo-2", "gloo-4")
+
+
+def threads_of(size, timeout=30.0):
+    """Threads even for one rank, for which `workers` would choose to be alone."""
+    return lambda fn, *args: run_threads(fn, size, args, timeout, cuda=False)
+
+
+@pytest.fixture(scope="session")
+def kept():
+    """(world's name) -> run; each world of processes is started once."""
+    with ExitStack() as stack:
+        runs = {}
+
+        def run_of(name):
+            kind, size = name.split("-")
+            if name not in runs:
+                runs[name] = (
+                    threads_of(int(size))
+                    if kind == "threads"
+                    else stack.enter_context(
+                        workers(int(size), wire="auto" if kind == "alone" else kind, timeout=30.0)
+                    )
+                )
+            return runs[name], int(size)
+
+        yield run_of
+
+
+@pytest.fixture(params=(*WORLDS, *PROCESSES))
+def world(request, kept):
+    """(run, size, exact): exact where results must equal one process bit for bit."""
+    run, size = kept(request.param)
+    return run, size, not request.param.startswith("gloo")

@@ -1,0 +1,102 @@
+"""Joining a launcher's world: what the environment says, and each way it can be wrong."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.comm import CommMisuse, join
+from phalanx.comm.join import Place, find
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "70001",
+    "SLURM_JOB_NODELIST": "gpu[003-007,9],io1",
+}
+
+
+def test_a_process_that_nothing_started_is_alone():
+    assert find({}) is None
+    assert join(environment={}).size == 1
+
+
+def test_torchrun_and_slurm_say_the_same_in_their_own_words():
+    assert find(TORCHRUN) == Place(3, 4, 1, "10.0.0.1", 29500, True, 2)
+    assert find(SLURM) == Place(3, 4, 1, "gpu003", 20000 + 70001 % 20000, False)
+    assert find(SLURM | {"SLURM_JOB_NODELIST": "io1,io2"}).host == "io1"
+
+
+WRONG = [
+    ({"MASTER_PORT": ""}, "MASTER_PORT is not set; start every rank with torchrun"),
+    ({"WORLD_SIZE": "four"}, "WORLD_SIZE is 'four'; it must be a whole number"),
+    ({"RANK": "4"}, "rank 4, local rank 1, of 4 ranks"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; a port lies between"),
+]
+
+
+@pytest.mark.parametrize("change, said", WRONG)
+def test_wrong_or_missing_variables_are_refused_in_a_sentence(change, said):
+    with pytest.raises(CommMisuse, match=said):
+        join(environment=TORCHRUN | change)
+
+
+def test_a_world_of_another_size_than_the_run_needs_is_refused():
+    with pytest.raises(CommMisuse, match="needs 8 ranks and the launcher has started 4; start 8"):
+        join(8, environment=TORCHRUN)
+    with pytest.raises(CommMisuse, match="needs 8 ranks and nothing has started this process"):
+        join(8, environment={})
+
+
+def test_a_port_in_use_is_refused_before_anybody_waits():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment = {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        with pytest.raises(CommMisuse, match=rf"127.0.0.1:{port} .*choose another MASTER_PORT"):
+            join(environment=environment)
+
+
+JOINED = """
+import torch
+from phalanx.comm import join
+world = join(2, wire="gloo", timeout=30.0)
+x = torch.tensor([float(world.rank + 1)])
+world.split("all", [range(2)]).all_reduce(x)
+print(f"sum {x.item()}\\n", end="", flush=True)
+world.close()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_of_torchrun_join_one_world(tmp_path):
+    script = tmp_path / "joined.py"
+    script.write_text(JOINED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 3.0") == 2

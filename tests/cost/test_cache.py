@@ -1,0 +1,101 @@
+"""Weighed pieces kept on disk: found again without torch, weighed again when anything has changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.cost import cut_of, weigh, weighs
+from phalanx.layout import Layout, Shape
+from phalanx.parallel import build_model
+
+TINY = Shape.load("tiny")
+STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
+LAYOUTS = Layout.parse_many("dp2 tp2 seq bf16; pp2 tp2 zero1 seq bf16 1f1b:4; cp2; pp2 zb-h1:4")
+
+
+def test_a_cut_is_what_a_piece_can_feel() -> None:
+    cuts = [str(cut_of(x)) for x in LAYOUTS]
+    assert cuts == ["tp2 seq bf16", "tp2 seq bf16", "cp2", "zb-h1:1"]
+    every = cut_of(Layout.parse("dp2 tp2 cp4:2x2 zero3 accum:4 recompute:every=2 offload:weights"))
+    assert every == Layout.parse("cp4:2x2 tp2")
+    assert cut_of(every) == every
+
+
+def test_the_cache_gives_what_weighing_gives(tmp_path: Path) -> None:
+    for found in (weighs(TINY, LAYOUTS, place=tmp_path) for _ in range(2)):
+        assert list(found) == list(dict.fromkeys(map(cut_of, LAYOUTS)))
+        for cut, pieces in found.items():
+            assert len(pieces) == TINY.pieces
+            for rows in (1, 2, 5):
+                real = weigh(build_model(TINY), cut, rows)
+                for number, weighed in enumerate(real):
+                    told = pieces[number](rows)
+                    assert replace(told, temporary=0) == replace(weighed, temporary=0)
+                    assert weighed.temporary <= told.temporary
+                    assert rows == 5 or weighed.temporary == told.temporary
+            assert pieces.head(1) == weigh(build_model(TINY), cut, 1)[-1]
+
+
+CODE = """
+import sys
+from pathlib import Path
+from phalanx.layout import Layout, Shape
+from phalanx.cost import weighs
+model, place, layouts = sys.argv[1:]
+model = model if ":" in model else Shape.load(model)
+found = weighs(model, Layout.parse_many(layouts), place=Path(place))
+print("torch" in sys.modules, sum(p.block(3).forward.flops for p in found.values()))
+"""
+
+
+def _ask(*argv: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *argv], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("model", [TINY, STRANGER], ids=["shape", "file"])
+def test_what_is_cached_is_found_without_torch(model: Shape | str, tmp_path: Path) -> None:
+    layouts = "tp2; dp2 cp2"
+    found = weighs(model, Layout.parse_many(layouts), place=tmp_path)
+    work = sum(p.block(3).forward.flops for p in found.values())
+    name = model.name if isinstance(model, Shape) else model
+    assert _ask(name, str(tmp_path), "dp4 tp2 zero3; cp2") == ["False", str(work)]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"kinds": [[1, 2]]}}'])
+def test_a_damaged_file_is_weighed_again_and_written_whole(damage: str, tmp_path: Path) -> None:
+    layouts = [Layout.parse("tp2")]
+    good = weighs(TINY, layouts, place=tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    file.write_text(damage)
+    again = weighs(TINY, layouts, place=tmp_path)
+    assert again[layouts[0]].block(2) == good[layouts[0]].block(2)
+    assert file.read_bytes() == whole
+
+
+def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    found = weighs(TINY, [Layout()], place=tmp_path / "file" / "weighs")
+    assert found[Layout()].block(1).weights == TINY.parameters(1)
+
+
+def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
+    for shape in (TINY, replace(TINY, layers=9, name="other", batch=3)):
+        found = weighs(shape, [Layout()], place=tmp_path)[Layout()]
+        assert len(found) == shape.pieces
+        assert len(list(tmp_path.iterdir())) == 1
+    weighs(replace(TINY, ffn=64), [Layout()], place=tmp_path)
+    weighs(TINY, [Layout()], sequence=16, place=tmp_path)
+    weighs(TINY, [Layout()], target="cpu", place=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+    assert all(json.loads(file.read_text()) for file in tmp_path.iterdir())

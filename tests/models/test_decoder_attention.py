@@ -1,0 +1,149 @@
+"""Attention against its definition, written out with loops over tokens in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phalanx.models import Attention, Core, RopeScaling
+from phalanx.models.attention import Rope, rotate
+
+Q, T, HEADS, KV, SIZE = 2, 7, 4, 2, 6
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _qkv() -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _random(Q, T, HEADS, SIZE),
+        _random(Q, T, KV, SIZE, seed=1),
+        _random(Q, T, KV, SIZE, seed=2),
+    )
+
+
+def _positions(rows: int = Q, length: int = T) -> Tensor:
+    return torch.arange(length).expand(rows, length)
+
+
+def _by_hand(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+    """One query, one key at a time."""
+    out = torch.zeros_like(q)
+    for b in range(q.shape[0]):
+        for t in range(q.shape[1]):
+            for head in range(q.shape[2]):
+                kv = head // (q.shape[2] // k.shape[2])
+                seen = [
+                    s
+                    for s in range(t + 1)
+                    if documents is None or documents[b, s] == documents[b, t]
+                ]
+                scores = [float(q[b, t, head] @ k[b, s, kv]) / math.sqrt(q.shape[3]) for s in seen]
+                weights = [math.exp(score) for score in scores]
+                for s, weight in zip(seen, weights, strict=True):
+                    out[b, t, head] += weight / sum(weights) * v[b, s, kv]
+    return out
+
+
+@pytest.mark.parametrize("documents", [None, torch.tensor([[0, 0, 0, 1, 1, 2, 2], [5] * 7])])
+def test_the_core_is_attention_written_out_by_hand(documents: Tensor | None) -> None:
+    q, k, v = _qkv()
+    got = Core()(q, k, v, _positions(), documents)
+    torch.testing.assert_close(got, _by_hand(q, k, v, documents), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_grouped_queries_equal_repeated_key_heads(packed: bool) -> None:
+    q, k, v = _qkv()
+    documents = torch.tensor([[0] * 3 + [1] * 4] * Q) if packed else None
+    grouped = Core()(q, k, v, _positions(), documents)
+    repeated = Core()(
+        q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2), _positions(), documents
+    )
+    torch.testing.assert_close(grouped, repeated, rtol=1e-13, atol=1e-13)
+
+
+def test_the_whole_of_attention_is_the_formula_with_complex_rotations() -> None:
+    torch.manual_seed(0)
+    attn = Attention(10, HEADS, KV, SIZE, rope=Rope(100.0), bias="all", qk_norm=True).double()
+    for weight in attn.parameters():
+        torch.nn.init.normal_(weight)
+    x, positions = _random(Q, T, 10), torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 2, 3]])
+
+    def turned(linear: torch.nn.Linear, heads: int, norm: Tensor) -> Tensor:
+        y = (x @ linear.weight.T + linear.bias).reshape(Q, T, heads, SIZE)
+        y = y / (y.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm
+        out = torch.empty_like(y)
+        for b in range(Q):
+            for t in range(T):
+                for i in range(SIZE // 2):
+                    angle = float(positions[b, t]) * 100.0 ** (-2 * i / SIZE)
+                    z = torch.complex(y[b, t, :, i], y[b, t, :, i + SIZE // 2])
+                    z = z * complex(math.cos(angle), math.sin(angle))
+                    out[b, t, :, i], out[b, t, :, i + SIZE // 2] = z.real, z.imag
+        return out
+
+    with torch.no_grad():
+        q = turned(attn.wq, HEADS, attn.q_norm.weight)
+        k = turned(attn.wk, KV, attn.k_norm.weight)
+        v = (x @ attn.wv.weight.T + attn.wv.bias).reshape(Q, T, KV, SIZE)
+        want = _by_hand(q, k, v, None).flatten(2) @ attn.wo.weight.T + attn.wo.bias
+        torch.testing.assert_close(attn(x, positions), want, rtol=1e-11, atol=1e-11)
+
+
+def test_rotary_scores_depend_only_on_relative_positions() -> None:
+    rope = Rope(10000.0)
+    q, k = _random(1, T, HEADS, SIZE), _random(1, T, HEADS, SIZE, seed=1)
+
+    def scores(positions: Tensor) -> Tensor:
+        angles = rope.angles(positions, SIZE, torch.float64)
+        return torch.einsum("bthd,bshd->bhts", rotate(q, *angles), rotate(k, *angles))
+
+    start = _positions(1)
+    torch.testing.assert_close(scores(start), scores(start + 1000), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(scores(start), scores(start * 2))
+
+
+def test_rotation_keeps_lengths_and_leaves_position_zero() -> None:
+    x = _random(1, T, HEADS, SIZE)
+    turned = rotate(x, *Rope(10.0).angles(_positions(1), SIZE, x.dtype))
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
+    assert torch.equal(turned[:, 0], x[:, 0])
+    assert not torch.allclose(turned[:, 1], x[:, 1])
+
+
+def test_llama_scaling_keeps_fast_waves_and_slows_the_slow_ones() -> None:
+    """The three cases of Llama 3.1's published rule, by wavelength."""
+    scaling = RopeScaling(factor=8.0, low=1.0, high=4.0, sequence=8192)
+    waves = [100.0, 2047.0, 4096.0, 8193.0, 1e6]
+    got = scaling(2 * math.pi / torch.tensor(waves, dtype=torch.float64))
+    blend = (8192 / 4096 - 1) / (4 - 1)
+    slowed = [1, 1, (1 - blend) / 8 + blend, 1 / 8, 1 / 8]
+    want = [2 * math.pi / wave * slow for wave, slow in zip(waves, slowed, strict=True)]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-13, atol=0)
+
+
+def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
+    """Each half of the heads, with its half of the weights, gives one term of wo's sum."""
+    torch.manual_seed(1)
+    whole = Attention(8, HEADS, KV, SIZE, rope=Rope(100.0)).double()
+    x, total = _random(Q, T, 8), torch.zeros(Q, T, 8, dtype=torch.float64)
+    for half in range(2):
+        part = Attention(8, HEADS, KV, SIZE, rope=Rope(100.0)).double()
+        for name in ("wq", "wk", "wv"):
+            weight = getattr(whole, name).weight.data.chunk(2, 0)[half]
+            getattr(part, name).weight.data = weight
+        part.wo.weight.data = whole.wo.weight.data.chunk(2, 1)[half]
+        total += part(x, _positions())
+    torch.testing.assert_close(total, whole(x, _positions()), rtol=1e-12, atol=1e-12)
+
+    class Values(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+            return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+
+    whole.core = Values()
+    v = F.linear(x, whole.wv.weight).unflatten(-1, (KV, SIZE)).repeat_interleave(2, 2).flatten(2)
+    torch.testing.assert_close(whole(x, _positions()), F.linear(v, whole.wo.weight))

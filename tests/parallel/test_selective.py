@@ -1,0 +1,188 @@
+"""Selective recomputation gives the gradients of none, and holds what somebody will ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.comm import World
+from phalanx.comm.launch import launch
+from phalanx.cost.live import Live
+from phalanx.layout import Layout, LayoutError, Shape
+from phalanx.parallel import Precision, build_model
+from phalanx.parallel.local import hold
+from phalanx.parallel.recompute import contexts
+from phalanx.train.program import program_of
+from phalanx.verify import SHAPES, batch_of
+from phalanx.verify.trial import Setting, join, train_layout
+
+GPT = Shape(
+    "gpt", layers=1, hidden=64, heads=4, ffn=256, vocab=80, sequence=32,
+    norm="layer", positions="learned", gated=False, bias="all",
+)  # fmt: skip
+LLAMA = Shape("llama", layers=1, hidden=64, heads=4, kv_heads=2, ffn=192, vocab=80, sequence=32)
+ROWS = 3
+
+
+# ---- gradients
+
+
+def gradients(layout: Layout, name: str, *, packed: bool) -> dict[str, Tensor]:
+    """Of a step with dropout, in float64."""
+    wide = Precision(torch.float64, torch.float64, torch.float64)
+    batches = partial(batch_of, SHAPES[name], packed=packed, noisy=True)
+    setting = Setting(batches, steps=1, precision=wide)
+    make = partial(build_model, SHAPES[name], dropout=0.2)
+    seen = launch(train_layout, layout.ranks, layout, make, setting, wire="threads")
+    (step,) = join(seen, 1)
+    return step.gradients
+
+
+@pytest.mark.parametrize("name", ["gqa", "gpt", "qwen"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "tp2", "tp2 seq", "tp4", "cp2 tp2 seq", "cp2:ulysses tp2", "dp2 tp2 zero3 accum:2",
+        "pp2 tp2 seq zb-h1:3", "tp2 seq accum:2 offload:activations",
+    ],
+)  # fmt: skip
+def test_gradients_are_bit_for_bit_those_without_recomputation(text: str, name: str) -> None:
+    packed = "cp2" in text and name != "gpt"  # learned positions begin again with documents, too
+    plain = gradients(Layout.parse(f"{text} fp64"), name, packed=packed)
+    selective = gradients(Layout.parse(f"{text} recompute:selective fp64"), name, packed=packed)
+    assert plain.keys() == selective.keys()
+    for weight, gradient in plain.items():
+        assert torch.equal(selective[weight], gradient), weight
+
+
+# ---- bytes
+
+
+def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
+    """Bytes that a block's forward leaves, its input and what says where tokens stand too."""
+    layout = Layout.parse(text)
+    model = build_model(shape, dropout=dropout)
+    piece = hold(world, layout, model, program_of(model, layout, agree=True)).pieces[1]
+    places = layout.tp if layout.seq else 1
+    with Live() as live:
+        x = torch.randn(ROWS, shape.sequence // places, shape.hidden)
+        batch = {"positions": torch.arange(shape.sequence).expand(ROWS, -1)}
+        if dropout:
+            batch["noise"] = batch["positions"]
+        y = piece.forward(0, x, batch, keep=True)
+        del x, y
+        return int(live.bytes())
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=lambda s: s.name)
+@pytest.mark.parametrize("text", ["tp1", "tp2", "tp2 seq", "tp4 seq"])
+def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
+    text: str, shape: Shape
+) -> None:
+    """In numbers of 4 bytes for each token, of h features, on t ranks: q, k, v and attention's output
+    with a sum for each head; what goes into the second norm; what comes out of the wide products.
+    With seq the stream is cut, and what was gathered for the column products is whole.
+    Nothing of a part of a sum, and nothing of what the last product adds to the stream."""
+    if text == "tp4 seq" and shape.kv_heads % 4:
+        shape = Shape(**{**vars(shape), "kv_heads": 4})
+    layout = Layout.parse(text)
+    t, h = layout.tp, shape.hidden
+    kv = h * shape.kv_heads // shape.heads
+    wide = (2 if shape.gated else 1) * shape.ffn
+    stream = 2 * (h / t if layout.seq else h)
+    gathered = 2 * h if layout.seq else 0
+    numbers = stream + gathered + (2 * h + 2 * kv + shape.heads + wide) / t
+    scalars = 3 if t > 1 else 2  # autograd's leaf, and a number in each stand-in's place
+    scalars += t > 1  # two parts of sums, and the last sum
+    times = 8 * shape.sequence
+    for dropout in (0.0, 0.1):
+        text = f"{layout} recompute:selective"
+        (found, *_) = launch(held, t, text, shape, dropout, wire="threads")
+        assert found == 4 * (ROWS * shape.sequence * numbers + scalars) + times
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=lambda s: s.name)
+@pytest.mark.parametrize("text", ["tp1", "tp2", "tp2 seq"])
+def test_selective_leaves_less_than_none(text: str, shape: Shape) -> None:
+    (none, *_), (selective, *_) = (
+        launch(held, Layout.parse(text).ranks, f"{text} {x}", shape, wire="threads")
+        for x in ("", "recompute:selective")
+    )
+    assert selective < 0.8 * none
+
+
+# ---- what somebody may ask for
+
+
+class _Saves(torch.autograd.Function):
+    """Asks for a value of which no operation is seen to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.mul(gradient, x)
+
+
+def _saved(x: Tensor) -> Tensor:
+    y: Tensor = _Saves.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _gradient(call: Callable[..., Tensor], *, again: bool) -> Tensor:
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(4, 4, dtype=torch.float64, generator=draw) for _ in range(2))
+    x.requires_grad_()
+    if again:
+        y = checkpoint(
+            call, x, w, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
+    else:
+        y = call(x, w)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert isinstance(gradient, Tensor)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: (x @ w).tanh() + x,
+        lambda x, w: (x + x @ w).square(),
+        lambda x, w: (x @ w) * (x @ w.T),
+        lambda x, w: x + (x @ w) @ (x @ w.T),
+        lambda x, w: torch.addmm(x, x @ w, w) * x,
+        lambda x, w: F.layer_norm(x + 2.0 * (x @ w), (4,)) + x @ w,
+        lambda x, w: torch.where(x > 0, x @ w, 0.0).exp(),
+        lambda x, w: _saved((x @ w) * x),
+        lambda x, w: F.scaled_dot_product_attention(*((x @ w)[None, None],) * 3)[0, 0],
+    ],
+)
+def test_what_is_asked_for_after_a_product_is_what_the_product_gave(
+    call: Callable[..., Tensor],
+) -> None:
+    assert torch.equal(_gradient(call, again=True), _gradient(call, again=False))
+
+
+def test_a_value_asked_for_unseen_is_not_a_number_instead_of_a_wrong_one() -> None:
+    assert _gradient(lambda x, w: _saved(x + x @ w), again=True).isnan().all()
+
+
+def test_a_model_that_writes_into_what_is_kept_is_refused() -> None:
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        y = x @ w
+        return y.add_(1.0).tanh() * y.exp()
+
+    with pytest.raises(LayoutError, match="writes into it"):
+        _gradient(call, again=True)

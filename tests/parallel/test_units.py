@@ -1,0 +1,134 @@
+"""Flat units: memory is what ZeRO promises, replicas stay equal to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from phalanx.comm import World
+from phalanx.comm.launch import launch
+from phalanx.comm.shared import SharedWorld
+from phalanx.layout import Layout, Shape
+from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
+from phalanx.parallel.local import hold
+from phalanx.train import AdamW, Executor
+from phalanx.train.program import program_of
+from phalanx.verify import SHAPES, batch_of
+
+GQA = SHAPES["gqa"]
+
+
+def train(
+    world: World, layout: Layout, precision: Precision, steps: int, shape: Shape = GQA
+) -> dict[str, object]:
+    """A few steps; what the rank holds afterwards, and at most while it worked."""
+    model = build_model(shape)
+    program = program_of(model, layout, agree=True)
+    held = hold(world, layout, model, program, precision=precision, poison=True)
+    performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden, clip=1.0)
+    losses = []
+    for step in range(steps):
+        batch = batch_of(shape, step, dtype=precision.compute)
+        result = performer.step(microbatches(batch, layout, held.place["dp"]), 1e-3)
+        losses.append(result.loss)
+    optimizer = sum(
+        state.numel() * state.itemsize
+        for update in performer.updates.values()
+        for per in update.torch.state.values()
+        for name, state in per.items()
+        if name != "step"
+    )
+    whole = (
+        torch.cat([u.buffer for u in held.units.values()]) if layout.zero < 3 else torch.empty(0)
+    )
+    told = {
+        "losses": losses,
+        "home": sum(u.home.numel() * u.home.itemsize for u in held.units.values()),
+        "optimizer": optimizer,
+        "made": dict(held.pool.made),
+        "block": held.units[1].numel,
+        "padding": sum(
+            u.numel - sum(torch.Size(w.local).numel() for w in u.order) for u in held.units.values()
+        ),
+        "hash": hashlib.sha256(whole.detach().float().numpy().tobytes()).hexdigest(),
+    }
+    world.clear()
+    return told
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_bytes_per_rank_are_the_formula_to_within_padding(zero: int) -> None:
+    # Rajbhandari et al. 2020, section 3, with float32 throughout: 4 bytes of weight, 8 of Adam.
+    layout = Layout.parse(f"dp4 zero{zero}")
+    ranks = launch(train, 4, layout, Precision(), 2, wire="threads")
+    parameters = GQA.total
+    shards = 4 if zero else 1
+    for told in ranks:
+        spare = told["padding"]
+        assert 0 <= told["home"] - 4 * parameters / shards <= 4 * spare
+        assert 0 <= told["optimizer"] - 8 * parameters / shards <= 8 * spare
+
+
+def test_stage_3_holds_a_few_gathered_units_and_not_the_model() -> None:
+    deep = replace(GQA, layers=12)
+    for told in launch(train, 4, Layout.parse("dp4 zero3"), Precision(), 2, deep, wire="threads"):
+        # Two gathered blocks (one ahead) and three whole gradients (two on their way), of twelve.
+        assert told["made"][told["block"], torch.float32] <= 5
+
+
+@pytest.mark.parametrize("layout", ["dp4", "dp4 zero1", "dp2x2 zero2"])
+def test_losses_differ_across_replicas_and_weights_do_not_in_bf16_too(layout: str) -> None:
+    bf16 = Precision(torch.bfloat16, torch.float32, torch.float32)
+    ranks = launch(train, 4, Layout.parse(layout), bf16, 20, wire="threads")
+    assert len({tuple(r["losses"]) for r in ranks}) == 4
+    # Sharded weights are as old as the last gather, and equal all the same.
+    assert len({r["hash"] for r in ranks}) == 1
+
+
+def test_shares_differ_by_one_at_most_and_are_everything() -> None:
+    for size in range(20):
+        for parts in range(1, 9):
+            taken = [share(size, parts, p) for p in range(parts)]
+            assert [i for s in taken for i in range(s.start, s.stop)] == list(range(size))
+            assert max(s.stop - s.start for s in taken) - min(s.stop - s.start for s in taken) <= 1
+
+
+def test_cut_weights_tile_the_whole_of_every_weight() -> None:
+    for shape in SHAPES.values():
+        make = partial(build_model, shape)
+        for tp in (1, 2, 4):
+            places = [cut_weights(make(), Layout.parse(f"tp{tp}"), p) for p in range(tp)]
+            for name, parameter in make().weights.items():
+                seen = torch.zeros(parameter.shape, dtype=torch.int)
+                for place in places:
+                    seen[place[name].box] += 1
+                whole = set(seen.flatten().tolist())
+                assert len(whole) == 1, name
+                counted = sum(place[name].counted for place in places)
+                assert counted == tp // whole.pop(), name
+
+
+def of_shared_memory(world: World, text: str) -> list[bool]:
+    layout, model = Layout.parse(text), build_model(GQA)
+    held = hold(world, layout, model, program_of(model, layout, agree=True))
+    performer = Executor(
+        held, program_of(model, layout, agree=True), world.rank, AdamW(), width=GQA.hidden
+    )
+    performer.step(
+        microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.place["dp"]), 1e-3
+    )
+    assert isinstance(world, SharedWorld)
+    flat = [u.home for u in held.units.values()]
+    flat += [buffer for waiting in held.pool.free.values() for buffer in waiting]
+    return [world._arena.address(buffer) >= 0 for buffer in flat]
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2 zero1", "dp2 zero3"])
+def test_flat_buffers_lie_in_what_ranks_share(text: str) -> None:
+    for told in launch(of_shared_memory, 2, text, wire="shared"):
+        assert len(told) > 6
+        assert all(told)
