@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.layout import Layout, legal
-from phalanx.verify import SHAPES, compare, covering, every_layout, verify
+from phalanx.verify import SHAPES, batch_of, compare, covering, every_layout, verify
 from phalanx.verify.catch import catch
 from phalanx.verify.faults import FAULTS, Fault
 from phalanx.verify.reference import Step
@@ -94,6 +94,17 @@ def test_a_covering_subset_contains_every_pair_of_choices() -> None:
     pairs = {(x.tp, x.zero, x.seq) for x in layouts}
     assert len(few) < len(layouts)
     assert {p[:2] for p in pairs} == {(x.tp, x.zero) for x in few}
+
+
+@pytest.mark.parametrize("name", [n for n, s in SHAPES.items() if s.kind == "decoder"])
+@pytest.mark.parametrize("step", range(4))
+def test_every_token_of_the_vocabulary_is_in_every_batch(name: str, step: int) -> None:
+    batch = batch_of(SHAPES[name], step)
+    assert set(batch["tokens"].flatten().tolist()) == set(range(SHAPES[name].vocab))
+    # What is to be predicted is what comes next, where it counts.
+    later, targets = batch["tokens"][:, 1:], batch["targets"][:, :-1]
+    assert ((targets == later) | (targets == -100)).all()
+    assert (targets == later).any()
 
 
 def test_a_log_is_not_run_again(tmp_path: object) -> None:

@@ -33,13 +33,16 @@ class Precision:
 
 
 class Segment(NamedTuple):
-    """A run of the flat order whose weights are treated alike."""
+    """A run of the flat order whose weights are updated alike.
+
+    Runs are the same on all ranks that hold copies. A fused kernel rounds the last few numbers of
+    a run differently from the rest, so copies in runs of other lengths would drift apart.
+    """
 
     start: int
     stop: int
     adds: str
     decay: bool
-    counted: bool
 
 
 class Entry(NamedTuple):
@@ -128,8 +131,9 @@ class Unit:
         at_host: bool = False,
     ) -> None:
         self.number, self.wires, self.pool, self.precision = number, wires, pool, precision
-        # What is summed apart stands together, and in it what decays comes first.
-        self.order = sorted(weights, key=lambda w: (w.adds, not w.decay, not w.counted))
+        # What is summed apart stands together, and in it what decays comes first. Nothing here may
+        # differ between tp ranks, `counted` for instance: see `Segment`.
+        self.order = sorted(weights, key=lambda w: (w.adds, not w.decay, w.local == w.shape))
         self.offsets: list[int] = []
         total = 0
         for weight in self.order:
@@ -174,9 +178,7 @@ class Unit:
         """The whole flat order in runs that are treated alike."""
         runs: list[Segment] = []
         for weight, offset in zip(self.order, self.offsets, strict=True):
-            one = Segment(
-                offset, offset + _numel(weight), weight.adds, weight.decay, weight.counted
-            )
+            one = Segment(offset, offset + _numel(weight), weight.adds, weight.decay)
             if runs and runs[-1][2:] == one[2:]:
                 one = Segment(runs.pop().start, *one[1:])
             runs.append(one)
@@ -202,6 +204,16 @@ class Unit:
             stop = min(offset + _numel(weight), self.start + self.part)
             if start < stop:
                 yield Entry(weight, start - offset, stop - offset, start - self.start)
+
+    def counted_runs(self) -> list[slice]:
+        """The runs of this rank's part that the gradient norm counts here."""
+        runs: list[slice] = []
+        for weight, start, stop, offset in self.entries():
+            if weight.counted:
+                end = offset + stop - start
+                joins = bool(runs) and runs[-1].stop == offset
+                runs.append(slice(runs.pop().start if joins else offset, end))
+        return runs
 
     def fill(self, name: str, part: Tensor) -> None:
         """Put one weight, as this tp place holds it, into the home."""

@@ -350,7 +350,6 @@ def _squares(unit: Unit) -> Tensor:
     gradient = unit.gradient
     assert gradient is not None
     total = torch.zeros(1, dtype=torch.float64, device=gradient.device)
-    for segment in unit.own_segments():
-        if segment.counted:
-            total += gradient[segment.start : segment.stop].double().square().sum()
+    for run in unit.counted_runs():
+        total += gradient[run].double().square().sum()
     return total

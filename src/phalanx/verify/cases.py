@@ -29,6 +29,11 @@ SHAPES: dict[str, Shape] = {
     ),
     # Norms of q and k, biases of q, k and v; 7 blocks, which no number of stages divides.
     "qwen": replace(_SMALL, name="qwen", qk_norm=True, bias="qkv", layers=7),
+    # Biases and learned positions of an odd width: vector kernels end in a remainder everywhere.
+    "odd": replace(
+        _SMALL, name="odd", layers=3, hidden=33, head_dim=9, ffn=44, sequence=11,
+        norm="layer", positions="learned", gated=False, bias="all",
+    ),
     "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
 }  # fmt: skip
 
@@ -42,18 +47,23 @@ def batch_of(
     packed: bool = False,
     noisy: bool = False,
 ) -> Mapping[str, Tensor]:
-    """The batch of a step: the same in every layout, with ignored targets spread unevenly."""
+    """The batch of a step: the same in every layout, with ignored targets spread unevenly. Every
+    token of a small vocabulary is among the inputs: some model treats one of them apart."""
     draw = torch.Generator().manual_seed(1_000_003 * seed + step)
     if shape.kind == "mlp":
         rows = torch.randn(shape.batch, shape.hidden, generator=draw, dtype=torch.float64)
         return {"inputs": rows.to(dtype)}
     size = (shape.batch, shape.sequence + 1)
     tokens = torch.randint(0, shape.vocab, size, generator=draw)
+    inputs = tokens[:, :-1]
+    every = torch.arange(shape.vocab)[: inputs.numel()]
+    somewhere = torch.randperm(inputs.numel(), generator=draw)[: every.numel()]
+    inputs[somewhere // shape.sequence, somewhere % shape.sequence] = every
     targets = tokens[:, 1:].clone()
     for row in range(shape.batch):
         targets[row, : row % shape.sequence] = IGNORED
     time = torch.arange(shape.sequence).expand(shape.batch, -1).contiguous()
-    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": targets, "positions": time}
+    batch = {"tokens": inputs.contiguous(), "targets": targets, "positions": time}
     if packed:
         batch |= _documents(batch, draw)
     if noisy:  # what dropout draws from: a key for every token of the step

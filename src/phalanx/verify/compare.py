@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .reference import Step
+from .reference import Mismatch, Step
 
 __all__ = ["Difference", "compare"]
 
@@ -31,8 +31,15 @@ class Difference:
     want: float
     error: float
     hint: str = ""
+    ranks: tuple[int, ...] = ()  # two that hold copies which differ: `got` and `want` are theirs
 
     def __str__(self) -> str:
+        if self.ranks:
+            (a, b), x, y = self.ranks, self.want, self.got
+            return (
+                f"step {self.step}: the {self.what} of {self.name}{list(self.element)} is {x:.17g}"
+                f" on rank {a} and {y:.17g} on rank {b}; copies must be equal bit by bit"
+            )
         where = f" of {self.name}{list(self.element)}" if self.name else ""
         what = f"the {self.what}" if self.name else self.what
         hint = f" ({self.hint})" if self.hint else ""
@@ -61,16 +68,25 @@ def _step(number: int, got: Step, want: Step, lr: float) -> Iterator[Difference]
             )
     yield _scalar(number, "the loss", got.loss, want.loss)
     floor = FLOOR * max(float(whole.abs().max()) for whole in want.gradients.values())
-    yield from _tensors(number, "gradient", got.gradients, want.gradients, floor)
+    apart = {(m.what, m.name): m for m in got.mismatches}
+    yield from _tensors(number, "gradient", got.gradients, want.gradients, floor, apart)
     yield _scalar(number, "the norm", got.norm, want.norm)
-    yield from _tensors(number, "weight", got.weights, want.weights, lr)
+    yield from _tensors(number, "weight", got.weights, want.weights, lr, apart)
 
 
 def _tensors(
-    step: int, what: str, got: dict[str, Tensor], want: dict[str, Tensor], floor: float
+    step: int,
+    what: str,
+    got: dict[str, Tensor],
+    want: dict[str, Tensor],
+    floor: float,
+    apart: dict[tuple[str, str], Mismatch],
 ) -> Iterator[Difference]:
     for name, whole in reversed(want.items()):
         yield _tensor(step, what, name, got.get(name), whole, floor)
+        if (what, name) in apart:
+            _, _, element, ranks, (a, b) = apart[what, name]
+            yield Difference(step, what, name, element, b, a, math.inf, ranks=ranks)
 
 
 def _scalar(step: int, what: str, got: float, want: float) -> Difference:
@@ -103,7 +119,7 @@ def _hint(ratio: float) -> str:
     """What a wrong factor looks like: a whole number or its inverse is an axis summed once too
     often, or not at all."""
     if math.isnan(ratio):
-        return "not a number: no rank holds it, copies differ, or a dropped weight was used"
+        return "not a number: no rank holds it, or a dropped weight was used"
     for k in range(2, 17):
         if abs(ratio - k) < 1e-3:
             return f"{k} times as much: summed over an axis of {k} once too often?"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +15,33 @@ from torch import Tensor, nn
 from ..parallel import Model, count_valid, start
 from ..train.optimizer import AdamW, Sgd
 
-__all__ = ["Step", "reference"]
+__all__ = ["Mismatch", "Step", "reference"]
 
 Batch = Mapping[str, Tensor]
+
+
+class Mismatch(NamedTuple):
+    """A number of which two ranks hold copies with different bits."""
+
+    what: str  # gradient or weight
+    name: str  # of the parameter
+    element: tuple[int, ...]
+    ranks: tuple[int, int]
+    values: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Step:
     """One step as somebody saw it: loss per valid token, gradient norm, every tensor by name, and
-    of each piece's output the sum of squares."""
+    of each piece's output the sum of squares. `mismatches` has the first number of each tensor
+    whose copies differ."""
 
     loss: float
     norm: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     outputs: dict[str, float]
+    mismatches: tuple[Mismatch, ...] = ()
 
 
 def reference(

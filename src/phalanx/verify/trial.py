@@ -13,12 +13,13 @@ from ..comm import World
 from ..layout import Layout
 from ..parallel import Entry, Model, Piece, Precision, Unit, microbatches
 from ..parallel.local import Holding, hold
+from ..parallel.tensor import Weight
 from ..program import Timeline
 from ..train.executor import Executor
 from ..train.optimizer import AdamW, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
-from .reference import Step
+from .reference import Mismatch, Step
 
 __all__ = ["Part", "Setting", "join", "train_layout"]
 
@@ -165,36 +166,72 @@ def _parts(holding: Holding, recorder: _Recorder, step: int) -> Iterable[Part]:
             yield Part(step, entry, gradient[run].cpu(), home[run].detach().cpu().clone())
 
 
+class _Whole:
+    """One tensor put together from the parts that ranks hold; NaN where nobody holds it."""
+
+    def __init__(self, what: str, weight: Weight, dtype: torch.dtype) -> None:
+        self.what, self.name = what, weight.name
+        self.numbers = torch.full(weight.shape, float("nan"), dtype=dtype)
+        self.rank = torch.full(weight.shape, -1)  # the first rank that holds a number
+        self.mismatch: Mismatch | None = None
+
+    def add(self, rank: int, entry: Entry, part: Tensor) -> None:
+        """Add a rank's part, and compare it with the copies that are here already."""
+        weight = entry.weight
+        # Fill a mask of the local part, then look at it as a box of the whole.
+        local = torch.zeros(weight.local, dtype=part.dtype)
+        held = torch.zeros(weight.local, dtype=torch.bool)
+        local.view(-1)[entry.start : entry.stop] = part
+        held.view(-1)[entry.start : entry.stop] = True
+        inside = tuple(slice(0, cut.stop - cut.start) for cut in weight.cuts)
+        local, held = local[inside], held[inside]
+        numbers, ranks = self.numbers[weight.box], self.rank[weight.box]
+        new = held & (ranks < 0)
+        differ = held & ~new & ~_same_bits(numbers, local)
+        numbers[new] = local[new]
+        ranks[new] = rank
+        if self.mismatch is None and differ.any():
+            at = tuple(differ.nonzero()[0].tolist())
+            self.mismatch = Mismatch(
+                self.what,
+                self.name,
+                tuple(i + cut.start for i, cut in zip(at, weight.cuts, strict=True)),
+                (int(ranks[at]), rank),
+                (float(numbers[at]), float(local[at])),
+            )
+
+
+def _same_bits(a: Tensor, b: Tensor) -> Tensor:
+    """Zeros of different sign differ; NaN is equal to NaN, whose bits mean nothing."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    return (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+
+
 def join(seen: list[Seen], steps: int) -> list[Step]:
     """The whole tensors of every step, from what all ranks hold. Ranks that hold the same part
-    must hold the same bits; where they do not, the weight is NaN."""
-    joined = []
-    for step in range(steps):
-        gradients: dict[str, Tensor] = {}
-        weights: dict[str, Tensor] = {}
-        for part in (p for rank in seen for p in rank.parts if p.step == step):
-            _place(gradients, part.entry, part.gradient)
-            _place(weights, part.entry, part.weight)
-        norm = seen[0].norms[step]
-        loss = sum(rank.losses[step] for rank in seen) / seen[0].counts[step]
-        outputs: dict[str, float] = {}
-        for name, square in (item for rank in seen for item in rank.outputs[step].items()):
-            outputs[name] = outputs.get(name, 0.0) + square
-        joined.append(Step(loss, -1.0 if norm is None else norm, gradients, weights, outputs))
-    return joined
+    must hold the same bits; where they do not, the step has a mismatch."""
+    return [_join_step(seen, step) for step in range(steps)]
 
 
-def _place(wholes: dict[str, Tensor], entry: Entry, numbers: Tensor) -> None:
-    weight = entry.weight
-    if weight.name not in wholes:
-        wholes[weight.name] = torch.full(weight.shape, float("nan"), dtype=numbers.dtype)
-    # Fill a mask of the local part, then look at it as a box of the whole.
-    local = torch.zeros(weight.local, dtype=numbers.dtype)
-    known = torch.zeros(weight.local, dtype=torch.bool)
-    local.view(-1)[entry.start : entry.stop] = numbers
-    known.view(-1)[entry.start : entry.stop] = True
-    inside = tuple(slice(0, cut.stop - cut.start) for cut in weight.cuts)
-    local, known = local[inside], known[inside]
-    box = wholes[weight.name][weight.box]
-    same = box.isnan() | (box == local)
-    box[known] = torch.where(same, local, float("nan"))[known]
+def _join_step(seen: list[Seen], step: int) -> Step:
+    wholes: dict[str, dict[str, _Whole]] = {"gradient": {}, "weight": {}}
+    for rank, one in enumerate(seen):
+        for part in (p for p in one.parts if p.step == step):
+            weight = part.entry.weight
+            for what, numbers in (("gradient", part.gradient), ("weight", part.weight)):
+                if weight.name not in wholes[what]:
+                    wholes[what][weight.name] = _Whole(what, weight, numbers.dtype)
+                wholes[what][weight.name].add(rank, part.entry, numbers)
+    outputs: dict[str, float] = {}
+    for name, square in (item for rank in seen for item in rank.outputs[step].items()):
+        outputs[name] = outputs.get(name, 0.0) + square
+    norm = seen[0].norms[step]
+    both = [*wholes["gradient"].values(), *wholes["weight"].values()]
+    return Step(
+        sum(rank.losses[step] for rank in seen) / seen[0].counts[step],
+        -1.0 if norm is None else norm,
+        {name: whole.numbers for name, whole in wholes["gradient"].items()},
+        {name: whole.numbers for name, whole in wholes["weight"].items()},
+        outputs,
+        tuple(whole.mismatch for whole in both if whole.mismatch is not None),
+    )
