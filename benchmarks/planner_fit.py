@@ -16,9 +16,9 @@ import numpy as np
 
 from phalanx.cost import cut_of, weighs
 from phalanx.plan.fit import fit
-from phalanx.plan.predict import Group, groups_of
 from phalanx.plan.stack import FITTED, Stack
-from phalanx.plan.table import Row, read_table
+from published.predict import RunGroup, groups_of
+from published.table import Row, read_table
 
 LIMIT = 0.85  # of a device's memory: what a plan may use
 FULL = 0.8  # of a device's memory: beyond it an allocator may thrash
@@ -33,7 +33,7 @@ def counts(row: Row) -> bool:
     return row.memory < FULL * row.site.memory or not row.source.startswith("ultrascale")
 
 
-def even(groups: list[Group]):
+def even(groups: list[RunGroup]):
     """Weights under which every source counts one, however many rows it has."""
     sizes: dict[str, int] = defaultdict(int)
     for group in groups:
@@ -42,7 +42,7 @@ def even(groups: list[Group]):
     return lambda g: np.array([counts(r) / max(1, sizes[r.source]) for r in g.rows])
 
 
-def remembered(stack: Stack, groups: list[Group]) -> Stack:
+def remembered(stack: Stack, groups: list[RunGroup]) -> Stack:
     """The stack with `kept` as the measured peaks have it: the median error is smallest."""
 
     def off(kept: float) -> float:
@@ -69,7 +69,7 @@ def tell(stack: Stack, device: str) -> None:
 def main() -> None:
     rows = [row for path in sys.argv[1:] for row in read_table(path)]
     groups, _ = groups_of(rows, weighs, cut_of)
-    stacks: dict[tuple[str, str], list[Group]] = defaultdict(list)
+    stacks: dict[tuple[str, str], list[RunGroup]] = defaultdict(list)
     for group in groups:
         stacks[group.rows[0].stack.name, group.rows[0].device].append(group)
     found = []

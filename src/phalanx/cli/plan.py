@@ -27,7 +27,7 @@ from .usage import Parser, UsageError, print_json
 __all__ = ["asked_of", "asking", "count", "run"]
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
-_SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
+_SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
 _OWN = re.compile(r".+\.py:\w+")
 _EPILOG = """\
 Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.

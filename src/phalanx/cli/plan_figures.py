@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..cost import forward_flops, step_flops
 from ..layout import Layout, Shape
-from ..plan.predict import Weigh
+from ..plan.kinds import Weigh
 from ..plan.rivals import Rival
 from ..plan.search import Choice, Plan
 from ..plan.site import Site

@@ -32,7 +32,7 @@ _FORMAT = 1
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
 _RUN = (
-    "model/*.py", "split/*.py", "weigh/*.py", "comm/regions.py", "comm/tally.py", "layout/rules.py",
+    "models/*.py", "parallel/*.py", "cost/*.py", "comm/regions.py", "comm/tally.py", "layout/rules.py",
     "program/load.py",
 )  # fmt: skip
 
@@ -117,7 +117,9 @@ def _source() -> str:
     """The code that weighing runs, ours and torch's."""
     digest = hashlib.sha256(str(_FORMAT).encode())
     for pattern in _RUN:
-        for path in sorted(_SOURCE.glob(pattern)):
+        paths = sorted(_SOURCE.glob(pattern))
+        assert paths, f"{pattern} matches no file: changed code would find stale costs"
+        for path in paths:
             digest.update(path.name.encode() + path.read_bytes())
     digest.update(_torch())
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +21,8 @@ from ..layout.journal import read_journal
 from .columns import Case, case_of, columns_of
 from .estimate import Estimates, estimate
 from .fit import fit
+from .kinds import PieceKinds, Weigh
 from .local import crowded
-from .predict import PieceKinds, RunGroup, Weigh
 from .price import RawTrio, raw_trio
 from .site import Site
 from .stack import Stack
@@ -76,9 +76,8 @@ def _raws(pieces: PieceKinds, cut: Layout, rows: float, site: Site) -> tuple[Raw
 def calibrated(base: Stack, groups: Sequence[Timed]) -> Stack:
     """The stack whose six numbers come nearest to the runs. Few runs tell few of them: what they
     do not tell stays near where a new stack has it."""
-    # `fit` needs of a group only `under` and `measured`. One's own runs are none of them hopeless,
-    # and the machine that is told to be twice as fast as it is makes all of them far off.
-    return fit(base, cast("Sequence[RunGroup]", groups), clip=math.inf)
+    # No run of one's own is clipped: on a machine file that is twice too fast all of them are far off.
+    return fit(base, groups, clip=math.inf)
 
 
 # ---- run folders

@@ -1,7 +1,8 @@
 """Step time and memory of many layouts at once, in closed form: what a search screens with.
 
 Each column is an array with one number a candidate. The best of them are then simulated as programs;
-the two agree where a schedule's closed form is exact, and `plan score` holds both against runs.
+the two agree where a schedule's closed form is exact; `benchmarks/planner_score.py` compares
+both with published runs.
 """
 
 from __future__ import annotations

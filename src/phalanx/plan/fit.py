@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-from .predict import RunGroup
+from .estimate import Estimates
 from .site import Numbers
 from .stack import FITTED, Stack
 
 __all__ = ["fit"]
+
+
+class Measured(Protocol):
+    """Runs with their measured seconds a step (0: none), and what a stack predicts for them."""
+
+    measured: Numbers
+
+    def under(self, stack: Stack) -> Estimates: ...
+
+
+G = TypeVar("G", bound=Measured)
 
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
 _PRIOR = 0.05  # how much a number is held where the runs do not tell it
@@ -20,10 +32,10 @@ _AT_REST = Stack()  # a number that nothing tells stays where a new stack has it
 
 def fit(
     base: Stack,
-    groups: Sequence[RunGroup],
+    groups: Sequence[G],
     *,
     names: Sequence[str] = tuple(FITTED),
-    use: Callable[[RunGroup], Numbers] | None = None,
+    use: Callable[[G], Numbers] | None = None,
     most: int = 160,
     clip: float = _CLIP,
 ) -> Stack:

@@ -17,7 +17,7 @@ from ..layout import Shape
 from ..program import Costs, Program, schedule
 from ..program.passes import messages
 from .candidates import Cut
-from .predict import PieceKinds, Weigh
+from .kinds import PieceKinds, Weigh
 from .price import Times, Trio, trio
 from .site import Network, Numbers, Site
 from .stack import Stack

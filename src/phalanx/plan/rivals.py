@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..layout import Layout, LayoutError, Shape, legal, recipe
-from .predict import Weigh
+from .kinds import Weigh
 from .search import Choice, judge
 from .site import Site
 from .stack import Stack

@@ -20,9 +20,9 @@ from ..program.memory import peaks
 from .candidates import Candidates, Cut, Space, candidates
 from .columns import Case, Columns, case_of, columns_of
 from .estimate import Estimates, Ranks, estimate, held_by_stage
+from .kinds import Weigh
 from .local import crowded
 from .pipes import blocks_of, on_ranks
-from .predict import Weigh
 from .priced import Priced, Three, pipeline, pipeline_costs
 from .refused import Refusal, refusals
 from .site import Site

@@ -2,7 +2,7 @@
 
 Every number says how far a stack is from what the machine could do, so that 1 (or 0, for what can
 be hidden) is no correction. `stacks.toml` holds ours and those of the stacks that published runs
-used; how they were fitted is told by `phalanx plan score`.
+used; `benchmarks/planner_fit.py` fits them.
 """
 
 from __future__ import annotations

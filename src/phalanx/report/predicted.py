@@ -17,7 +17,7 @@ from ..layout.journal import read_journal
 from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
 from ..plan.estimate import counting, gathering, summing, tying
-from ..plan.predict import Weigh
+from ..plan.kinds import Weigh
 from ..plan.price import costs_of
 from ..plan.priced import Priced, Three
 from ..plan.search import Choice, judge

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from by_hand import pieces
 
-from phalanx.cli import plan_score
+import planner_score
 from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape
 from phalanx.plan.fit import fit
-from phalanx.plan.predict import groups_of
-from phalanx.plan.score import score
 from phalanx.plan.stack import FITTED, stack
-from phalanx.plan.table import read_table
 from phalanx.plan.toml import MachineError
+from published.predict import groups_of
+from published.score import score
+from published.table import read_table
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
 ffn glu heads kv_heads head_dim vocab tied seq global_batch micro_batch tp sp pp vpp cp dp zero hsdp_shard
@@ -171,14 +171,14 @@ def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
 def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_score, "weighs", weigh)
+    monkeypatch.setattr(planner_score, "weighs", weigh)
     rows = [{**row, "step_time_s": 2.0} for row in layouts()[:3]]
     words = [str(table(tmp_path / "runs.csv", rows)), "--each", "--no-held-out"]
-    assert plan_score.run([*words, "--json"]) == 0
+    assert planner_score.run([*words, "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]["made-up"]
     assert [run["measured_s"] for run in runs] == [2.0] * 3
     assert all(sum(run["parts"].values()) == pytest.approx(run["predicted_s"]) for run in runs)
-    assert plan_score.run(words) == 0
+    assert planner_score.run(words) == 0
     told = capsys.readouterr().out
     for run in runs:
         assert f"{100 * (run['predicted_s'] / 2.0 - 1):+.1f}%" in told

@@ -1,30 +1,31 @@
-"""`phalanx plan score`: predictions against tables of published runs, source by source."""
+"""Predictions against tables of published runs, source by source.
+
+python benchmarks/planner_score.py TABLE.csv..."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..cost import cut_of, weighs
-from ..plan.predict import RunGroup, groups_of
-from ..plan.score import Errors, Score, hold_out, score
-from ..plan.stack import Stack, stack
-from ..plan.table import Row, read_table
-from .usage import Parser, print_json
-
-__all__ = ["run"]
+from phalanx.cli.usage import Parser, print_json
+from phalanx.cost import cut_of, weighs
+from phalanx.plan.stack import Stack, stack
+from published.predict import RunGroup, groups_of
+from published.score import Errors, Score, hold_out, score
+from published.table import Row, read_table
 
 _EXAMPLES = """\
-  phalanx plan score measured/*.csv
-  phalanx plan score runs.csv --stack default --json
-  phalanx plan score scan.csv --most-ranks 64 --no-held-out"""
+  planner_score.py measured/*.csv
+  planner_score.py runs.csv --stack default --json
+  planner_score.py scan.csv --most-ranks 64 --no-held-out"""
 _LEAST = 5  # timed rows of a source before its absence from a fit says anything
 
 
 def run(argv: Sequence[str]) -> int:
     """Read the tables, predict every row, print how far off each source is."""
     parser = Parser(
-        "phalanx plan score",
+        "planner_score.py",
         "Predicts every run of tables in the format of published measurements, and says how far"
         " off it is: per source, never pooled.",
         _EXAMPLES,
@@ -163,3 +164,7 @@ def _memory(each: Score) -> str:
             _percent(oom.get(name), width) for name, width in zip(names, (11, 8, 10), strict=True)
         )
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..layout import Layout, LayoutError, Shape
-from ..program import Weighed
-from .columns import Columns, columns_of
-from .estimate import Estimates, estimate
-from .price import RawTrio, raw_trio
-from .site import Site
-from .stack import Stack
+from phalanx.layout import Layout, LayoutError, Shape
+from phalanx.plan.columns import Columns, columns_of
+from phalanx.plan.estimate import Estimates, estimate
+from phalanx.plan.kinds import PieceKinds, Weigh
+from phalanx.plan.price import RawTrio, raw_trio
+from phalanx.plan.site import Site
+from phalanx.plan.stack import Stack
+
 from .table import Row
 
-__all__ = ["RunGroup", "PieceKinds", "Weigh", "groups_of"]
-
-
-class PieceKinds(Protocol):
-    """A model's pieces under one cut, each a function of a microbatch's rows."""
-
-    @property
-    def embed(self) -> Callable[[float], Weighed]: ...
-
-    @property
-    def block(self) -> Callable[[float], Weighed]: ...
-
-    @property
-    def head(self) -> Callable[[float], Weighed]: ...
-
-
-class Weigh(Protocol):
-    """What weighs a shape under the cuts of layouts; keys are the cuts."""
-
-    def __call__(
-        self, model: Shape | str, layouts: Iterable[Layout], *, sequence: int
-    ) -> Mapping[Layout, PieceKinds]: ...
+__all__ = ["RunGroup", "groups_of"]
 
 
 class RunGroup:

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from .estimate import Estimates
-from .fit import fit
+from phalanx.plan.estimate import Estimates
+from phalanx.plan.fit import fit
+from phalanx.plan.site import Numbers
+from phalanx.plan.stack import FITTED, Stack
+
 from .predict import RunGroup
 from .rules import RULES
-from .site import Numbers
-from .stack import FITTED, Stack
 from .table import Row
 
 __all__ = ["Errors", "Run", "Score", "hold_out", "score"]

@@ -1,0 +1,1 @@
+"""The planner against tables of published runs: reading them, predicting each row, scoring."""
