@@ -7,7 +7,7 @@ one microbatch. Nothing in it is a formula.
 from __future__ import annotations
 
 from ..layout import Layout
-from ..program import Costs, Sizes, build, check, simulate
+from ..program import Costs, Sizes, build, check, ops, simulate
 from .step import costs_of
 from .usage import Parser, UsageError, print_json
 
@@ -60,7 +60,7 @@ def table(layers: int, costs: dict[str, float]) -> list[dict[str, object]]:
         found.append(
             {
                 "recompute": mode,
-                "recomputed": sum(op.kind == "R" for op in program.rows[0]),
+                "recomputed": sum(op.kind == ops.RECOMPUTE for op in program.rows[0]),
                 "time": time,
                 "against_none": time / least,
                 "peak": peak.total,

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from ..layout import Layout, LayoutError, Mesh, Shape, legal, nearest, stage_pieces
-from ..program import SCHEDULES, Costs, Program, Sizes, build, check, schedule
+from ..program import KINDS, SCHEDULES, Costs, Program, Sizes, build, check, ops, schedule
 from .usage import UsageError, flags, read
 
 __all__ = ["Step", "costs_of", "of_file", "of_layout", "of_schedule", "refuse_illegal"]
@@ -28,8 +28,8 @@ _SCHEDULE_FLAGS = (
     "prefetch",
     "recompute",
 )
-_KINDS = ("F", "B", "I", "W", "R", "G", "S", "T", "U", "N", "A", "O", "Z", "send")
-_UNIT_KINDS = "GSU"  # these take as long as a piece has weights; computing, as it multiplies
+_FREE = (ops.DROP, *ops.MESSAGES)
+_KINDS = (*(kind for kind in KINDS if kind not in _FREE), "send")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Step:
 def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
     """The times that `F=1,B=2,send=0.1` names; left out, backward costs twice the forward."""
     if text is None:
-        return {"F": 1.0, "I": 1.0, "W": 1.0} if split else {"F": 1.0, "B": 2.0}
+        split_costs = {ops.FORWARD: 1.0, ops.INPUT_GRADIENT: 1.0, ops.WEIGHT_GRADIENT: 1.0}
+        return split_costs if split else {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
     found: dict[str, float] = {}
     for word in text.split(","):
         kind, equals, value = word.strip().partition("=")
@@ -65,7 +66,7 @@ def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
             raise UsageError(f"--costs: {value!r} in {word.strip()!r} is not a number.") from None
         if not 0 <= found[kind] < float("inf"):
             raise UsageError(f"--costs: {word.strip()!r}; a time is 0 or more, and finite.")
-    if not any(found.get(kind) for kind in "FBIW"):
+    if not any(found.get(kind) for kind in (ops.FORWARD, *ops.BACKWARDS)):
         raise UsageError(f"--costs {text}: nothing takes time; give F and B, or F, I and W.")
     return found
 
@@ -115,14 +116,15 @@ def of_layout(text: str, said: argparse.Namespace) -> Step:
     layout, shape = Layout.parse(text), Shape.load(said.model)
     refuse_illegal(layout, shape, batch=said.batch or 0, sequence=said.seq or 0)
     kinds = costs_of(said.costs, split=layout.splits_backward)
-    # What a piece costs: its part of an average stage, by multiply-adds, or by weights.
+    # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
+    # by its weights.
     work, weights = ([f(p) for p in range(shape.pieces)] for f in (shape.cost, shape.parameters))
     costs = Costs(
         kinds,
         share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
         pieces={
             (kind, p): kinds[kind] * layout.pp * w / sum(weights)
-            for kind in _UNIT_KINDS
+            for kind in ops.ON_UNIT
             if kind in kinds
             for p, w in enumerate(weights)
         },
@@ -140,7 +142,9 @@ def of_file(path: str, said: argparse.Namespace) -> Step:
     program = Program.parse(read(path, "program"), path)
     check(program)
     stages = program.mesh.of("pp")
-    split = any(op.kind in "IW" for row in program.rows for op in row)
+    split = any(
+        op.kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT) for row in program.rows for op in row
+    )
     share = stages / max(1, program.pieces)
     costs = Costs(
         costs_of(said.costs, split=split), share=dict.fromkeys(range(program.pieces), share)

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ..cost import Pieces, cut_of, weighs
 from ..layout import Layout, LayoutError, Shape, legal, nearest
-from ..program import Load, Weighed
+from ..program import Load, Weighed, ops
 from .usage import Parser, UsageError, print_json
 
 __all__ = ["run"]
@@ -92,11 +92,14 @@ def _kinds(pieces: Pieces, rows: int) -> Iterator[tuple[list[int], Weighed]]:
 
 def _operations(cut: Layout, found: Weighed) -> dict[str, Load]:
     if cut.splits_backward:
-        backward = {"I": found.input_gradient, "W": found.weight_gradient}
+        backward = {
+            ops.INPUT_GRADIENT: found.input_gradient,
+            ops.WEIGHT_GRADIENT: found.weight_gradient,
+        }
     else:
-        backward = {"B": found.backward}
-    again = {"R": found.again} if cut.recompute == "selective" else {}
-    return {"F": found.forward, **backward, **again}
+        backward = {ops.BACKWARD: found.backward}
+    again = {ops.RECOMPUTE: found.again} if cut.recompute == "selective" else {}
+    return {ops.FORWARD: found.forward, **backward, **again}
 
 
 def _facts(cut: Layout, found: Weighed) -> dict[str, object]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..layout import Shape
-from ..program import Program
+from ..program import Program, ops
 
 __all__ = ["OpFlops", "StepFlops", "forward_flops", "step_flops"]
 
@@ -99,9 +99,14 @@ def _recomputed(program: Program) -> dict[int, float]:
     """For each piece, the part of the microbatches for which its forward is computed twice."""
     counts: dict[int, list[int]] = {}
     for piece, kind in _computed(program):
-        counts.setdefault(piece, [0, 0])[kind == "R"] += 1
+        counts.setdefault(piece, [0, 0])[kind == ops.RECOMPUTE] += 1
     return {piece: again / max(1, once) for piece, (once, again) in counts.items()}
 
 
 def _computed(program: Program) -> Iterable[tuple[int, str]]:
-    return ((op.piece, op.kind) for row in program.rows for op in row if op.kind in "FR")
+    return (
+        (op.piece, op.kind)
+        for row in program.rows
+        for op in row
+        if op.kind in (ops.FORWARD, ops.RECOMPUTE)
+    )

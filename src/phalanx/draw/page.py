@@ -10,6 +10,7 @@ import json
 from html import escape
 from pathlib import Path
 
+from ..program import ops
 from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
 from .words import change, number
@@ -93,7 +94,7 @@ def _memory(picture: Picture) -> list[dict[str, object]]:
 def _legend(picture: Picture) -> str:
     return "".join(
         f'<span class="key"><b style="background:{PAINTS[k].fill};color:{PAINTS[k].ink}">'
-        f"{escape('' if k == '>' else k)}</b>{LEGEND[k]}</span>"
+        f"{escape('' if k == ops.SEND else k)}</b>{LEGEND[k]}</span>"
         for k in picture.kinds
     )
 

@@ -11,56 +11,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ..program import KINDS, Op, Span, Timeline
+from ..program import KINDS, Op, Span, Timeline, ops
 from .words import number
 
-__all__ = ["LEGEND", "PAINTS", "Paint", "Picture", "Track"]
+__all__ = ["LEGEND", "PAINTS", "Picture", "Track"]
 
-
-class Paint(NamedTuple):
-    """How a kind looks: its colour, that of letters on it, and the nearest of a terminal's 256."""
-
-    fill: str
-    ink: str
-    terminal: int
-
-
-# The palette of Okabe and Ito (2008), which colour-blind readers tell apart. Letters stand beside
-# every colour, so nothing is told by colour alone.
-PAINTS: dict[str, Paint] = {
-    "F": Paint("#56b4e9", "#000000", 74),
-    "B": Paint("#e69f00", "#000000", 178),
-    "I": Paint("#e69f00", "#000000", 178),
-    "W": Paint("#2fb98f", "#000000", 36),
-    "R": Paint("#cc79a7", "#000000", 175),
-    "G": Paint("#0072b2", "#ffffff", 25),
-    "S": Paint("#d55e00", "#000000", 166),
-    "U": Paint("#f0e442", "#000000", 185),
-    "T": Paint("#d55e00", "#000000", 166),
-    "A": Paint("#6e6e6e", "#ffffff", 242),
-    "N": Paint("#6e6e6e", "#ffffff", 242),
-    "D": Paint("#6e6e6e", "#ffffff", 242),
-    ">": Paint("#b0b0b0", "#000000", 249),
-    "<": Paint("#b0b0b0", "#000000", 249),
-    "O": Paint("#8c6bb1", "#ffffff", 97),
-    "Z": Paint("#8c6bb1", "#ffffff", 97),
-}
-LEGEND: dict[str, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "R": "recompute",
-    "G": "gather weights",
-    "S": "sum gradients",
-    "T": "tied sum",
-    "U": "update",
-    "A": "agree",
-    "N": "count tokens",
-    ">": "message",
-    "O": "out to host",
-    "Z": "back from host",
-}
+PAINTS = {letter: kind.paint for letter, kind in KINDS.items()}
+LEGEND = {letter: kind.name for letter, kind in KINDS.items() if letter != ops.RECEIVE}
 
 
 class Track(NamedTuple):
@@ -113,7 +70,7 @@ class Picture:
         for source, timeline in enumerate(self.timelines):
             for span in timeline.spans:
                 where = (span.rank, span.lane, source)
-                if span.end > span.start and span.op.kind != "<":
+                if span.end > span.start and span.op.kind != ops.RECEIVE:
                     shown.setdefault(where, []).append(span)
                 elif span.lane == "compute":
                     shown.setdefault(where, [])
@@ -161,7 +118,7 @@ class Picture:
         """What a cell may say, the fullest first; the narrower the cell, the shorter."""
         if op.piece < 0:
             return (op.kind,)
-        if op.kind in "FBIWROZ":
+        if op.kind in ops.ON_MICROBATCH:
             short = (f"{op.kind}{op.index}", str(op.index))
             return (str(op), *short) if self.several else short
         if op.of:
@@ -170,14 +127,14 @@ class Picture:
 
     def explain(self, op: Op) -> str:
         """What an operation does, in words."""
-        what = KINDS[op.kind]
+        what = KINDS[op.kind].does
         if op.of:
-            way = "to" if op.kind == ">" else "from"
-            value = "output" if op.of == "F" else "gradient"
+            way = "to" if op.kind == ops.SEND else "from"
+            value = "output" if op.of == ops.FORWARD else "gradient"
             return f"{what} the {value} of piece {op.piece}, microbatch {op.index}, {way} piece {op.peer}"
         if op.piece < 0:
             return what
-        if op.kind in "FBIWROZ":
+        if op.kind in ops.ON_MICROBATCH:
             return f"{what}: piece {op.piece}, microbatch {op.index}"
         return f"{what}: unit {op.piece}" + (f", time {op.index + 1}" if op.index else "")
 
@@ -205,7 +162,7 @@ class Picture:
         for timeline in self.timelines:
             one: dict[str, float] = {}
             for span in timeline.spans:
-                if span.op.kind != "<":
+                if span.op.kind != ops.RECEIVE:
                     one[span.op.kind] = one.get(span.op.kind, 0.0) + span.end - span.start
             sums.append(one)
         first, second = sums[0], sums[-1]

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from ..program import Op, Span
+from ..program import Op, Span, ops
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import change, number, ticks, wrapped
 
@@ -131,7 +131,7 @@ def _said(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
         return "─" * size
     for name in picture.names_of(cell.op):
         need = len(name)
-        if cell.op.kind in "FBIWR":
+        if cell.op.kind in ops.COMPUTES:
             # A number alone tells no kind; and where names begin with a number, a blank parts them.
             need = size + 1 if name.isdigit() else need + picture.several
         if need <= size:
@@ -155,7 +155,7 @@ def _painted(said: str, picture: Picture, rank: int, op: Op) -> str:
     paint = PAINTS[op.kind]
     ink = 15 if paint.ink == "#ffffff" else 16
     # Later pieces of a rank are underlined rather than lighter: 256 colours have no tints to spare.
-    line = ";4" if picture.tint(rank, op) > 0.5 and op.kind in "FBIWR" else ""
+    line = ";4" if picture.tint(rank, op) > 0.5 and op.kind in ops.COMPUTES else ""
     return f"\x1b[38;5;{ink};48;5;{paint.terminal}{line}m{said}\x1b[0m"
 
 
@@ -172,14 +172,14 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
 
 
 def _legend(picture: Picture, scale: float) -> str:
-    words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ">"]
+    words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ops.SEND]
     narrow = [k.lower() for k in picture.kinds if k in _narrow(picture, scale)]
     if narrow:
         words.append(f"{' '.join(narrow)} the same, too narrow for a number")
-    if ">" in picture.kinds:
+    if ops.SEND in picture.kinds:
         words.append("a>b messages from stage a to b")
     names = "2F0 is piece 2, forward of microbatch 0" if picture.several else ""
-    if not picture.several and "F" in picture.kinds:
+    if not picture.several and ops.FORWARD in picture.kinds:
         names = "F0 is the forward of microbatch 0"
     return " | ".join([*words, f"{_IDLE} idle", *([names] if names else [])])
 
@@ -190,7 +190,7 @@ def _narrow(picture: Picture, scale: float) -> set[str]:
         s.op.kind
         for track in picture.tracks
         for s in track.spans
-        if s.op.kind in "FBIWR"
+        if s.op.kind in ops.COMPUTES
         and (s.end - s.start) * scale < len(f"{s.op.kind}{s.op.index}") - 0.5
     }
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..comm import World
 from ..layout import Layout, stage_pieces
-from ..program import Program
+from ..program import Program, ops
 from .context import install_context
 from .data import Pool, Precision, Unit
 from .groups import Groups, open_groups
@@ -64,7 +64,7 @@ def hold(
     weights = cut_weights(model, layout, wires.tp.rank)
     install_context(model, layout, wires.ring, wires.ulysses)
     install_regions(model, layout, wires)
-    dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == "D"}
+    dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
     units = {
         number: Unit(
             number,
@@ -104,8 +104,8 @@ def _piece(
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,
-        splits="I" in kinds,
-        offloads="O" in kinds,
+        splits=ops.INPUT_GRADIENT in kinds,
+        offloads=ops.OFFLOAD in kinds,
         selective=selective,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..layout import Layout
-from ..program import Attention, Costs, Load, Message, Weighed
+from ..program import Attention, Costs, Load, Message, Weighed, ops
 from .site import Site
 from .stack import Stack
 
@@ -196,8 +196,8 @@ def costs_of(trios: Mapping[int, Trio], also: Mapping[str, float] | None = None)
     """The times as `simulate` takes them: by kind and piece, and the rest by kind."""
     pieces: dict[tuple[str, int], float] = {}
     for piece, t in trios.items():
-        pieces["F", piece] = t.forward.total
-        pieces["I", piece] = t.inputs.total
-        pieces["W", piece] = t.weights_.total
-        pieces["R", piece] = t.again.total
+        pieces[ops.FORWARD, piece] = t.forward.total
+        pieces[ops.INPUT_GRADIENT, piece] = t.inputs.total
+        pieces[ops.WEIGHT_GRADIENT, piece] = t.weights_.total
+        pieces[ops.RECOMPUTE, piece] = t.again.total
     return Costs(kinds=dict(also or {}), pieces=pieces)

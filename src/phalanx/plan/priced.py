@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..layout import Shape
-from ..program import Costs, Program, schedule
+from ..program import Costs, Program, ops, schedule
 from ..program.passes import messages
 from .candidates import Cut
 from .kinds import PieceKinds, Weigh
@@ -116,10 +116,10 @@ def pipeline_costs(three: Three, stages: Sequence[int], again: bool) -> Costs:
     ends = {0: embed, len(stages) - 1: head}
     for stage, blocks in enumerate(stages):
         held = [(block, float(blocks))] + ([(ends[stage], 1.0)] if stage in ends else [])
-        pieces["F", stage] = sum(n * t.forward.total for t, n in held)
-        pieces["W", stage] = sum(n * t.weights_.total for t, n in held)
+        pieces[ops.FORWARD, stage] = sum(n * t.forward.total for t, n in held)
+        pieces[ops.WEIGHT_GRADIENT, stage] = sum(n * t.weights_.total for t, n in held)
         repeated = blocks * block.again.total if again else 0.0
-        pieces["I", stage] = sum(n * t.inputs.total for t, n in held) + repeated
+        pieces[ops.INPUT_GRADIENT, stage] = sum(n * t.inputs.total for t, n in held) + repeated
     return Costs(kinds={}, pieces=pieces)
 
 

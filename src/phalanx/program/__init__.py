@@ -4,7 +4,8 @@ from .build import build
 from .check import Proof, check, faults
 from .load import Attention, Load, Message, Product, Weighed, at_rows
 from .memory import Peak, Sizes
-from .op import KINDS, Op, Program, ProgramError
+from .ops import KINDS, Kind
+from .program import Op, Program, ProgramError
 from .recorded import Recorded
 from .schedules import SCHEDULES, schedule
 from .search import bound, search
@@ -16,6 +17,7 @@ __all__ = [
     "SCHEDULES",
     "Attention",
     "Costs",
+    "Kind",
     "Load",
     "Message",
     "Op",

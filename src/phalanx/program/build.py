@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..layout import Layout
 from .memory import Sizes
-from .op import Op, Program, ProgramError
+from .ops import BACKWARDS, COUNT, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from .passes import (
     expand,
     finish,
@@ -19,6 +19,7 @@ from .passes import (
     reduce,
     tie,
 )
+from .program import Op, Program, ProgramError
 from .schedules import schedule
 from .search import search
 from .simulate import Costs
@@ -41,7 +42,9 @@ def build(
     unit) pairs that share a weight. `recompute:fit` needs sizes and a limit in bytes; a searched
     schedule orders for these costs, each rank holding at most `held` microbatches."""
     if layout.schedule == "searched":
-        costs = _stage_costs(costs or Costs({"F": 1, "I": 1, "W": 1}), stages)
+        costs = _stage_costs(
+            costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1}), stages
+        )
         order = search(layout.pp, layout.microbatches, layout.chunks, costs, held)
     else:
         order = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
@@ -72,9 +75,9 @@ def _fed(layout: Layout, program: Program) -> Program:
 
 def forward_only(program: Program, layout: Layout) -> Program:
     """The forward operations of a training program, in their order, with what they need."""
-    bare = program.with_rows([op for op in row if op.kind == "F"] for row in program.rows)
+    bare = program.with_rows([op for op in row if op.kind == FORWARD] for row in program.rows)
     bare = _fed(layout, bare)
-    return bare.with_rows((Op("N"), *row) for row in bare.rows)
+    return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
 
 
 def _placed(layout: Layout, program: Program, agree: bool) -> Program:
@@ -94,6 +97,6 @@ def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:
     whole = {
         (kind, s): sum(flat.of(Op(kind, p), 0) for p in pieces)
         for s, pieces in enumerate(stages)
-        for kind in "FBIW"
+        for kind in (FORWARD, *BACKWARDS)
     }
     return Costs(costs.kinds, whole, costs.ranks)

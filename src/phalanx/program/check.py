@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .memory import Peak, Sizes, peaks
 from .needs import COMPUTE, Graph, graph, group_axes, possible
-from .op import Op, Program, ProgramError
+from .program import Op, Program, ProgramError
 
 __all__ = ["Proof", "check", "faults"]
 

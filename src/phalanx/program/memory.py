@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .op import Op, Program
+from .program import Op, Program
 
 __all__ = ["Change", "Peak", "Sizes", "changes", "peaks"]
 

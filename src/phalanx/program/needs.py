@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .op import Op, Program
+from .program import Op, Program
 
 __all__ = ["COMPUTE", "Graph", "graph", "group_axes", "lane", "possible"]
 

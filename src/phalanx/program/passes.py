@@ -10,8 +10,9 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from . import ops
 from .memory import Sizes, peaks
-from .op import Op, Program, ProgramError
+from .program import Op, Program, ProgramError
 
 __all__ = [
     "expand",
@@ -24,9 +25,6 @@ __all__ = [
     "reduce",
     "tie",
 ]
-
-_COMPUTES = "FBIWR"
-_USES_WEIGHTS = "FBIR"  # W multiplies its input by its output's gradient, and needs no weights
 
 
 def _woven(
@@ -48,7 +46,7 @@ def expand(
         out: list[Op] = []
         for op in row:
             pieces: Iterable[int] = stages[op.piece]
-            if op.kind in "BIW":
+            if op.kind in ops.BACKWARDS:
                 pieces = reversed(stages[op.piece])
             out += [op._replace(piece=piece) for piece in pieces]
         rows.append(out)
@@ -87,10 +85,10 @@ def _with_segments(program: Program, segments: Sequence[Sequence[range]]) -> Pro
         last: Op | None = None
         for i, op in enumerate(row):
             # What was computed just now is still there: backward begins with it.
-            fresh = last == Op("F", op.piece, op.index)
-            if op.kind in "BI" and op.piece in top and not fresh:
-                before[i] = [Op("R", piece, op.index) for piece in top[op.piece]]
-            if op.kind in _COMPUTES:
+            fresh = last == Op(ops.FORWARD, op.piece, op.index)
+            if op.kind in ops.PROPAGATES and op.piece in top and not fresh:
+                before[i] = [Op(ops.RECOMPUTE, piece, op.index) for piece in top[op.piece]]
+            if op.kind in ops.COMPUTES:
                 last = op
         rows.append(_woven(row, before, {}))
     return program.with_rows(rows)
@@ -145,20 +143,24 @@ def offload_activations(program: Program) -> Program:
         at = {op: i for i, op in enumerate(row)}
         before: dict[int, list[Op]] = defaultdict(list)
         after: dict[int, list[Op]] = {}
-        computes = [i for i, op in enumerate(row) if op.kind in _COMPUTES]
+        computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
         turn = {i: n for n, i in enumerate(computes)}
         for i, op in enumerate(row):
-            if op.kind != "F":
+            if op.kind != ops.FORWARD:
                 continue
-            again = at.get(Op("R", op.piece, op.index))
-            inner = at.get(Op("R", op.piece - 1, op.index), len(row))
+            again = at.get(Op(ops.RECOMPUTE, op.piece, op.index))
+            inner = at.get(Op(ops.RECOMPUTE, op.piece - 1, op.index), len(row))
             if again is not None and inner < again:
                 continue  # inside a recomputed segment: nothing is kept
-            uses = [at[u] for k in "RBI" if (u := Op(k, op.piece, op.index)) in at]
+            uses = [
+                at[u]
+                for k in (ops.RECOMPUTE, *ops.PROPAGATES)
+                if (u := Op(k, op.piece, op.index)) in at
+            ]
             if not uses or turn[min(uses)] - turn[i] < 3:
                 continue  # too near to be worth the way
-            after[i] = [Op("O", op.piece, op.index)]
-            before[computes[turn[min(uses)] - 1]].append(Op("Z", op.piece, op.index))
+            after[i] = [Op(ops.OFFLOAD, op.piece, op.index)]
+            before[computes[turn[min(uses)] - 1]].append(Op(ops.RELOAD, op.piece, op.index))
         rows.append(_woven(row, before, after))
     return program.with_rows(rows)
 
@@ -170,11 +172,13 @@ def messages(program: Program) -> Program:
     flows: dict[tuple[int, int, str], list[Op]] = defaultdict(list)
     for number, row in enumerate(program.rows):
         for i, op in enumerate(row):
-            to = op.piece + (1 if op.kind == "F" else -1)
+            to = op.piece + (1 if op.kind == ops.FORWARD else -1)
             target = program.homes[number].get(to, number)
-            if op.kind in "FBI" and target != number:
-                after[number][i] = [Op(">", op.piece, op.index, op.kind, to)]
-                flows[number, target, "F" if op.kind == "F" else "B"].append(op)
+            if op.kind in (ops.FORWARD, *ops.PROPAGATES) and target != number:
+                after[number][i] = [Op(ops.SEND, op.piece, op.index, op.kind, to)]
+                flows[
+                    number, target, ops.FORWARD if op.kind == ops.FORWARD else ops.BACKWARD
+                ].append(op)
     before: list[dict[int, list[Op]]] = [defaultdict(list) for _ in program.rows]
     for (_, target, way), sent in flows.items():
         _receives(program.rows[target], way, sent, before[target])
@@ -183,21 +187,26 @@ def messages(program: Program) -> Program:
 
 def _receives(row: Sequence[Op], way: str, sent: Sequence[Op], before: dict[int, list[Op]]) -> None:
     at = {op: i for i, op in enumerate(row)}
-    computes = [i for i, op in enumerate(row) if op.kind in _COMPUTES]
+    computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
     turn = {i: n for n, i in enumerate(computes)}
     latest = len(row)
     for op in reversed(sent):
-        to = op.piece + (1 if way == "F" else -1)
+        to = op.piece + (1 if way == ops.FORWARD else -1)
         use = next(
-            (u for k in ("F" if way == "F" else "BI") if (u := Op(k, to, op.index)) in at), None
+            (
+                u
+                for k in ((ops.FORWARD,) if way == ops.FORWARD else ops.PROPAGATES)
+                if (u := Op(k, to, op.index)) in at
+            ),
+            None,
         )
         if use is None:
             continue  # `check` tells that what is sent is never used
         first = at[use]
-        if Op("R", to, op.index) in at and way == "B":
-            first = min(first, at[Op("R", to, op.index)])
+        if Op(ops.RECOMPUTE, to, op.index) in at and way != ops.FORWARD:
+            first = min(first, at[Op(ops.RECOMPUTE, to, op.index)])
         latest = min(latest, computes[max(0, turn[first] - 1)])
-        before[latest].insert(0, Op("<", to, op.index, use.kind, op.piece))
+        before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
 
 
 def gather(program: Program, *, each_use: bool, drop: bool, prefetch: int = 1) -> Program:
@@ -216,9 +225,9 @@ def gather(program: Program, *, each_use: bool, drop: bool, prefetch: int = 1) -
         for n, (unit, first, last) in enumerate(uses):
             # No earlier than its own drop: two copies of one unit would be in the pool.
             ahead = max(uses[n - prefetch][1] if n >= prefetch else -1, dropped[unit] + 1)
-            before[min(ahead, first)].append(Op("G", unit, times[unit]))
+            before[min(ahead, first)].append(Op(ops.GATHER, unit, times[unit]))
             if drop:
-                after[last].append(Op("D", unit, times[unit]))
+                after[last].append(Op(ops.DROP, unit, times[unit]))
                 dropped[unit] = last
             times[unit] += 1
         rows.append(_woven(row, before, after))
@@ -231,7 +240,7 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
     stretch: dict[int, int] = defaultdict(int)
     last: tuple[int, ...] = ()
     for i, op in enumerate(row):
-        if op.kind not in _USES_WEIGHTS:
+        if op.kind not in ops.USES_WEIGHTS:
             continue
         units = program.units(op.piece)
         for unit in units:
@@ -249,13 +258,13 @@ def reduce(program: Program, *, each_microbatch: bool) -> Program:
     for row in program.rows:
         last: dict[tuple[int, int], int] = {}
         for i, op in enumerate(row):
-            if op.kind in "BW":
+            if op.kind in ops.CONTRIBUTES:
                 for unit in program.units(op.piece):
                     last[unit, op.index if each_microbatch else 0] = i
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
         for (unit, _), i in sorted(last.items(), key=lambda item: item[1]):
-            after[i].append(Op("S", unit, times[unit]))
+            after[i].append(Op(ops.REDUCE, unit, times[unit]))
             times[unit] += 1
         rows.append(_woven(row, {}, after))
     return program.with_rows(rows)
@@ -270,8 +279,10 @@ def tie(program: Program) -> Program:
         for unit in sorted({unit for _, unit in program.tied}):
             holders = {homes[piece] for piece in program.users(unit)}
             if len(holders) > 1 and number in holders:
-                last = max(i for i, op in enumerate(row) if op.kind == "S" and op.piece == unit)
-                after[last] = [Op("T", unit)]
+                last = max(
+                    i for i, op in enumerate(row) if op.kind == ops.REDUCE and op.piece == unit
+                )
+                after[last] = [Op(ops.TIE, unit)]
         rows.append(_woven(row, {}, after))
     return program.with_rows(rows)
 
@@ -281,11 +292,13 @@ def finish(program: Program, *, agree: bool) -> Program:
     clipping or scaling needs every gradient, all units after the agreement."""
     rows = []
     for row in program.rows:
-        last = {op.piece: i for i, op in enumerate(row) if op.kind in "ST"}
+        last = {op.piece: i for i, op in enumerate(row) if op.kind in (ops.REDUCE, ops.TIE)}
         updates = sorted(last, key=lambda unit: last[unit])
         if agree:
-            rows.append([Op("N"), *row, Op("A"), *(Op("U", unit) for unit in updates)])
+            rows.append(
+                [Op(ops.COUNT), *row, Op(ops.AGREE), *(Op(ops.UPDATE, unit) for unit in updates)]
+            )
         else:
-            after: dict[int, list[Op]] = {last[unit]: [Op("U", unit)] for unit in updates}
-            rows.append(_woven(row, {-1: [Op("N")]}, after))
+            after: dict[int, list[Op]] = {last[unit]: [Op(ops.UPDATE, unit)] for unit in updates}
+            rows.append(_woven(row, {-1: [Op(ops.COUNT)]}, after))
     return program.with_rows(rows)

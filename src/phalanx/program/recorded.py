@@ -10,13 +10,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
-from .op import Program, ProgramError
+from .ops import COMPUTES, RECEIVE, UPDATE
+from .program import Program, ProgramError
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
 __all__ = ["Recorded"]
 
-_COMPUTES = "FBIWRU"
+_BUSY = (*COMPUTES, UPDATE)  # the processor works as long as they last
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,11 @@ class Recorded:
         sent: list[float] = []
         for span in self.timeline.spans:
             if span.op.of:
-                sent += [span.end - span.start] * (span.op.kind == "<")
+                sent += [span.end - span.start] * (span.op.kind == RECEIVE)
             else:
                 found[span.op.kind, span.op.piece].append(span.end - span.start)
         pieces = {
-            key: median(times) if key[0] in _COMPUTES else min(times)
-            for key, times in found.items()
+            key: median(times) if key[0] in _BUSY else min(times) for key, times in found.items()
         }
         kinds = {key[0]: time for key, time in pieces.items() if key[1] < 0}
         kinds["send"] = min(sent, default=0.0)

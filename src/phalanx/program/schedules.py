@@ -15,12 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..layout.layout import SCHEDULES as CHUNKS
-from .op import Op, Program, ProgramError
+from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from .program import Op, Program, ProgramError
 
 __all__ = ["SCHEDULES", "Schedule", "schedule"]
 
 Rows = list[list[Op]]
 Schedule = Callable[[int, int, int], Rows]
+_WHOLE = (FORWARD, BACKWARD)
+_SPLIT = (FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
 
 
 def weave(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
@@ -35,11 +38,11 @@ def split(row: list[Op], lag: int) -> list[Op]:
     out: list[Op] = []
     due: list[Op] = []
     for op in row:
-        if op.kind != "B":
+        if op.kind != BACKWARD:
             out.append(op)
             continue
-        out.append(op._replace(kind="I"))
-        due.append(op._replace(kind="W"))
+        out.append(op._replace(kind=INPUT_GRADIENT))
+        due.append(op._replace(kind=WEIGHT_GRADIENT))
         if len(due) > lag:
             out.append(due.pop(0))
     return out + due
@@ -47,20 +50,20 @@ def split(row: list[Op], lag: int) -> list[Op]:
 
 def accum(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """No pipeline: forward and backward of one microbatch after the other."""
-    return [[Op(k, 0, m) for m in range(microbatches) for k in "FB"]]
+    return [[Op(k, 0, m) for m in range(microbatches) for k in _WHOLE]]
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """All forwards, then all backwards (Huang et al. 2019). Holds every microbatch."""
     ms = range(microbatches)
-    return [[Op(k, r, m) for k in "FB" for m in ms] for r in range(stages)]
+    return [[Op(k, r, m) for k in _WHOLE for m in ms] for r in range(stages)]
 
 
 def f1b(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r) microbatches."""
     rows = []
     for r in range(stages):
-        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in "FB")
+        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in _WHOLE)
         rows.append(weave(forwards, backwards, min(stages - r - 1, microbatches)))
     return rows
 
@@ -78,8 +81,10 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
     rows = []
     for r in range(stages):
         held = [c * stages + r for c in range(chunks)]
-        forwards = [Op("F", stage, m) for ms in rounds for stage in held for m in ms]
-        backwards = [Op("B", stage, m) for ms in rounds for stage in reversed(held) for m in ms]
+        forwards = [Op(FORWARD, stage, m) for ms in rounds for stage in held for m in ms]
+        backwards = [
+            Op(BACKWARD, stage, m) for ms in rounds for stage in reversed(held) for m in ms
+        ]
         warmup = (chunks - 1) * longest + 2 * (stages - r - 1)
         rows.append(weave(forwards, backwards, min(warmup, len(forwards))))
     return rows
@@ -94,7 +99,7 @@ def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """Twice the warm-up, W's put off so that nothing waits in between (Qi et al. 2023)."""
     rows = []
     for r in range(stages):
-        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in "FB")
+        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in _WHOLE)
         woven = weave(forwards, backwards, min(2 * (stages - r - 1), microbatches))
         rows.append(split(woven, lag=2 * r))
     return rows
@@ -114,7 +119,7 @@ def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
 def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
     down, up = r, 2 * stages - 1 - r
     out: list[Op] = []
-    done = {(k, s): 0 for k in "FIW" for s in (down, up)}
+    done = {(k, s): 0 for k in _SPLIT for s in (down, up)}
 
     def put(kind: str, stage: int) -> None:
         if done[kind, stage] < microbatches:
@@ -122,28 +127,28 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
             done[kind, stage] += 1
 
     for _ in range(2 * (stages - r) - 1):
-        put("F", down)
+        put(FORWARD, down)
     for _ in range(r):
-        put("F", up)
-        put("F", down)
+        put(FORWARD, up)
+        put(FORWARD, down)
     for _ in range(stages - r):
-        for kind in "FIW":
+        for kind in _SPLIT:
             put(kind, up)
-    while done["F", up] < microbatches:
-        put("F", down)
-        put("I", down)
-        put("W", down)
-        for kind in "FIW":
+    while done[FORWARD, up] < microbatches:
+        put(FORWARD, down)
+        put(INPUT_GRADIENT, down)
+        put(WEIGHT_GRADIENT, down)
+        for kind in _SPLIT:
             put(kind, up)
     for _ in range(r):
-        put("I", down)
-        put("I", up)
+        put(INPUT_GRADIENT, down)
+        put(INPUT_GRADIENT, up)
     for _ in range(stages - r):
-        put("I", down)
-        put("W", down)
+        put(INPUT_GRADIENT, down)
+        put(WEIGHT_GRADIENT, down)
     for stage in (up, down):
-        while done["W", stage] < microbatches:
-            put("W", stage)
+        while done[WEIGHT_GRADIENT, stage] < microbatches:
+            put(WEIGHT_GRADIENT, stage)
     return out
 
 

@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from . import ops
 from .check import held
-from .op import Op, Program, ProgramError
 from .passes import messages
+from .program import Op, Program, ProgramError
 from .schedules import schedule
 from .simulate import Costs, simulate
 
 __all__ = ["bound", "search"]
 
 _NAMED = {1: ("1f1b", "gpipe", "zb-h1", "zb-h2"), 2: ("interleaved", "zb-v")}
+_KINDS = (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
+_ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)  # the most urgent first
 
 
 def search(
@@ -53,7 +56,7 @@ def _candidates(
     # Whole microbatches let in one by one always end; letting in chunks is shorter where it ends.
     whole = (False, True) if chunks > 1 else (False,)
     rooms = _rooms(stages, microbatches, limits)
-    choices = product(places, ("IFW", "FIW"), rooms, whole)
+    choices = product(places, _ORDERS, rooms, whole)
     found += (_Listing(stages, microbatches, chunks, costs, *choice).run() for choice in choices)
     return found
 
@@ -81,9 +84,9 @@ def bound(program: Program, costs: Costs) -> float:
     """A time that no order of the same operations can beat: each rank's own work, plus what must
     come before its first operation and after its last."""
     first = [program.owner.index(row) for row in range(len(program.rows))]
-    ops = [(r, op) for r, row in enumerate(program.rows) for op in row if op.kind in "FBIWR"]
-    time = {(op.kind, op.piece): costs.of(op, first[r]) for r, op in ops if op.index == 0}
-    sends = [time for (kind, _), time in costs.pieces.items() if kind == ">"]
+    works = [(r, op) for r, row in enumerate(program.rows) for op in row if op.kind in ops.COMPUTES]
+    time = {(op.kind, op.piece): costs.of(op, first[r]) for r, op in works if op.index == 0}
+    sends = [time for (kind, _), time in costs.pieces.items() if kind == ops.SEND]
     send = min([costs.kinds.get("send", 0.0), *sends])
     last = program.pieces - 1
 
@@ -93,21 +96,26 @@ def bound(program: Program, costs: Costs) -> float:
 
     def chain(upto: int) -> float:
         """Forward through all pieces before this one."""
-        return moves(upto) + sum(time.get(("F", p), 0.0) for p in range(upto))
+        return moves(upto) + sum(time.get((ops.FORWARD, p), 0.0) for p in range(upto))
 
     def tail(downto: int) -> float:
         """Backward through all pieces below this one; weight gradients apart may wait."""
         return moves(downto) + sum(
-            time.get(("B", p), time.get(("I", p), 0.0)) for p in range(downto)
+            time.get((ops.BACKWARD, p), time.get((ops.INPUT_GRADIENT, p), 0.0))
+            for p in range(downto)
         )
 
-    turn = (time.get((kind, last), 0.0) for kind in "FBI")
+    turn = (time.get((kind, last), 0.0) for kind in (ops.FORWARD, *ops.PROPAGATES))
     best = chain(last) + sum(turn) + tail(last)
     for r in range(len(program.rows)):
         mine = sorted(p for p, row in program.host.items() if row == r)
-        work = sum(costs.of(op, first[r]) for row, op in ops if row == r)
+        work = sum(costs.of(op, first[r]) for row, op in works if row == r)
         # Weight gradients may wait to the very end; nothing on another rank waits for them.
-        late = sum(costs.of(op, first[r]) for row, op in ops if row == r and op.kind == "W")
+        late = sum(
+            costs.of(op, first[r])
+            for row, op in works
+            if row == r and op.kind == ops.WEIGHT_GRADIENT
+        )
         best = max(best, chain(mine[0]) + work, chain(mine[0]) + work - late + tail(mine[0]))
     return best
 
@@ -121,7 +129,7 @@ class _Listing:
     chunks: int
     costs: Costs
     place: str
-    order: str
+    order: tuple[str, ...]
     room: Sequence[float]
     whole: bool
 
@@ -133,8 +141,8 @@ class _Listing:
         n = self.stages * self.chunks
         self.mine = [[s for s in range(n) if self.row(s) == r] for r in range(self.stages)]
         rows: list[list[Op]] = [[] for _ in range(self.stages)]
-        self.next = {(k, s): 0 for k in "FIW" for s in range(n)}
-        self.ready: dict[Op, float] = {Op("F", 0, m): 0.0 for m in range(self.microbatches)}
+        self.next = {(k, s): 0 for k in _KINDS for s in range(n)}
+        self.ready: dict[Op, float] = {Op(ops.FORWARD, 0, m): 0.0 for m in range(self.microbatches)}
         self.used = [0.0] * self.stages
         self.free = [0.0] * self.stages
         clock = [(0.0, r) for r in range(self.stages)]
@@ -164,15 +172,15 @@ class _Listing:
         full = self.used[r] + share > self.room[r] + 1e-9
         entry = self._entry(r)
         for stage in self.mine[r]:
-            for kind in "FIW":
-                if kind == "F" and (full or stage == entry):
+            for kind in _KINDS:
+                if kind == ops.FORWARD and (full or stage == entry):
                     continue
                 op = Op(kind, stage, self.next[kind, stage])
                 if self.ready.get(op, now + 1) > now:
                     continue
                 # Forwards of the later chunk lead to a backward sooner; so do they free memory.
-                depth = -stage if kind == "F" else stage
-                urgency = -1 if kind == "W" and full else self.order.index(kind)
+                depth = -stage if kind == ops.FORWARD else stage
+                urgency = -1 if kind == ops.WEIGHT_GRADIENT and full else self.order.index(kind)
                 key = (urgency, depth)
                 if best is None or key < best[0]:
                     best = (key, op)
@@ -184,7 +192,9 @@ class _Listing:
         if not self.whole:
             return -1
         mine = self.mine[r]
-        inside = self.next["F", mine[0]] - min(self.next["W", s] for s in mine)
+        inside = self.next[ops.FORWARD, mine[0]] - min(
+            self.next[ops.WEIGHT_GRADIENT, s] for s in mine
+        )
         return mine[0] if inside + 1 > self.room[r] + 1e-9 else -1
 
     def _finish(self, op: Op, r: int, now: float) -> list[tuple[int, float]]:
@@ -195,14 +205,16 @@ class _Listing:
         self.free[r] = end
         wake = [(r, end)]
         last = self.stages * self.chunks - 1
-        if op.kind == "F":
+        if op.kind == ops.FORWARD:
             self.used[r] += 1 / self.chunks
             following = [
-                Op("F", op.piece + 1, op.index) if op.piece < last else Op("I", last, op.index)
+                Op(ops.FORWARD, op.piece + 1, op.index)
+                if op.piece < last
+                else Op(ops.INPUT_GRADIENT, last, op.index)
             ]
-        elif op.kind == "I":
-            following = [Op("W", op.piece, op.index)]
-            following += [Op("I", op.piece - 1, op.index)] * (op.piece > 0)
+        elif op.kind == ops.INPUT_GRADIENT:
+            following = [Op(ops.WEIGHT_GRADIENT, op.piece, op.index)]
+            following += [Op(ops.INPUT_GRADIENT, op.piece - 1, op.index)] * (op.piece > 0)
         else:
             self.used[r] -= 1 / self.chunks
             following = []

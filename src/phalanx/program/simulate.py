@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from . import ops
 from .memory import Sizes, changes
 from .needs import Graph, graph, possible
-from .op import Op, Program, ProgramError
+from .program import Op, Program, ProgramError
 from .timeline import Span, Timeline
 
 __all__ = ["Costs", "repeat", "simulate"]
+
+
+_HALVES = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -23,18 +27,20 @@ class Costs:
     nothing; B left out costs what I and W cost together, R left out what F does.
     """
 
-    kinds: Mapping[str, float] = field(default_factory=lambda: {"F": 1.0, "B": 2.0})
+    kinds: Mapping[str, float] = field(
+        default_factory=lambda: {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
+    )
     pieces: Mapping[tuple[str, int], float] = field(default_factory=dict)
     ranks: Mapping[int, float] = field(default_factory=dict)
     share: Mapping[int, float] = field(default_factory=dict)
 
     def of(self, op: Op, rank: int) -> float:
         kind = op.kind
-        if kind == "<":
+        if kind == ops.RECEIVE:
             # The two ends of a message are one event; its time is told at the sending end.
-            return self.pieces.get(("<", op.piece), 0.0)
+            return self.pieces.get((ops.RECEIVE, op.piece), 0.0)
         time = self._time(kind, op.piece)
-        return time * self.ranks.get(rank, 1.0) if kind in "FBIWR" else time
+        return time * self.ranks.get(rank, 1.0) if kind in ops.COMPUTES else time
 
     def _time(self, kind: str, piece: int) -> float:
         """What was said of this piece, whole or in parts; else what its kind costs."""
@@ -48,24 +54,28 @@ class Costs:
         return dict(self.pieces)
 
     def _find(self, kind: str, piece: int) -> float:
-        said = {k for k in "FBIW" if (k, piece) in self.pieces}
-        if kind == "B" and said & {"I", "W"}:
-            return self._time("I", piece) + self._time("W", piece)
-        if kind in "IW" and "B" in said:
-            return self._time("B", piece) / 2
-        if kind == "R" and "F" in said:
-            return self._time("F", piece)
-        if kind == ">":
+        said = {k for k in (ops.FORWARD, *ops.BACKWARDS) if (k, piece) in self.pieces}
+        if kind == ops.BACKWARD and said & {*_HALVES}:
+            return self._time(ops.INPUT_GRADIENT, piece) + self._time(ops.WEIGHT_GRADIENT, piece)
+        if kind in _HALVES and ops.BACKWARD in said:
+            return self._time(ops.BACKWARD, piece) / 2
+        if kind == ops.RECOMPUTE and ops.FORWARD in said:
+            return self._time(ops.FORWARD, piece)
+        if kind == ops.SEND:
             return self.kinds.get("send", 0.0)
         return self._stage(kind) * (self.share.get(piece, 1.0) if piece >= 0 else 1.0)
 
     def _stage(self, kind: str) -> float:
         known = self.kinds
-        if kind == "B" and "B" not in known:
-            return known.get("I", 0.0) + known.get("W", 0.0)
-        if kind in "IW" and kind not in known:
-            return known.get("B", 0.0) / 2
-        return known.get("F", 0.0) if kind == "R" and "R" not in known else known.get(kind, 0.0)
+        if kind == ops.BACKWARD and ops.BACKWARD not in known:
+            return known.get(ops.INPUT_GRADIENT, 0.0) + known.get(ops.WEIGHT_GRADIENT, 0.0)
+        if kind in _HALVES and kind not in known:
+            return known.get(ops.BACKWARD, 0.0) / 2
+        return (
+            known.get(ops.FORWARD, 0.0)
+            if kind == ops.RECOMPUTE and ops.RECOMPUTE not in known
+            else known.get(kind, 0.0)
+        )
 
 
 def simulate(program: Program, costs: Costs | None = None, sizes: Sizes | None = None) -> Timeline:
@@ -92,10 +102,10 @@ def _times(made: Graph, costs: Costs) -> tuple[list[float], list[float]]:
             "this program never ends: operations wait on each other. Run check on it."
         )
     for event in order:
-        ops = made.events[event]
-        begin = max([end[j] for i in ops for j in made.before[i]], default=0.0)
-        finish = begin + max([time[i] for i in ops])
-        for i in ops:
+        members = made.events[event]
+        begin = max([end[j] for i in members for j in made.before[i]], default=0.0)
+        finish = begin + max([time[i] for i in members])
+        for i in members:
             start[i], end[i] = begin, finish
     return start, end
 
@@ -132,7 +142,7 @@ def repeat(program: Program, steps: int) -> Program:
     ]
 
     def later(op: Op, row: int, step: int) -> Op:
-        if op.of or op.kind in "FBIWROZ":
+        if op.of or op.kind in ops.ON_MICROBATCH:
             return op._replace(index=op.index + step * width)
         return op._replace(index=op.index + step * per_row[row][op.kind, op.piece])
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .op import Op
+from .program import Op
 
 __all__ = ["Span", "Timeline"]
 

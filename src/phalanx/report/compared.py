@@ -13,7 +13,7 @@ from html import escape
 from statistics import median
 from textwrap import wrap
 
-from ..program import KINDS, Op, Span, Timeline
+from ..program import KINDS, Op, Span, Timeline, ops
 
 __all__ = ["HEAD", "Compared", "OpRow", "Prices", "compare"]
 
@@ -22,14 +22,8 @@ Prices = Mapping[tuple[str, int], float]
 
 HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "share")
 _WIDTH = 80  # of a terminal
-_WORDS = {
-    "N": "count tokens", "F": "forward", "B": "backward", "I": "gradient of the input",
-    "W": "gradient of the weights", "R": "recompute", "G": "gather weights", "D": "drop weights",
-    "S": "sum gradients", "T": "sum tied gradients", "A": "agree on the norm", "U": "update",
-    ">": "send", "<": "receive", "O": "activations out", "Z": "activations back",
-}  # fmt: skip
 # What is begun where it stands and waited for where it is needed.
-_BESIDE = set("GST<>OZ")
+_BESIDE = {k for k, row in KINDS.items() if row.lane != ops.COMPUTE and row.on != ops.STEP}
 
 
 @dataclass(frozen=True)
@@ -147,7 +141,7 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
         known = [price for price in told if price is not None]
         rows.append(
             OpRow(
-                kind, _WORDS[kind], len(seconds) / ranks,
+                kind, KINDS[kind].name, len(seconds) / ranks,
                 median(known) if len(known) == len(told) else None,
                 median(seconds), sum(seconds) / ranks / whole if whole else 0.0,
             )
@@ -156,7 +150,8 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
 
 
 def _price(op: Op, prices: Prices) -> float | None:
-    if op.kind == "B" and (op.kind, op.piece) not in prices:
-        halves = prices.get(("I", op.piece)), prices.get(("W", op.piece))
-        return None if None in halves else sum(h for h in halves if h is not None)
+    if op.kind == ops.BACKWARD and (op.kind, op.piece) not in prices:
+        halves = [prices.get((k, op.piece)) for k in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)]
+        known = [half for half in halves if half is not None]
+        return sum(known) if len(known) == len(halves) else None
     return prices.get((op.kind, op.piece))

@@ -24,7 +24,7 @@ from ..plan.search import Choice, judge
 from ..plan.site import Site
 from ..plan.stack import Stack
 from ..plan.toml import value
-from ..program import Timeline
+from ..program import Timeline, ops
 from .compared import Compared, compare
 from .page import ReportError
 
@@ -150,24 +150,24 @@ def _prices(
     c = columns_of([choice.case], [0])
     if "weights" not in layout.offload:  # copies from the host are not priced
         found |= {
-            ("G", p): float(gathering(c, site, np.asarray(w * stack.gathered_bytes))[0])
+            (ops.GATHER, p): float(gathering(c, site, np.asarray(w * stack.gathered_bytes))[0])
             for p, w in weights.items()
         }
     found |= {
-        ("S", p): float(summing(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        (ops.REDUCE, p): float(summing(c, site, np.asarray(w * stack.reduce_bytes))[0])
         for p, w in weights.items()
     }
     found |= {
-        ("T", p): float(tying(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        (ops.TIE, p): float(tying(c, site, np.asarray(w * stack.reduce_bytes))[0])
         for p, w in weights.items()
     }
-    found["N", -1] = float(counting(c, site)[0])
+    found[ops.COUNT, -1] = float(counting(c, site)[0])
     sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
-    found |= {("<", p): sent for p in trios}
+    found |= {(ops.RECEIVE, p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.
     most = _fullest(step.timeline, weights)
     if most:
-        found |= {("U", p): choice.parts["update"] * w / most for p, w in weights.items()}
+        found |= {(ops.UPDATE, p): choice.parts["update"] * w / most for p, w in weights.items()}
     return found
 
 
@@ -175,6 +175,6 @@ def _fullest(timeline: Timeline, weights: Mapping[int, float]) -> float:
     """Numbers of weights that the rank updates which updates most."""
     held: dict[int, float] = dict.fromkeys(timeline.ranks, 0.0)
     for span in timeline.spans:
-        if span.op.kind == "U":
+        if span.op.kind == ops.UPDATE:
             held[span.rank] += weights.get(span.op.piece, 0.0)
     return max(held.values(), default=0.0)

@@ -13,33 +13,16 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..layout import LayoutError, Mesh
+from . import ops
 
-__all__ = ["KINDS", "Op", "Program", "ProgramError"]
+__all__ = ["Op", "Program", "ProgramError"]
 
-KINDS: dict[str, str] = {
-    "N": "count the valid tokens of the step over all ranks",
-    "F": "forward of a piece on a microbatch",
-    "B": "backward of a piece, whole",
-    "I": "backward of a piece, gradient of its input only",
-    "W": "backward of a piece, gradient of its weights only",
-    "R": "recompute what the forward did not keep",
-    "G": "gather the weights of a unit",
-    "D": "drop the gathered weights of a unit",
-    "S": "sum the gradients of a unit over its copies",
-    "T": "sum the gradients of a weight that two stages hold",
-    "A": "agree on the gradient norm and that all numbers are finite",
-    "U": "update a unit's weights",
-    ">": "send",
-    "<": "receive",
-    "O": "move what a forward kept out to the host",
-    "Z": "bring it back",
-}
 _HEADER = "phalanx program 1"
-# The others, on a unit, carry an ordinal: 2G is the first, 2G#1 the second.
-_ON_MICROBATCH = "FBIWROZ"
-_MESSAGE = re.compile(r"(\d+)([FBI])(\d+)([<>])(\d+)")
-_COMPUTE = re.compile(r"(\d+)([FBIWROZ])(\d+)")
-_UNIT = re.compile(r"(\d*)([NGDSTAU])(?:#(\d+))?")
+_LETTERS = {on: "".join(k for k, row in ops.KINDS.items() if row.on == on) for on in ops.ONS}
+_COMPUTE = re.compile(rf"(\d+)([{_LETTERS[ops.MICROBATCH]}])(\d+)")
+_UNIT = re.compile(rf"(\d*)([{_LETTERS[ops.UNIT]}{_LETTERS[ops.STEP]}])(?:#(\d+))?")
+_TRAVELS = "".join((ops.FORWARD, *ops.PROPAGATES))
+_MESSAGE = re.compile(rf"(\d+)([{_TRAVELS}])(\d+)([{_LETTERS[ops.MESSAGE]}])(\d+)")
 
 
 class ProgramError(ValueError):
@@ -63,7 +46,7 @@ class Op(NamedTuple):
     def __str__(self) -> str:
         if self.of:
             return f"{self.piece}{self.of}{self.index}{self.kind}{self.peer}"
-        if self.kind in _ON_MICROBATCH:
+        if self.kind in ops.ON_MICROBATCH:
             return f"{self.piece}{self.kind}{self.index}"
         unit = "" if self.piece < 0 else str(self.piece)
         return f"{unit}{self.kind}" + (f"#{self.index}" if self.index else "")
@@ -75,7 +58,7 @@ class Op(NamedTuple):
         if found := _MESSAGE.fullmatch(word):
             return cls(found[4], int(found[1]), int(found[3]), found[2], int(found[5]))
         found = _UNIT.fullmatch(word)
-        if found and bool(found[1]) == (found[2] in "GDSTU"):
+        if found and bool(found[1]) == (found[2] in ops.ON_UNIT):
             return cls(found[2], int(found[1] or -1), int(found[3] or 0))
         raise ProgramError(
             f"{word!r} is not an operation. Write 2F0, 2G#1, 2F0>3, 3F0<2, N, A or 2U."
@@ -139,7 +122,7 @@ class Program:
         Rows may differ along dp too (a person may write one list per rank); then each pipeline has
         rows of its own.
         """
-        holds = [{op.piece for op in row if op.kind == "F"} for row in self.rows]
+        holds = [{op.piece for op in row if op.kind == ops.FORWARD} for row in self.rows]
         lines = {
             line: {p: r for r in line for p in holds[r]}
             for line in map(self.line, range(len(self.rows)))
@@ -161,7 +144,9 @@ class Program:
 
     @cached_property
     def microbatches(self) -> int:
-        return 1 + max((op.index for row in self.rows for op in row if op.kind == "F"), default=-1)
+        return 1 + max(
+            (op.index for row in self.rows for op in row if op.kind == ops.FORWARD), default=-1
+        )
 
     def units(self, piece: int) -> tuple[int, ...]:
         """The units whose weights a piece uses: its own, and a tied one."""

@@ -1,0 +1,133 @@
+"""The one table of operation kinds. Everything that reads a program reads it here.
+
+A row says how a kind is written and shown, on which lane it runs, over which axes of the mesh it
+communicates, and what it takes and gives. The parser, the passes, the dependencies, `check`, memory,
+`simulate`, the pictures, the reports and the executor derive what they know of kinds from it, and no
+other file names a letter. A new kind needs a row here, what it waits for and changes in `state.py`, a
+cost, and a handler in `train/executor.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["KINDS", "Kind", "Paint"]
+
+COMPUTE = "compute"  # the lane of the device's arithmetic
+
+# What the piece and the index of an operation are.
+MICROBATCH = "microbatch"  # a piece of the model and a microbatch: 2F0
+UNIT = "unit"  # a unit of weights and which time it is: 2G is the first, 2G#1 the second
+STEP = "step"  # no piece, and which time it is: N
+MESSAGE = "message"  # a piece, a microbatch, what travels and the piece at the far end: 2F0>3
+
+ONS = (MICROBATCH, UNIT, STEP, MESSAGE)
+
+# What operations take and give.
+VALUE = "value"  # a piece's output, the next piece's input
+GRADIENT = "gradient"  # of such a value
+KEPT = "kept"  # what a forward leaves for its backward, on the device
+FACTORS = "factors"  # what the weight gradient multiplies, left by the input gradient
+AWAY = "away"  # kept, on the host
+WEIGHTS = "weights"  # whole, ready to compute with
+HOME = "home"  # the part of the weights that a rank owns and updates
+CONTRIBUTION = "contribution"  # one microbatch's gradient of a unit, added in its whole buffer
+REDUCED = "reduced"  # a unit's gradient, summed over copies
+TOKENS = "tokens"  # the count by which the loss is divided
+NORM = "norm"  # the gradient's, over all ranks
+
+
+class Paint(NamedTuple):
+    """How a kind looks: its colour, that of letters on it, and the nearest of a terminal's 256."""
+
+    fill: str
+    ink: str
+    terminal: int
+
+
+# The palette of Okabe and Ito (2008), which colour-blind readers tell apart. Letters stand beside
+# every colour, so nothing is told by colour alone.
+_BLUE, _ORANGE = Paint("#56b4e9", "#000000", 74), Paint("#e69f00", "#000000", 178)
+_GREEN, _PINK = Paint("#2fb98f", "#000000", 36), Paint("#cc79a7", "#000000", 175)
+_NAVY, _RED = Paint("#0072b2", "#ffffff", 25), Paint("#d55e00", "#000000", 166)
+_YELLOW, _GREY = Paint("#f0e442", "#000000", 185), Paint("#6e6e6e", "#ffffff", 242)
+_SILVER, _PURPLE = Paint("#b0b0b0", "#000000", 249), Paint("#8c6bb1", "#ffffff", 97)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of operation: a row of the table."""
+
+    letter: str
+    name: str  # in two words, as legends and tables show it
+    does: str  # in a sentence
+    on: str  # what its piece and index are
+    lane: str  # operations of one lane run in the order of the list; a message's is its flow
+    axes: tuple[str, ...]  # of the mesh: it is a collective over them
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    paint: Paint
+
+
+_COPIES = ("dp", "cp")  # ranks that see other tokens and hold the same weights, or shards of them
+_ALL = ("dp", "pp", "cp", "tp", "ep")
+
+# In the order in which legends and tables list them.
+_TABLE = (
+    Kind("N", "count tokens", "count the valid tokens of the step over all ranks",
+         STEP, "agree", _ALL, (), (TOKENS,), _GREY),
+    Kind("F", "forward", "forward of a piece on a microbatch",
+         MICROBATCH, COMPUTE, (), (VALUE, WEIGHTS), (VALUE, KEPT), _BLUE),
+    Kind("B", "backward", "backward of a piece, whole",
+         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, CONTRIBUTION), _ORANGE),
+    Kind("I", "input gradient", "backward of a piece, gradient of its input only",
+         MICROBATCH, COMPUTE, (), (GRADIENT, KEPT, WEIGHTS), (GRADIENT, FACTORS), _ORANGE),
+    # The input times the output's gradient: no weights are needed.
+    Kind("W", "weight gradient", "backward of a piece, gradient of its weights only",
+         MICROBATCH, COMPUTE, (), (FACTORS,), (CONTRIBUTION,), _GREEN),
+    Kind("R", "recompute", "recompute what the forward did not keep",
+         MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK),
+    Kind("G", "gather weights", "gather the weights of a unit",
+         UNIT, "gather", _COPIES, (HOME,), (WEIGHTS,), _NAVY),
+    Kind("D", "drop weights", "drop the gathered weights of a unit",
+         UNIT, COMPUTE, (), (WEIGHTS,), (), _GREY),
+    Kind("S", "sum gradients", "sum the gradients of a unit over its copies",
+         UNIT, "reduce", _COPIES, (CONTRIBUTION,), (REDUCED,), _RED),
+    Kind("T", "tied sum", "sum the gradients of a weight that two stages hold",
+         UNIT, "tie", ("pp",), (REDUCED,), (REDUCED,), _RED),
+    Kind("A", "agree on norm", "agree on the gradient norm and that all numbers are finite",
+         STEP, "agree", _ALL, (REDUCED,), (NORM,), _GREY),
+    Kind("U", "update", "update a unit's weights",
+         UNIT, "update", (), (REDUCED, NORM), (HOME,), _YELLOW),
+    Kind(">", "message", "send", MESSAGE, "", (), (VALUE, GRADIENT), (), _SILVER),
+    Kind("<", "receive", "receive", MESSAGE, "", (), (), (VALUE, GRADIENT), _SILVER),
+    Kind("O", "out to host", "move what a forward kept out to the host",
+         MICROBATCH, "out", (), (KEPT,), (AWAY,), _PURPLE),
+    Kind("Z", "back from host", "bring it back",
+         MICROBATCH, "in", (), (AWAY,), (KEPT,), _PURPLE),
+)  # fmt: skip
+KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
+
+# Operations carry the letter; code writes the name.
+(
+    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, GATHER, DROP, REDUCE,
+    TIE, AGREE, UPDATE, SEND, RECEIVE, OFFLOAD, RELOAD,
+) = KINDS  # fmt: skip
+
+
+def _those(of: Callable[[Kind], object]) -> tuple[str, ...]:
+    return tuple(kind.letter for kind in _TABLE if of(kind))
+
+
+ON_MICROBATCH = _those(lambda k: k.on == MICROBATCH)
+ON_UNIT = _those(lambda k: k.on == UNIT)
+ON_STEP = _those(lambda k: k.on == STEP)
+MESSAGES = _those(lambda k: k.on == MESSAGE)
+COMPUTES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE)
+USES_WEIGHTS = _those(lambda k: k.letter in COMPUTES and WEIGHTS in k.takes)
+PROPAGATES = _those(lambda k: k.letter in COMPUTES and GRADIENT in k.gives)  # to its input
+CONTRIBUTES = _those(lambda k: CONTRIBUTION in k.gives)
+BACKWARDS = _those(lambda k: k.letter in (*PROPAGATES, *CONTRIBUTES))
+COLLECTIVES = _those(lambda k: k.axes)
