@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face, against `transformers` itself where it is installed."""
+"""Weights to and from Hugging Face, against `transformers` itself."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from checkpoint_worlds import SHAPE, trained
 from torch import Tensor, nn
 
 from phalanx.cli.checkpoint import run as command
+from phalanx.cli.train import run as train_command
 from phalanx.cli.usage import UsageError
 from phalanx.layout import Shape
-from phalanx.models import Decoder
+from phalanx.layout.journal import read_journal
+from phalanx.layout.run import Run
+from phalanx.layout.strict import toml_value
+from phalanx.models import Decoder, RopeScaling
 from phalanx.train import checkpoint_exchange
 from phalanx.train.checkpoint_exchange import export_weights, family_of, import_weights
 from phalanx.train.checkpoint_file import CheckpointError, write_file
+from phalanx.train.checkpoint_model import table_of
 from phalanx.train.checkpoint_read import Reader, hash_tensors, read_manifest, verify_checkpoint
+from phalanx.train.rank import batches_of
 from phalanx.verify.cases import SHAPES
 
 # Heads wider than hidden / heads, fewer key heads, an odd vocabulary.
@@ -34,6 +42,37 @@ LIKE = {
     "mistral": BASE,
     "qwen2": replace(BASE, bias="qkv", head_dim=8),
     "qwen3": replace(BASE, qk_norm=True),
+    # Of the eight frequencies some stay, some are blended, some slow down.
+    "llama-3.2": replace(
+        BASE, tied=True, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original=64
+    ),
+}
+FAMILY = {"llama-3.2": "llama"}
+THEIRS = {
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM", "llama-3.2": "LlamaForCausalLM",
+}  # fmt: skip
+# What Hugging Face calls each weight of ours, written by hand.
+PAIRS = {
+    "embed.tokens.weight": "model.embed_tokens.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.output.weight": "lm_head.weight",
+}
+INNER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "attn.wq.weight": "self_attn.q_proj.weight",
+    "attn.wk.weight": "self_attn.k_proj.weight",
+    "attn.wv.weight": "self_attn.v_proj.weight",
+    "attn.wo.weight": "self_attn.o_proj.weight",
+    "attn.wq.bias": "self_attn.q_proj.bias",
+    "attn.wk.bias": "self_attn.k_proj.bias",
+    "attn.wv.bias": "self_attn.v_proj.bias",
+    "attn.q_norm.weight": "self_attn.q_norm.weight",
+    "attn.k_norm.weight": "self_attn.k_norm.weight",
+    "mlp.gate.weight": "mlp.gate_proj.weight",
+    "mlp.up.weight": "mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
 }
 
 
@@ -51,7 +90,11 @@ def ours(path: Path, tokens: Tensor) -> Tensor:
     decoder = Decoder(
         vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
         kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn,
-        rope_theta=shape.rope_theta, gated=shape.gated, tied=shape.tied,
+        rope_theta=shape.rope_theta,
+        rope_scaling=None if shape.rope_factor == 1 else RopeScaling(
+            shape.rope_factor, shape.rope_low, shape.rope_high, shape.rope_original
+        ),
+        gated=shape.gated, tied=shape.tied,
         bias=shape.bias, qk_norm=shape.qk_norm, eps=shape.eps,  # type: ignore[arg-type]
     )  # fmt: skip
     weights = dict(decoder.named_parameters())
@@ -70,15 +113,21 @@ def ours(path: Path, tokens: Tensor) -> Tensor:
 
 def theirs(family: str) -> Any:
     """A small random model of theirs, every weight of it moved off its start."""
-    transformers = pytest.importorskip("transformers")
     shape = LIKE[family]
+    rope = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_factor != 1:
+        rope |= {
+            "rope_type": "llama3", "factor": shape.rope_factor, "low_freq_factor": shape.rope_low,
+            "high_freq_factor": shape.rope_high,
+            "original_max_position_embeddings": shape.rope_original,
+        }  # fmt: skip
     config = transformers.AutoConfig.for_model(
-        family, vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        FAMILY.get(family, family), vocab_size=shape.vocab, hidden_size=shape.hidden,
+        intermediate_size=shape.ffn, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
         max_position_embeddings=shape.sequence, rms_norm_eps=shape.eps,
         tie_word_embeddings=shape.tied, sliding_window=None,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        rope_parameters=rope,
     )  # fmt: skip
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).float().eval()
@@ -95,7 +144,7 @@ def test_imported_weights_give_the_logits_of_transformers(family: str, tmp_path:
     path = import_weights(tmp_path / "hub", tmp_path / "run")
     assert verify_checkpoint(path) == []
     shape = read_manifest(path).progress.shape
-    assert shape == replace(LIKE[family], name=family)
+    assert shape == replace(LIKE[family], name=FAMILY.get(family, family))
     tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = model(tokens).logits
@@ -106,13 +155,12 @@ def test_imported_weights_give_the_logits_of_transformers(family: str, tmp_path:
 
 @pytest.mark.parametrize("family", LIKE)
 def test_exported_weights_give_the_same_logits_in_transformers(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     shape = replace(LIKE[family], batch=6)
     trained(tmp_path / "run", "dp2 tp2 zero3", shape=shape)
     path = tmp_path / "run" / "step-00000002"
-    export_weights(path, tmp_path / "hub", family=family, dtype="F32")
+    export_weights(path, tmp_path / "hub", family=FAMILY.get(family, family), dtype="F32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub").float().eval()
-    assert type(model).__name__ == checkpoint_exchange.FAMILIES[family]
+    assert type(model).__name__ == THEIRS[family]
     tokens = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = model(tokens).logits
@@ -122,16 +170,39 @@ def test_exported_weights_give_the_same_logits_in_transformers(family: str, tmp_
 
 
 @pytest.mark.parametrize("family", LIKE)
+def test_every_exported_tensor_is_the_one_of_that_name(family: str, tmp_path: Path) -> None:
+    """A swap in the table of names would survive export and import; here it does not."""
+    shape = replace(LIKE[family], batch=6)
+    trained(tmp_path / "run", "tp2", shape=shape)
+    path = tmp_path / "run" / "step-00000002"
+    export_weights(path, tmp_path / "hub", family=FAMILY.get(family, family), dtype="F32")
+    exported: dict[str, Tensor] = {}
+    for file in (tmp_path / "hub").glob("*.safetensors"):
+        exported |= safetensors.torch.load_file(file)
+    manifest = read_manifest(path)
+    with Reader(path, manifest) as reader:
+        for tensor in manifest.tensors:
+            if tensor.kind != "weight":
+                continue
+            layer, _, inner = tensor.name.removeprefix("layers.").partition(".")
+            name = PAIRS.get(tensor.name) or f"model.layers.{layer}.{INNER[inner]}"
+            assert torch.equal(exported.pop(name), reader.whole(tensor).float()), name
+    assert not exported
+
+
+@pytest.mark.parametrize("family", LIKE)
 def test_what_is_exported_and_imported_is_the_same_to_the_bit(family: str, tmp_path: Path) -> None:
     shape = replace(LIKE[family], batch=6)
     trained(tmp_path / "run", "pp2 tp2", shape=shape)
     path = tmp_path / "run" / "step-00000002"
-    files = export_weights(path, tmp_path / "hub", family=family)
+    files = export_weights(path, tmp_path / "hub", family=FAMILY.get(family, family))
     assert len(files) > 4, "several files and an index"
     back = import_weights(tmp_path / "hub", tmp_path / "back")
     weights = {k: v for k, v in hash_tensors(path).items() if k.startswith("weight/")}
     assert hash_tensors(back) == weights
-    assert read_manifest(back).progress.shape == replace(shape, name=family, batch=8)
+    assert read_manifest(back).progress.shape == replace(
+        shape, name=FAMILY.get(family, family), batch=8
+    )
 
 
 def test_a_shape_that_is_none_of_theirs_is_refused_with_all_reasons() -> None:
@@ -181,8 +252,15 @@ def linked(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another model": (config(model_type="gpt2"), "'model_type' is 'gpt2'"),
-    "stretched rope": (config(rope_parameters={"rope_type": "llama3"}), "rope is stretched"),
+    "stretched rope": (config(rope_parameters={"rope_type": "yarn"}), "rope is stretched by 'yarn'"),
     "scaled rope": (config(rope_parameters=None, rope_scaling={"type": "linear"}), "stretched"),
+    "llama3 rope without numbers": (
+        config(rope_parameters={"rope_type": "llama3"}), "no number for factor, low_freq_factor, hi",
+    ),
+    "rope on half of a head": (
+        config(rope_parameters={"partial_rotary_factor": 0.5}), "turns a part of each head",
+    ),
+    "windowed layers": (config(layer_types=["sliding_attention"]), "sliding window"),
     "a window": (config(model_type="mistral", sliding_window=8), "sliding window"),
     "biases": (config(attention_bias=True), "biases in attention"),
     "another activation": (config(hidden_act="gelu"), "hidden_act is not silu"),
@@ -198,7 +276,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickled weights": (pickled, "pickled weights .* are not opened"),
     "a link out": (linked, "link out of its folder"),
     "a truncated file": (lambda f: os.truncate(f / "model.safetensors", 9000), "its header tells"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -240,3 +318,57 @@ def test_the_command_shows_verifies_exports_and_imports(
 
 
 BASE_ONE = replace(BASE, layers=1).total
+
+
+# ---- what begins from an import: the help's own example
+
+
+def test_a_run_begins_from_imported_weights_without_their_sizes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama 3.2's own form of config: tied, rope stretched, `rope_scaling` beside `rope_theta`."""
+    hub, run = tmp_path / "hub", str(tmp_path / "run")
+    shape = replace(LIKE["llama-3.2"], vocab=256)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=shape.hidden, intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, max_position_embeddings=32,
+        rms_norm_eps=shape.eps, tie_word_embeddings=True, rope_theta=shape.rope_theta,
+        rope_scaling={
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.2 * torch.randn_like(weight)
+    model.save_pretrained(hub)
+    said = json.loads((hub / "config.json").read_text())
+    rope = said.pop("rope_parameters")
+    said |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (hub / "config.json").write_text(json.dumps(said))
+    assert command(["import", str(hub), "--out", run]) == 0
+    words = [f"out={run}", "steps=1", "batch=2", "layout=fp32", "validation.batches=0"]
+    assert train_command([*words, "optimizer.lr=1e-9"]) == 0
+    assert "model: 'llama' with 3 layers" in capsys.readouterr().out
+    kept = read_manifest(Path(run, "checkpoints", "step-00000001")).progress.shape
+    assert kept is not None
+    assert replace(kept, batch=8) == replace(shape, name="llama")
+    # The loss of the first step is transformers' own on the same batch.
+    (step,) = [r for r in read_journal(Path(run, "metrics.jsonl")) if r["event"] == "step"]
+    wanted = Run.parse("", "run", ("model={layers=1,hidden=8,vocab=256,sequence=32}", "batch=2"))
+    batch = batches_of(wanted, wanted.shape).batch(0)
+    counted = batch["targets"] >= 0
+    documents = batch.get("documents", torch.zeros_like(batch["tokens"]))
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    mask = torch.zeros(same.shape).masked_fill(~same.tril(), -torch.inf).unsqueeze(1)
+    with torch.no_grad():
+        logits = model(batch["tokens"], attention_mask=mask, position_ids=batch["positions"]).logits
+    loss = torch.nn.functional.cross_entropy(logits[counted], batch["targets"][counted])
+    assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
+    # Sizes that are given must be those of the checkpoint.
+    sizes = toml_value(table_of(replace(LIKE["llama"], vocab=256)))
+    with pytest.raises(CheckpointError, match=r"rope_factor: 8\.0 in the checkpoint, 1\.0 in"):
+        train_command([*words, "steps=2", f"model={sizes}"])

@@ -17,7 +17,7 @@ _EPILOG = """\
   phalanx checkpoint import Llama-3.2-1B --out runs/second
 
 DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
-checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins.
+checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins, with its model.
 Exported and imported are Llama, Mistral, Qwen2 and Qwen3 in the layout of Hugging Face.
 Exit code 1: damage was found."""
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -55,24 +56,56 @@ def run(argv: list[str]) -> int:
     if said.schema:
         print_json(run_schema())
         return 0
-    wanted = _run_of(said)
+    wanted, notice = _run_of(said)
     if said.print_config:
         print(wanted, end="")
         return 0
     if said.ranks is not None and said.ranks < 1:
         raise UsageError(f"--ranks {said.ranks}: write 1 or more.")
     _refuse_misfit(wanted, said.ranks)
-    return _train(wanted, said)
+    return _train(wanted, said, notice)
 
 
-def _run_of(said: argparse.Namespace) -> Run:
+def _run_of(said: argparse.Namespace) -> tuple[Run, str]:
+    """The run, and a line for the screen where its model is that of its newest checkpoint."""
     files = [word for word in said.said if "=" not in word]
     if len(files) > 1:
         raise UsageError(f"{' and '.join(files)}: name one run file; keys are set by key=value.")
     overrides = [word for word in said.said if "=" in word]
     if said.layout is not None:
         overrides.append(f"layout={said.layout}")
-    return Run.load(files[0] if files else "", tuple(overrides))
+    adopted = list[str]()
+
+    def adopt(plain: Run) -> Run:
+        found, text = _adopted(plain)
+        adopted.extend(filter(None, [text]))
+        return found
+
+    run = Run.load(files[0] if files else "", tuple(overrides), adopt)
+    return run, "".join(adopted)
+
+
+def _adopted(run: Run) -> tuple[Run, str]:
+    """A run that names no model goes on with that of its newest checkpoint, trained or imported."""
+    if not run.checkpoints.is_dir():
+        return run, ""
+    from ..train.checkpoint import newest
+    from ..train.checkpoint_model import differing_sizes, own_model, table_of
+
+    found = newest(run.checkpoints)
+    if found is None:
+        return run, ""
+    path, manifest = found
+    if own := own_model(manifest):
+        raise UsageError(
+            f"{path} is of the model {own!r}, and the run names none. Write model={own!r}: code is"
+            " never run because a checkpoint names it."
+        )
+    shape = manifest.progress.shape
+    if shape is None or not differing_sizes(shape, run.shape):
+        return run, ""
+    text = f"model: {shape.name!r} with {shape.layers} layers, as {path} has it"
+    return replace(run, model=table_of(shape)), text
 
 
 def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
@@ -89,7 +122,7 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
         )
 
 
-def _train(wanted: Run, said: argparse.Namespace) -> int:
+def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
     from ..comm.join import find, join
     from ..train.program import shape_of
@@ -101,8 +134,12 @@ def _train(wanted: Run, said: argparse.Namespace) -> int:
         raise UsageError(
             f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
         )
+    quiet = said.json or bool(place and place.rank)
+    if notice and not quiet:
+        print(notice, flush=True)
     shape = shape_of(wanted)
-    layout = _layout(wanted, shape, ranks, quiet=said.json or bool(place and place.rank))
+    _refuse_other_model(wanted, shape)
+    layout = _layout(wanted, shape, ranks, quiet=quiet)
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
@@ -121,6 +158,16 @@ def _train(wanted: Run, said: argparse.Namespace) -> int:
         return 1
     world.close()
     return _ended(outcome, said.json and place.rank == 0)
+
+
+def _refuse_other_model(wanted: Run, shape: Shape) -> None:
+    """Told before any rank starts; the ranks look again at what they choose to go on from."""
+    from ..train.checkpoint import newest, refuse_other
+    from ..train.checkpoint_model import Identity
+    from ..train.program import maker_of
+
+    if found := newest(wanted.checkpoints):
+        refuse_other(*found, Identity.of(maker_of(wanted)(), shape, wanted.own))
 
 
 def _ranks(wanted: Run, told: int | None) -> int:

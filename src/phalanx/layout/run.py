@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -138,24 +138,35 @@ class Run:
     profile: Profile = section(Profile, "a closer look at some steps")
 
     @classmethod
-    def parse(cls, text: str, name: str = "run", overrides: tuple[str, ...] = ()) -> Run:
-        """The run that a file's text and the arguments after it tell."""
+    def parse(
+        cls,
+        text: str,
+        name: str = "run",
+        overrides: tuple[str, ...] = (),
+        adopt: Adopt | None = None,
+    ) -> Run:
+        """The run that a file's text and the arguments after it tell.
+
+        Where they name no model, `adopt` may give the run another than the default.
+        """
         said = Said(text, overrides, name)
         run, mistakes = read(cls, said.table, said.where)
         mistakes = [*said.mistakes, *mistakes]
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
+        if adopt is not None and "model" not in said.table:
+            run = adopt(run)
         mistakes += [m._replace(place=said.where(m.place) or name) for m in _misfits(run)]
         if mistakes:
             raise RunError(name, list(dict.fromkeys(mistakes)))
         return run
 
     @classmethod
-    def load(cls, path: str, overrides: tuple[str, ...] = ()) -> Run:
+    def load(cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None) -> Run:
         """The run of a file; without one (an empty path) that of the arguments alone."""
         if not path:
-            return cls.parse("", "run", overrides)
+            return cls.parse("", "run", overrides, adopt)
         try:
-            return cls.parse(Path(path).read_text(encoding="utf-8"), path, overrides)
+            return cls.parse(Path(path).read_text(encoding="utf-8"), path, overrides, adopt)
         except FileNotFoundError:
             raise RunError(path, [Mistake("", "there is no such file", _WRITE_ONE)]) from None
         except (OSError, UnicodeDecodeError) as error:
@@ -194,6 +205,7 @@ class Run:
         return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, CHECKPOINTS)
 
 
+Adopt = Callable[[Run], Run]
 _WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
 
 

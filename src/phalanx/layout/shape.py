@@ -41,6 +41,11 @@ class Shape:
     norm: str = "rms"
     positions: str = "rope"
     rope_theta: float = 10000.0
+    # Llama 3.1's stretch of rope to longer sequences; a factor of 1 stretches nothing.
+    rope_factor: float = 1.0
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_original: int = 8192  # the sequence length of the first training
     gated: bool = True
     tied: bool = False
     bias: str = "none"
@@ -67,6 +72,11 @@ class Shape:
             for key, allowed in _CHOICES.items()
             if getattr(self, key) not in allowed
         ]
+        if self.rope_factor < 1 or not 0 < self.rope_low < self.rope_high:
+            wrong.append(
+                f"rope_factor={self.rope_factor}, rope_low={self.rope_low},"
+                f" rope_high={self.rope_high}: the factor is 1 or more, and 0 < low < high"
+            )
         if self.heads % self.kv_heads:
             wrong.append(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
         if wrong:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
-from ..models import Decoder, DeepMlp, decoder, mlp
+from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
 
 __all__ = ["Model", "build_model", "load_model", "start"]
 
@@ -121,6 +121,7 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
             norm=shape.norm,  # type: ignore[arg-type]  # Shape has checked these words
             positions=shape.positions,  # type: ignore[arg-type]
             rope_theta=shape.rope_theta,
+            rope_scaling=_rope_scaling(shape),
             gated=shape.gated,
             tied=shape.tied,
             bias=shape.bias,  # type: ignore[arg-type]
@@ -131,6 +132,12 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         pieces, rules = decoder.describe(plain)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     return Model(pieces, Rules.parse(rules), counts, plain.draw, shape)
+
+
+def _rope_scaling(shape: Shape) -> RopeScaling | None:
+    if shape.rope_factor == 1:
+        return None
+    return RopeScaling(shape.rope_factor, shape.rope_low, shape.rope_high, shape.rope_original)
 
 
 def load_model(text: str) -> Model:

@@ -24,10 +24,18 @@ from .checkpoint_agree import agree, hear, tell
 from .checkpoint_file import CheckpointError, File, chunk_sums, write_file
 from .checkpoint_holding import Snapshot, Updates, fill, manifest_of, misfits, show
 from .checkpoint_manifest import MANIFEST, Manifest, Progress
-from .checkpoint_read import Reader, faults, manifest_text, name_of, parse_manifest
+from .checkpoint_model import Identity
+from .checkpoint_read import (
+    Reader,
+    faults,
+    manifest_text,
+    name_of,
+    parse_manifest,
+    read_manifest,
+)
 from .data.folder import Folder, sync_folder, write_text
 
-__all__ = ["Loaded", "Saved", "Saver", "choose", "load", "save", "steps"]
+__all__ = ["Loaded", "Saved", "Saver", "choose", "load", "newest", "refuse_other", "save", "steps"]
 
 _STEP = re.compile(r"step-(\d{8,18})")
 # Hidden names of what is not a checkpoint: begun, or on its way out.
@@ -46,11 +54,13 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Where a run goes on, and what was passed over as damaged on the way there."""
+    """Where a run goes on, what was passed over as damaged on the way there, and what a person should
+    know of the model (see `checkpoint_model.py`)."""
 
     progress: Progress
     path: Path
     damaged: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def steps(folder: Path) -> list[Path]:
@@ -275,13 +285,30 @@ def _examined(path: Path, wire: Group) -> tuple[Manifest | None, list[str]]:
     return (None, sorted({each.partition(": ")[2] for each in wrong})) if wrong else (manifest, [])
 
 
+def newest(folder: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose manifest can be read. Its files are not looked at: what a run goes
+    on from is chosen by `choose`, on all ranks."""
+    for path in steps(folder):
+        try:
+            return path, read_manifest(path)
+        except (CheckpointError, OSError):
+            continue  # damaged, or removed by a run that goes on; `choose` tells
+    return None
+
+
 def load(
-    folder: Path, holding: Holding, updates: Updates, *, path: Path | None = None
+    folder: Path,
+    holding: Holding,
+    updates: Updates,
+    *,
+    path: Path | None = None,
+    identity: Identity | None = None,
 ) -> Loaded | None:
     """Go on from the newest sound checkpoint of a run, or from the one at `path`, in this layout.
 
     Every rank calls it. Nothing is touched before all ranks have found the files sound and the
-    tensors to be those of the model. None when there is no checkpoint.
+    model to be that of `identity`, or at least the tensors to be those of the model. None when there
+    is no checkpoint.
     """
     wire, damaged = holding.wires.everyone, tuple[str, ...]()
     if path is None:
@@ -292,6 +319,8 @@ def load(
             raise CheckpointError(f"{path} is damaged: " + "; ".join(wrong))
     if path is None or manifest is None:
         return None
+    if identity is not None:
+        refuse_other(path, manifest, identity)
     _all_right(wire, path, "; ".join(misfits(manifest, holding, updates)))
     complaint = ""
     try:
@@ -301,7 +330,21 @@ def load(
         complaint = _said(error)
     _all_right(wire, path, complaint)
     show(holding)
-    return Loaded(manifest.progress, path, damaged)
+    notices = () if identity is None else tuple(identity.notices(manifest))
+    return Loaded(manifest.progress, path, damaged, notices)
+
+
+def refuse_other(path: Path, manifest: Manifest, identity: Identity) -> None:
+    """Refuse a checkpoint of another model; every rank decides the same from the manifest."""
+    if wrong := identity.differences(manifest):
+        way_out = (
+            f"Undo the change of {identity.own}" if identity.own
+            else "Leave `model` out, and the run takes the checkpoint's"
+        )  # fmt: skip
+        raise CheckpointError(
+            f"{path} is of another model than the run's.\n- " + "\n- ".join(wrong)
+            + f"\n{way_out}; or write another `out` to begin anew."
+        )  # fmt: skip
 
 
 def _all_right(wire: Group, path: Path, complaint: str) -> None:

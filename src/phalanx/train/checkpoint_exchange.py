@@ -1,7 +1,8 @@
 """Weights to and from the layout of Hugging Face: `config.json` and sharded safetensors with an index.
 
 Llama, Mistral, Qwen2 and Qwen3 are this model with other names: rope pairs features as theirs does.
-What theirs can say and ours cannot (windows, stretched rope) is refused and never dropped.
+What theirs can say and ours cannot (windows, rope stretched otherwise than by Llama 3) is refused and
+never dropped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,14 +161,26 @@ def _config(shape: Shape, family: str, dtype: str) -> dict[str, object]:
         "tie_word_embeddings": shape.tied,
         # Older readers know the first, newer ones the second.
         "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": {"rope_theta": shape.rope_theta} | _rope_config(shape),
         "torch_dtype": dtype,
     }
+    if shape.rope_factor != 1:
+        config["rope_scaling"] = _rope_config(shape)  # what older readers know
     if family != "qwen2":
         config["attention_bias"] = False
     if family != "llama":
         config["sliding_window"] = None
     return config
+
+
+def _rope_config(shape: Shape) -> dict[str, object]:
+    if shape.rope_factor == 1:
+        return {"rope_type": "default"}
+    return {
+        "rope_type": "llama3", "factor": shape.rope_factor, "low_freq_factor": shape.rope_low,
+        "high_freq_factor": shape.rope_high,
+        "original_max_position_embeddings": shape.rope_original,
+    }  # fmt: skip
 
 
 # ---- and back
@@ -260,6 +274,7 @@ def shape_of(config: Fields) -> Shape:
         config.refuse(f"'model_type' is {family[:40]!r}; {', '.join(FAMILIES)} are read.")
     rope = config.said.get("rope_parameters") or config.said.get("rope_scaling") or {}
     rope = rope if isinstance(rope, dict) else {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     theta = config.said.get("rope_theta", rope.get("rope_theta", 10000.0))
     eps = config.said.get("rms_norm_eps", 1e-6)
     windowed = config.said.get("use_sliding_window", family == "mistral")
@@ -268,8 +283,10 @@ def shape_of(config: Fields) -> Shape:
         "it has biases in attention or feed-forward": bool(
             config.said.get("attention_bias") or config.said.get("mlp_bias")
         ),
-        "its rope is stretched": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "it attends within a sliding window": bool(windowed and config.said.get("sliding_window")),
+        f"its rope is stretched by {str(kind)[:20]!r}": kind not in ("default", "llama3"),
+        "rope turns a part of each head": rope.get("partial_rotary_factor") not in (None, 1),
+        "it attends within a sliding window": bool(windowed and config.said.get("sliding_window"))
+        or any(each != "full_attention" for each in _layer_types(config)),
         "rope_theta or rms_norm_eps is no number": not all(
             type(n) in (int, float) for n in (theta, eps)
         ),
@@ -293,8 +310,32 @@ def shape_of(config: Fields) -> Shape:
         vocab=config.whole("vocab_size", 1),
         sequence=optional("max_position_embeddings", 2048),
         rope_theta=float(str(theta)),
+        **_rope_of(config, rope if kind == "llama3" else None),
         eps=float(str(eps)),
         tied=config.said.get("tie_word_embeddings", False) is True,
         bias="qkv" if family == "qwen2" else "none",
         qk_norm=family == "qwen3",
     )
+
+
+def _layer_types(config: Fields) -> list[object]:
+    return config.list("layer_types") if config.said.get("layer_types") else []
+
+
+# What `rope_scaling` of Llama 3.1 and later says, and the keys of a shape.
+_ROPE = {
+    "factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high",
+    "original_max_position_embeddings": "rope_original",
+}  # fmt: skip
+
+
+def _rope_of(config: Fields, rope: Mapping[str, object] | None) -> dict[str, Any]:
+    if rope is None:
+        return {}
+    # Theirs takes the longest sequence where the first training's is not given.
+    given = {"original_max_position_embeddings": config.said.get("max_position_embeddings"), **rope}
+    wrong = [name for name in _ROPE if type(given.get(name)) not in (int, float)]
+    if wrong:
+        config.refuse(f"its llama3 rope has no number for {', '.join(wrong)}.")
+    found: dict[str, Any] = {ours: float(str(given[theirs])) for theirs, ours in _ROPE.items()}
+    return {**found, "rope_original": int(found["rope_original"])}

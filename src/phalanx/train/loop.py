@@ -134,7 +134,9 @@ class _Loop:
 
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
-        loaded = load(self.run_.checkpoints, self.rank.holding, self.rank.updates)
+        loaded = load(
+            self.run_.checkpoints, self.rank.holding, self.rank.updates, identity=self.rank.identity
+        )
         if loaded is None:
             return 0
         at, batches = loaded.progress, self.rank.batches
@@ -149,9 +151,11 @@ class _Loop:
             scaling.scale, scaling.steady = float(kept[0]), int(kept[1])
         for damaged in loaded.damaged:
             self._notice("damaged", damaged)
+        for text in loaded.notices:
+            self._notice("model", text)
         if at.data != batches.corpus.fingerprint:
             self._notice("data", f"the data is not what {loaded.path} was trained on")
-        self._notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
+        self._notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
         return at.step
 
     def _notice(self, event: str, text: str) -> None:
@@ -250,7 +254,8 @@ class _Loop:
         state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
         return Progress(
             done, batches.cursor(done), self.run_.seed, batches.corpus.fingerprint,
-            str(self.rank.layout), self.rank.shape, {"run": asdict(self.run_)}, state,
+            str(self.rank.layout), self.rank.shape,
+            {"run": asdict(self.run_), "model": self.rank.identity.record}, state,
         )  # fmt: skip
 
     def _decided(self, saves: tuple[Saved, ...]) -> None:

@@ -18,6 +18,7 @@ from ..plan import Machine
 from ..program import Program
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
+from .checkpoint_model import Identity
 from .data import Batches, open_corpus
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak
@@ -67,6 +68,7 @@ class Rank:
         self.shape = shape_of(run)
         self.batches = batches_of(run, self.shape)
         self.model: Model = maker_of(run)()
+        self.identity = Identity.of(self.model, self.shape, run.own)
         self.parameters = sum(weight.numel() for weight in self.model.weights.values())
         self.precision = precision_of(layout.precision)
         self.program: Program = self._program()
