@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from phalanx.draw import Axis, Series, chart
 from phalanx.layout import Layout
 from phalanx.program import Costs, build, simulate
 from phalanx.report import ReportError, report
-from phalanx.report.chart import Chart, Series, chart
 
+SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
 
 
@@ -68,7 +69,7 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
         "tiny, 1,234 parameters, on python; step 12 of 12, ended",
         "2 starts; the last as dp2 zero3 on 2 ranks", "goodput 80 %",
         "validation loss 2.5000 nats per token, 3.6000 bits per byte",
-        "a peak of 2 TFLOP/s over all ranks (measured)", "attention causal",
+        "a peak of 2 TFLOP/s over all ranks (measured)", "causal attention",
         "would be higher by 10.0 %", "2.00 KiB</td><td>1.00 KiB", "3.00 MiB",
         "start: pp2", "restart: dp2 zero3", "not finite", "steps = 12", "torch 2.13",
         "groups along dp: 1 of 2", "makespan",
@@ -88,14 +89,15 @@ def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(tmp_path: Path)
 
 def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
     page = report(written(tmp_path)).replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|<iframe|<script|\ssrc=", page)
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|<iframe|\ssrc=", page)
+    assert page.count("<script") == 2  # the timeline: its data and what draws it
     assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
     assert "default-src 'none'" in page
 
 
 def test_whatever_stands_in_the_files_is_escaped(tmp_path: Path) -> None:
     page = report(written(tmp_path, HOSTILE))
-    assert "<script" not in page
+    assert page.count("<script") == 2
     assert "<img" not in page
     assert page.count("&lt;script&gt;") >= 5
 
@@ -128,17 +130,29 @@ def test_a_folder_without_a_run_is_refused_with_the_way_out(tmp_path: Path) -> N
 
 def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
     points = ((0.0, 1.0), (5.0, 2.0), (10.0, 4.0))
-    drawn = chart(Chart("t", "u", [Series("a", points, dots=True)], [(5.0, "here & now")]))
+    linear = Axis("step", base=0), Axis("u", base=0)
+    drawn = chart("t", [Series("a", points)], *linear, marks=[(5.0, "here & now")])
     tree = xml.fromstring(drawn)
-    dots = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter("circle")]
+    dots = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle")]
     assert dots[1][0] - dots[0][0] == pytest.approx(dots[2][0] - dots[1][0])
     assert 2 * (dots[0][1] - dots[1][1]) == pytest.approx(dots[1][1] - dots[2][1], abs=0.2)
-    assert "here & now" in [t.text for t in tree.iter("text")]
+    assert "here & now" in [t.text for t in tree.iter(f"{SVG}text")]
 
 
 def test_a_chart_of_one_point_and_of_none_are_drawn_too() -> None:
-    xml.fromstring(chart(Chart("t", "u", [Series("a", ((3.0, 0.0),))])))
-    assert "nothing was recorded" in chart(Chart("t", "u", [Series("a", ())]))
+    linear = Axis("step", base=0), Axis("u", base=0)
+    assert chart("t", [Series("a", [(3.0, 0.0)])], *linear).count("<circle") == 1
+    xml.fromstring(chart("t", [Series("a", ())], *linear))
+
+
+def test_a_logarithmic_chart_has_no_place_for_zero() -> None:
+    drawn = chart("t", [Series("a", [(0.0, 1.0), (1.0, 1.0), (4.0, 8.0)])], Axis("x"), Axis("y"))
+    assert drawn.count("<circle") == 2
+
+
+def test_before_the_first_step_the_page_says_that_nothing_was_recorded(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(journal()[0]) + "\n")
+    assert "loss: nothing was recorded" in report(tmp_path)
 
 
 CHROMIUM = next(
@@ -161,4 +175,5 @@ def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
     )  # fmt: skip
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert done.stdout.count("<h2>") == 9
-    assert done.stdout.count('class="chart"') == 3
+    assert done.stdout.count("<polyline") == 12  # each start, and again what was repeated
+    assert done.stdout.count("<canvas") == 1

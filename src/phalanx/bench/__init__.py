@@ -1,6 +1,5 @@
 """Floor 5: what this machine can do, measured: collectives, products, overlap, memory, topology."""
 
-from .chart import Axis, Series, chart
 from .clock import Clock, Timing
 from .collectives import OPERATIONS, Ask, Sample, WrongResult, measure_collectives
 from .doctor import Examination, examine, topology_of
@@ -16,7 +15,6 @@ __all__ = [
     "DTYPES",
     "OPERATIONS",
     "Ask",
-    "Axis",
     "Clock",
     "Examination",
     "Found",
@@ -26,12 +24,10 @@ __all__ = [
     "Overlap",
     "Product",
     "Sample",
-    "Series",
     "Timing",
     "Topology",
     "TopologyError",
     "WrongResult",
-    "chart",
     "decoder_products",
     "examine",
     "find",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from ..draw import Axis, Series, chart
 from ..plan.size import rate, seconds, size, tera
-from .chart import Axis, Series, chart
 from .collectives import Sample
 from .fit import Growth, fit_all, growths
 from .found import Found

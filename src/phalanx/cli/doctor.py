@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from ..draw import Bars, Part, bars
 from ..plan.size import rate, seconds, size
 from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
-from .doctor_picture import hierarchy_svg
 from .usage import Parser, UsageError, print_json, read, write
 
 if TYPE_CHECKING:
     from ..bench import Found, Topology
-    from ..plan import Machine, Store
+    from ..plan import Machine, Place, Store
 
 __all__ = ["run"]
 
@@ -193,7 +195,7 @@ def _catalogue(said: argparse.Namespace) -> int:
         places = hierarchy(device(said.name))
         if said.out:
             title = f"{device(said.name).title}, from the inside out"
-            write(said.out, {".svg": lambda p: hierarchy_svg(title, p)}, places)
+            write(said.out, {".svg": lambda p: _hierarchy_svg(title, p)}, places)
         if said.json:
             print_json({"places": [asdict(place) for place in places]})
         else:
@@ -218,3 +220,16 @@ def _catalogue(said: argparse.Namespace) -> int:
     else:
         print(device_text(named[0]) if said.name else devices_text(named))
     return 0
+
+
+def _hierarchy_svg(title: str, places: Sequence[Place]) -> str:
+    """One bar a level, as long as the logarithm of its bandwidth, from the inside at the top."""
+    logs = [math.log10(place.bandwidth) for place in places]
+    low = math.floor(min(logs)) - 0.5
+    rows = []
+    for place, log in zip(places, logs, strict=True):
+        held = f"{size(place.bytes)}, read in {seconds(place.to_read)}" if place.bytes else ""
+        below = " · ".join(words for words in (held, place.how) if words)
+        part = Part(place.name, log - low, tip=place.how)
+        rows.append(Bars(place.name, [part], rate(place.bandwidth), below))
+    return bars(title, rows, ["Each bar is as long as the logarithm of the bytes a second."])

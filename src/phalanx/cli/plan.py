@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from ..cost import weighs
-from ..layout import LayoutError, Shape
+from ..layout import LayoutError, Run, Shape
 from ..layout.layout import PRECISIONS
 from ..plan import Machine, MachineError, cluster
 from ..plan.local import local_stack, site_of_machine
@@ -22,7 +22,7 @@ from ..plan.site import Site, site_of
 from ..plan.stack import stack
 from .plan_figures import Asked, figures
 from .plan_tell import told
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, write
 
 __all__ = ["asked_of", "asking", "count", "run"]
 
@@ -80,13 +80,16 @@ def _plan(asked: Asked, said: argparse.Namespace) -> int:
     else:
         print(told(asked, plan, beside))
     if said.page:
-        from .plan_page import write_page
+        from .plan_page import page
 
-        write_page(said.page, asked, plan, beside)
+        write(said.page, {".html": lambda p: page(asked, p, beside)}, plan, "--page")
     if said.out:
-        from .plan_out import write_run
-
-        write_run(said.out, asked, plan.layouts[0].layout)
+        run = Run.parse(
+            f'model = "{asked.own or asked.shape.name}"\nlayout = "{plan.layouts[0].layout}"\n'
+            f"batch = {asked.batch}\nsequence = {asked.sequence}\n",
+            said.out,
+        )
+        write(said.out, {".toml": str}, run)
     return 0
 
 

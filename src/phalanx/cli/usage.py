@@ -63,11 +63,13 @@ def read(path: str, what: str) -> str:
         raise UsageError(f"the {what} {path} is not text.") from None
 
 
-def write(path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn) -> None:
-    """Write a picture in the format that the file's suffix names."""
+def write(
+    path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn, flag: str = "--out"
+) -> None:
+    """Write a picture, or anything else, in the format that the file's suffix names."""
     suffix = Path(path).suffix
     if suffix not in formats:
-        raise UsageError(f"--out {path}: the suffix says the format; use {', '.join(formats)}.")
+        raise UsageError(f"{flag} {path}: the suffix says the format; use {', '.join(formats)}.")
     try:
         Path(path).write_text(formats[suffix](drawn), encoding="utf-8")
     except OSError as error:

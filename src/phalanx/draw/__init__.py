@@ -1,10 +1,37 @@
-"""Floor 2: timelines and meshes as text, SVG, a page and a Chrome trace. No torch."""
+"""Floor 2: timelines, meshes, charts and tables as text, SVG, a page and a Chrome trace. No torch."""
 
+from .chart import Axis, Bars, Part, Series, bars, chart
 from .chrome import chrome
+from .markup import Html, paragraphs, table, tag, text_table
 from .mesh import MeshPicture, mesh_svg, mesh_text
-from .page import page
+from .page import frame, page, timeline
 from .picture import Picture
-from .svg import svg
+from .svg import Bar, Row, gantt, svg
 from .text import text
 
-__all__ = ["MeshPicture", "Picture", "chrome", "mesh_svg", "mesh_text", "page", "svg", "text"]
+__all__ = [
+    "Axis",
+    "Bar",
+    "Bars",
+    "Html",
+    "MeshPicture",
+    "Part",
+    "Picture",
+    "Row",
+    "Series",
+    "bars",
+    "chart",
+    "chrome",
+    "frame",
+    "gantt",
+    "mesh_svg",
+    "mesh_text",
+    "page",
+    "paragraphs",
+    "svg",
+    "table",
+    "tag",
+    "text",
+    "text_table",
+    "timeline",
+]

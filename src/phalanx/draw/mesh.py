@@ -7,20 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from itertools import product
 
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.rules import AXIS_OF, Cut
-from .svg import STYLE, tinted
+from .markup import COLOURS, Html, box, document, label
+from .svg import tinted
 from .words import wrapped
 
 __all__ = ["MeshPicture", "Part", "mesh_svg", "mesh_text"]
 
 _DIMS = (*AXIS_OF, "embed", "head", "position", "-")
 _RANKS = 64  # more are counted, not listed
-# Okabe and Ito's colours in turn; each group also has a letter, so colour is never alone.
-_COLOURS = ("#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#f0e442", "#d55e00", "#8fa8c8", "#b0b0b0")
 
 
 @dataclass(frozen=True)
@@ -226,59 +224,44 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
         yield f"{picture.layout.copies} ranks along dp and cp hold the same part."
 
 
-def mesh_svg(picture: MeshPicture) -> str:
+def mesh_svg(picture: MeshPicture) -> Html:
     """The grid of ranks, then the same grid once for each axis, coloured and lettered by group."""
     grids = [("ranks", dict.fromkeys(range(picture.mesh.size), 0), False)]
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
         of = {rank: g for g, group in enumerate(groups) for rank in group}
-        grids.append((f"groups along {axis}: {len(groups)} of {len(groups[0])}", of, True))
-    body, y, width = (
-        [f'<text class="title" x="20" y="30">{escape(picture.title)}</text>'],
-        44.0,
-        0.0,
-    )
+        title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; same letter, same group"
+        grids.append((title, of, True))
+    body: list[Html] = []
+    y, width = 44.0, 420.0
     for title, of, grouped in grids:
-        body.append(f'<text x="20" y="{y + 16:.0f}">{escape(title)}</text>')
+        body.append(label(20, y + 16, title))
         drawn, bottom, right = _panels(picture, y + 26, of, grouped)
         body += drawn
         y, width = bottom + 14, max(width, right)
-    for line in _explained(picture) if picture.weight else ():
-        for part in wrapped(line, max(60, int((width - 20) / 6.3))):
-            body.append(f'<text class="soft" x="20" y="{y + 12:.0f}">{escape(part)}</text>')
-            y += 20
-    width = max(width + 20, 440)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {y + 12:.0f}"'
-        f' width="{width:.0f}" height="{y + 12:.0f}" role="img">\n'
-        f"<title>{escape(picture.title)}</title>\n<style>{STYLE}</style>\n"
-        f'<rect class="page" x="0.5" y="0.5" width="{width - 1:.0f}" height="{y + 11:.0f}" rx="8"/>\n'
-        + "\n".join(body)
-        + "\n</svg>\n"
-    )
+    notes = list(_explained(picture)) if picture.weight else []
+    return document(picture.title, width + 20, y + 12, body, notes)
 
 
 def _panels(
     picture: MeshPicture, top: float, of: Mapping[int, int], grouped: bool
-) -> tuple[list[str], float, float]:
+) -> tuple[list[Html], float, float]:
     """One grid: its panels in rows of at most 900 pixels; returns where it ends below and right."""
-    cell = 34 if grouped else 58
-    tall = 24 if grouped else 40
+    cell, tall = (34, 24) if grouped else (64, 40)
     x, y, right = 20.0, top, 0.0
-    out: list[str] = []
+    out: list[Html] = []
     rows, columns = len(picture.panels[0][1]), len(picture.panels[0][1][0])
     wide, high = columns * cell + 18, rows * tall + (18 if picture.panels[0][0] else 0) + 10
     for title, grid in picture.panels:
         if x > 20 and x + wide > 920:
             x, y = 20.0, y + high
         if title:
-            out.append(f'<text class="soft" x="{x:.0f}" y="{y + 12:.0f}">{escape(title)}</text>')
+            out.append(label(x, y + 12, title, "soft"))
         for r, ranks in enumerate(grid):
             for c, rank in enumerate(ranks):
                 at = (x + c * cell, y + (18 if title else 0) + r * tall)
-                out += _square(
-                    picture, rank, at, (cell - 2, tall - 2), of[rank] if grouped else None
-                )
+                group = of[rank] if grouped else None
+                out += _square(picture, rank, at, (cell - 2, tall - 2), group)
         right = max(right, x + wide)
         x += wide
     return out, y + high, right
@@ -290,7 +273,7 @@ def _square(
     at: tuple[float, float],
     size: tuple[float, float],
     group: int | None,
-) -> Iterator[str]:
+) -> Iterator[Html]:
     place = picture.mesh.coordinates(rank)
     tip = f"rank {rank}: " + " ".join(f"{axis}={place[axis]}" for axis in picture.axes)
     if picture.weight:
@@ -300,21 +283,16 @@ def _square(
             for (name, _, _), cut in zip(picture.weight, part.cuts, strict=True)
         )
         tip += f", of that {part.shard.start}:{part.shard.stop}" if part.shard else ""
-    fill = tinted(_COLOURS[(group or 0) % len(_COLOURS)], 0.25 if group is None else 0.0)
+    fill = tinted(COLOURS[(group or 0) % len(COLOURS)], 0.25 if group is None else 0.0)
     (x, y), (w, h) = at, size
-    yield (
-        f'<rect class="op" x="{x:.0f}" y="{y:.0f}" width="{w:.0f}" height="{h:.0f}" rx="4"'
-        f' fill="{fill}"><title>{escape(tip)}</title></rect>'
-    )
-    ink = 'style="fill:#000000"'
-    said = str(rank) if group is None else f"{_letters(group)}{rank}"
+    yield box(x, y, w, h, cls="op", rx=4, fill=fill, tip=tip)
+    words = str(rank) if group is None else f"{_letters(group)}{rank}"
     middle = y + h / 2 + (4 if group is not None else -2)
-    yield f'<text class="cell" {ink} x="{x + w / 2:.0f}" y="{middle:.0f}">{said}</text>'
+    yield label(x + w / 2, middle, words, "cell", "#000000")
     if group is None:
-        small = f'<text class="cell" style="fill:#000000;font-size:8px" x="{x + w / 2:.0f}"'
         # The panel's title says where it is along the other axes.
         inner = " ".join(f"{axis.name}{place[axis.name]}" for axis in picture.mesh.axes[-2:])
-        yield f'{small} y="{y + h / 2 + 11:.0f}">{inner}</text>'
+        yield label(x + w / 2, y + h / 2 + 12, inner, "cell", "#000000")
 
 
 def _letters(number: int) -> str:

@@ -271,7 +271,9 @@ canvas.addEventListener("keydown", (event) => {
   event.preventDefault();
   keys[event.key]();
 });
+// The wheel scrolls the page until the timeline was clicked, so that nobody is caught in it.
 canvas.addEventListener("wheel", (event) => {
+  if (document.activeElement !== canvas && !event.ctrlKey) return;
   event.preventDefault();
   if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
     move(((event.deltaX || event.deltaY) / canvas.clientWidth) * (view.to - view.from));

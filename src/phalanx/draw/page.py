@@ -1,45 +1,82 @@
-"""A picture as one HTML page that needs nothing else: zoom, pan, the operation under the mouse,
-memory over time, and a prediction with its measurement lane by lane.
+"""HTML pages that are one file and load nothing: the one frame of all of them, and a timeline with
+zoom, pan, the operation under the mouse and memory over time.
 
-`page.html` and `page.js` beside this file are the page; here they are filled with a picture.
+`page.html` beside this file is the frame, `page.js` draws the timeline.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from html import escape
 from pathlib import Path
 
 from ..program import ops
+from .markup import Html, paragraphs, table, tag
 from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
 from .words import change, number
 
-__all__ = ["page"]
+__all__ = ["frame", "page", "timeline"]
+
+_HINT = (
+    "+ and − zoom, and so does the wheel after a click; drag or ← → move, n and p go to the next and"
+    " previous operation, ↑ ↓ change the lane, 0 shows all."
+)
+
+
+def frame(title: str, *body: str, narrow: bool = True) -> str:
+    """The text of a page. It may run a script only where its body brings one."""
+    here = Path(__file__).parent
+    content = "\n".join(body)
+    parts = {
+        "title": escape(title),
+        "scripts": "script-src 'unsafe-inline'; " if "<script" in content else "",
+        "width": "narrow" if narrow else "",
+        "body": content,
+    }
+    frame = (here / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], frame)
 
 
 def page(picture: Picture) -> str:
-    """The page's text."""
-    here = Path(__file__).parent
-    filled = (here / "page.html").read_text(encoding="utf-8")
-    script = (here / "page.js").read_text(encoding="utf-8")
-    parts = {
-        "{{title}}": escape(picture.title),
-        "{{summary}}": "".join(f"<p>{escape(s)}</p>" for s in (*picture.summary, *picture.notes)),
-        "{{legend}}": _legend(picture),
-        "{{table}}": _table(picture),
-        "{{data}}": _json(_data(picture)),
-        "{{script}}": script,
-    }
-    for mark, said in parts.items():
-        filled = filled.replace(mark, said)
-    return filled
+    """A page that shows one picture."""
+    return frame(picture.title, timeline(picture), narrow=False)
 
 
-def _json(said: object) -> str:
+def timeline(picture: Picture) -> Html:
+    """The picture with its legend and tables, as a part of a page; a page can hold one."""
+    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    names = {"in": ("+", "zoom in"), "out": ("−", "zoom out"), "all": ("whole step", "")}
+    buttons = [
+        tag("button", words, id=name, aria_label=spoken) for name, (words, spoken) in names.items()
+    ]
+    spoken = "Timeline: each rank's operations over time"
+    canvas = tag(
+        "canvas", id="lanes", tabindex=0, role="application", aria_label=spoken,
+        aria_describedby="said",
+    )  # fmt: skip
+    return Html(
+        "\n".join(
+            [
+                paragraphs([*picture.summary, *picture.notes]),
+                tag("div", *_legend(picture), cls="legend"),
+                tag("div", *buttons, tag("span", _HINT, cls="hint"), cls="tools"),
+                canvas,
+                tag("p", cls="said", id="said", aria_live="polite"),
+                tag("div", id="memory"),
+                _table(picture),
+                tag("script", _json(_data(picture)), type="application/json", id="data"),
+                tag("script", Html(script)),
+            ]
+        )
+    )
+
+
+def _json(value: object) -> Html:
     """JSON that can stand in a script element: nothing in it ends the element."""
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=True)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+    return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def _data(picture: Picture) -> dict[str, object]:
@@ -91,25 +128,27 @@ def _memory(picture: Picture) -> list[dict[str, object]]:
     return [one for one in found if one["kinds"]]
 
 
-def _legend(picture: Picture) -> str:
-    return "".join(
-        f'<span class="key"><b style="background:{PAINTS[k].fill};color:{PAINTS[k].ink}">'
-        f"{escape('' if k == ops.SEND else k)}</b>{LEGEND[k]}</span>"
+def _legend(picture: Picture) -> list[Html]:
+    return [
+        tag(
+            "span",
+            tag(
+                "b",
+                "" if k == ops.SEND else k,
+                style=f"background:{PAINTS[k].fill};color:{PAINTS[k].ink}",
+            ),
+            LEGEND[k],
+            cls="key",
+        )
         for k in picture.kinds
-    )
+    ]
 
 
-def _table(picture: Picture) -> str:
+def _table(picture: Picture) -> Html:
     if picture.other is None:
-        return ""
-    first, second = map(escape, picture.names)
-    rows = "".join(
-        f"<tr><th scope=row>{LEGEND[kind]}</th><td>{number(a)}</td><td>{number(b)}</td>"
-        f"<td>{change(a, b)}</td></tr>"
-        for kind, a, b in picture.differences
-    )
-    return (
-        "<table><caption>Time by kind of operation, over all ranks</caption><thead><tr><th></th>"
-        f"<th scope=col>{first}</th><th scope=col>{second}</th><th scope=col>difference</th></tr>"
-        f"</thead><tbody>{rows}</tbody></table>"
-    )
+        return Html("")
+    rows = [
+        (LEGEND[kind], number(a), number(b), change(a, b)) for kind, a, b in picture.differences
+    ]
+    head = ("", *picture.names, "difference")
+    return table(head, rows, caption="Time by kind of operation, over all ranks")

@@ -7,12 +7,12 @@ What an operation should take is handed in (`predicted.py` asks the planner); no
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from html import escape
 from statistics import median
-from textwrap import wrap
 
+from ..draw import Html, paragraphs, table, text_table
+from ..draw.words import wrapped
 from ..program import KINDS, Op, Span, Timeline, ops
 
 __all__ = ["HEAD", "Compared", "OpRow", "Prices", "compare"]
@@ -100,27 +100,16 @@ class Compared:
     def text(self) -> str:
         """The table for a terminal of 80 columns."""
         title = f"Predicted against measured: {self.layout} on {self.site}, stack {self.stack}"
-        lines = [*_wrapped(title), *_wrapped(self.summary), ""]
-        for name, count, *more in (HEAD, *(row.cells() for row in self.rows)):
-            lines.append(f"{name:26}{count:>7}" + "".join(f"{cell:>11}" for cell in more))
-        return "\n".join([*lines, "", *(line for n in self.notes for line in _wrapped(n))])
+        lines = [*wrapped(title, _WIDTH), *wrapped(self.summary, _WIDTH), ""]
+        lines += text_table(HEAD, [row.cells() for row in self.rows]).splitlines()
+        notes = [line for note in self.notes for line in wrapped(note, _WIDTH)]
+        return "\n".join([*lines, "", *notes])
 
-    def html(self) -> str:
+    def html(self) -> Html:
         """The table for the page."""
         where = f"{self.layout} on {self.site}, stack {self.stack}."
-        said = "".join(
-            f"<p>{escape(line)}</p>" for line in (f"{where} {self.summary}", *self.notes)
-        )
-        rows = [_tr("th", HEAD), *(_tr("td", row.cells()) for row in self.rows)]
-        return f"{said}<div class=wide><table>{''.join(rows)}</table></div>"
-
-
-def _wrapped(line: str) -> list[str]:
-    return wrap(line, _WIDTH, break_on_hyphens=False)
-
-
-def _tr(tag: str, cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        words = paragraphs([f"{where} {self.summary}", *self.notes])
+        return Html(words + table(HEAD, [row.cells() for row in self.rows]))
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,0 +1,165 @@
+"""Elements of HTML and SVG, which escape whatever is put into them, and tables for both outputs.
+
+Every page and every picture of phalanx is made of these; no other file writes a tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from .words import wrapped
+
+__all__ = [
+    "COLOURS",
+    "LETTER",
+    "Html",
+    "box",
+    "document",
+    "label",
+    "line",
+    "paragraphs",
+    "table",
+    "tag",
+    "text_table",
+]
+
+# Okabe and Ito (2008): colour-blind readers can tell them apart. Black text is legible on each.
+COLOURS = (
+    "#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#d55e00", "#8fa8c8", "#b08900", "#b0b0b0", "#a58bc9",
+)  # fmt: skip
+LETTER = 6.3  # the width of an average character at 11 px
+
+# The colours of the page; those of operations are the same on a light and a dark page.
+_STYLE = """
+  .page { fill: #ffffff; stroke: #d0d7de }
+  .idle { fill: #eef1f4 }
+  .grid { stroke: #d0d7de; stroke-width: 1 }
+  .mark { stroke: #59636e; stroke-dasharray: 4 3 }
+  .area { fill: #b6d7ec }
+  text { fill: #1f2328; font: 11px ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif }
+  .title { font-size: 15px; font-weight: 600 }
+  .soft { fill: #59636e }
+  .cell { text-anchor: middle; font-variant-numeric: tabular-nums; pointer-events: none }
+  .mid { text-anchor: middle }
+  .end { text-anchor: end }
+  rect.op:hover { stroke: #1f2328; stroke-width: 1.5 }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117; stroke: #3d444d }
+    .idle { fill: #1b222c }
+    .grid { stroke: #3d444d }
+    .mark { stroke: #9198a1 }
+    .area { fill: #1f4a66 }
+    text { fill: #e6edf3 }
+    .soft { fill: #9198a1 }
+    rect.op:hover { stroke: #ffffff }
+  }
+"""
+
+
+class Html(str):
+    """Text that is markup already. Any other text is escaped where it is used."""
+
+    __slots__ = ()
+
+
+def tag(name: str, *children: object, **attributes: object) -> Html:
+    """One element. `cls` is its class, `text_anchor` is text-anchor; empty attributes are left out."""
+    shown = "".join(
+        f' {_attribute(key)}="{escape(_plain(value))}"'
+        for key, value in attributes.items()
+        if value is not None and value != ""
+    )
+    inside = "".join(c if isinstance(c, Html) else escape(str(c)) for c in children)
+    return Html(f"<{name}{shown}>{inside}</{name}>")
+
+
+def _attribute(key: str) -> str:
+    return "class" if key == "cls" else key.replace("_", "-")
+
+
+def _plain(value: object) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def paragraphs(lines: Iterable[str]) -> Html:
+    """Each line as a paragraph."""
+    return Html("".join(tag("p", line) for line in lines))
+
+
+def table(
+    head: Sequence[object],
+    rows: Iterable[Sequence[object]],
+    *,
+    left: bool = False,
+    caption: str = "",
+) -> Html:
+    """An HTML table that scrolls where it is too wide. The first column, or all of them, lean left."""
+    title = tag("caption", caption) if caption else Html("")
+    top = tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head)))
+    body = Html("".join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
+    return tag("div", tag("table", title, top, tag("tbody", body), cls="left" * left), cls="scroll")
+
+
+def text_table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, left: str = "", indent: int = 0
+) -> str:
+    """The table for a terminal. `left` has an l for each column that leans left, as in `lrrl`; the
+    others, and by default all but the first, lean right."""
+    from rich.console import Console  # only what prints a table waits for rich
+    from rich.table import Table
+
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(head))
+    cells = [[str(cell) for cell in row] for row in rows]
+    for i in range(max(map(len, [head, *cells]))):
+        leans = "left" if (left or "l").ljust(i + 1, "r")[i] == "l" else "right"
+        title = head[i] if i < len(head) else ""
+        grid.add_column(title, justify=leans, no_wrap=True)  # type: ignore[arg-type]
+    for row in cells:
+        grid.add_row(*row)
+    console = Console(width=10_000, color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as printed:
+        console.print(grid)
+    return "".join(" " * indent + row.rstrip() + "\n" for row in printed.get().splitlines())
+
+
+# SVG
+
+
+def box(
+    x: float, y: float, width: float, height: float, *, tip: str = "", **attributes: object
+) -> Html:
+    """A rectangle; `tip` is shown under the mouse."""
+    inside = [tag("title", tip)] if tip else []
+    return tag("rect", *inside, x=x, y=y, width=width, height=height, **attributes)
+
+
+def label(x: float, y: float, words: object, cls: str = "", ink: str = "") -> Html:
+    """A line of text, by default in the colour of the page's text."""
+    return tag("text", words, x=x, y=y, cls=cls, style=ink and f"fill:{ink}")
+
+
+def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid") -> Html:
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
+
+
+def document(
+    title: str, width: float, height: float, parts: Iterable[Html], notes: Iterable[str] = ()
+) -> Html:
+    """A whole SVG document on a card, its title on top and its notes below."""
+    body = list(parts)
+    for note in notes:
+        for words in wrapped(note, int((width - 40) / LETTER)):
+            body.append(label(20, height, words, "soft"))
+            height += 20
+    card = box(0.5, 0.5, width - 1, height - 1, cls="page", rx=8)
+    heading = label(20, 30, title, "title")
+    return Html(
+        tag(
+            "svg", tag("title", title), "\n", tag("style", Html(_STYLE)), "\n", card, "\n", heading,
+            "\n", Html("\n".join(body)), "\n",
+            xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height:.0f}",
+            width=round(width), height=round(height), role="img",
+        )
+        + "\n"
+    )  # fmt: skip
