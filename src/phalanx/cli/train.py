@@ -125,7 +125,8 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
 def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
     from ..comm.join import find, join
-    from ..train.program import shape_of
+    from ..parallel import refuse_unfit
+    from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
 
     place = find(os.environ)
@@ -145,6 +146,8 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
         )
     batches_of(wanted, shape)  # data that does not fit is told here, by one process
+    if wanted.own:
+        refuse_unfit(maker_of(wanted)(), layout)
     if place is None:
         return _local(wanted, layout, said)
     from ..train.checkpoint_file import CheckpointError

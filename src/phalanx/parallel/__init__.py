@@ -3,6 +3,7 @@
 from .batch import count_valid, microbatches, share, time_multiple
 from .context import install_context, leaks
 from .data import Entry, Pool, Precision, Unit
+from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, build_model, load_model, start
 from .pieces import Piece
@@ -27,6 +28,7 @@ __all__ = [
     "load_model",
     "microbatches",
     "open_groups",
+    "refuse_unfit",
     "share",
     "start",
     "time_multiple",

@@ -13,8 +13,9 @@ from ..layout import Layout, stage_pieces
 from ..program import Program, ops
 from .context import install_context
 from .data import Pool, Precision, Unit
+from .fitness import refuse_unfit
 from .groups import Groups, open_groups
-from .model import Model, refuse_unnamed, start
+from .model import Model, start
 from .pieces import Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
@@ -53,7 +54,7 @@ def hold(
 
     Every rank calls it; the model's modules are changed and belong to this rank from here on.
     """
-    refuse_unnamed(model)
+    refuse_unfit(model, layout)
     mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
     held = sorted({unit for piece in mine for unit in program.units(piece)})
     stages = {program.host[piece] for pair in program.tied for piece in pair}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,18 @@ class Model:
     counts: Mapping[str, int] = field(default_factory=dict)
     draw: Draw = _draw
     shape: Shape | None = None
+    padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
+
+    def __post_init__(self) -> None:
+        # Now, as a layout replaces lookups and parameters.
+        names = {parameter: name for name, parameter in self.weights.items()}
+        rows = {
+            names[cast(nn.Parameter, module.weight)]: module.padding_idx
+            for _, piece in self.pieces
+            for module in piece.modules()
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None
+        }
+        object.__setattr__(self, "padding", rows)
 
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
@@ -168,16 +180,6 @@ def start(model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
     weight = torch.empty(model.weights[name].shape)
     model.draw(name, weight, generator)
+    if model.draw is _draw and name in model.padding:
+        weight[model.padding[name]] = 0.0  # as nn.Embedding itself starts
     return weight.to(dtype)
-
-
-def refuse_unnamed(model: Model) -> None:
-    """Every weight must be named by a rule, each dim of it: a parameter that is not is an error."""
-    wrong = []
-    for name, parameter in model.weights.items():
-        try:
-            model.rules.dims(name, parameter.dim())
-        except LayoutError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise LayoutError("\n".join(wrong))

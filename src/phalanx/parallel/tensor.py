@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm import Group, regions
-from ..layout import Layout
+from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF, Cut
 from ..models import Dropout
 from .groups import Groups
@@ -114,15 +114,22 @@ class RowLinear(nn.Module):
 
 
 class VocabularyEmbedding(nn.Module):
-    """The lookup of a cut vocabulary: a token outside this rank's part gives zeros here."""
+    """The lookup of a cut vocabulary: a token outside this rank's part gives zeros here.
+
+    The padding token's row has no gradient on the rank that holds it.
+    """
 
     def __init__(self, plain: nn.Embedding, cut: Cut, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.weight, self.cut, self.join = plain.weight, cut, join
+        padding = plain.padding_idx
+        mine = padding is not None and cut.start <= padding < cut.stop
+        self.padding_idx = padding - cut.start if padding is not None and mine else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         mine = (tokens >= self.cut.start) & (tokens < self.cut.stop)
-        rows = F.embedding(torch.where(mine, tokens - self.cut.start, 0), self.weight)
+        here = torch.where(mine, tokens - self.cut.start, 0)
+        rows = F.embedding(here, self.weight, padding_idx=self.padding_idx)
         return self.join(rows * mine.unsqueeze(-1))
 
 
@@ -239,6 +246,11 @@ class _Installer:
         fork = self.fork
 
         def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if not args:
+                raise LayoutError(
+                    f"a {type(module).__name__}, whose weights tp cuts, is called without a"
+                    " positional argument. Pass the activations as its first."
+                )
             return (fork(args[0]), *args[1:])
 
         module.register_forward_pre_hook(enter)

@@ -16,7 +16,7 @@ import torch
 
 from ..comm.launch import workers
 from ..layout import Layout, LayoutError, Shape
-from ..parallel import Model, Precision, build_model
+from ..parallel import Model, Precision, build_model, refuse_unfit
 from ..program import Recorded, Timeline
 from ..train.precision import precision_of
 from ..train.program import program_of
@@ -68,7 +68,9 @@ def verify(
     One world of ranks serves all layouts of its size. `record` is where the last layout's last step
     is written, for `phalanx draw run`.
     """
-    make = make or partial(build_model, shape)
+    make, layouts = make or partial(build_model, shape), tuple(layouts)
+    for layout in layouts:
+        refuse_unfit(make(), layout)
     precision = precision_named(dtype)
     wide = torch.float64
     setting = Setting(

@@ -1,0 +1,219 @@
+"""What a layout would change in a model without being seen: refused by name, before anything runs.
+
+Weights become views of flat buffers, tensor parallelism replaces modules whose weight it cuts, a ring
+replaces attention's core. Each is right for the modules of plain torch only: what somebody has added
+to one of them would be left out. Whether the rule table itself is right is proved by `verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..layout import Layout, LayoutError
+from ..layout.rules import AXIS_OF
+from ..models import Core
+from .model import Model
+from .tensor import IGNORED
+
+__all__ = ["refuse_unfit"]
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def refuse_unfit(model: Model, layout: Layout) -> None:
+    """Raise a LayoutError with every part of the model that this layout would compute wrongly."""
+    wrong = [*_unnamed(model), *_untrainable(model)]
+    for prefix, piece in model.pieces:
+        for path, module in piece.named_modules():
+            name = f"{prefix}.{path}".rstrip(".")
+            wrong += _anywhere(name, module)
+            if layout.tp > 1:
+                wrong += _cut(model, name, piece, path, module)
+            if layout.mesh.of("cp.ring") > 1 and path.rpartition(".")[2] == "core":
+                wrong += _core(model, name, module)
+    if wrong:
+        raise LayoutError("\n".join(dict.fromkeys(wrong)))
+
+
+def _unnamed(model: Model) -> Iterator[str]:
+    """Every dim of every weight must be named by a rule."""
+    for name, parameter in model.weights.items():
+        try:
+            model.rules.dims(name, parameter.dim())
+        except LayoutError as error:
+            yield str(error)
+
+
+def _untrainable(model: Model) -> Iterator[str]:
+    """Parameters are replaced by views of a unit's weights, which are trained and have no hooks."""
+    for name, parameter in model.weights.items():
+        if not parameter.requires_grad:
+            yield (
+                f"{name} is frozen (requires_grad=False), and every parameter is trained here."
+                " Make it a buffer, with a rule and reset_buffers()."
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            yield f"{name} has hooks on its gradient, which would never be called. Remove them."
+
+
+# ---- in every layout
+
+
+def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
+    if isinstance(module, _DropoutNd) and module.p > 0:
+        yield (
+            f"{name} is a {type(module).__name__}: its mask comes from torch's generator, which no"
+            " two layouts use alike. Use phalanx.models.Dropout, or p=0."
+        )
+    if isinstance(module, nn.Embedding):
+        yield from _embedding(name, module)
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        if "forward" in vars(module):
+            yield (
+                f"{name} has a forward of its own, set on the module, which would be replaced."
+                " Write a class of your own for it."
+            )
+        if type(module) is nn.Linear and "weight" not in module._parameters:
+            yield (
+                f"the weight of {name} is computed from other parameters by a hook (weight_norm,"
+                " spectral_norm). Compute it in the forward of a class of your own."
+            )
+
+
+def _embedding(name: str, module: nn.Embedding) -> Iterator[str]:
+    if module.max_norm is not None:
+        yield (
+            f"{name} has max_norm={module.max_norm}: it changes weights in a forward, and these are"
+            " copies on several ranks. Leave max_norm out; scale the rows that were looked up."
+        )
+    if module.scale_grad_by_freq:
+        yield (
+            f"{name} has scale_grad_by_freq=True: a rank sees a part of the batch and cannot know"
+            " how often a token is in it. Leave it out."
+        )
+    if module.sparse:
+        yield f"{name} has sparse=True, and gradients are kept dense here. Leave it out."
+
+
+# ---- what tensor parallelism cuts and replaces
+
+
+def _cut(model: Model, name: str, piece: nn.Module, path: str, module: nn.Module) -> Iterator[str]:
+    for key, parameter in module._parameters.items():
+        if parameter is None or parameter.dim() < 2:
+            continue
+        dims = model.rules.dims(f"{name}.{key}", parameter.dim())
+        over_tp = [dim for dim in dims if AXIS_OF.get(dim) == "tp"]
+        if not over_tp:
+            continue
+        if len(over_tp) > 1:
+            yield (
+                f"{name}.{key} is cut by tp in two dims ({' '.join(dims)}); a rank would hold one"
+                " block of the diagonal. Name one of them '-'."
+            )
+        elif key != "weight" or parameter.dim() != 2:
+            yield (
+                f"{name}.{key} is cut by tp along {over_tp[0]!r}, and the parts are joined only for"
+                " the weight (two dims) of an nn.Linear or nn.Embedding. Use one of these, name its"
+                f" dims '{' '.join('-' for _ in dims)}', or use no tp."
+            )
+        else:
+            yield from _replaced(name, module, over_tp[0], cut_first=dims[0] == over_tp[0])
+            if over_tp[0] == "vocab" and isinstance(module, nn.Linear):
+                yield from _loss(name, piece, path)
+
+
+def _replaced(name: str, module: nn.Module, dim: str, *, cut_first: bool) -> Iterator[str]:
+    """The module whose weight is cut must compute what the one that stands in for it does."""
+    way_out = (
+        f" Put what it adds into the module that owns it, name the dim {dim!r} of its weight '-',"
+        " or use no tp."
+    )
+    linear = isinstance(module, nn.Linear)
+    plain: type[nn.Module] = nn.Linear if linear else nn.Embedding
+    kind, owned = type(module).__name__, {"weight", "bias"} if linear else {"weight"}
+    if not isinstance(module, plain):
+        if cut_first:
+            yield (
+                f"{name} is a {kind}: tp cuts the first dim of its weight, {dim!r}, and only"
+                f" nn.Linear and nn.Embedding are known by what they do with it.{way_out}"
+            )
+            return
+    elif type(module).forward is not plain.forward or type(module).__call__ is not plain.__call__:
+        yield f"{name} is a {kind}: tp computes nn.{plain.__name__}, without what it adds.{way_out}"
+    elif more := {*module._parameters, *module._buffers, *module._modules} - owned:
+        yield f"{name} has {', '.join(sorted(more))} beside what tp cuts.{way_out}"
+    if "forward" in vars(module):
+        yield f"{name} has a forward of its own, set on the module.{way_out}"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        yield f"{name} has hooks, which would see a part of its features under tp.{way_out}"
+
+
+def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
+    """The loss beside an output projection is replaced by one over a cut vocabulary."""
+    owner = piece.get_submodule(path.rpartition(".")[0])
+    beside = name.rpartition(".")[0]
+    loss = owner._modules.get("loss")
+    if loss is None:
+        yield (
+            f"{name} gives logits that tp cuts over the vocabulary, and {beside} has no child named"
+            " 'loss' to take them. Put the loss there, or name the vocabulary's dim '-'."
+        )
+        return
+    logits = torch.linspace(-3, 4, 35, dtype=torch.float64).sin().view(1, 5, 7) * 3
+    targets = torch.tensor([[3, IGNORED, 0, 6, 3]])
+    want = F.cross_entropy(logits[0], targets[0], ignore_index=IGNORED, reduction="sum")
+    if why := _differs(loss, (logits, targets), want):
+        yield (
+            f"{beside}.loss is a {type(loss).__name__}: tp puts the summed cross-entropy, without"
+            f" targets of {IGNORED}, in its place, and {why}. Compute that and nothing else in it,"
+            " name the vocabulary's dim '-', or use no tp."
+        )
+
+
+# ---- what a ring replaces
+
+
+def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
+    heads = model.counts.get("heads", 2)
+    kv = model.counts.get("kv", heads)
+    size = model.shape.head_dim if model.shape else 8
+    length = min(model.shape.sequence if model.shape else 16, 1024)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, length, n, size, generator=draw, dtype=torch.float64)
+        for n in (heads, kv, kv)
+    )
+    positions = torch.arange(length).expand(1, -1)
+    if why := _differs(core, (q, k, v, positions, None), Core()(q, k, v, positions, None)):
+        yield (
+            f"{name} is a {type(core).__name__}: a ring computes causal softmax attention in its"
+            f" place, and {why}. Use cp:ulysses, which keeps it, or no cp."
+        )
+
+
+def _differs(module: nn.Module, inputs: tuple[Tensor | None, ...], want: Tensor) -> str:
+    """Why a module does not give this, found by calling it; empty where it does."""
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "it has hooks"
+    if next(module.parameters(), None) is not None:
+        return "it has parameters"
+    try:
+        with torch.no_grad():
+            got = module(*inputs)
+    except Exception as error:
+        return f"called by itself it raises {type(error).__name__}: {error}"
+    if not isinstance(got, Tensor) or got.shape != want.shape:
+        return "it gives something else"
+    apart = float((got - want).abs().max() / want.abs().max())
+    return "" if apart < 1e-4 else f"it gives something else (relative error {apart:.1g})"
