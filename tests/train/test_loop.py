@@ -117,15 +117,22 @@ def test_a_run_that_was_interrupted_ends_bit_for_bit_as_one_that_was_not(
     assert weights(broken, 5) == weights(whole, 5)
 
 
-def test_a_run_goes_on_in_another_layout(alone: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_in_another_layout(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     run = small(out, "validation.every=2", "checkpoint.every=1")
-    (out / "STOP").parent.mkdir()
-    for layout in ("dp2 zero3 fp64", "pp3 1f1b:3 fp64", "tp2 fp64"):
-        (out / "STOP").touch()
-        outcomes = trained(run, layout)
-        assert all(o.stopped for o in outcomes)
-        assert not (out / "STOP").exists()
+
+    def rate(choice: OptimizerChoice, at: int, steps: int) -> float:
+        (out / "STOP").touch()  # somebody asks to stop within each start's first step
+        return learning_rate(choice, at, steps)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "learning_rate", rate)
+        for layout in ("dp2 zero3 fp64", "pp3 1f1b:3 fp64", "tp2 fp64"):
+            outcomes = trained(run, layout)
+            assert all(o.stopped for o in outcomes)
+            assert not (out / "STOP").exists()
     trained(run, "cp2 fp64")
     assert [r["step"] for r in records(out, "start")] == [0, 1, 2, 3]
     for one, other in zip(records(out, "step"), records(alone, "step"), strict=True):

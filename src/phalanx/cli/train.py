@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["STOPPED", "run"]
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
+_BEGUN = time.time()  # a STOP file older than this process is not meant for it
 _EPILOG = """\
-Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM or a STOP file in
-the run's folder, saved, to be gone on with by the same command.
+Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM, SIGHUP, SIGUSR1 or
+a STOP file in the run's folder, saved; the same command goes on from there.
 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --ranks 4 --layout "dp2 pp2 zero1 1f1b:4"
@@ -151,11 +154,15 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
     if place is None:
         return _local(wanted, layout, said)
     from ..train.checkpoint_file import CheckpointError
+    from ..train.lock import RunLocked
     from ..train.loop import TrainError, train
 
     world = join(ranks, wire=said.wire)
     try:
         outcome = train(world, wanted, str(layout), quiet=said.json)
+    except RunLocked as error:
+        print(f"rank {place.rank}: RunLocked: {error}", file=sys.stderr, flush=True)
+        return 2
     except (TrainError, CheckpointError) as error:  # every rank has the same
         print(f"rank {place.rank}: {type(error).__name__}: {error}", flush=True)
         return 1
@@ -205,18 +212,23 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     from ..program import ProgramError
     from ..train.checkpoint_file import CheckpointError
     from ..train.data import DataError
-    from ..train.loop import STOP, TrainError, train
+    from ..train.lock import hold_run
+    from ..train.loop import STOP, TrainError, remove_stale_stop, train
     from ..train.program import maker_of
 
-    if not said.json:
-        ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
-        count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
-        print(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "), flush=True)
     refusals = (TrainError, CheckpointError, DataError, LayoutError, ProgramError)
     ours = tuple(kind.__name__ for kind in refusals)
-    with _passed_on(Path(wanted.out, STOP)):
+    with hold_run(Path(wanted.out), wanted.checkpoints), _passed_on(Path(wanted.out, STOP)):
+        notice = remove_stale_stop(wanted, _BEGUN)
+        if not said.json:
+            ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
+            count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
+            print(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "), flush=True)
+            if notice:
+                print(notice, flush=True)
+        words = (wanted, str(layout), said.json, True)
         try:
-            outcomes = launch(train, layout.ranks, wanted, str(layout), said.json, wire=said.wire)
+            outcomes = launch(train, layout.ranks, *words, wire=said.wire)
         except RankFailed as error:
             told = error.reports[0].error
             # What the run itself refuses is a sentence; anything else needs its traceback.
@@ -230,20 +242,37 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
 
 @contextmanager
 def _passed_on(file: Path) -> Iterator[None]:
-    """SIGTERM to this process, which holds the ranks, reaches them as a STOP file."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """What asks this process to stop reaches its ranks as a STOP file; Ctrl-C ends them once.
+
+    Ranks that are forked have these handlers too: until they have their own, and when they have
+    failed. They must not write STOP then, which would be for a run that comes after them.
+    """
+    from ..train.loop import stop_signals
+
+    own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        if os.getpid() == own:
+            file.touch()
+        elif number == signal.SIGTERM:  # the launcher ends this rank
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own:  # a terminal interrupts the ranks too; the launcher ends them
+            signal.signal(number, signal.SIG_IGN)
+            raise KeyboardInterrupt
+
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if main and before != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        with stop_signals(stop):
+            yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if main:
+            signal.signal(signal.SIGINT, before)
         file.unlink(missing_ok=True)
 
 

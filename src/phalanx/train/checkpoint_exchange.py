@@ -32,6 +32,7 @@ from .checkpoint_holding import Snapshot
 from .checkpoint_manifest import WEIGHT, Logical, Progress
 from .checkpoint_read import Reader, read_manifest
 from .data.folder import Fields, Folder, write_text
+from .lock import hold_run
 
 __all__ = ["FAMILIES", "export_weights", "import_weights"]
 
@@ -205,7 +206,8 @@ def import_weights(source: Path, out: Path) -> Path:
         raise CheckpointError(f"{source}: {'; '.join(wrong[:5])}{more}.")
     if steps(out):
         raise CheckpointError(f"{out} holds checkpoints; choose a new folder.")
-    return _written(folder, found, list(wanted), out, shape)
+    with hold_run(out):
+        return _written(folder, found, list(wanted), out, shape)
 
 
 Found = Mapping[str, tuple[str, Stored]]

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,15 +26,24 @@ from ..layout import Layout
 from ..layout.run import Run
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver, load
-from .checkpoint_agree import agree, hear
+from .checkpoint_agree import agree, hear, tell
 from .checkpoint_manifest import Progress
 from .executor import StepResult
+from .lock import RunLocked, hold_as_rank, hold_run
 from .metrics import memory_of
 from .rank import Rank
 from .schedule import learning_rate
 from .teller import Teller
 
-__all__ = ["IN_A_ROW", "STOP", "Outcome", "TrainError", "train"]
+__all__ = [
+    "IN_A_ROW",
+    "STOP",
+    "Outcome",
+    "TrainError",
+    "remove_stale_stop",
+    "stop_signals",
+    "train",
+]
 
 STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
 IN_A_ROW = 3  # so many steps that are not finite end a run
@@ -54,40 +63,92 @@ class Outcome:
     stopped: bool
 
 
-def train(world: World, run: Run, layout: str, quiet: bool = False) -> Outcome:
-    """Train to the end, or until asked to stop; every rank of the world calls it."""
-    rank = Rank(world, run, Layout.parse(layout))
-    with _asked_to_stop(Path(run.out, STOP), first=world.rank == 0) as asked:
-        rank.trainer.wants_to_stop = asked
-        loop = _Loop(rank, quiet=quiet)
-        try:
-            return loop.run()
-        finally:
-            loop.teller.close()
+def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool = False) -> Outcome:
+    """Train to the end, or until asked to stop; every rank of the world calls it.
+
+    `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
+    """
+    with _only_run(world, run, held=held), hold_as_rank(Path(run.out), run.checkpoints):
+        rank = Rank(world, run, Layout.parse(layout))
+        with _asked_to_stop(Path(run.out, STOP), first=world.rank == 0) as asked:
+            rank.trainer.wants_to_stop = asked
+            loop = _Loop(rank, quiet=quiet)
+            try:
+                return loop.run()
+            finally:
+                loop.teller.close()
+
+
+@contextmanager
+def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
+    """Hold the run's folders by rank 0; where another run has them, every rank raises the same."""
+    if held:
+        yield
+        return
+    begun = time.time()
+    start, refusal = world.split("start", [range(world.size)]), ""
+    with ExitStack() as stack:
+        if world.rank == 0:
+            try:
+                stack.enter_context(hold_run(Path(run.out), run.checkpoints))
+                remove_stale_stop(run, begun)
+            except (RunLocked, OSError) as error:
+                refusal = str(error)
+        if refusal := tell(start, refusal):
+            raise RunLocked(refusal)
+        yield
+
+
+def remove_stale_stop(run: Run, begun: float) -> str:
+    """Remove the STOP file that was there before this start; the notice when there was one. Only the
+    process that holds the folder may."""
+    file = Path(run.out, STOP)
+    with suppress(FileNotFoundError):
+        if file.stat().st_mtime < begun:
+            file.unlink()
+            return f"{file} was left by an earlier run, or meant for one: removed, the run goes on"
+    return ""
 
 
 @contextmanager
 def _asked_to_stop(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
-    """Whether SIGTERM came to this rank, or somebody has put the file there."""
-    told: list[int] = []
+    """Whether a signal that asks for it came to this rank, or somebody has put the file there."""
+    received: list[int] = []
 
-    def hear_signal(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one is meant
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)  # a second one is meant
 
     def asked() -> bool:
-        return bool(told) or (first and file.exists())
+        return bool(received) or (first and file.exists())
 
-    # Ranks that are threads hear no signals; who has started them puts the file there.
-    hears = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, hear_signal) if hears else None
+    # Ranks that are threads receive no signals; who has started them puts the file there.
+    with stop_signals(receive):
+        try:
+            yield asked
+        finally:
+            if first:
+                file.unlink(missing_ok=True)
+
+
+@contextmanager
+def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call `receive` for the signals that ask a run to save and end: SIGTERM, SIGHUP (the terminal is
+    gone; not under nohup) and SIGUSR1 (Slurm's warning). Nothing in a thread that is not the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, receive)
     try:
-        yield asked
+        yield
     finally:
-        if hears:
-            signal.signal(signal.SIGTERM, before)
-        if first:
-            file.unlink(missing_ok=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Loop:

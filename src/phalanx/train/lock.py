@@ -1,0 +1,222 @@
+"""One run at a time in a folder: a lock that the kernel releases when its holder dies.
+
+Two files lie in each folder that a run writes. `.run.lock` is locked by the process that started the
+run: the command that has started local ranks, or rank 0 where torchrun or Slurm has. What it says is
+for the message only. `.ranks.lock` is locked, shared, by every rank: a rank that has outlived its
+launcher may still write, so the next start waits for it.
+
+Locks are flock's: they end with the process, also by SIGKILL, so a file that is left means nothing.
+On NFS, Linux makes them hold between hosts. Where a file system has none, `.run.held` is created
+instead and removed at the end; one that a killed run has left is passed over when its host is this
+one and its process is gone, and has to be removed by hand otherwise.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["RunLocked", "hold_as_rank", "hold_run"]
+
+RUN, RANKS, HELD = ".run.lock", ".ranks.lock", ".run.held"
+# Seconds in which the ranks of a launcher that was killed notice it and end.
+ENDING = 10.0
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunLocked(ValueError):
+    """Another run is at work in the folder: where, which process, since when, and the way out."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has started the run of a folder."""
+
+    host: str = ""
+    pid: int = 0
+    since: str = ""
+
+    @classmethod
+    def me(cls) -> Owner:
+        return cls(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    @classmethod
+    def read(cls, path: Path) -> Owner:
+        """Who wrote the file; nobody when it says nothing usable (its writer has just begun)."""
+        try:
+            with path.open("rb") as file:
+                said = json.loads(file.read(4096))
+            return cls(str(said["host"])[:100], int(said["pid"]), str(said["since"])[:40])
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls()
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended, as far as this host can tell."""
+        if self.host != socket.gethostname():
+            return not self.host
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:
+            return False
+        with suppress(OSError):  # a zombie holds nothing more
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return False
+
+    def __str__(self) -> str:
+        return f"host {self.host!r}, process {self.pid}, since {self.since!r}"
+
+
+@contextmanager
+def hold_run(*folders: Path) -> Iterator[None]:
+    """Hold the folders that a run writes, or refuse at once if another run has one of them."""
+    with ExitStack() as stack:
+        for folder in dict.fromkeys(each.resolve() for each in folders):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_held(folder))
+        yield
+
+
+@contextmanager
+def hold_as_rank(*folders: Path) -> Iterator[None]:
+    """While a rank works, nobody else begins a run in the folders. Its run holds them already."""
+    with ExitStack() as stack:
+        for folder in dict.fromkeys(each.resolve() for each in folders):
+            with suppress(OSError):  # another host's folder, or no locks: `.run.lock` has to do
+                descriptor = _open(folder / RANKS)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    descriptor = _open(folder / RUN)
+    try:
+        locks = _wait_for(folder, descriptor)
+        if not locks:
+            _create(folder)
+        # Written in place: a new file would be another lock.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(Owner.me())).encode(), 0)
+        if locks:
+            _wait_for_ranks(folder)
+        try:
+            yield
+        finally:
+            if locks:
+                # Ranks that were forked have this descriptor too, so closing it would not do.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            else:
+                (folder / HELD).unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for(folder: Path, descriptor: int) -> bool:
+    """Take the lock; whether the file system has locks at all. Refused at once while the process that
+    has it lives; ranks that were forked from one that is gone are given time to end."""
+    end = time.monotonic() + ENDING
+    while True:
+        try:
+            if _locked(descriptor):
+                return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return False
+            raise
+        owner = Owner.read(folder / RUN)
+        if not owner.gone or time.monotonic() > end:
+            raise RunLocked(_refusal(folder, owner))
+        time.sleep(0.05)
+
+
+def _wait_for_ranks(folder: Path) -> None:
+    """Nobody else can have `.run.lock` now, so whoever has `.ranks.lock` has lost its launcher."""
+    end = time.monotonic() + ENDING
+    descriptor = _open(folder / RANKS)
+    try:
+        while not _locked(descriptor):
+            if time.monotonic() > end:
+                raise RunLocked(_outlived(folder))
+            time.sleep(0.05)
+    finally:
+        os.close(descriptor)
+
+
+def _create(folder: Path) -> None:
+    """Hold the folder by a file's name, where there are no locks."""
+    path = folder / HELD
+    for _ in range(2):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            owner = Owner.read(path)
+            if not owner.host or not owner.gone:
+                raise RunLocked(
+                    _refusal(folder, owner) + f" If it has ended, remove {path}: this file system"
+                    " has no locks that end with a process."
+                ) from None
+            path.unlink(missing_ok=True)
+            continue
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(Owner.me())))
+        return
+    raise RunLocked(_refusal(folder, Owner.read(path)))
+
+
+def _refusal(folder: Path, owner: Owner) -> str:
+    if owner.host and owner.gone:
+        return _outlived(folder)
+    who = str(owner) if owner.host else "which has just begun"
+    return (
+        f"{folder}: another run is at work here ({who}). Two would remove each other's checkpoints."
+        " Wait until it ends, stop it (SIGTERM, or a file STOP in its folder: it saves and ends), or"
+        " write another `out`."
+    )
+
+
+def _outlived(folder: Path) -> str:
+    holders = ", ".join(map(str, _holders(folder))) or "not to be seen from here"
+    return (
+        f"{folder}: ranks of an earlier run are alive though the process that started them is gone, and"
+        f" may still write here: process {holders}. End them (kill -9), or write another `out`."
+    )
+
+
+def _holders(folder: Path) -> list[int]:
+    """The processes of this host that have one of the folder's locks open, as far as we may look."""
+    wanted = set()
+    for name in (RUN, RANKS):
+        with suppress(OSError):
+            status = (folder / name).stat()
+            wanted.add((status.st_dev, status.st_ino))
+    found = set()
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            status = opened.stat()
+            if (status.st_dev, status.st_ino) in wanted:
+                found.add(int(opened.parts[2]))
+    return sorted(found - {os.getpid()})
