@@ -17,7 +17,8 @@ import pytest
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
 from phalanx.lab import NAMES, Claim, LabError, Size, Trial, conduct, listing, page, text
-from phalanx.lab.told import bytes_said, steps_of
+from phalanx.lab.record import Figure
+from phalanx.lab.show import bytes_text
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
@@ -83,13 +84,12 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
     for trial in trials:
         written = page([trial])
         words = "".join(read(written).words)
-        for line in trial.entry.source.splitlines()[:40]:
+        for line in trial.entry.source.splitlines():
             assert line in words
-        for record in trial.records:
-            for moment in record.moments:
-                assert all(value.hash in written for value in moment.values)
-        for told in steps_of(trial):
-            assert told.title in words
+        for title, steps in trial.steps():
+            assert title in words
+            for _, step in steps:
+                assert all(value.hash in written for _, value in step.values)
         assert all(claim.says in words for claim in trial.claims)
         assert "<svg" in written, trial.entry.name
 
@@ -99,28 +99,40 @@ def test_what_is_told_cannot_become_a_tag(trials: list[Trial]) -> None:
     entry = replace(
         trials[0].entry, title=evil, story=f"{evil}\n\n    {evil}", source=f"x = '{evil}'\n"
     )
-    record = trials[0].records[0]
-    moments = [replace(record.moments[0], when=evil)]
-    record = replace(record, sentences=[(0, evil)], moments=moments, steps=[(evil, 0.0)])
-    claims = (Claim(evil, False, evil),)
-    reader = read(page([replace(trials[0], entry=entry, records=(record,), claims=claims)]))
+    record, evil_claims = trials[0].records[0], (Claim(evil, False, evil),)
+    first = record.steps[0]
+    value = replace(first.values[0][1], name=evil, shape=evil, first=evil)
+    figure = Figure("table", evil, {"header": [evil], "rows": [[evil]]})
+    span = replace(first.spans[0], name=evil)
+    step = replace(
+        first, title=evil, values=[(evil, value)], notes=[evil], figures=[figure], spans=[span]
+    )
+    hostile = replace(trials[0], entry=entry, records=(replace(record, steps=[step]),))
+    reader = read(page([replace(hostile, claims=evil_claims)]))
     assert "script" not in reader.tags
-    assert "".join(reader.words).count(evil) >= 7
+    assert "".join(reader.words).count(evil) >= 12
 
 
-def test_text_shows_what_every_rank_held_and_ends_with_the_check(trials: list[Trial]) -> None:
+def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_claims(
+    trials: list[Trial],
+) -> None:
     trial = next(each for each in trials if each.entry.name == "zero-2")
-    said = text(trial)
-    assert re.search(r"before  rank 0  weights +4 x \[16, 16\] float64", said)
-    assert "rank 1  reduce on everyone" in said
-    assert said.splitlines()[-11] == "check: 10 of 10 claims hold"
-    wrong = replace(trial, claims=(Claim("two is three", False, "2, not 3"),))
-    assert "  FAIL two is three (2, not 3)" in text(wrong)
+    shown = text(trial)
+    assert re.search(r"before  rank 0  weights +4 x \[16, 16\] float64", shown)
+    assert "rank 1  reduce on everyone" in shown
+    count = len(trial.claims)
+    assert shown.splitlines()[-1] == f"{count} claims hold"
+    lines = text(trial, verbose=True).splitlines()
+    assert sum(line.startswith("  ok   ") for line in lines) == count
+    wrong = replace(trial, claims=(Claim("two is three", False, "2, not 3"), *trial.claims))
+    assert text(wrong).splitlines()[-2:] == [
+        f"1 of {count + 1} claims fail", "  FAIL two is three (2, not 3)",
+    ]  # fmt: skip
     assert "FAIL two is three 2, not 3" in "".join(read(page([wrong])).words)
 
 
-def test_bytes_are_said_in_thousands() -> None:
-    assert [bytes_said(x) for x in (0, 999, 1000, 8.4e6, 67.6e9)] == [
+def test_bytes_are_written_in_thousands() -> None:
+    assert [bytes_text(x) for x in (0, 999, 1000, 8.4e6, 67.6e9)] == [
         "0 B", "999 B", "1 kB", "8.4 MB", "67.6 GB",
     ]  # fmt: skip
 
@@ -153,7 +165,7 @@ def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
     (said,) = json.loads(capsys.readouterr().out)["experiments"]
     assert said["holds"] is True
     assert [record["rank"] for record in said["records"]] == [0, 1]
-    assert said["records"][0]["moments"][0]["values"][0]["hash"]
+    assert said["records"][0]["steps"][0]["values"][0][1]["hash"]
 
 
 def test_a_claim_that_fails_is_exit_code_1(

@@ -10,15 +10,15 @@ from collections import Counter
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.comm import World, launch
 from phalanx.lab import Size
 from phalanx.lab.claims import equal
 from phalanx.lab.conduct import traced, wire_for
+from phalanx.lab.lab import Lab, Memory
 from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
-from phalanx.lab.note import Note, everyone
 from phalanx.lab.record import value_of
-from phalanx.lab.watch import Live
 from phalanx.models import DeepMlp
 
 SMALL = Size(batch=8, width=16, layers=3, steps=2)
@@ -54,8 +54,8 @@ def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() ->
 
 
 def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, float]:
-    note = Note(world.rank)
-    wire = everyone(note.watched(world))
+    lab = Lab(world, SMALL)
+    wire = lab.group
     n, rank = world.size, world.rank
     x, big = torch.zeros(8, dtype=torch.float64), torch.zeros(8 * n, dtype=torch.float64)
     wire.all_reduce(x)
@@ -72,11 +72,12 @@ def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, f
     work.wait()
     work.wait()  # told once
     kinds: Counter[str] = Counter()
-    for message in note.close().messages:
-        assert message.source == rank != message.to
+    (step,) = lab.close().steps
+    for message in step.messages:
+        assert message.to != rank
         kinds[message.kind] += int(message.bytes)
-    spans = Counter(span.name.split()[0] for span in note.record.spans)
-    return kinds, spans, note.sent(), note.received("everyone")
+    spans = Counter(span.name.split()[0] for span in step.spans)
+    return kinds, spans, lab.sent(), lab.received()
 
 
 def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
@@ -102,7 +103,7 @@ def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
 
 
 def test_bytes_held_are_those_of_living_tensors() -> None:
-    with Live() as live:
+    with Memory() as live:
         x = torch.zeros(100, dtype=torch.float64)
         assert live.now == 800
         y = x.view(10, 10).T  # the same storage
@@ -112,13 +113,12 @@ def test_bytes_held_are_those_of_living_tensors() -> None:
         assert live.now == 1600
         del y, z
         assert live.now == 0
-        assert live.peak == 1600
-        live.reset_peak()
-        with live.paused():
+        assert live.most == 1600
+        with _disable_current_modes():
             kept = torch.zeros(100)
-        assert live.peak == 0
+        assert live.now == 0
         assert kept.sum() == 0
-    assert [size for _, size in live.samples][:2] == [800, 1600]
+    assert [size for _, size in live.samples][:4] == [800, 1600, 800, 0]
 
 
 def test_a_value_shows_its_shape_first_numbers_and_the_hash_of_all_bytes() -> None:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from ..comm import RankFailed
-from ..lab import NAMES, Size, Trial, as_json, conduct, entry, listing, page, text
+from ..lab import NAMES, Size, Trial, as_json, conduct, entry, listing, page, text, verdict
 from .usage import Parser, UsageError, print_json
 
 __all__ = ["run"]
@@ -40,7 +40,9 @@ def run(argv: list[str]) -> int:
         for trial in conduct(names, size, ranks=said.ranks, wire=said.wire):
             trials.append(trial)
             if not said.json:
-                _tell(trial, short=bool(said.html) or said.names == ["all"])
+                short = (said.html or said.names == ["all"]) and not said.verbose and trial.holds
+                line = f"{trial.entry.name:24}{verdict(trial)}\n"
+                print(line if short else text(trial, verbose=said.verbose), end="", flush=True)
     except RankFailed as failed:
         print(failed, file=sys.stderr)
         return 1
@@ -49,18 +51,6 @@ def run(argv: list[str]) -> int:
     if said.json:
         print_json({"experiments": [as_json(trial) for trial in trials]})
     return 0 if all(trial.holds for trial in trials) else 1
-
-
-def _tell(trial: Trial, *, short: bool) -> None:
-    if not short:
-        print(text(trial), end="")
-        return
-    failed = [claim for claim in trial.claims if not claim.holds]
-    print(
-        f"{trial.entry.name:24} {len(trial.claims) - len(failed)} of {len(trial.claims)} claims hold"
-    )
-    for claim in failed:
-        print(f"  FAIL {claim.says} ({claim.detail})")
 
 
 def _parser() -> Parser:
@@ -79,5 +69,6 @@ def _parser() -> Parser:
     add("--layers", type=int, default=default.layers, metavar="N", help="of the MLP (default 4)")
     add("--steps", type=int, default=default.steps, metavar="N", help="of training (default 5)")
     add("--html", metavar="FILE", help="write one page with sources, values and pictures")
-    add("--json", action="store_true", help="everything that was written down, as JSON")
+    add("--verbose", action="store_true", help="every claim, also those that hold")
+    add("--json", action="store_true", help="everything that was recorded, as JSON")
     return parser

@@ -45,9 +45,13 @@ class Live(TorchDispatchMode):
 
         def gone(_: object) -> None:
             del self.known[key]
-            self.now -= size
+            self.count(-size)
 
         self.known[key] = weakref.ref(storage, gone)
+        self.count(size)
+
+    def count(self, size: int) -> None:
+        """So many bytes more, or fewer."""
         self.now += size
         self.most = max(self.most, self.now)
 

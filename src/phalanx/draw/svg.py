@@ -56,10 +56,16 @@ class _Place(NamedTuple):
         return self.margin + (time - self.start) * self.scale
 
 
-def gantt(
+def gantt(title: str, rows: Sequence[Row], start: float, end: float, *, clock: str = "") -> Html:
+    """One SVG document of any rows under an axis of time."""
+    body, width, floor = _rows(rows, start, end, clock=clock)
+    return document(title, max(width, 480.0), floor + 14, body)
+
+
+def _rows(
     rows: Sequence[Row], start: float, end: float, *, scale: float = 0.0, clock: str = ""
 ) -> tuple[list[Html], float, float]:
-    """The rows under an axis of time; and where they end to the right and below."""
+    """The rows under their axis; and where they end to the right and below."""
     margin = _PAD + max([40.0, *(LETTER * len(row.name) + 12 for row in rows)])
     at = _Place(margin, scale or 700 / ((end - start) or 1), start, end)
     floor = float(_TOP)
@@ -118,7 +124,7 @@ def svg(picture: Picture) -> str:
         )
         for track in picture.tracks
     ]
-    body, right, floor = gantt(
+    body, right, floor = _rows(
         rows, picture.start, picture.end, scale=_scale(picture), clock=picture.clock
     )
     width = max(right, 480.0)

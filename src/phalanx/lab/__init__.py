@@ -4,19 +4,9 @@ from .catalogue import NAMES, Entry, entry
 from .claims import Claim, LabError, Size
 from .conduct import Trial, conduct
 from .page import page
-from .show import as_json, listing, text
+from .show import as_json, listing, text, verdict
 
 __all__ = [
-    "NAMES",
-    "Claim",
-    "Entry",
-    "LabError",
-    "Size",
-    "Trial",
-    "as_json",
-    "conduct",
-    "entry",
-    "listing",
-    "page",
-    "text",
-]
+    "NAMES", "Claim", "Entry", "LabError", "Size", "Trial", "as_json", "conduct", "entry", "listing",
+    "page", "text", "verdict",
+]  # fmt: skip

@@ -11,22 +11,20 @@ from .claims import LabError
 
 __all__ = ["NAMES", "Entry", "entry"]
 
-_ROOMS = {
-    "basics": "collectives point-to-point objects process-groups one-process asynchronous-launch",
-    "data": "data-parallel threads-data-parallel sampler save-and-barrier",
-    "shards": "zero-1 zero-2 zero-3 hybrid-sharding",
-    "layers": "tensor-parallel tensor-parallel-pair ring-attention ulysses",
-    "stages": "model-sharding pipeline pipeline-async one-f-one-b",
-    "memory": "recompute mixed-precision swap",
-    "numbers": "grid arithmetic",
-}
-_ROOM = {name: room for room, names in _ROOMS.items() for name in names.split()}
-NAMES = tuple(_ROOM)
+_NAMES = """
+    collectives point-to-point objects process-groups one-process asynchronous-launch
+    data-parallel threads-data-parallel sampler save-and-barrier
+    zero-1 zero-2 zero-3 hybrid-sharding
+    tensor-parallel tensor-parallel-pair ring-attention ulysses
+    model-sharding pipeline pipeline-async one-f-one-b
+    recompute mixed-precision swap
+    grid arithmetic"""
+NAMES = tuple(_NAMES.split())
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment as it stands on disk: its title and story are its docstring."""
+    """An experiment's file: its title and story are its docstring."""
 
     name: str
     module: str
@@ -37,12 +35,12 @@ class Entry:
 
 def entry(name: str) -> Entry:
     """The experiment of that name, read without being imported."""
-    if name not in _ROOM:
+    if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise LabError(f"there is no experiment {name!r}.{hint} `phalanx lab` lists them.")
     stem = name.replace("-", "_")
-    path = Path(__file__).parent / _ROOM[name] / f"{stem}.py"
+    path = Path(__file__).parent / "experiments" / f"{stem}.py"
     source = path.read_text(encoding="utf-8")
     title, _, story = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
-    return Entry(name, f"{__package__}.{_ROOM[name]}.{stem}", title, story.strip(), source)
+    return Entry(name, f"{__package__}.experiments.{stem}", title, story.strip(), source)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Claim", "Held", "LabError", "Size", "equal", "holds"]
+__all__ = ["Claim", "Claims", "Held", "LabError", "Results", "Size", "equal", "every"]
 
-# What one rank hands to the check: tensors, numbers, words, or lists of them.
+# What one rank returns for the check: tensors, numbers, text, or lists of them.
 Held = dict[str, Any]
+Results = Sequence[Held]
 
 
 class LabError(ValueError):
-    """An experiment that cannot be run so: what does not fit, and what would."""
+    """An experiment that cannot be run like this: what does not fit, and what would."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,21 @@ class Size:
             if value < 1:
                 raise LabError(f"{name} is {value}; it must be 1 or more.")
 
-    def part(self, what: str, place: int, parts: int) -> slice:
-        """The equal run of `batch`, `width` or `layers` that belongs to one of `parts` places."""
-        whole: int = getattr(self, what)
+    @property
+    def bytes(self) -> int:
+        """Of all weights, in float64."""
+        return 8 * self.layers * self.width**2
+
+    def part(self, name: str, index: int, parts: int) -> slice:
+        """The range of `batch`, `width` or `layers` that is number `index` of so many equal parts."""
+        whole: int = getattr(self, name)
         if whole % parts:
             near = max(parts, whole // parts * parts)
             raise LabError(
-                f"{what} {whole} does not divide by {parts}; use --{what} {near}, or fewer ranks."
+                f"{name} {whole} does not divide by {parts}; use --{name} {near}, or fewer ranks."
             )
-        each = whole // parts
-        return slice(place * each, (place + 1) * each)
+        length = whole // parts
+        return slice(index * length, (index + 1) * length)
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,11 @@ class Claim:
     detail: str = ""
 
 
-def holds(says: str, true: bool, detail: str = "") -> Claim:
-    """A claim that is simply true or not."""
-    return Claim(says, bool(true), detail)
+Claims = Iterator[Claim]
 
 
 def equal(says: str, got: Any, want: Any, *, within: float = 1e-10) -> Claim:
-    """The claim that two things are the same: words exactly, numbers to `within` of the largest.
+    """The claim that two things are the same: text exactly, numbers to `within` of the largest.
 
     Ranks add in another order than one process, which costs some 1e-16 of the largest number. A
     mistake in what is added costs at least 1e-3.
@@ -74,11 +78,24 @@ def equal(says: str, got: Any, want: Any, *, within: float = 1e-10) -> Claim:
         return Claim(says, True, "nothing on either side")
     largest = max(theirs.abs().max().item(), torch.finfo(torch.float64).tiny)
     apart = (ours - theirs).abs().max().item()
-    # Written so that a NaN fails.
-    fits = apart <= within * largest
+    fits = apart <= within * largest  # false for a NaN
     if ours.numel() == 1:
         return Claim(says, fits, f"{ours.item():,.10g}; wanted {theirs.item():,.10g}")
     return Claim(says, fits, f"{ours.numel():,} numbers, at most {apart:.1e} apart")
+
+
+def every(
+    results: Results,
+    name: str,
+    says: str,
+    want: Any | Callable[[int], Any],
+    *,
+    within: float = 1e-10,
+) -> Claims:
+    """For each rank: what it returned as `name` is `want`, or `want(rank)`."""
+    for rank, held in enumerate(results):
+        wanted = want(rank) if callable(want) else want
+        yield equal(f"rank {rank}: {says}", held[name], wanted, within=within)
 
 
 def _flat(x: Any) -> Tensor:
@@ -86,5 +103,5 @@ def _flat(x: Any) -> Tensor:
     if isinstance(x, Tensor):
         return x.detach().to("cpu", torch.float64).reshape(-1)
     if isinstance(x, Sequence):
-        return torch.cat([_flat(each) for each in x]) if x else torch.empty(0, dtype=torch.float64)
+        return torch.cat([_flat(part) for part in x]) if x else torch.empty(0, dtype=torch.float64)
     return torch.tensor([float(x)], dtype=torch.float64)

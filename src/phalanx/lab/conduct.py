@@ -1,4 +1,4 @@
-"""Running an experiment on real ranks, and judging what they hand back."""
+"""Running an experiment on real ranks, and checking what they return."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from ..comm import RankFailed, World
 from ..comm.launch import workers
 from .catalogue import Entry, entry
-from .claims import Claim, Held, LabError, Size
-from .note import Note
-from .record import Record
+from .claims import Claim, Held, LabError, Results, Size
+from .lab import Lab
+from .record import Record, Step
 
 __all__ = ["Trial", "conduct", "judge", "traced", "wire_for"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One experiment that has been run: what was written down of every rank, and the verdict."""
+    """One experiment that has been run: what was recorded of every rank, and the claims."""
 
     entry: Entry
     size: Size
@@ -35,8 +35,20 @@ class Trial:
     claims: tuple[Claim, ...]
 
     @property
+    def failed(self) -> list[Claim]:
+        return [claim for claim in self.claims if not claim.holds]
+
+    @property
     def holds(self) -> bool:
-        return all(claim.holds for claim in self.claims)
+        return not self.failed
+
+    def steps(self) -> Iterator[tuple[str, list[tuple[int, Step]]]]:
+        """Each title with (rank, step) of all ranks, in the order in which a rank first began it."""
+        steps: dict[str, list[tuple[int, Step]]] = {}
+        for record in self.records:
+            for step in record.steps:
+                steps.setdefault(step.title, []).append((record.rank, step))
+        yield from sorted(steps.items(), key=lambda item: min(s.start for _, s in item[1]))
 
 
 def conduct(
@@ -49,35 +61,30 @@ def conduct(
     with workers(ranks, wire=wire, timeout=60.0) as run:
         for each in entries:
             try:
-                told = run(on_a_rank, each.module, size)
+                answers = run(on_a_rank, each.module, size)
             except RankFailed as failed:
-                raise _sentence(each.name, failed) from None
-            records, held = zip(
-                *((record, _opened(packed)) for record, packed in told), strict=True
-            )
-            claims = judge(each.module, held, size)
-            yield Trial(each, size, ranks, wire, records, held, claims)
+                # What does not fit can be changed by the user; anything else keeps its traceback.
+                kind, _, text = failed.reports[0].error.partition(": ")
+                error = LabError(f"{each.name}: {text}") if kind == "LabError" else failed
+                raise error from None
+            records = tuple(record for record, _ in answers)
+            held = tuple(_unpacked(packed) for _, packed in answers)
+            yield Trial(each, size, ranks, wire, records, held, judge(each.module, held, size))
 
 
-def _sentence(name: str, failed: RankFailed) -> Exception:
-    """What does not fit is the user's to change; anything else is told with its traceback."""
-    kind, _, text = failed.reports[0].error.partition(": ")
-    return LabError(f"{name}: {text}") if kind == "LabError" else failed
-
-
-def judge(module: str, held: Sequence[Held], size: Size) -> tuple[Claim, ...]:
-    """Every claim of an experiment about what its ranks hold at the end."""
+def judge(module: str, held: Results, size: Size) -> tuple[Claim, ...]:
+    """Every claim of an experiment about what its ranks returned."""
     return tuple(importlib.import_module(module).check(list(held), size))
 
 
 def on_a_rank(world: World, module: str, size: Size) -> tuple[Record, dict[str, Any]]:
-    """What one rank does: the experiment, under watch."""
+    """What one rank does: the experiment, recorded."""
     experiment = importlib.import_module(module)
-    note = Note(world.rank)
-    with note.live:
-        held = experiment.run(note.watched(world), size, note)
+    lab = Lab(world, size)
+    with lab.memory:
+        held = experiment.run(lab)
     world.clear()
-    return note.close(), {name: _packed(x) for name, x in held.items()}
+    return lab.close(), {name: _packed(x) for name, x in held.items()}
 
 
 def traced() -> bool:
@@ -89,20 +96,20 @@ def traced() -> bool:
 
 
 def wire_for(wire: str) -> str:
-    """The wire that was asked for; under a debugger threads, so that every rank can be stopped."""
+    """The backend that was asked for; under a debugger threads, so that every rank can be stopped."""
     return "threads" if traced() else wire
 
 
-# Tensors cross a process's pipe as arrays: torch would pass on a file descriptor for each.
+# Tensors go through a process's pipe as arrays: torch would pass on a file descriptor for each.
 def _packed(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.detach().to("cpu").numpy().copy()
     return [_packed(each) for each in x] if isinstance(x, (list, tuple)) else x
 
 
-def _opened(x: Any) -> Any:
+def _unpacked(x: Any) -> Any:
     if isinstance(x, dict):
-        return {name: _opened(each) for name, each in x.items()}
+        return {name: _unpacked(each) for name, each in x.items()}
     if isinstance(x, numpy.ndarray):
         return torch.from_numpy(x)
-    return [_opened(each) for each in x] if isinstance(x, list) else x
+    return [_unpacked(each) for each in x] if isinstance(x, list) else x

@@ -1,39 +1,27 @@
-"""The deep MLP by hand, and what one process makes of it: the reference of every experiment.
+"""The deep MLP by hand, and its training in one process: the reference of every experiment.
 
-A layer is gelu(x @ w); the loss is the mean square of what comes out. Everything is float64, and
-drawn from generators that depend only on what is drawn, so every rank can draw it without a message.
+A layer is gelu(x @ w); the loss is the mean square of the output. Everything is float64, from
+generators that depend only on the seed, so every rank can make the data without a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .claims import Claim, Held, Size, equal
+from .claims import Claims, Results, Size, equal, every
 
 __all__ = [
-    "Adam",
-    "Kept",
-    "OneProcess",
-    "backward",
-    "batch",
-    "draw",
-    "forward",
-    "gradients_of",
-    "loss_of",
-    "one_process",
-    "start",
-    "trained_as_one",
-    "update",
-]
+    "Adam", "Kept", "OneProcess", "backward", "batch", "draw", "forward", "gradients_of", "loss_of",
+    "one_process", "start", "trained", "update",
+]  # fmt: skip
 
-# Higher rates train the default model faster and throw small ones off their feet.
-RATE = 1.0
+RATE = 1.0  # higher rates train the default model faster, but small models diverge
 Kept = tuple[Tensor, Tensor]
 
 
@@ -44,7 +32,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def start(size: Size) -> list[Tensor]:
-    """The weights before training (He et al. 2015: half of what enters a gelu stays)."""
+    """The weights before training (He et al. 2015: a gelu passes on half of its input)."""
     scale = (2 / size.width) ** 0.5
     return [scale * draw(100 + layer, size.width, size.width) for layer in range(size.layers)]
 
@@ -61,7 +49,7 @@ def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
 
 
 def backward(gy: Tensor, kept: Kept, w: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a layer's input and of its weight, from that of its output."""
+    """The gradients of a layer's input and weight, from the gradient of its output."""
     x, z = kept
     gz = torch.ops.aten.gelu_backward(gy, z)
     return gz @ w.T, x.T @ gz
@@ -74,7 +62,7 @@ def loss_of(y: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def gradients_of(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss of some rows and the gradient of every weight, nothing shared with anybody."""
+    """The loss of some rows and the gradient of every weight, without communication."""
     kept = []
     for w in weights:
         x, saved = forward(x, w)
@@ -82,8 +70,8 @@ def gradients_of(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, list[Ten
     loss, g = loss_of(x)
     gradients: list[Tensor] = []
     for w in reversed(weights):
-        g, gw = backward(g, kept.pop(), w)
-        gradients.insert(0, gw)
+        g, gradient = backward(g, kept.pop(), w)
+        gradients.insert(0, gradient)
     return loss, gradients
 
 
@@ -92,18 +80,13 @@ def update(w: Tensor, g: Tensor) -> None:
     w -= RATE * g
 
 
-@dataclass
 class Adam:
     """Adam (Kingma and Ba 2014) for one tensor: two numbers of state for every weight."""
 
-    shape: Sequence[int]
-    count: int = 0
-    m: Tensor = field(init=False)
-    v: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.m = torch.zeros(*self.shape, dtype=torch.float64)
-        self.v = torch.zeros(*self.shape, dtype=torch.float64)
+    def __init__(self, *shape: int) -> None:
+        self.count = 0
+        self.m = torch.zeros(shape, dtype=torch.float64)
+        self.v = torch.zeros(shape, dtype=torch.float64)
 
     def update(self, w: Tensor, g: Tensor) -> None:
         """One step of the weights, in place."""
@@ -115,9 +98,8 @@ class Adam:
         w -= 1e-3 * mean / (spread + 1e-8)
 
 
-@dataclass(frozen=True)
-class OneProcess:
-    """What training in one process gives: the loss of every step, the first gradients, the end."""
+class OneProcess(NamedTuple):
+    """The loss of every step, the gradients of the first, and the weights at the end."""
 
     losses: list[float]
     gradients: list[Tensor]
@@ -126,9 +108,9 @@ class OneProcess:
 
 @lru_cache(maxsize=8)
 def one_process(size: Size, adam: bool = False) -> OneProcess:
-    """The same training with nothing split, its gradients left to autograd."""
+    """The same training without parallelism; the gradients are autograd's."""
     weights = [w.requires_grad_() for w in start(size)]
-    states = [Adam(w.shape) for w in weights]
+    states = [Adam(*w.shape) for w in weights]
     losses = []
     first: list[Tensor] = []
     for step in range(size.steps):
@@ -145,12 +127,30 @@ def one_process(size: Size, adam: bool = False) -> OneProcess:
     return OneProcess(losses, first, [w.detach() for w in weights])
 
 
-def trained_as_one(
-    results: Sequence[Held], size: Size, *, adam: bool = False, how: str = ""
-) -> Iterator[Claim]:
-    """On every rank, `losses`, `gradients` of the first step and `weights` are one process's."""
+def _whole(layers: list[Tensor], rank: int) -> list[Tensor]:
+    return layers
+
+
+def trained(
+    results: Results,
+    size: Size,
+    part: Callable[[list[Tensor], int], list[Tensor]] = _whole,
+    *,
+    adam: bool = False,
+    weights: bool = True,
+    how: str = "",
+) -> Claims:
+    """What `Lab.train` returned on every rank is what one process computes.
+
+    The losses are averaged over the ranks that know one; of gradients and weights a rank has
+    `part(all layers, rank)`; without `weights` only the gradients are compared.
+    """
     alone = one_process(size, adam)
-    for what in ("losses", "gradients", "weights"):
-        for rank, held in enumerate(results):
-            says = f"rank {rank}: {what}{how} are those of one process"
-            yield equal(says, held[what + how], getattr(alone, what))
+    known = [held[f"losses{how}"] for held in results if held[f"losses{how}"]]
+    mean = [sum(losses) / len(known) for losses in zip(*known, strict=True)]
+    yield equal(f"the losses{how} are those of one process", mean, alone.losses)
+    says = f"gradients{how} are those of one process"
+    yield from every(results, f"gradients{how}", says, lambda rank: part(alone.gradients, rank))
+    if weights:
+        says = f"weights{how} are those of one process"
+        yield from every(results, f"weights{how}", says, lambda rank: part(alone.weights, rank))

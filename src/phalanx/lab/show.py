@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
+from ..draw import text_table
 from .catalogue import NAMES, entry
+from .claims import Claim
 from .conduct import Trial
-from .record import Figure, Message
-from .told import Told, bytes_said, steps_of
+from .record import Figure, Message, Step
 
-__all__ = ["as_json", "listing", "text"]
+__all__ = ["as_json", "bytes_text", "conditions", "listing", "text", "verdict"]
 
 
 def listing() -> str:
     """All experiments, a line each."""
-    width = max(map(len, NAMES))
-    return "".join(f"{name:{width}}  {entry(name).title}\n" for name in NAMES)
-
-
-def text(trial: Trial) -> str:
-    """What every rank held before and after each step, what was sent, and the check."""
-    return "\n".join(_lines(trial)) + "\n"
+    return text_table((), [(name, entry(name).title) for name in NAMES], left="ll")
 
 
 def as_json(trial: Trial) -> dict[str, object]:
-    """Everything that was written down, as plain values."""
+    """Everything that was recorded, as plain values."""
     return {
         "name": trial.entry.name,
         "title": trial.entry.title,
@@ -47,80 +42,87 @@ def conditions(trial: Trial) -> str:
     )
 
 
-def _lines(trial: Trial) -> Iterator[str]:
-    yield f"{trial.entry.name}: {trial.entry.title}"
-    yield conditions(trial)
-    for told in steps_of(trial):
-        yield ""
-        yield from _step(told)
-    failed = [claim for claim in trial.claims if not claim.holds]
-    yield ""
-    yield f"check: {len(trial.claims) - len(failed)} of {len(trial.claims)} claims hold"
-    for claim in trial.claims:
-        detail = f" ({claim.detail})" if claim.detail else ""
-        yield f"  {'ok  ' if claim.holds else 'FAIL'} {claim.says}{detail}"
+def verdict(trial: Trial) -> str:
+    """How many claims hold."""
+    count = len(trial.claims)
+    if trial.holds:
+        return f"{count} claims hold"
+    return f"{len(trial.failed)} of {count} claims fail"
 
 
-def _step(told: Told) -> Iterator[str]:
-    yield told.title
-    rows: list[list[str]] = []
-    for when, moments in told.moments:
-        for rank, moment in moments:
-            for i, value in enumerate(moment.values):
-                first = [when if rank == moments[0][0] and not i else "", f"rank {rank}"]
-                hash_said = f"#{value.hash}" if value.hash else ""
-                if i:
-                    first[1] = ""
-                rows.append([*first, value.name, value.shape, value.first, hash_said])
-    yield from _columns(rows)
-    yield from _sent(told.messages)
-    for sentence in told.sentences:
-        yield f"  {sentence}"
-    for figure in told.figures:
-        yield from _figure(figure)
+def text(trial: Trial, *, verbose: bool = False) -> str:
+    """What every rank had before and after each step, what was sent, and the claims that failed;
+    with `verbose` all claims."""
+    parts = [f"{trial.entry.name}: {trial.entry.title}\n{conditions(trial)}\n"]
+    parts += ["".join(_step(title, steps)) for title, steps in trial.steps()]
+    shown = trial.claims if verbose else trial.failed
+    lines = [verdict(trial), *(f"  {'ok  ' if c.holds else 'FAIL'} {_claim(c)}" for c in shown)]
+    return "\n".join([*parts, "\n".join(lines) + "\n"])
 
 
-def _sent(messages: Sequence[Message]) -> Iterator[str]:
-    """Who sent what to whom, calls of one kind together."""
-    sums: dict[tuple[int, str, str], dict[int, float]] = {}
+def _claim(claim: Claim) -> str:
+    return f"{claim.says} ({claim.detail})" if claim.detail else claim.says
+
+
+def _step(title: str, steps: Sequence[tuple[int, Step]]) -> Iterator[str]:
+    yield f"{title}\n"
+    yield text_table((), value_rows(steps), left="llllll", indent=2)
+    rows = [(f"rank {rank}", *row) for rank, step in steps for row in sent(step.messages)]
+    if rows:
+        yield text_table(
+            (), [("sent", *rows[0]), *(("", *r) for r in rows[1:])], left="llll", indent=2
+        )
+    for _, step in steps:
+        yield from (f"  {sentence}\n" for sentence in step.notes)
+        for figure in step.figures:
+            yield f"  {figure.title}\n{_figure(figure)}"
+
+
+def value_rows(steps: Sequence[tuple[int, Step]]) -> list[tuple[str, ...]]:
+    """(when, rank, name, shape, first numbers, hash); what is as in the row above is left out."""
+    values = [(when, f"rank {r}", v) for r, step in steps for when, v in step.values]
+    order = list(dict.fromkeys(when for when, _, _ in values))
+    rows: list[tuple[str, ...]] = []
+    last = ("", "")
+    for when, rank, value in sorted(values, key=lambda row: order.index(row[0])):
+        here = ("" if when == last[0] else when, "" if (when, rank) == last else rank)
+        last = (when, rank)
+        digest = f"#{value.hash}" if value.hash else ""
+        rows.append((*here, value.name, value.shape, value.first, digest))
+    return rows
+
+
+def sent(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """(call, bytes to each rank), calls of one kind together."""
+    sums: dict[str, dict[int, float]] = {}
     for message in messages:
-        to = sums.setdefault((message.source, message.kind, message.wire), {})
+        to = sums.setdefault(f"{message.kind} on {message.group}", {})
         to[message.to] = to.get(message.to, 0.0) + message.bytes
-    rows = [
-        [
-            f"rank {source}",
-            f"{kind} on {wire}",
-            ", ".join(f"{bytes_said(b)} to {r}" for r, b in to.items()),
-        ]
-        for (source, kind, wire), to in sums.items()
-    ]
-    yield from _columns([["sent" if not i else "", *row] for i, row in enumerate(rows)])
+    for call, to in sums.items():
+        yield call, ", ".join(f"{bytes_text(size)} to {rank}" for rank, size in to.items())
 
 
-def _figure(figure: Figure) -> Iterator[str]:
-    yield f"  {figure.title}"
+def _figure(figure: Figure) -> str:
     data = figure.data
     if figure.kind == "table":
-        yield from _columns([data["header"], *data["rows"]])
-    elif figure.kind == "curves":
+        return text_table(data["header"], data["rows"], left="l" * len(data["header"]), indent=2)
+    if figure.kind == "curves":
         names = [f"{x:g}" for x, _ in next(iter(data["lines"].values()))]
         rows = [[name, *(f"{y:.4g}" for _, y in line)] for name, line in data["lines"].items()]
-        yield from _columns([[data["x"], *names], *rows])
-    elif figure.kind == "segments":
-        for name, parts in data["bars"].items():
-            yield f"    {name}: " + ", ".join(f"{length} {part}" for part, length in parts)
-    else:
-        for axis, groups in data["axes"].items():
-            yield f"    {axis}: " + "  ".join(" ".join(map(str, group)) for group in groups)
+        return text_table([data["x"], *names], rows, indent=2)
+    lines = []
+    for name, parts in data["rows"].items():
+        groups: dict[str, list[str]] = {}
+        for group, _, words in parts:
+            groups.setdefault(group, []).append(words)
+        lines.append(f"    {name}: " + "  ".join(" ".join(words) for words in groups.values()))
+    return "\n".join(lines) + "\n"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows with their cells under each other."""
-    widths: list[int] = []
-    for row in rows:
-        for i, cell in enumerate(row):
-            widths[i:] = [max(len(cell), widths[i] if i < len(widths) else 0), *widths[i + 1 :]]
-    for row in rows:
-        yield (
-            "  " + "  ".join(f"{cell:{w}}" for cell, w in zip(row, widths, strict=False))
-        ).rstrip()
+def bytes_text(size: float) -> str:
+    """Bytes for people, in thousands: 512 B, 8.4 MB."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

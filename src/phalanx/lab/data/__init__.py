@@ -1,1 +1,0 @@
-"""Every rank holds the whole model and works on rows of its own."""

@@ -1,0 +1,69 @@
+"""Hybrid sharding: K ranks share the weights, M such groups are copies; what each group sends.
+
+K x M ranks form a grid. Inside a group of K (one machine, fast links) each rank has 1/K of every
+layer, gathers it before forward and again before backward, and reduce-scatters the gradient.
+Across the M groups (slow links) only the 1/K of a rank's own shard is summed. For weights of W
+bytes each rank sends 3W(K-1)/K inside and 2(M-1)/M x W/K across. The rule of thumb is 3x inside
+and 1x across. The first is close for large K; the second is too much by at least K/2: little leaves
+the machine, and that is the point of the scheme.
+"""
+
+from torch import Tensor
+
+from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.lab import Lab, gathered, scattered
+from phalanx.lab.mlp import loss_of, start, trained, update
+
+
+def grid(n: int) -> tuple[int, int]:
+    """K inside and M across: as square as n allows, the inside larger."""
+    across = next(m for m in range(int(n**0.5), 0, -1) if n % m == 0)
+    return n // across, across
+
+
+def run(lab: Lab) -> Held:
+    size, (k, m) = lab.size, grid(lab.n)
+    inside = lab.split("inside", [range(i * k, (i + 1) * k) for i in range(m)])
+    across = lab.split("across", [range(i, lab.n, k) for i in range(k)])
+    rows = size.part("width", inside.rank, k)
+    shards = [w[rows].clone() for w in start(size)]
+
+    def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
+        x = lab.rows(step)
+        for layer, shard in enumerate(shards):
+            x = lab.forward(layer, x, gathered(inside, shard))
+        loss, g = loss_of(x)
+        gradients: list[Tensor] = []
+        for layer in reversed(range(size.layers)):
+            g, whole = lab.backward(layer, g, gathered(inside, shards[layer]))
+            part = scattered(inside, whole, "average")
+            across.all_reduce(part, "average")
+            gradients.insert(0, part)
+        for shard, gradient in zip(shards, gradients, strict=True):
+            update(shard, gradient)
+        return loss, gradients
+
+    held = lab.train(train_step, shards)
+    sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
+    if lab.rank == 0:
+        title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
+        thumb = (3 * size.bytes, size.bytes)
+        rows_of = zip(("inside", "across"), sent, formulas(size, lab.n), thumb, strict=True)
+        rows_ = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in rows_of]
+        lab.table(title, ("group", "measured", "formula", "rule of thumb"), rows_)
+    return held | {"sent": sent}
+
+
+def formulas(size: Size, n: int) -> list[float]:
+    """Bytes that a rank sends in a step: inside and across."""
+    k, m = grid(n)
+    return [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
+
+
+def check(results: Results, size: Size) -> Claims:
+    k, _ = grid(len(results))
+    yield from trained(
+        results, size, lambda layers, rank: [w[size.part("width", rank % k, k)] for w in layers]
+    )
+    says = "it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step"
+    yield from every(results, "sent", says, formulas(size, len(results)))

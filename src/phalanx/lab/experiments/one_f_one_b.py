@@ -1,0 +1,115 @@
+"""1F1B: backward as soon as possible, so that a stage keeps few microbatches; and how many turns are used.
+
+Stage p of P runs P-p forwards, then one backward and one forward in turn. There are as many turns
+as with all forwards first, but stage p never keeps more than P-p microbatches instead of all M
+(Narayanan et al. 2019). Turns are counted in the real run: each message carries its sender's count,
+and an operation stands one turn after the latest operation that it needs (Lamport's clock). Cells
+are turns x ranks. The whole batch at once fills P x 2 of P x 2P cells: 1/4 on 4 ranks. With 4
+microbatches 4 x 8 of 4 x 14 are filled: 16/28.
+"""
+
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
+from phalanx.lab.experiments.pipeline import MICROBATCHES, Stage, trained_in_stages
+from phalanx.lab.lab import Lab, gathered
+
+
+def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
+    """One stage's operations: warm up, one forward and one backward in turn, drain."""
+    warm = min(ranks - rank, microbatches)
+    ops = [("F", i) for i in range(warm)]
+    for i in range(microbatches):
+        ops.append(("B", i))
+        if warm + i < microbatches:
+            ops.append(("F", warm + i))
+    return ops
+
+
+class Turns:
+    """This rank's count of turns, sent along with every message."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage, self.group = stage, stage.lab.group
+        self.now = 0
+        self.taken: list[int] = []
+
+    def send(self, x: Tensor, to: int) -> None:
+        self.group.send(x, to)
+        self.group.send(torch.tensor([self.now]), to)
+
+    def receive(self, source: int) -> Tensor:
+        x, theirs = self.stage.received(source), torch.empty(1, dtype=torch.int64)
+        self.group.receive(theirs, source)
+        self.now = max(self.now, int(theirs))
+        return x
+
+    def take(self) -> None:
+        self.now += 1
+        self.taken.append(self.now)
+
+
+def run(lab: Lab) -> Held:
+    stage, rank = Stage(lab), lab.rank
+    turns = Turns(stage)
+
+    def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
+        nonlocal turns
+        stage.begin(step)
+        turns = Turns(stage)
+        for kind, micro in order(rank, lab.n, MICROBATCHES):
+            if kind == "F":
+                x = stage.own_rows(micro) if stage.first else turns.receive(rank - 1)
+                y = stage.forward(micro, x)
+                turns.take()
+                if not stage.last:
+                    turns.send(y, rank + 1)
+            else:
+                gx = stage.backward(micro, None if stage.last else turns.receive(rank + 1))
+                turns.take()
+                if not stage.first:
+                    turns.send(gx, rank - 1)
+        return stage.finish()
+
+    held = lab.train(train_step, stage.weights)
+    counts = lab.size.steps * MICROBATCHES * 8 * (int(rank > 0) + int(rank < lab.n - 1))
+    held |= {"sent": lab.sent() - counts, "turns": turns.taken, "most": stage.most}
+    cells = gathered(lab.group, torch.tensor(turns.taken)).view(lab.n, -1)
+    if rank == 0:
+        used, count = cells.numel(), int(cells.max()) * lab.n
+        lab.note(
+            f"The whole batch at once uses 1/{lab.n} of the cells. Counted here: {used} of {count}, "
+            f"{used // 2}/{count // 2}."
+        )
+        show(lab, cells.tolist())
+    return held
+
+
+def show(lab: Lab, cells: list[list[int]]) -> None:
+    turns = range(1, max(map(max, cells)) + 1)
+    rows = []
+    for rank, taken in enumerate(cells):
+        ops = (f"{kind}{micro}" for kind, micro in order(rank, lab.n, MICROBATCHES))
+        row = dict(zip(taken, ops, strict=True))
+        rows.append([f"rank {rank}", *(row.get(turn, ".") for turn in turns)])
+    lab.table("which operation each rank runs in each turn", ("", *map(str, turns)), rows)
+
+
+def check(results: Results, size: Size) -> Claims:
+    yield from trained_in_stages(results, size)
+    n, m = len(results), MICROBATCHES
+    turns = max(max(held["turns"]) for held in results)
+    used = Fraction(sum(len(held["turns"]) for held in results), turns * n)
+    says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
+    yield Claim(says, used == Fraction(m, m + n - 1), str(used))
+    yield from every(results, "most", "it kept P-p microbatches", lambda rank: min(n - rank, m))
+    for rank, held in enumerate(results):
+        taken = held["turns"]
+        # The first forwards come down the diagonal; the last stage begins backward at once.
+        says = f"rank {rank} began in turn p and ended as the pipeline drained"
+        ends = [rank + 1, 2 * (m + n - 1) - rank]
+        yield Claim(says, [taken[0], taken[-1]] == ends, f"{taken[0]} to {taken[-1]}")
+        yield Claim(f"rank {rank}'s turns rise", sorted(set(taken)) == taken)

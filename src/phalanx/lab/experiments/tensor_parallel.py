@@ -1,0 +1,56 @@
+"""Tensor parallel by columns: every rank computes some features of every layer, then all are gathered.
+
+A rank has some columns of each weight, and so computes some features of the output for *all* rows.
+The next layer needs all features: an all-gather. Backward mirrors it: each rank's columns give a
+part of the input's whole gradient, the parts must be summed, and a rank continues with its own
+features only: a reduce-scatter. No weight and no weight's gradient is ever sent. Two messages for
+each layer, each of (n-1)/n of the activations.
+"""
+
+import torch
+from torch import Tensor
+
+from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.lab import Lab, gathered, scattered
+from phalanx.lab.mlp import batch, loss_of, start, trained, update
+
+
+def run(lab: Lab) -> Held:
+    columns = lab.part("width")
+    weights = [w[:, columns].clone() for w in start(lab.size)]
+    to_input: list[Tensor] = []
+
+    def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
+        x = batch(lab.size, step)  # every rank has all rows
+        for layer, w in enumerate(weights):
+            # Collectives join along the first dim: features are made the first.
+            x = gathered(lab.group, lab.forward(layer, x, w).T.contiguous()).T
+        loss, g = loss_of(x)
+        g = g[:, columns]
+        gradients: list[Tensor] = []
+        for layer in reversed(range(lab.size.layers)):
+            g, gradient = lab.backward(layer, g, weights[layer])
+            gradients.insert(0, gradient)
+            g = scattered(lab.group, g.T.contiguous()).T
+        for w, gradient in zip(weights, gradients, strict=True):
+            update(w, gradient)
+        to_input.append(g)
+        return loss, gradients
+
+    held = lab.train(train_step, weights)
+    return held | {"sent": lab.sent(), "to input": to_input[0]}
+
+
+def check(results: Results, size: Size) -> Claims:
+    n = len(results)
+    columns = [size.part("width", rank, n) for rank in range(n)]
+    yield from trained(results, size, lambda layers, rank: [w[:, columns[rank]] for w in layers])
+    x = batch(size, 0).requires_grad_()
+    y = x
+    for w in start(size):
+        y = torch.nn.functional.gelu(y @ w)
+    (want,) = torch.autograd.grad(y.square().mean(), x)
+    says = "the gradient of the input is right in its columns"
+    yield from every(results, "to input", says, lambda rank: want[:, columns[rank]])
+    formula = size.steps * size.layers * 2 * (n - 1) / n * 8 * size.batch * size.width
+    yield from every(results, "sent", "it sent 2(n-1)/n of every layer's output", formula)

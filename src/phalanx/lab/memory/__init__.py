@@ -1,1 +1,0 @@
-"""The same step with fewer bytes: computed again, written shorter, or kept elsewhere."""

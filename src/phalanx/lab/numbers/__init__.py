@@ -1,1 +1,0 @@
-"""Where ranks sit, and how much everything weighs."""

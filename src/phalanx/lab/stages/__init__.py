@@ -1,1 +1,0 @@
-"""Layers are dealt out to ranks, and what is between them travels."""
