@@ -15,15 +15,19 @@ from .usage import Parser, UsageError, print_json
 
 if TYPE_CHECKING:
     from ..parallel import Model
+    from ..verify import Verdict
 
 __all__ = ["run"]
 
 _EPILOG = """\
-Exit code 0: every layout agrees with one process; 1: one does not; 2: wrong usage.
+Exit code 0: every layout that was compared agrees with one process; 1: one does not; 2: wrong usage,
+not enough memory, or nothing that could be compared. A `recompute:fit` that cannot be met is not
+compared: it is listed and counted apart.
 
   phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
   phalanx verify --model gpt --ranks 4 --cover 40
   phalanx verify --ranks 8 --part 1/4
+  phalanx verify --dtype bfloat16 --optimizer sgd --dropout 0.1 --layouts "dp2 tp2 seq"
   phalanx verify --faults"""
 
 
@@ -32,7 +36,8 @@ def run(argv: list[str]) -> int:
     parser = Parser(
         "phalanx verify",
         "Trains a few steps in each layout and on one process, and compares loss, norm, every"
-        " gradient and every weight.",
+        " gradient and every weight; also how weights start, the outputs of pieces, the loss scale of"
+        " float16 and the validation loss.",
         _EPILOG,
     )
     add = parser.add_argument
@@ -44,8 +49,11 @@ def run(argv: list[str]) -> int:
     add("--wire", default="threads", help="threads, gloo, shared, nccl, auto")
     add("--steps", type=int, default=3)
     add("--dtype", default="float64", help="float64, float32, bfloat16, float16")
+    add("--optimizer", default="adamw", help="adamw, sgd (with momentum)")
+    add("--dropout", type=float, default=0.0, metavar="RATE", help="of the built-in models")
     add("--packed", action="store_true", help="sequences packed with documents")
     add("--seed", type=int, default=0)
+    add("--memory", type=float, metavar="GIB", help="what may be used; default: what is available")
     add("--part", metavar="I/N", help="one part of a long enumeration; resumes where it stopped")
     add("--log", metavar="FILE", help="verdicts as JSON lines; those it holds are not run again")
     add("--record", metavar="FILE", help="the last layout's last step, for `phalanx draw run`")
@@ -60,42 +68,99 @@ def run(argv: list[str]) -> int:
 def _verify(said: argparse.Namespace) -> int:
     from ..verify import verify
 
-    if said.ranks < 1 or said.steps < 1:
-        raise UsageError("--ranks and --steps are 1 or more.")
+    _check(said)
     shape, make = _model(said.model)
+    if make and said.dropout:
+        raise UsageError("--dropout is for the built-in models; write the rate into your own.")
     layouts, log = _part(_layouts(said, shape), said, shape)
+    _enough(said, shape, make, layouts)
     verdicts = []
     for verdict in verify(
         shape, layouts,
         wire=said.wire, steps=said.steps, dtype=said.dtype, seed=said.seed,
-        packed=said.packed, log=log, make=make,
+        packed=said.packed, dropout=said.dropout, optimizer=said.optimizer,
+        log=log, make=make,
         record=Path(said.record) if said.record else None,
     ):  # fmt: skip
         verdicts.append(verdict)
         if not said.json:
-            mark = "ok  " if verdict.passed else "FAIL"
-            print(
-                f"{mark} {verdict.max_rel_error:8.1e}  {verdict.layout or 'one process'}",
-                flush=True,
-            )
-            if not verdict.passed:
-                print(f"     {verdict.first_difference}", flush=True)
-    failed = sum(not v.passed for v in verdicts)
+            _print(verdict)
+    compared = [v for v in verdicts if not v.cannot_fit]
+    failed = sum(not v.passed for v in compared)
     if said.json:
         print_json(
             {
                 "layouts": [asdict(v) for v in verdicts],
-                "passed": len(verdicts) - failed,
+                "passed": len(compared) - failed,
                 "failed": failed,
+                "cannot_fit": len(verdicts) - len(compared),
             }
         )
     else:
-        worst = max((v.max_rel_error for v in verdicts), default=0.0)
+        worst = max((v.max_rel_error for v in compared), default=0.0)
+        rest = len(verdicts) - len(compared)
+        apart = f" {rest} cannot fit and were not compared." if rest else ""
         print(
-            f"{len(verdicts) - failed} of {len(verdicts)} layouts of {shape.name} agree with one"
-            f" process in {said.dtype}; largest relative error {worst:.1e}."
+            f"{len(compared) - failed} of {len(compared)} layouts of {shape.name} agree with one"
+            f" process in {said.dtype}; largest relative error {worst:.1e}.{apart}"
         )
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0 if compared else 2
+
+
+def _print(verdict: Verdict) -> None:
+    layout = verdict.layout or "one process"
+    if verdict.cannot_fit:
+        print(f"none cannot fit  {layout}\n     {verdict.first_difference}", flush=True)
+        return
+    mark = "ok  " if verdict.passed else "FAIL"
+    print(f"{mark} {verdict.max_rel_error:8.1e}  {layout}", flush=True)
+    if not verdict.passed:
+        print(f"     {verdict.first_difference}", flush=True)
+
+
+def _check(said: argparse.Namespace) -> None:
+    """Refuse what has no meaning, before anything is loaded."""
+    from ..verify.verify import DTYPES, OPTIMIZERS
+
+    if said.ranks < 1 or said.steps < 1:
+        raise UsageError("--ranks and --steps are 1 or more.")
+    for flag, word, words in (
+        ("--dtype", said.dtype, DTYPES), ("--optimizer", said.optimizer, OPTIMIZERS),
+    ):  # fmt: skip
+        if word not in words:
+            raise UsageError(f"{flag} {word}: choose {', '.join(words)}.")
+    if not 0 <= said.dropout < 1:
+        raise UsageError(f"--dropout is {said.dropout}; a rate is 0 or more and less than 1.")
+    if said.memory is not None and not said.memory > 0:
+        raise UsageError(f"--memory is {said.memory}; write how many GiB may be used.")
+
+
+def _enough(
+    said: argparse.Namespace,
+    shape: Shape,
+    make: Callable[[], Model] | None,
+    layouts: list[Layout],
+) -> None:
+    """Refuse what would not fit into memory: the system would kill it half way."""
+    from ..verify.memory import GIB, available, needed
+
+    if not layouts:
+        return
+    parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
+    need = needed(
+        shape, parameters, layouts,
+        steps=said.steps, dtype=said.dtype, processes=said.wire != "threads",
+    )  # fmt: skip
+    limit = available() if said.memory is None else said.memory * GIB
+    if need.total > limit:
+        where = "are available" if said.memory is None else "may be used (--memory)"
+        raise UsageError(
+            f"verify --model {said.model} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
+            " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
+            " ranks or --steps, or --memory GIB if you know better."
+        )
 
 
 def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:

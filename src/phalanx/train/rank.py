@@ -113,13 +113,9 @@ class Rank:
     def validation(self) -> float | None:
         """The loss per token of the held-out part, or of as many batches of it as the run says."""
         count = min(self.run.validation.batches, self.batches.validations)
-        losses, tokens = 0.0, 0.0
-        for index in range(count):
-            loss, valid = self.validator.loss_of(
-                self._cut(self.batches.validation(index, self._rows))
-            )
-            losses, tokens = losses + loss, tokens + valid
-        return losses / tokens if tokens else None
+        return self.validator.mean_loss(
+            self._cut(self.batches.validation(index, self._rows)) for index in range(count)
+        )
 
     @cached_property
     def _rows(self) -> slice:

@@ -6,7 +6,7 @@ How operations are carried out is in `perform.py`; which steps there are is in `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -72,6 +72,14 @@ class Validator(Executor):
         super().__init__(holding, program, rank, _Nothing(), **told)
         self.watches = False
         self.bad_pieces: list[int] = []
+
+    def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
+        """The mean loss over all valid targets of these batches and all ranks; None without any."""
+        losses, targets = 0.0, 0.0
+        for own in batches:
+            loss, count = self.loss_of(own)
+            losses, targets = losses + loss, targets + count
+        return losses / targets if targets else None
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """The sum of the losses and the count of the targets, over all ranks."""

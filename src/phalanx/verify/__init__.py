@@ -2,13 +2,14 @@
 
 from .cases import SHAPES, batch_of, covering, every_layout
 from .compare import Difference, compare
-from .reference import Step, reference
+from .reference import Step, Trace, reference
 from .verify import Verdict, verify
 
 __all__ = [
     "SHAPES",
     "Difference",
     "Step",
+    "Trace",
     "Verdict",
     "batch_of",
     "compare",

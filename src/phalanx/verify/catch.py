@@ -11,10 +11,9 @@ from ..comm.launch import workers
 from ..parallel import Precision, build_model
 from . import faults_of_order as _enters_more  # noqa: F401
 from .cases import SHAPES, batch_of
-from .compare import compare
 from .faults import Fault
-from .trial import Setting, join, train_layout
-from .verify import EXACT, judge, true_steps
+from .trial import Setting, join, program_in, train_layout
+from .verify import judge, truth_of
 
 __all__ = ["Catch", "catch"]
 
@@ -40,12 +39,13 @@ def catch(fault: Fault) -> Catch:
     batches = partial(batch_of, shape, packed=fault.packed, noisy=noisy)
     setting = Setting(batches, precision=wide)
     make = partial(build_model, shape, dropout=fault.dropout)
-    truth = true_steps(make, setting)
+    truth = truth_of(make, setting)
     with fault.patch(), workers(fault.layout.ranks, wire="threads") as run:
-        seen = run(train_layout, fault.layout, make, setting)
+        program = program_in(fault.layout, make, setting)
+        seen = run(train_layout, fault.layout, program, make, setting)
     got = join(seen, setting.steps)
-    verdict = judge(fault.layout, compare(got, truth, setting.lr), EXACT)
-    losses = [abs(a.loss / b.loss - 1) for a, b in zip(got, truth, strict=True)]
+    verdict = judge(fault.layout, got, truth, setting)
+    losses = [abs(a.loss / b.loss - 1) for a, b in zip(got.steps, truth.trace.steps, strict=True)]
     return Catch(
         fault.name, verdict.layout, not verdict.passed, fault.names in verdict.first_difference,
         verdict.first_difference, losses[0], max(losses),

@@ -1,37 +1,51 @@
-"""Two accounts of the same steps laid side by side, number by number."""
+"""Two accounts of the same training laid side by side, number by number."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .reference import Mismatch, Step
+from .reference import Trace
 
-__all__ = ["Difference", "compare"]
+__all__ = ["EXACT", "Bounds", "Difference", "bounds_of", "compare"]
 
+EXACT = 1e-10  # the largest relative error in float64
+FACTOR = 4.0  # in less, of the change that a unit in the last place makes
 # A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
 
+Key = tuple[int, str, str]  # step, what, name
+Bounds = Mapping[Key, float]
+
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of one step that differs, by how much, and where most."""
+    """One quantity of one step: how far it is off, where most, and how far it may be."""
 
     step: int
-    what: str  # an output, the loss, the norm, gradient or weight
-    name: str  # the parameter; empty for what is one number
+    what: str  # start, output, loss, gradient, norm, loss scale, weight, update, validation loss
+    name: str  # the parameter or the piece; empty for what is one number
     element: tuple[int, ...]
     got: float
     want: float
     error: float
+    allowed: float = EXACT
     hint: str = ""
     ranks: tuple[int, ...] = ()  # two that hold copies which differ: `got` and `want` are theirs
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.what, self.name
 
     def __str__(self) -> str:
         if self.ranks:
@@ -41,74 +55,151 @@ class Difference:
                 f" on rank {a} and {y:.17g} on rank {b}; copies must be equal bit by bit"
             )
         where = f" of {self.name}{list(self.element)}" if self.name else ""
-        what = f"the {self.what}" if self.name else self.what
         hint = f" ({self.hint})" if self.hint else ""
         return (
-            f"step {self.step}: {what}{where} is {self.got:.9g}, one process has"
-            f" {self.want:.9g}{hint}; relative error {self.error:.2e}"
+            f"step {self.step}: the {self.what}{where} is {self.got:.9g}, one process has"
+            f" {self.want:.9g}{hint}; relative error {self.error:.2e}, allowed {self.allowed:.1e}"
         )
 
 
-def compare(got: Sequence[Step], want: Sequence[Step], lr: float) -> list[Difference]:
-    """Every quantity with its error, in the order in which a step makes them.
+@dataclass(frozen=True)
+class _Measure:
+    """How the errors of a comparison are measured, and what is allowed."""
 
-    Adam moves a weight by about `lr` a step, also one whose true gradient is zero: a weight is
-    compared on that scale at least.
+    got: Trace
+    want: Trace
+    rate: Callable[[int], float]
+    bounds: Bounds | None
+
+    def number(self, step: int, what: str, got: float, want: float) -> Difference:
+        error = abs(got - want) / max(abs(want), 1e-30)
+        if not math.isfinite(got) and not math.isfinite(want):
+            error = 0.0  # a step that float16 skips
+        hint = _hint(got / want) if want else ""
+        found = Difference(step, what, "", (), got, want, _or_infinite(error), hint=hint)
+        return self._bounded(found)
+
+    def tensors(
+        self,
+        step: int,
+        what: str,
+        got: Mapping[str, Tensor],
+        want: Mapping[str, Tensor],
+        floor: float = 0.0,
+    ) -> Iterator[Difference]:
+        for name, whole in want.items():
+            scale = max(self._size(whole), floor, 1e-300)
+            yield self._bounded(self._tensor(step, what, name, got.get(name), whole, scale))
+            for apart in self.got.steps[step].mismatches:
+                if (apart.what, apart.name) == ("weight" if what == "update" else what, name):
+                    (a, b), element = apart.values, apart.element
+                    yield Difference(
+                        step, apart.what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks
+                    )
+
+    def floor(self, gradients: Iterable[Tensor]) -> float:
+        """What a gradient of zero is compared with."""
+        return FLOOR * max(map(self._size, gradients))
+
+    def _size(self, x: Tensor) -> float:
+        """In float64 the largest number counts; in less the root of the squares' sum, in which
+        single numbers that are rounded badly do not decide."""
+        x = x.double()
+        return float(x.abs().max() if self.bounds is None else x.norm())
+
+    def _tensor(
+        self, step: int, what: str, name: str, got: Tensor | None, want: Tensor, scale: float
+    ) -> Difference:
+        """The size of the difference over `scale`, and the element where it is largest."""
+        if got is None or got.shape != want.shape:
+            why = "no rank holds it"
+            return Difference(step, what, name, (), math.nan, math.nan, math.inf, hint=why)
+        apart = (got.double() - want.double()).abs().nan_to_num(nan=math.inf)
+        at = int(apart.argmax())
+        element = tuple(int(i) for i in np.unravel_index(at, tuple(want.shape)))
+        a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
+        error = _or_infinite(self._size(apart) / scale)
+        return Difference(step, what, name, element, a, b, error, hint=_hint(a / b) if b else "")
+
+    def _bounded(self, found: Difference) -> Difference:
+        if found.what in ("start", "loss scale"):
+            return replace(found, allowed=0.0)  # computed in no dtype: the same bits
+        return found if self.bounds is None else replace(found, allowed=self.bounds[found.key])
+
+
+def compare(
+    got: Trace, want: Trace, rate: Callable[[int], float], bounds: Bounds | None = None
+) -> list[Difference]:
+    """Every quantity with its error, in the order in which a training makes them.
+
+    Without bounds everything may be off by a relative 1e-10. A weight is compared on the scale of
+    the learning rate at least: Adam moves a weight by about so much in a step. With bounds it is
+    compared how far a weight has come from its start.
     """
-    return [d for i, (a, b) in enumerate(zip(got, want, strict=True)) for d in _step(i, a, b, lr)]
+    measure = _Measure(got, want, rate, bounds)
+    found = [*measure.tensors(0, "start", got.start, want.start)]
+    for number in range(len(want.steps)):
+        found += _step(measure, number)
+    if want.validation is not None:
+        loss = math.nan if got.validation is None else got.validation
+        found.append(measure.number(len(want.steps), "validation loss", loss, want.validation))
+    return found
 
 
-def _step(number: int, got: Step, want: Step, lr: float) -> Iterator[Difference]:
+def bounds_of(
+    want: Trace, nudged: Iterable[Trace], rate: Callable[[int], float], compute: torch.dtype
+) -> Bounds:
+    """How far each quantity may be off: some times what a unit in the last place changes it by.
+
+    `nudged` are trainings like `want` with such changes in them. What is close to zero, or what they
+    leave as it is by chance, may be off by a rounding.
+    """
+    eps = torch.finfo(compute).eps
+    least = eps / 16 + 4 * torch.finfo(torch.float32).eps
+    free = dict.fromkeys((d.key for d in compare(want, want, rate, _Anything())), 0.0)
+    for trace in nudged:
+        for found in compare(trace, want, rate, _Anything()):
+            free[found.key] = max(free[found.key], found.error)
+    return {key: FACTOR * change + least for key, change in free.items()}
+
+
+class _Anything(dict[Key, float]):
+    """No bound."""
+
+    def __missing__(self, key: Key) -> float:
+        return math.inf
+
+
+def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     """In the order in which a fault would show: forward, loss, backward from the last weight to the
     first, norm, update. The first difference is then the nearest to its cause."""
-    for piece, square in want.outputs.items():
-        if piece in got.outputs:
-            yield _scalar(
-                number, f"the output of {piece}, squared and summed,", got.outputs[piece], square
-            )
-    yield _scalar(number, "the loss", got.loss, want.loss)
-    floor = FLOOR * max(float(whole.abs().max()) for whole in want.gradients.values())
-    apart = {(m.what, m.name): m for m in got.mismatches}
-    yield from _tensors(number, "gradient", got.gradients, want.gradients, floor, apart)
-    yield _scalar(number, "the norm", got.norm, want.norm)
-    yield from _tensors(number, "weight", got.weights, want.weights, lr, apart)
+    got, want = measure.got.steps[number], measure.want.steps[number]
+    yield from measure.tensors(number, "output", got.outputs, want.outputs)
+    yield measure.number(number, "loss", got.loss, want.loss)
+    if math.isfinite(want.norm):
+        floor = measure.floor(want.gradients.values())
+        yield from measure.tensors(
+            number, "gradient", got.gradients, _reversed(want.gradients), floor
+        )
+    yield measure.number(number, "norm", got.norm, want.norm)
+    yield measure.number(number, "loss scale", got.scale, want.scale)
+    if measure.bounds is None:
+        yield from measure.tensors(
+            number, "weight", got.weights, _reversed(want.weights), measure.rate(number)
+        )
+    else:
+        start = measure.want.start
+        yield from measure.tensors(
+            number, "update", _moved(got.weights, start), _moved(_reversed(want.weights), start)
+        )
 
 
-def _tensors(
-    step: int,
-    what: str,
-    got: dict[str, Tensor],
-    want: dict[str, Tensor],
-    floor: float,
-    apart: dict[tuple[str, str], Mismatch],
-) -> Iterator[Difference]:
-    for name, whole in reversed(want.items()):
-        yield _tensor(step, what, name, got.get(name), whole, floor)
-        if (what, name) in apart:
-            _, _, element, ranks, (a, b) = apart[what, name]
-            yield Difference(step, what, name, element, b, a, math.inf, ranks=ranks)
+def _reversed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return dict(reversed(list(tensors.items())))
 
 
-def _scalar(step: int, what: str, got: float, want: float) -> Difference:
-    error = abs(got - want) / max(abs(want), 1e-30)
-    hint = _hint(got / want) if want else ""
-    return Difference(step, what, "", (), got, want, _or_infinite(error), hint)
-
-
-def _tensor(
-    step: int, what: str, name: str, got: Tensor | None, want: Tensor, floor: float
-) -> Difference:
-    """max |a - b| / max(max |b|, floor), and the element where it is largest."""
-    if got is None:
-        return Difference(step, what, name, (), math.nan, math.nan, math.inf, "no rank holds it")
-    want = want.to(torch.float64)
-    apart = (got.to(torch.float64) - want).abs().nan_to_num(nan=math.inf)
-    at = int(apart.argmax())
-    scale = max(float(want.abs().max()), floor, 1e-300)
-    element = tuple(int(i) for i in np.unravel_index(at, want.shape))
-    a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
-    hint = _hint(a / b) if b else ""
-    return Difference(step, what, name, element, a, b, float(apart.max()) / scale, hint)
+def _moved(weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() - start[name].double() for name, x in weights.items()}
 
 
 def _or_infinite(error: float) -> float:

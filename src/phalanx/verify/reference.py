@@ -1,29 +1,37 @@
-"""The same training on one process: the plain model, the whole batch, nothing of ours between.
+"""The same training on one process: the plain model, ordinary autograd, torch's optimizers and
+torch's loss scaler. Nothing of the engine is in it, not even how weights start.
 
-This is the oracle. It shares with the engine only how weights start and what a batch is.
+In a narrow precision it does what PyTorch's documentation of mixed precision describes: weights and
+their updates in float32, a copy of them to compute with, gradients added up in float32.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel import Model, count_valid, start
+from ..models import Decoder, DeepMlp
+from ..parallel import Model, Precision
 from ..train.optimizer import AdamW, Sgd
 
-__all__ = ["Mismatch", "Step", "reference"]
+__all__ = ["Mismatch", "Nudge", "Step", "Trace", "project", "reference", "validation_of"]
 
 Batch = Mapping[str, Tensor]
+Batches = Callable[[int], Batch]
+IGNORED = -100
+VALIDATIONS = 2  # batches of the validation after the last step
 
 
 class Mismatch(NamedTuple):
     """A number of which two ranks hold copies with different bits."""
 
-    what: str  # gradient or weight
+    what: str  # start, gradient or weight
     name: str  # of the parameter
     element: tuple[int, ...]
     ranks: tuple[int, int]
@@ -32,92 +40,260 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """One step as somebody saw it: loss per valid token, gradient norm, every tensor by name, and
-    of each piece's output the sum of squares. `mismatches` has the first number of each tensor
-    whose copies differ."""
+    """One training step: loss per valid token, gradient norm, the gradient and the new value of
+    every weight, the output of every piece (a number for each token), and the loss scale.
+    `mismatches` has the first number of each tensor whose copies differ."""
 
     loss: float
     norm: float
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
-    outputs: dict[str, float]
+    outputs: dict[str, Tensor]
+    scale: float = 1.0
     mismatches: tuple[Mismatch, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A whole training: the weights before the first step, the steps, the validation loss. Copies
+    that differ before the first step are among its mismatches."""
+
+    start: dict[str, Tensor]
+    steps: list[Step]
+    validation: float | None = None
+
+
+@dataclass
+class Nudge:
+    """Moves every number by one unit in the last place of its dtype, up or down at random."""
+
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+        up = torch.randint(0, 2, x.shape, generator=self.generator, dtype=integer) * 2 - 1
+        moved = (x.detach().contiguous().view(integer) + up).view(x.dtype)
+        return torch.where((x == 0) | ~x.isfinite() | ~moved.isfinite(), x, moved)
+
+
+def project(output: Tensor) -> Tensor:
+    """One number for each token (or row) of a piece's output: its product with a fixed vector.
+
+    Any difference in a token's features changes it, also one of sign or of order.
+    """
+    width = output.shape[-1]
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
+    return (output.detach().double() @ vector.to(output.device)) / math.sqrt(width)
+
+
+def validation_of(batches: Batches, steps: int) -> list[Batch]:
+    """The batches of a validation: those after the last step, without dropout. The second one has
+    targets in half of its rows only, so that a mean of means is not the mean over all tokens."""
+    chosen: list[Batch] = []
+    for index in range(VALIDATIONS):
+        batch = {n: x for n, x in batches(steps + index).items() if n != "noise"}
+        if index and "targets" in batch and not batch["targets"].is_floating_point():
+            targets = batch["targets"].clone()
+            targets[: targets.shape[0] // 2] = IGNORED
+            batch["targets"] = targets
+        chosen.append(batch)
+    return chosen
 
 
 def reference(
     model: Model,
-    batches: Callable[[int], Batch],
+    batches: Batches,
     *,
     steps: int,
     optimizer: AdamW | Sgd,
-    lr: float,
+    rate: Callable[[int], float],
     clip: float,
-    dtype: torch.dtype,
+    precision: Precision,
     seed: int,
-    device: str = "cpu",
-) -> list[Step]:
-    """Train the model as torch's own documentation would."""
-    weights = _materialise(model, seed, dtype, device)
-    decayed = [w for w in weights.values() if w.dim() > 1]
-    plain = [w for w in weights.values() if w.dim() <= 1]
-    torch_optimizer = _torch_optimizer(optimizer, decayed, plain, lr)
+    microbatches: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    nudge: Nudge | None = None,
+) -> Trace:
+    """Train the model on one process, as PyTorch's own documentation would.
+
+    With `nudge` the weights that are computed with, the inputs of every piece and the gradients that
+    come back there are moved by one unit in the last place: what this changes is rounding.
+    """
+    start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
+    masters = {name: nn.Parameter(x.clone()) for name, x in start.items()}
+    same = precision.compute == precision.master and nudge is None
+    copies = (
+        masters
+        if same
+        else {name: nn.Parameter(x.to(precision.compute)) for name, x in start.items()}
+    )
+    _install(model, copies)
+    groups = _optimizer(optimizer, masters, rate(0))
     seen = []
     for step in range(steps):
-        batch = {name: x.to(device) for name, x in batches(step).items()}
-        total, outputs = _forward(model, batch)
-        loss = total / max(1, count_valid(batch))
-        torch_optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients = {n: _gradient(w).clone() for n, w in weights.items()}
-        norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), clip or float("inf")))
-        torch_optimizer.step()
-        after = {n: w.detach().clone() for n, w in weights.items()}
-        seen.append(Step(float(loss.detach()), norm, gradients, after, outputs))
-    return seen
+        for group in groups.param_groups:
+            group["lr"] = rate(step)
+        groups.zero_grad()
+        if not same:
+            _copy(copies, masters, nudge)
+        scale = float(scaler.get_scale()) if scaler else 1.0
+        scaled = scaler.scale if scaler else None
+        batch = batches(step)
+        loss, outputs = _gradients(model, batch, masters, copies, microbatches, scaled, nudge)
+        if scaler:
+            scaler.unscale_(groups)
+        gradients = {name: _gradient(x).clone() for name, x in masters.items()}
+        norm = float(nn.utils.clip_grad_norm_(masters.values(), clip or math.inf))
+        if scaler:
+            scaler.step(groups)
+            scaler.update()
+        else:
+            groups.step()
+        after = {name: x.detach().clone() for name, x in masters.items()}
+        seen.append(Step(loss, norm, gradients, after, outputs, scale))
+    if not same:
+        _copy(copies, masters, nudge)
+    return Trace(start, seen, _validation(model, validation_of(batches, steps), nudge))
+
+
+# ---- how weights start
+
+
+def draw(model: Model, name: str, seed: int) -> Tensor:
+    """The start of a weight, from the rule as `docs/verified.md` states it: numbers of a generator
+    whose seed is the first 63 bits of the SHA-256 of `seed:name`."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).hexdigest()
+    generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
+    size = tuple(model.weights[name].shape)
+    owner: Any = getattr(model.draw, "__self__", None)
+    if isinstance(owner, Decoder):
+        if name.endswith(".bias"):
+            return torch.zeros(size)
+        if name.endswith("norm.weight"):
+            return torch.ones(size)
+        layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
+        last = name.endswith((".wo.weight", ".down.weight"))  # these add to the residual stream
+        spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
+        return torch.normal(0.0, spread, size, generator=generator)
+    if isinstance(owner, DeepMlp):
+        return torch.normal(0.0, math.sqrt(2 / size[0]), size, generator=generator)
+    whole = torch.empty(size)  # the model's own rule
+    with torch.no_grad():
+        model.draw(name, whole, generator)
+    return whole
+
+
+def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
+    """Real weights in place of the model's meta ones, the tied ones one object still."""
+    names = {parameter: name for name, parameter in model.weights.items()}
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = weights[names[parameter]]
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = torch.empty_like(buffer, device="cpu")
+            reset = getattr(module, "reset_buffers", None)
+            if callable(reset):
+                reset()
+
+
+@torch.no_grad()
+def _copy(
+    copies: Mapping[str, nn.Parameter], masters: Mapping[str, nn.Parameter], nudge: Nudge | None
+) -> None:
+    for name, copy in copies.items():
+        narrow = masters[name].to(copy.dtype)
+        copy.copy_(nudge(narrow) if nudge else narrow)
+
+
+# ---- a step
+
+
+def _gradients(
+    model: Model,
+    batch: Batch,
+    masters: Mapping[str, nn.Parameter],
+    copies: Mapping[str, nn.Parameter],
+    microbatches: int,
+    scaled: Callable[[Tensor], Tensor] | None,
+    nudge: Nudge | None,
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss per valid token, and every piece's output; gradients are added up in `masters`."""
+    count, total = max(1, _valid(batch)), 0.0
+    outputs: dict[str, list[Tensor]] = {}
+    for rows in torch.arange(_rows(batch)).chunk(microbatches):
+        loss, seen = _forward(model, {name: x[rows] for name, x in batch.items()}, nudge)
+        total += float(loss.detach())
+        share = scaled(loss / count) if scaled else loss / count
+        share.backward()  # type: ignore[no-untyped-call]
+        for name, output in seen.items():
+            outputs.setdefault(name, []).append(output)
+        if copies is masters:
+            continue
+        for name, copy in copies.items():
+            if copy.grad is not None:
+                master = masters[name]
+                part = copy.grad.to(master.dtype)
+                master.grad = part if master.grad is None else master.grad + part
+                copy.grad = None
+    return total / count, {name: torch.cat(parts) for name, parts in outputs.items()}
+
+
+def _forward(model: Model, batch: Batch, nudge: Nudge | None) -> tuple[Tensor, dict[str, Tensor]]:
+    x: Tensor | None = None
+    outputs = {}
+    for number, (name, piece) in enumerate(model.pieces):
+        named = {key: batch[key] for key in model.takes(number) if key in batch}
+        if nudge:
+            named = {k: nudge(v) if v.is_floating_point() else v for k, v in named.items()}
+        x = piece(**named) if x is None else piece(x, **named)
+        if x.dim():
+            outputs[name] = project(x)
+            x = _nudged(x, nudge) if nudge else x
+    assert x is not None
+    return x, outputs
+
+
+def _nudged(x: Tensor, nudge: Nudge) -> Tensor:
+    """x moved by one unit in the last place, and so is the gradient that comes back here."""
+    moved = x + (nudge(x) - x).detach()
+    if moved.requires_grad:
+        moved.register_hook(nudge)  # type: ignore[no-untyped-call]
+    return moved
+
+
+@torch.no_grad()
+def _validation(model: Model, batches: list[Batch], nudge: Nudge | None) -> float | None:
+    """The mean over all valid tokens of all batches."""
+    losses = sum(float(_forward(model, batch, nudge)[0]) for batch in batches)
+    tokens = sum(map(_valid, batches))
+    return losses / tokens if tokens else None
+
+
+def _valid(batch: Batch) -> int:
+    targets = batch.get("targets")
+    if targets is None or targets.is_floating_point():
+        return _rows(batch)
+    return int((targets != IGNORED).sum())
+
+
+def _rows(batch: Batch) -> int:
+    return next(iter(batch.values())).shape[0]
 
 
 def _gradient(weight: nn.Parameter) -> Tensor:
     return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
-def _materialise(
-    model: Model, seed: int, dtype: torch.dtype, device: str
-) -> dict[str, nn.Parameter]:
-    """Real weights in place of the model's meta ones, the tied ones one object still."""
-    names = {parameter: name for name, parameter in model.weights.items()}
-    made = {n: nn.Parameter(start(model, n, seed, dtype).to(device)) for n in model.weights}
-    for _, piece in model.pieces:
-        for module in piece.modules():
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[key] = made[names[parameter]]
-            for key, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[key] = torch.empty_like(buffer, device=device)
-            reset = getattr(module, "reset_buffers", None)
-            if callable(reset):
-                reset()
-    return made
-
-
-def _forward(model: Model, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    x: Tensor | None = None
-    outputs = {}
-    for number, (name, piece) in enumerate(model.pieces):
-        named = {key: batch[key] for key in model.takes(number) if key in batch}
-        x = piece(**named) if x is None else piece(x, **named)
-        if x.dim():
-            outputs[name] = float(x.detach().double().square().sum())
-    assert x is not None
-    return x, outputs
-
-
-def _torch_optimizer(
-    optimizer: AdamW | Sgd, decayed: list[nn.Parameter], plain: list[nn.Parameter], lr: float
+def _optimizer(
+    optimizer: AdamW | Sgd, weights: Mapping[str, nn.Parameter], lr: float
 ) -> torch.optim.Optimizer:
+    """Matrices decay, norms and biases do not."""
     groups = [
-        {"params": decayed, "weight_decay": optimizer.decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": optimizer.decay},
+        {"params": [w for w in weights.values() if w.dim() <= 1], "weight_decay": 0.0},
     ]
     if isinstance(optimizer, Sgd):
         return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum)

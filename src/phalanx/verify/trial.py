@@ -3,89 +3,123 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout
-from ..parallel import Entry, Model, Piece, Precision, Unit, microbatches
+from ..parallel import Entry, Model, Piece, Precision, microbatches
 from ..parallel.local import Holding, hold
 from ..parallel.tensor import Weight
-from ..program import Timeline
+from ..program import Op, Program, Timeline
+from ..program.build import forward_only
 from ..train.executor import Executor
-from ..train.optimizer import AdamW, Sgd
+from ..train.optimizer import AdamW, Optimizer, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
-from .reference import Mismatch, Step
+from ..train.steps import Validator
+from .reference import Mismatch, Step, Trace, project, validation_of
 
-__all__ = ["Part", "Setting", "join", "train_layout"]
+__all__ = ["Part", "Seen", "Setting", "join", "program_in", "rate", "train_layout"]
 
 Batch = Mapping[str, Tensor]
-FIT = 0.7  # what recompute:fit must do with, of what a layout would hold
+FIT = 0.7  # the share of what a layout would hold that recompute:fit must do with
+TOKEN = "token"  # names a tensor of the batch: each token's number in it, from 1; padding has 0
+
+
+def rate(step: int) -> float:
+    """The learning rate: first too small for a weight that is kept in 16 bits, then large."""
+    return 1e-2 if step else 1e-5
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every layout of a comparison has in common."""
+    """What every layout of a comparison has in common.
+
+    Adam's eps is as large as a gradient, so that an update does not hang on the sign of a gradient
+    that is nearly zero. The loss scale, which float16 alone has, is (the first one, after how many
+    steps it doubles).
+    """
 
     batches: Callable[[int], Batch]
     steps: int = 3
-    optimizer: AdamW | Sgd = AdamW()  # frozen
-    lr: float = 1e-2
+    optimizer: AdamW | Sgd = AdamW(eps=1e-3)  # frozen
+    rate: Callable[[int], float] = rate
     clip: float = 0.25  # small enough to be at work in every step
     precision: Precision = Precision()  # frozen
     seed: int = 0
+    scaling: tuple[float, int] = (1024.0, 2)
 
 
 class Part(NamedTuple):
-    """Some numbers of a weight, as one rank holds them after one step."""
+    """Some numbers of a weight, as one rank holds them before the first step (then without a
+    gradient) or after a step."""
 
     step: int
     entry: Entry
-    gradient: Tensor
+    gradient: Tensor | None
     weight: Tensor
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        if self.gradient is None:
+            return [("start", self.weight)]
+        return [("gradient", self.gradient), ("weight", self.weight)]
 
-class Seen(NamedTuple):
+
+class Output(NamedTuple):
+    """A number for each of some tokens of a piece's output, and which tokens they are."""
+
+    tokens: Tensor
+    numbers: Tensor
+
+
+@dataclass
+class Seen:
     """All that one rank tells of its steps."""
 
-    losses: tuple[float, ...]
-    counts: tuple[float, ...]
-    norms: tuple[float | None, ...]
-    parts: tuple[Part, ...]
-    outputs: tuple[dict[str, float], ...]  # this rank's share of each piece's sum of squares
-    timeline: Timeline  # of the last step
+    parts: list[Part]
+    losses: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+    outputs: list[dict[str, list[Output]]] = field(default_factory=list)
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # of the batch in tokens, or rows
+    validation: float | None = None
+    timeline: Timeline = Timeline(())  # of the last step
 
 
-class _Recorder:
-    """An optimizer that writes each gradient down before it is used."""
+class _Recorder(Executor):
+    """Keeps each gradient, as it is without the loss scale, before it is used or skipped."""
 
-    def __init__(self, optimizer: AdamW | Sgd) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self, holding: Holding, program: Program, rank: int, optimizer: Optimizer, **more: Any
+    ) -> None:
+        super().__init__(holding, program, rank, optimizer, **more)
         self.seen: dict[int, Tensor] = {}
 
-    def of(self, unit: Unit) -> Callable[[float, float], None]:
-        update = self.optimizer.of(unit)
-
-        def recorded(lr: float, scale: float) -> None:
-            assert unit.gradient is not None
-            self.seen[unit.number] = unit.gradient.detach().clone()
-            update(lr, scale)
-
-        return recorded
+    def _update(self, op: Op) -> None:
+        self._settle(op.piece)
+        gradient = self.holding.units[op.piece].gradient
+        assert gradient is not None
+        self.seen[op.piece] = gradient.detach() / self._loss_scale
+        super()._update(op)
 
 
 class _Tracer:
-    """Adds up what each piece puts out in a step. Recomputing does not count again."""
+    """What each piece puts out in a step. Recomputing does not count again."""
 
-    def __init__(self, holding: Holding, model: Model) -> None:
-        self.sums: dict[str, float] = {}
+    def __init__(self, layout: Layout, holding: Holding, model: Model) -> None:
+        self.outputs: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
-        for number, piece in holding.pieces.items():
-            self._wrap(number, piece, model.pieces[number][0])
+        self.places = layout.tp if layout.seq else 1
+        self.place = holding.place["tp"]
+        # Under tp without seq every rank has the same outputs, and the first one tells them.
+        if self.places > 1 or self.place == 0:
+            for number, piece in holding.pieces.items():
+                self._wrap(number, piece, model.pieces[number][0])
 
     def _wrap(self, number: int, piece: Piece, name: str) -> None:
         plain = piece.forward
@@ -94,76 +128,93 @@ class _Tracer:
             y = plain(microbatch, x, batch, keep=keep)
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
-                self.sums[name] = self.sums.get(name, 0.0) + float(y.double().square().sum())
+                tokens = batch[TOKEN]
+                if tokens.dim() > 1:  # with seq, places of tp hold runs of the time
+                    tokens = tokens.chunk(self.places, 1)[self.place]
+                numbers = project(y)
+                there = tokens > 0
+                self.outputs.setdefault(name, []).append(
+                    Output(tokens[there].cpu() - 1, numbers[there].cpu())
+                )
             return y
 
         piece.forward = forward  # type: ignore[method-assign]
 
-    def take(self) -> dict[str, float]:
-        sums, self.sums = self.sums, {}
+    def take(self) -> dict[str, list[Output]]:
+        outputs, self.outputs = self.outputs, {}
         self.done.clear()
-        return sums
+        return outputs
+
+
+def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> Program:
+    """The program of a layout for this model; `recompute:fit` that cannot be met is an error."""
+    if layout.recompute != "fit":
+        return program_of(model(), layout, agree=True)
+    return fitting_program(
+        model, layout, setting.batches(0), setting.precision, lambda whole: FIT * whole
+    )
 
 
 def train_layout(
-    world: World, layout: Layout, model: Callable[[], Model], setting: Setting
+    world: World, layout: Layout, program: Program, model: Callable[[], Model], setting: Setting
 ) -> Seen:
     """This rank's view of a few steps in a layout; every rank of the world calls it."""
     mine = model()
-    fits = layout.recompute == "fit"
-    program = (
-        fitting_program(
-            model, layout, setting.batches(0), setting.precision, lambda whole: FIT * whole
-        )
-        if fits
-        else program_of(mine, layout, agree=True)
-    )
     holding = hold(
         world, layout, mine, program,
         seed=setting.seed, precision=setting.precision, poison=True,
     )  # fmt: skip
-    recorder = _Recorder(setting.optimizer)
-    performer = Executor(
-        holding, program, world.rank, recorder,
-        width=mine.shape.hidden if mine.shape else 0,
-        clip=setting.clip,
-        time_cut=layout.tp if layout.seq else 1,
-        scaling=LossScale(1024.0) if setting.precision.compute == torch.float16 else None,
+    half = setting.precision.compute == torch.float16
+    told: Any = {
+        "width": mine.shape.hidden if mine.shape else 0,
+        "time_cut": layout.tp if layout.seq else 1,
+    }
+    executor = _Recorder(
+        holding, program, world.rank, setting.optimizer, clip=setting.clip,
+        scaling=LossScale(*setting.scaling) if half else None, **told,
     )  # fmt: skip
-    tracer = _Tracer(holding, mine)
-    results, parts, outputs = [], list[Part](), []
+    seen = Seen([*_parts(holding, {}, -1)])
+    tracer = _Tracer(layout, holding, mine)
     for step in range(setting.steps):
-        batch = {n: x.to(world.device) for n, x in setting.batches(step).items()}
-        own = microbatches(batch, layout, holding.place["dp"], holding.place["cp"])
-        results.append(performer.step(own, setting.lr))
-        parts += _parts(holding, recorder, step)
-        outputs.append(tracer.take() if _comparable(layout, holding, own, batch) else {})
-    world.clear()
-    return Seen(
-        tuple(r.loss for r in results),
-        tuple(r.count for r in results),
-        tuple(r.norm for r in results),
-        tuple(parts),
-        tuple(outputs),
-        results[-1].timeline,
+        batch = setting.batches(step)
+        own = _own(batch, layout, holding, world)
+        seen.sizes.append(_numbered(batch).shape)
+        seen.scales.append(executor.scaling.scale if executor.scaling else 1.0)
+        result = executor.step(own, setting.rate(step))
+        seen.losses.append(result.loss)
+        seen.counts.append(result.count)
+        seen.norms.append(result.norm)
+        seen.outputs.append(tracer.take())
+        seen.parts += _parts(holding, executor.seen, step)
+        seen.timeline = result.timeline
+    validator = Validator(holding, forward_only(program, layout), world.rank, **told)
+    seen.validation = validator.mean_loss(
+        _own(batch, layout, holding, world)
+        for batch in validation_of(setting.batches, setting.steps)
     )
+    world.clear()
+    return seen
 
 
-def _comparable(layout: Layout, holding: Holding, own: Sequence[Batch], batch: Batch) -> bool:
-    """Whether this rank's outputs are a share of the whole: under tp without seq every rank has the
-    same ones and the first tells them; padding would add to the sum."""
-    tokens = batch.get("tokens")
-    if layout.tp > 1 and not layout.seq and holding.place["tp"]:
-        return False
-    return tokens is None or own[0]["tokens"].shape[1] * layout.cp == tokens.shape[1]
+def _own(batch: Batch, layout: Layout, holding: Holding, world: World) -> list[dict[str, Tensor]]:
+    numbered = {**batch, TOKEN: _numbered(batch)}
+    there = {name: x.to(world.device) for name, x in numbered.items()}
+    return microbatches(there, layout, holding.place["dp"], holding.place["cp"])
 
 
-def _parts(holding: Holding, recorder: _Recorder, step: int) -> Iterable[Part]:
+def _numbered(batch: Batch) -> Tensor:
+    """The number of each token in the batch, or of each row where there are no tokens."""
+    like = batch["tokens"] if "tokens" in batch else next(iter(batch.values()))[..., 0]
+    return torch.arange(1, like.numel() + 1).view(like.shape)
+
+
+def _parts(holding: Holding, gradients: Mapping[int, Tensor], step: int) -> Iterable[Part]:
     for number, unit in holding.units.items():
-        gradient, home = recorder.seen[number], unit.home
+        gradient, home = gradients.get(number), unit.home
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-            yield Part(step, entry, gradient[run].cpu(), home[run].detach().cpu().clone())
+            part = None if gradient is None else gradient[run].cpu()
+            yield Part(step, entry, part, home[run].detach().cpu().clone())
 
 
 class _Whole:
@@ -207,31 +258,56 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
     return (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
 
 
-def join(seen: list[Seen], steps: int) -> list[Step]:
+def join(seen: Sequence[Seen], steps: int) -> Trace:
     """The whole tensors of every step, from what all ranks hold. Ranks that hold the same part
     must hold the same bits; where they do not, the step has a mismatch."""
-    return [_join_step(seen, step) for step in range(steps)]
-
-
-def _join_step(seen: list[Seen], step: int) -> Step:
-    wholes: dict[str, dict[str, _Whole]] = {"gradient": {}, "weight": {}}
+    wholes: dict[tuple[int, str], dict[str, _Whole]] = {
+        (step, what): {} for step in range(-1, steps) for what in ("start", "gradient", "weight")
+    }
     for rank, one in enumerate(seen):
-        for part in (p for p in one.parts if p.step == step):
+        for part in one.parts:
             weight = part.entry.weight
-            for what, numbers in (("gradient", part.gradient), ("weight", part.weight)):
-                if weight.name not in wholes[what]:
-                    wholes[what][weight.name] = _Whole(what, weight, numbers.dtype)
-                wholes[what][weight.name].add(rank, part.entry, numbers)
-    outputs: dict[str, float] = {}
-    for name, square in (item for rank in seen for item in rank.outputs[step].items()):
-        outputs[name] = outputs.get(name, 0.0) + square
+            for what, numbers in part.tensors():
+                found = wholes[part.step, what]
+                if weight.name not in found:
+                    found[weight.name] = _Whole(what, weight, numbers.dtype)
+                found[weight.name].add(rank, part.entry, numbers)
+    return Trace(
+        _numbers(wholes[-1, "start"]),
+        [_join_step(seen, step, wholes) for step in range(steps)],
+        seen[0].validation,
+    )
+
+
+def _join_step(
+    seen: Sequence[Seen], step: int, wholes: Mapping[tuple[int, str], dict[str, _Whole]]
+) -> Step:
     norm = seen[0].norms[step]
-    both = [*wholes["gradient"].values(), *wholes["weight"].values()]
+    gradients, weights = wholes[step, "gradient"], wholes[step, "weight"]
+    all_ = [*gradients.values(), *weights.values()]
+    if step == 0:
+        all_ += wholes[-1, "start"].values()
     return Step(
         sum(rank.losses[step] for rank in seen) / seen[0].counts[step],
         -1.0 if norm is None else norm,
-        {name: whole.numbers for name, whole in wholes["gradient"].items()},
-        {name: whole.numbers for name, whole in wholes["weight"].items()},
-        outputs,
-        tuple(whole.mismatch for whole in both if whole.mismatch is not None),
+        _numbers(gradients),
+        _numbers(weights),
+        _outputs(seen, step),
+        seen[0].scales[step],
+        tuple(whole.mismatch for whole in all_ if whole.mismatch is not None),
     )
+
+
+def _numbers(wholes: Mapping[str, _Whole]) -> dict[str, Tensor]:
+    return {name: whole.numbers for name, whole in wholes.items()}
+
+
+def _outputs(seen: Sequence[Seen], step: int) -> dict[str, Tensor]:
+    wholes: dict[str, Tensor] = {}
+    for name, outputs in (item for rank in seen for item in rank.outputs[step].items()):
+        for output in outputs:
+            if name not in wholes:
+                size = seen[0].sizes[step]
+                wholes[name] = torch.full(size, float("nan"), dtype=torch.float64)
+            wholes[name].view(-1)[output.tokens] = output.numbers
+    return wholes

@@ -1,0 +1,152 @@
+"""What a comparison will hold in memory, before it starts, and what there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..layout import Layout, Shape
+
+__all__ = ["Need", "available", "needed"]
+
+GIB = float(1 << 30)
+PROCESS = 0.4 * GIB  # a Python process that has imported torch
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes at the highest point: while one process trains, and while the ranks of the largest
+    layout do, which comes after it."""
+
+    reference: float
+    ranks: float
+    layout: Layout
+
+    @property
+    def total(self) -> float:
+        return max(self.reference, self.ranks)
+
+    def __str__(self) -> str:
+        return (
+            f"about {self.total / GIB:,.1f} GiB of memory ({self.reference / GIB:,.1f} while one"
+            f" process trains, {self.ranks / GIB:,.1f} for {str(self.layout) or 'one rank'!r})"
+        )
+
+
+def needed(
+    shape: Shape,
+    parameters: int,
+    layouts: Sequence[Layout],
+    *,
+    steps: int,
+    dtype: str,
+    processes: bool,
+) -> Need:
+    """An estimate from the numbers of weights and of activations; `processes`: ranks are processes
+    and not threads."""
+    compute = ITEMSIZE[dtype]
+    master = max(4, compute)
+    kept = (1 + 2 * steps) * master * parameters  # the start; gradients and weights of each step
+    activations = _activations(shape, compute)
+    copies = 0 if compute == master and dtype == "float64" else 2 * compute * parameters
+    # Weights, gradients and Adam's two moments, beside what is kept of the steps.
+    training = 4 * master * parameters + copies + activations
+    # In less than float64 one training is kept while another is done.
+    reference = kept + training + (0 if dtype == "float64" else kept)
+    ranks, largest = max(
+        (
+            (
+                _ranks(x, parameters, kept, activations, master, compute, processes=processes),
+                x,
+            )
+            for x in layouts
+        ),
+        key=lambda found: found[0],
+    )
+    # When the ranks run, the one process has only its record left.
+    return Need(reference + PROCESS, kept + ranks + PROCESS, largest)
+
+
+def _ranks(
+    layout: Layout,
+    parameters: int,
+    kept: float,
+    activations: float,
+    master: int,
+    compute: int,
+    *,
+    processes: bool,
+) -> float:
+    """All ranks of a layout together, with what they write down and what that is joined to."""
+    wholes = layout.dp * layout.cp  # so many ranks hold each number, if none is sharded
+    shards = layout.shards if layout.zero else 1
+    at_home = (4 if layout.zero else 3) * master * parameters * wholes / shards
+    gathered = (compute + master) * parameters * wholes
+    written = kept * wholes / shards * (2 if processes else 1)
+    repeated = 1 if layout.seq else (1 + layout.tp) / 2
+    each = layout.ranks * PROCESS if processes else 0.0
+    return at_home + gathered + written + kept + activations * repeated + each
+
+
+def _activations(shape: Shape, itemsize: int) -> float:
+    """What autograd keeps of the whole batch, and the logits in float32 or wider."""
+    if shape.kind == "mlp":
+        return float(3 * shape.batch * shape.hidden * shape.layers * itemsize)
+    tokens = shape.batch * shape.sequence
+    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    block = 8 * shape.hidden + 6 * wide + 6 * narrow + 5 * shape.ffn
+    logits = 4 * shape.vocab * max(4, itemsize)
+    return float(tokens * (shape.layers * block * itemsize + logits))
+
+
+def available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that this process may still take: of the machine, and of its control group's limit."""
+    return min(_of_machine(proc), *_of_groups(proc, cgroups), float("inf"))
+
+
+def _of_machine(proc: Path) -> float:
+    for line in _text(proc / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return float(line.split()[1]) * 1024
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _of_groups(proc: Path, cgroups: Path) -> list[float]:
+    """What each limit from this process's group up to the root leaves, of either version."""
+    left = []
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        kinds, _, path = rest.partition(":")
+        if not kinds:
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in kinds.split(","):
+            root = cgroups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            left += _left(folder, *names)
+            if folder == root:
+                break
+    return left
+
+
+def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[float]:
+    most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+    if not most.isdigit() or not used.isdigit():
+        return []  # no limit here, or "max"
+    stat = dict(
+        line.split()[:2] for line in _text(folder / "memory.stat").splitlines() if " " in line
+    )
+    return [float(most) - float(used) + float(stat.get(reclaimable, 0))]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
