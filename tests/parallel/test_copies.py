@@ -164,13 +164,17 @@ def seen(*copies: list[float], gradients: list[list[float]] | None = None) -> li
     entry = Entry(WEIGHT, 0, 4, 0)
     others = gradients or [[0.0] * 4] * len(copies)
     return [
-        Seen(
-            (1.0,), (1.0,), (1.0,),
-            (Part(0, entry, torch.tensor(gradient), torch.tensor(numbers)),),
-            ({},), None,  # type: ignore[arg-type]
-        )
+        one_step(Part(0, entry, torch.tensor(gradient), torch.tensor(numbers)))
         for numbers, gradient in zip(copies, others, strict=True)
-    ]  # fmt: skip
+    ]
+
+
+def one_step(part: Part) -> Seen:
+    return Seen([part], losses=[1.0], counts=[1.0], norms=[1.0], scales=[1.0], outputs=[{}])
+
+
+def rate(step: int) -> float:
+    return 0.01
 
 
 ONE = [1.0, 2.0, 3.0, 0.0]
@@ -183,10 +187,10 @@ def test_one_of_three_copies_that_differs_is_named_with_its_rank(
 ) -> None:
     ranks = [ONE, ONE, ONE]
     ranks[odd_one] = [1.0, 2.0, number, 0.0]
-    [true] = join(seen(ONE), 1)
-    worst = max(compare(join(seen(*ranks), 1), [true], 0.01), key=lambda d: d.error)
+    true = join(seen(ONE), 1)
+    worst = max(compare(join(seen(*ranks), 1), true, rate), key=lambda d: d.error)
     assert worst.error == float("inf")
-    said = [str(d) for d in compare(join(seen(*ranks), 1), [true], 0.01) if d.ranks]
+    said = [str(d) for d in compare(join(seen(*ranks), 1), true, rate) if d.ranks]
     other = 1 if odd_one == 0 else odd_one
     assert len(said) == 1
     assert "the weight of layers.0.bias[2] is" in said[0]
@@ -195,28 +199,28 @@ def test_one_of_three_copies_that_differs_is_named_with_its_rank(
 
 
 def test_copies_of_a_gradient_are_compared_too_and_zeros_have_a_sign() -> None:
-    [step] = join(seen(ONE, ONE, gradients=[[0.0] * 4, [0.0, -0.0, 0.0, 0.0]]), 1)
-    [found] = step.mismatches
+    trace = join(seen(ONE, ONE, gradients=[[0.0] * 4, [0.0, -0.0, 0.0, 0.0]]), 1)
+    [found] = trace.steps[0].mismatches
     assert found[:4] == ("gradient", "layers.0.bias", (1,), (0, 1))
 
 
 def test_copies_that_are_not_a_number_are_equal_copies_but_no_right_result() -> None:
     broken = [1.0, float("nan"), 3.0, 0.0]
-    [step] = join(seen(broken, broken), 1)
-    [true] = join(seen(ONE), 1)
-    assert step.mismatches == ()
-    assert max(d.error for d in compare([step], [true], 0.01)) == float("inf")
+    trace = join(seen(broken, broken), 1)
+    true = join(seen(ONE), 1)
+    assert trace.steps[0].mismatches == ()
+    assert max(d.error for d in compare(trace, true, rate)) == float("inf")
 
 
 def test_copies_are_compared_where_shards_of_ranks_overlap_in_part() -> None:
     def part(start: int, numbers: list[float]) -> Seen:
         entry = Entry(WEIGHT, start, start + len(numbers), 0)
         made = Part(0, entry, torch.zeros(len(numbers)), torch.tensor(numbers))
-        return Seen((1.0,), (1.0,), (1.0,), (made,), ({},), None)  # type: ignore[arg-type]
+        return one_step(made)
 
-    [step] = join([part(0, [1.0, 2.0]), part(1, [2.0, 3.0, 0.0])], 1)
-    assert step.mismatches == ()
-    assert step.weights["layers.0.bias"].tolist() == ONE
-    [step] = join([part(0, [1.0, 2.0]), part(1, [2.5, 3.0, 0.0])], 1)
-    [found] = step.mismatches
+    trace = join([part(0, [1.0, 2.0]), part(1, [2.0, 3.0, 0.0])], 1)
+    assert trace.steps[0].mismatches == ()
+    assert trace.steps[0].weights["layers.0.bias"].tolist() == ONE
+    trace = join([part(0, [1.0, 2.0]), part(1, [2.5, 3.0, 0.0])], 1)
+    [found] = trace.steps[0].mismatches
     assert found == ("weight", "layers.0.bias", (1,), (0, 1), (2.0, 2.5))

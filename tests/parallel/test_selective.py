@@ -21,7 +21,7 @@ from phalanx.parallel.local import hold
 from phalanx.parallel.recompute import contexts
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
-from phalanx.verify.trial import Setting, join, train_layout
+from phalanx.verify.trial import Setting, join, program_in, train_layout
 
 GPT = Shape(
     "gpt", layers=1, hidden=64, heads=4, ffn=256, vocab=80, sequence=32,
@@ -40,8 +40,9 @@ def gradients(layout: Layout, name: str, *, packed: bool) -> dict[str, Tensor]:
     batches = partial(batch_of, SHAPES[name], packed=packed, noisy=True)
     setting = Setting(batches, steps=1, precision=wide)
     make = partial(build_model, SHAPES[name], dropout=0.2)
-    seen = launch(train_layout, layout.ranks, layout, make, setting, wire="threads")
-    (step,) = join(seen, 1)
+    program = program_in(layout, make, setting)
+    seen = launch(train_layout, layout.ranks, layout, program, make, setting, wire="threads")
+    (step,) = join(seen, 1).steps
     return step.gradients
 
 

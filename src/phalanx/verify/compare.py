@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from .reference import Trace
 __all__ = ["EXACT", "Bounds", "Difference", "bounds_of", "compare"]
 
 EXACT = 1e-10  # the largest relative error in float64
-FACTOR = 4.0  # in less, of the change that a unit in the last place makes
+# In less: so many times the change that a unit in the last place makes. Products of 16-bit numbers
+# are added up in float32; those of float32 are too, so that their sums are rounded beside.
+FACTORS = {2: 2.0, 4: 4.0}  # by the dtype's bytes
 # A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
@@ -105,6 +108,8 @@ class _Measure:
         """In float64 the largest number counts; in less the root of the squares' sum, in which
         single numbers that are rounded badly do not decide."""
         x = x.double()
+        if not bool(x.isfinite().all()):
+            return math.inf
         return float(x.abs().max() if self.bounds is None else x.norm())
 
     def _tensor(
@@ -115,6 +120,7 @@ class _Measure:
             why = "no rank holds it"
             return Difference(step, what, name, (), math.nan, math.nan, math.inf, hint=why)
         apart = (got.double() - want.double()).abs().nan_to_num(nan=math.inf)
+        apart[~got.isfinite() & ~want.isfinite()] = 0.0  # in a step that float16 skips
         at = int(apart.argmax())
         element = tuple(int(i) for i in np.unravel_index(at, tuple(want.shape)))
         a, b = float(got.reshape(-1)[at]), float(want.reshape(-1)[at])
@@ -137,7 +143,7 @@ def compare(
     compared how far a weight has come from its start.
     """
     measure = _Measure(got, want, rate, bounds)
-    found = [*measure.tensors(0, "start", got.start, want.start)]
+    found = [*measure.tensors(0, "start", got.start, want.start), *_alike(got.start)]
     for number in range(len(want.steps)):
         found += _step(measure, number)
     if want.validation is not None:
@@ -160,7 +166,8 @@ def bounds_of(
     for trace in nudged:
         for found in compare(trace, want, rate, _Anything()):
             free[found.key] = max(free[found.key], found.error)
-    return {key: FACTOR * change + least for key, change in free.items()}
+    factor = FACTORS[compute.itemsize]
+    return {key: factor * change + least for key, change in free.items()}
 
 
 class _Anything(dict[Key, float]):
@@ -168,6 +175,21 @@ class _Anything(dict[Key, float]):
 
     def __missing__(self, key: Key) -> float:
         return math.inf
+
+
+def _alike(start: Mapping[str, Tensor]) -> Iterator[Difference]:
+    """Weights that start equal number by number, though they were drawn."""
+    seen: dict[tuple[torch.Size, bytes], str] = {}
+    for name, weight in start.items():
+        flat = weight.reshape(-1)
+        if flat.numel() < 2 or bool((flat == flat[0]).all()):
+            continue  # all ones, or all zeros
+        key = weight.shape, hashlib.sha256(weight.contiguous().numpy().tobytes()).digest()
+        if (other := seen.setdefault(key, name)) != name:
+            first = float(flat[0])
+            element = (0,) * weight.dim()
+            hint = f"all of it equal to {other}; each weight is drawn for itself"
+            yield Difference(0, "start", name, element, first, first, math.inf, 0.0, hint)
 
 
 def _step(measure: _Measure, number: int) -> Iterator[Difference]:
