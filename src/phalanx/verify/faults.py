@@ -159,7 +159,7 @@ def _() -> AbstractContextManager[None]:
 # ---- where a part stands
 
 
-@fault("the shard offset of k and v is forgotten", "gqa", "tp2", "output of layers.0")
+@fault("the shard offset of k and v is forgotten", "gqa", "tp2", "start of layers.0.attn.wk")
 def _() -> AbstractContextManager[None]:
     right = tensor.cut_of
 
@@ -381,7 +381,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, 1.0))
 
 
-@fault("a part of a weight is drawn, not cut from the whole", "gqa", "tp2", "output of embed")
+@fault("a part of a weight is drawn, not cut from the whole", "gqa", "tp2", "start of embed")
 def _() -> AbstractContextManager[None]:
     right = Weight.part
 
