@@ -51,7 +51,13 @@ def verdict_of(layout: str, shape: Shape, setting: Setting, truth: Truth) -> Ver
 
 def stale_copy() -> AbstractContextManager[None]:
     """Updates reach the master weights, and the copy to compute with stays the first one."""
-    return swapped(Unit, "refresh", lambda self: None)
+    right = Update.__call__
+
+    def update(self: Update, lr: float, scale: float) -> None:
+        self.unit.refresh = lambda: None  # type: ignore[method-assign]
+        right(self, lr, scale)
+
+    return swapped(Update, "__call__", update)
 
 
 def masters_not_kept() -> AbstractContextManager[None]:

@@ -18,7 +18,7 @@ __all__ = ["EXACT", "Bounds", "Difference", "bounds_of", "compare"]
 EXACT = 1e-10  # the largest relative error in float64
 # In less: so many times the change that a unit in the last place makes. Products of 16-bit numbers
 # are added up in float32; those of float32 are too, so that their sums are rounded beside.
-FACTORS = {2: 2.0, 4: 4.0}  # by the dtype's bytes
+FACTORS = {2: 2.0, 4: 10.0}  # by the dtype's bytes
 # A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
