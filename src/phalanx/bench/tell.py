@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from ..draw import Axis, Series, chart
+from ..draw import Axis, Series, chart, text_table
 from ..plan.size import rate, seconds, size, tera
 from .collectives import Sample
 from .fit import Growth, fit_all, growths
@@ -24,61 +24,71 @@ def collectives_text(samples: Sequence[Sample], wire: str, forms: Sequence[Growt
     """The table, the all-reduce beside its halves, the fitted curves, which form describes growth."""
     if not samples:
         return "nothing was measured: --total was over before the first size.\n"
-    lines = [
-        f"wire {wire}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all, its",
-        "output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.",
-        "",
-        "operation       group        S     time  least..most         S/t   factor      bus  result",
-    ]
-    for s in samples:
-        group = f"{s.ranks}x{s.apart}" if s.apart > 1 else str(s.ranks)
-        spread = f"{seconds(s.least)}..{seconds(s.most)}"
-        lines.append(
-            f"{s.op:14} {group:>6} {size(s.bytes):>8} {seconds(s.seconds):>8} {spread:>19}"
-            f" {s.algorithm / 1e9:6.3f} GB/s {s.factor:6.3f} {s.bus / 1e9:8.3f}"
-            f"  {'right' if s.correct else 'WRONG'}"
+    head = ("operation", "group", "S", "time", "least..most", "S/t", "factor", "bus", "result")
+    rows = [
+        (
+            s.op, _group(s.ranks, s.apart), size(s.bytes), seconds(s.seconds),
+            f"{seconds(s.least)}..{seconds(s.most)}", f"{s.algorithm / 1e9:.3f} GB/s",
+            f"{s.factor:.3f}", f"{s.bus / 1e9:.3f}", "right" if s.correct else "WRONG",
         )
-    lines += ["", *_halves(samples), *_curves(samples, wire), *_forms(forms)]
-    return "\n".join(lines) + "\n"
-
-
-def _halves(samples: Sequence[Sample]) -> list[str]:
-    both = [s for s in samples if s.halves]
-    if not both:
-        return []
-    lines = ["all-reduce = reduce-scatter then all-gather: the same values; the times, in turn:"]
-    lines += [
-        f"  {s.ranks} ranks, {size(s.bytes):>8}: {seconds(s.seconds):>8} against {seconds(s.halves):>8}"
-        f" ({s.halves / s.seconds:.2f} x)"
-        for s in both
+        for s in samples
+    ]  # fmt: skip
+    parts = [
+        f"wire {wire}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all, its\n"
+        "output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.\n",
+        text_table(head, rows),
+        _halves(samples),
+        _curves(samples, wire),
+        _forms(forms),
     ]
-    return [*lines, ""]
+    return "\n".join(part for part in parts if part)
 
 
-def _curves(samples: Sequence[Sample], wire: str) -> list[str]:
-    lines = [
-        "fitted: latency of a step, bus bandwidth for large S, median error on what was fitted"
-    ]
-    for c in fit_all(samples, wire):
-        bend = f", {rate(c.beyond)} beyond {size(c.bend)}" if c.bend else ""
-        apart = f"x{c.apart}" if c.apart > 1 else ""
-        lines.append(
-            f"  {c.op:14} {c.ranks}{apart} ranks: {seconds(c.latency):>8}, {rate(c.bandwidth)}"
-            f"{bend}, {c.error:.0%}"
+def _group(ranks: int, apart: int) -> str:
+    return f"{ranks}x{apart}" if apart > 1 else str(ranks)
+
+
+def _halves(samples: Sequence[Sample]) -> str:
+    rows = [
+        (
+            s.ranks,
+            size(s.bytes),
+            seconds(s.seconds),
+            seconds(s.halves),
+            f"{s.halves / s.seconds:.2f}",
         )
-    return lines
+        for s in samples
+        if s.halves
+    ]
+    head = ("ranks", "S", "all-reduce", "in two steps", "ratio")
+    title = "all-reduce = reduce-scatter then all-gather: the same values, these times\n"
+    return title + text_table(head, rows, indent=2) if rows else ""
 
 
-def _forms(forms: Sequence[Growth]) -> list[str]:
+def _curves(samples: Sequence[Sample], wire: str) -> str:
+    head = ("operation", "ranks", "latency", "bandwidth", "error", "beyond")
+    rows = [
+        (
+            c.op, _group(c.ranks, c.apart), seconds(c.latency), rate(c.bandwidth), f"{c.error:.0%}",
+            f"{rate(c.beyond)} beyond {size(c.bend)}" if c.bend else "",
+        )
+        for c in fit_all(samples, wire)
+    ]  # fmt: skip
+    title = (
+        "fitted: latency of a step, bus bandwidth for large S, median error on what was fitted\n"
+    )
+    return title + text_table(head, rows, left="lrrrrl", indent=2)
+
+
+def _forms(forms: Sequence[Growth]) -> str:
     if not forms:
-        return ["ring or tree: one group size cannot tell; measure two, as with --groups 2,4."]
-    lines = ["ring or tree: error with one latency and one bandwidth for all group sizes"]
-    lines += [
-        f"  {g.op:14} {', '.join(map(str, g.ranks))} ranks: ring {g.ring:.0%}, tree {g.tree:.0%}:"
-        f" {g.better} fits better"
+        return "ring or tree: one group size cannot tell; measure two, as with --groups 2,4.\n"
+    rows = [
+        (g.op, ",".join(map(str, g.ranks)), f"{g.ring:.0%}", f"{g.tree:.0%}", g.better)
         for g in forms
     ]
-    return lines
+    title = "ring or tree: error with one latency and one bandwidth for all group sizes\n"
+    return title + text_table(("operation", "ranks", "ring", "tree", "better"), rows, indent=2)
 
 
 def collectives_chart(samples: Sequence[Sample], wire: str) -> str:
@@ -193,15 +203,12 @@ def iterations_text(done: Sequence[Iteration], found: Found, best: float) -> str
 
 def overlaps_text(done: Sequence[Overlap]) -> str:
     """How much of the shorter activity is hidden."""
-    lines = [
-        "                                              first   second  one by one  together  hidden"
-    ]
-    lines += [
-        f"{x.name:44} {seconds(x.first):>8} {seconds(x.second):>8} {seconds(x.after):>10}"
-        f" {seconds(x.together):>9}  {x.hidden:6.0%}"
+    head = ("", "first", "second", "one by one", "together", "hidden")
+    rows = [
+        (x.name, *map(seconds, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")
         for x in done
     ]
-    lines += [
+    note = (
         "hidden: what together saves, as part of the shorter one; below 0 they hinder each other."
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return f"{text_table(head, rows)}{note}\n"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
 
+from ..draw import text_table
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
 from ..program import Program, Proof, build, check, faults
 from .usage import Parser, UsageError, print_json, read
@@ -130,24 +131,14 @@ def _say(layout: Layout, shape: Shape, program: Program, proof: Proof) -> None:
     zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
     print(f"{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
           f" {sum(map(len, program.rows))} operations\n")  # fmt: skip
-    rows: list[tuple[str, ...]] = [
-        ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
-    ]
+    rows = []
     for row in range(layout.pp):
         stage = _stage(layout, shape, program, proof, row)
-        rows.append(
-            (
-                str(row),
-                _runs(program.ranks(row)),
-                _runs(stage["pieces"]),
-                f"about {_big(stage['parameters_per_rank'])}",
-                f"{stage['held_microbatches']:g}",
-                f"{stage['gathered_units']:g}",
-            )
-        )
-    wide = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
-    for line in rows:
-        print("  ".join(word.rjust(w) for word, w in zip(line, wide, strict=True)))
+        weights = f"about {_big(stage['parameters_per_rank'])}"
+        held = (f"{stage['held_microbatches']:g}", f"{stage['gathered_units']:g}")
+        rows.append((row, _runs(program.ranks(row)), _runs(stage["pieces"]), weights, *held))
+    head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
+    print(text_table(head, rows, left="rrrrrr"), end="")
     print(
         f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head.\n"
         "At most so many at once: held microbatches, gathered units of weights."

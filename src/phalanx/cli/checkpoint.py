@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..draw import text_table
 from ..layout.run import CHECKPOINTS
 from .usage import Parser, UsageError, print_json
 
@@ -81,12 +82,14 @@ def _show(said: argparse.Namespace) -> int:
     if said.json:
         print_json(figures | {"older": [str(path) for path in found[1:]]})
         return 0
+    if found[1:]:
+        figures["older"] = ", ".join(path.name for path in found[1:])
+    rows = []
     for key, value in figures.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
-        print(f"{key:>10}  {f'{value:,}' if type(value) is int else value}")
-    if found[1:]:
-        print(f"{'older':>10}  {', '.join(path.name for path in found[1:])}")
+        rows.append((key, f"{value:,}" if type(value) is int else value))
+    print(text_table((), rows, left="rl"), end="")
     return 0
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
+from ..draw import text_table
 from ..plan import Cluster, Device, hierarchy, link, links
 from ..plan.size import rate, seconds, size, tera
 
@@ -12,14 +14,16 @@ __all__ = ["clusters_text", "device_text", "devices_text", "hierarchy_text", "li
 
 def devices_text(devices: Sequence[Device]) -> str:
     """A line for each device; peaks are dense."""
-    lines = ["device           bf16 TFLOP/s       fp8      fp32     memory   bandwidth  FLOP/byte"]
-    lines += [
-        f"{d.name:16} {_peak(d, 'bf16'):>12} {_peak(d, 'fp8'):>9} {_peak(d, 'fp32'):>9}"
-        f" {size(d.memory.bytes):>10} {rate(d.memory.bandwidth):>11} {d.ridge:10.0f}"
+    head = ("device", "bf16 TFLOP/s", "fp8", "fp32", "memory", "bandwidth", "FLOP/byte")
+    rows = [
+        (
+            d.name, _peak(d, "bf16"), _peak(d, "fp8"), _peak(d, "fp32"), size(d.memory.bytes),
+            rate(d.memory.bandwidth), f"{d.ridge:.0f}",
+        )
         for d in devices
-    ]
-    lines += ["", "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    note = "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."
+    return f"{text_table(head, rows)}\n{note}"
 
 
 def _peak(device: Device, dtype: str) -> str:
@@ -57,30 +61,22 @@ def device_text(device: Device) -> str:
     for place, number in device.stated().items():
         by_source.setdefault(device.source(place), []).append(f"{place} = {number:g}")
     for source, numbers in by_source.items():
-        lines += [f"  {source}:", *(f"    {line}" for line in _filled(numbers))]
+        lines += [
+            f"  {source}:",
+            *wrap(", ".join(numbers), 96, initial_indent="    ", subsequent_indent="    "),
+        ]
     return "\n".join(lines)
-
-
-def _filled(parts: Sequence[str], width: int = 92) -> list[str]:
-    lines = [""]
-    for part in parts:
-        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
-            lines.append("")
-        lines[-1] += f", {part}" if lines[-1] else part
-    return lines
 
 
 def links_text() -> str:
     """Every link, one direction and both."""
-    width = max(len(x.title) for x in links().values())
-    lines = [f"{'link':18} {'':{width}} one direction        both"]
+    rows = []
     for name, x in links().items():
-        halved = ""
-        if x.all_reduce_factor != 1:
-            halved = f"  all-reduce sends {x.all_reduce_factor:g} of a ring's bytes"
-        lines.append(
-            f"{name:18} {x.title:{width}} {rate(x.bandwidth):>13} {rate(x.both):>11}{halved}"
-        )
+        factor = x.all_reduce_factor
+        halved = f"all-reduce sends {factor:g} of a ring's bytes" if factor != 1 else ""
+        rows.append((name, x.title, rate(x.bandwidth), rate(x.both), halved))
+    head = ("link", "", "one direction", "both", "")
+    lines = [text_table(head, rows, left="llrrl").rstrip("\n")]
     four = links()["nvlink4"].bandwidth
     for other in ("infiniband-ndr", "infiniband-xdr"):
         times = four / links()[other].bandwidth
@@ -115,14 +111,11 @@ def _totals(cluster: Cluster) -> list[str]:
 
 
 def hierarchy_text(device: Device) -> str:
-    """Registers to network: how much is there, how fast it comes, how long reading all of it takes."""
-    lines = [
-        device.title,
-        "",
-        "level                              size    bandwidth   to read all  ",
-    ]
-    for p in hierarchy(device):
-        held = size(p.bytes) if p.bytes else "-"
-        whole = seconds(p.to_read) if p.bytes else "-"
-        lines.append(f"{p.name:30} {held:>10} {rate(p.bandwidth):>12} {whole:>12}  {p.how}")
-    return "\n".join(line.rstrip() for line in lines)
+    """Registers to network: how much is there, how fast it is, how long reading all of it takes."""
+    rows = [
+        (p.name, size(p.bytes) if p.bytes else "-", rate(p.bandwidth),
+         seconds(p.to_read) if p.bytes else "-", p.how)
+        for p in hierarchy(device)
+    ]  # fmt: skip
+    head = ("level", "size", "bandwidth", "to read all", "")
+    return f"{device.title}\n\n{text_table(head, rows, left='lrrrl')}".rstrip("\n")

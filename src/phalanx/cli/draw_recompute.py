@@ -6,6 +6,7 @@ one microbatch. Nothing in it is a formula.
 
 from __future__ import annotations
 
+from ..draw import text_table
 from ..layout import Layout
 from ..program import Costs, Sizes, build, check, ops, simulate
 from .step import costs_of
@@ -33,12 +34,9 @@ def run(argv: list[str]) -> int:
         f"{said.layers} layers on one stage, one microbatch; the peak counts what is held at once\n"
     )
     head = ("recompute", "recomputed", "time", "against none", "peak", "pieces", "inputs")
-    print("{:12}{:>12}{:>8}{:>14}{:>7}{:>8}{:>8}".format(*head))
-    for line in lines:
-        print(
-            f"{line['recompute']!s:12}{line['recomputed']!s:>12}{line['time']:>8.4g}"
-            f"{line['against_none']:>14.3f}{line['peak']:>7.4g}{line['pieces']:>8.4g}{line['inputs']:>8.4g}"
-        )
+    formats = ("", "", ".4g", ".3f", ".4g", ".4g", ".4g")
+    rows = [[format(x, f) for x, f in zip(line.values(), formats, strict=True)] for line in lines]
+    print(text_table(head, rows), end="")
     print(
         "\npieces: layers whose every activation is held; inputs: layers of which only the input is"
     )

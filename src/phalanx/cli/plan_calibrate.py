@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ..cost import cut_of, weighs
+from ..draw import text_table
 from ..plan import Machine, cluster
 from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from ..plan.local import local_stack, site_of_machine
@@ -101,16 +102,14 @@ def _rows(groups: Sequence[Timed], before: Stack, after: Stack) -> list[dict[str
 
 
 def _told(rows: Sequence[dict[str, object]], before: Stack, after: Stack, out: str | None) -> str:
-    width = max(len(str(row["run"])) for row in rows)
-    lines = [f"{'run':{width}}  {'step':>9}  {'before':>7}  {'after':>7}  layout"]
-    lines += [
-        f"{row['run']:{width}}  {row['seconds']:8.4g}s  {row['before']:+7.0%}  {row['after']:+7.0%}"
-        f"  {row['layout']}"
-        for row in rows
+    runs = [
+        (r["run"], f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}", r["layout"])
+        for r in rows
     ]
-    lines.append("")
-    lines += [
-        f"{name:13}{getattr(before, name):8.3g} -> {getattr(after, name):.3g}" for name in FITTED
+    fitted = [(n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}") for n in FITTED]
+    lines = [
+        text_table(("run", "step", "before", "after", "layout"), runs, left="lrrrl"),
+        text_table((), fitted, left="lrll").rstrip("\n"),
     ]
     if len(rows) < len(FITTED):
         lines.append(f"{len(rows)} runs for {len(FITTED)} numbers: use them near these runs only.")

@@ -6,6 +6,7 @@ import argparse
 import math
 from dataclasses import asdict
 
+from ..draw import text_table
 from ..plan.refused import size
 from ..plan.search import Choice, search
 from ..plan.spend import MTBF_HOURS, Spending, spending
@@ -91,22 +92,25 @@ def _choice(asked: Asked, words: str | None) -> Choice | None:
 def _lines(
     asked: Asked, choice: Choice, spent: Spending, said: argparse.Namespace, saving: float
 ) -> list[str]:
-    low, high = ((1 - asked.error) * spent.money, (1 + asked.error) * spent.money)
-    found = rates(asked, choice)
+    low, high = (1 - asked.error) * spent.money, (1 + asked.error) * spent.money
+    step = f"of {asked.tokens:,} tokens, {seconds(choice.step)} each"
+    saved = f"one every {seconds(spent.interval)}, {seconds(saving)} each"
+    every = said.mtbf / spent.devices
+    rows = [
+        ("steps", f"{spent.steps:,}", f"{step} (MFU {rates(asked, choice).mfu:.1%})"),
+        ("computing", f"{spent.computing:,.1f}", "hours"),
+        ("checkpoints", f"{spent.saving:,.1f}", f"hours: {saved}, {size(_SAVED * asked.shape.total)}"),
+        ("failures", f"{spent.lost:,.1f}",
+         f"hours: {spent.failures:,.1f} expected, one in {every:,.3g} hours"),
+        ("altogether", f"{spent.hours:,.1f}",
+         f"hours or {spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model"),
+        ("device hours", f"{spent.device_hours:,.0f}", ""),
+        ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
+    ]  # fmt: skip
     return [
         f"{asked.own or asked.shape.name}, {said.tokens} tokens on {asked.site.name}"
         f" at {said.price:g} an hour and device",
         str(choice.layout),
         "",
-        f"  steps        {spent.steps:>12,} of {asked.tokens:,} tokens, {seconds(choice.step)} each"
-        f" (MFU {found.mfu:.1%})",
-        f"  computing    {spent.computing:>12,.1f} hours",
-        f"  checkpoints  {spent.saving:>12,.1f} hours: one every {seconds(spent.interval)},"
-        f" {seconds(saving)} each, {size(_SAVED * asked.shape.total)}",
-        f"  failures     {spent.lost:>12,.1f} hours: {spent.failures:,.1f} expected, one in"
-        f" {said.mtbf / spent.devices:,.3g} hours",
-        f"  altogether   {spent.hours:>12,.1f} hours or {spent.hours / 24:,.1f} days,"
-        f" {spent.goodput:.1%} of it for the model",
-        f"  device hours {spent.device_hours:>12,.0f}",
-        f"  money        {spent.money:>12,.0f} ({low:,.0f} to {high:,.0f} by the step's error)",
+        *text_table((), rows, left="lrl", indent=2).splitlines(),
     ]

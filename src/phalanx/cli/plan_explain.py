@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from ..draw import Picture, text
+from ..draw import Picture, text, text_table
 from ..layout import Layout
 from ..plan.estimate import KINDS
 from ..plan.refused import size
@@ -59,28 +59,32 @@ def _memory(choice: Choice, room: float) -> Iterator[str]:
     """By kind, of the fullest rank; and of each stage of a pipeline."""
     fits = "fits" if choice.bytes <= room else "does not fit"
     yield f"the fullest rank holds {size(choice.bytes)}, and {fits} in {size(room)}:"
-    for kind in KINDS:
-        if choice.memory[kind]:
-            part = 100 * choice.memory[kind] / choice.bytes
-            yield f"  {kind:20}{size(choice.memory[kind]):>10} {part:6.1f} %"
+    rows = [
+        (kind, size(held), f"{100 * held / choice.bytes:.1f} %")
+        for kind in KINDS
+        if (held := choice.memory[kind])
+    ]
+    yield from text_table((), rows, indent=2).splitlines()
     if choice.stages:
         yield ""
-        yield from _stages(choice.stages)
+        yield from text_table(*_stages(choice.stages), left="r").splitlines()
 
 
-def _stages(stages: Sequence[Mapping[str, float]]) -> Iterator[str]:
-    """A line for every rank of a pipeline, those that follow each other alike in one, in GB."""
+def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """A row for every rank of a pipeline, neighbours that are alike in one, in GB."""
     used = [kind for kind in KINDS if any(held[kind] for held in stages)]
-    yield "GB  stage" + "".join(f"{_SHORT.get(kind, kind):>10}" for kind in (*used, "all"))
-    lines = [
-        "".join(f"{held / 1e9:10.1f}" for held in (*(each[k] for k in used), sum(each.values())))
+    head = ["GB  stage", *(_SHORT.get(kind, kind) for kind in used), "all"]
+    numbers = [
+        [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
         for each in stages
     ]
+    rows = []
     begin = 0
-    for line, those in groupby(lines):
-        last = begin + len(list(those)) - 1
-        yield f"{f'{begin}' if last == begin else f'{begin}-{last}':>9}{line}"
+    for row, alike in groupby(numbers):
+        last = begin + len(list(alike)) - 1
+        rows.append([f"{begin}" if last == begin else f"{begin}-{last}", *row])
         begin = last + 1
+    return head, rows
 
 
 def _timeline(asked: Asked, choice: Choice) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..draw import text_table
 from ..draw.words import wrapped
 from ..plan.refused import Refusal, size
 from ..plan.rivals import Rival
@@ -50,22 +51,41 @@ def _head(asked: Asked, plan: Plan) -> Iterator[str]:
 
 def _table(asked: Asked, plan: Plan) -> Iterator[str]:
     """Numbers first, as layouts have any length; the parts of the step as percentages."""
-    yield " #      step  tokens/s   MFU   HFU  memory  compute  tensor  data  pipe  bubble"
-    yield "              a device     %     %      GB        %       %     %     %       %"
+    rows = []
     for number, choice in enumerate(plan.layouts, 1):
         found, step = rates(asked, choice), choice.step
-        part = {name: 100 * time / step for name, time in choice.parts.items()}
-        yield (
-            f"{number:2} {seconds(step):>9} {found.tokens:>9,.0f} {100 * found.mfu:>5.1f}"
-            f" {100 * found.hfu:>5.1f} {choice.bytes / 1e9:>7.1f} {part['compute']:>8.1f}"
-            f" {part['tensor']:>7.1f} {part['data']:>5.1f} {part['pipe']:>5.1f}"
-            f" {part['bubble']:>7.1f}"
-        )
+        parts = [
+            f"{100 * choice.parts[name] / step:.1f}"
+            for name in ("compute", "tensor", "data", "pipe", "bubble")
+        ]
+        rows.append(
+            (
+                number, seconds(step), f"{found.tokens:,.0f}", f"{100 * found.mfu:.1f}",
+                f"{100 * found.hfu:.1f}", f"{choice.bytes / 1e9:.1f}", *parts,
+            )
+        )  # fmt: skip
+    head = (
+        "#",
+        "step",
+        "tok/s/dev",
+        "MFU",
+        "HFU",
+        "GB",
+        "compute",
+        "tensor",
+        "data",
+        "pipe",
+        "bubble",
+    )
+    first, *lines = text_table(head, rows, left="r").splitlines()
+    yield first
+    for line, choice in zip(lines, plan.layouts, strict=True):
+        yield line
         yield from _indented(str(choice.layout), 3)
-    best = plan.layouts[0]
+    best = rates(asked, plan.layouts[0])
     yield from wrapped(
-        f"MFU counts causal attention; with all pairs the first has"
-        f" {100 * rates(asked, best).mfu_full:.1f} %. HFU adds what is computed again.",
+        "Everything from MFU on is in percent, except GB. MFU counts causal attention; with full"
+        f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation.",
         _WIDTH,
     )
 
@@ -110,5 +130,8 @@ def one(asked: Asked, choice: Choice) -> Iterator[str]:
         _WIDTH,
     )
     yield ""
-    for name, time in choice.parts.items():
-        yield f"  {PARTS[name]:20}{seconds(time):>10} {100 * time / choice.step:6.1f} %"
+    rows = [
+        (PARTS[name], seconds(time), f"{100 * time / choice.step:.1f} %")
+        for name, time in choice.parts.items()
+    ]
+    yield from text_table((), rows, indent=2).splitlines()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from textwrap import wrap
 
 from ..cost import Pieces, cut_of, weighs
+from ..draw import text_table
 from ..layout import Layout, LayoutError, Shape, legal, nearest
 from ..program import Load, Weighed, ops
 from .usage import Parser, UsageError, print_json
@@ -119,20 +121,28 @@ def _full(load: Load) -> float:
 def _lines(cut: Layout, numbers: list[int], found: Weighed) -> Iterator[str]:
     span = f"piece {numbers[0]}" if len(numbers) == 1 else f"pieces {numbers[0]}-{numbers[-1]}"
     yield (
-        f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B"
-        f" (input {_big(found.input)}B), comes and goes {_big(found.temporary)}B"
+        f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B for backward"
+        f" (input {_big(found.input)}B), {_big(found.temporary)}B are temporary"
     )
     if cut.splits_backward:
         yield f"  after I it keeps {_big(found.kept_after_i)}B"
-    yield f"{'':4}{'FLOPs':>10}{'all pairs':>11}{'moved':>10}{'launches':>10}  messages"
+    rows = []
     for name, load in _operations(cut, found).items():
-        messages = _messages(load) or [""]
-        yield (
-            f"  {name} {_big(load.flops):>10}{_big(_full(load)):>11}"
-            f"{_big(load.moved) + 'B':>10}{load.launches:>10.0f}  {messages[0]}"
-        ).rstrip()
-        yield from (" " * 47 + more for more in messages[1:])
-        yield from _wrapped(_multiplied(load))
+        counts = (
+            _big(load.flops),
+            _big(_full(load)),
+            f"{_big(load.moved)}B",
+            f"{load.launches:.0f}",
+        )
+        first, *more = _messages(load) or [""]
+        rows += [(name, *counts, first), *(("", "", "", "", "", message) for message in more)]
+    head = ("", "FLOPs", "all pairs", "moved", "launches", "messages")
+    yield from text_table(head, rows, left="lrrrrl", indent=2).splitlines()
+    for name, load in _operations(cut, found).items():
+        if products := ", ".join(_multiplied(load)):
+            yield from wrap(
+                f"{name}: {products}", 76, initial_indent="  ", subsequent_indent="     "
+            )
 
 
 def _messages(load: Load) -> list[str]:
@@ -154,17 +164,6 @@ def _multiplied(load: Load) -> list[str]:
         f"attention {a.queries:g}x{a.keys:g}{' causal' * bool(a.causal)}" for a in load.attention
     )
     return [f"{n} {shape}" if n > 1 else shape for shape, n in (shapes + cores).items()]
-
-
-def _wrapped(words: Iterable[str]) -> Iterator[str]:
-    line = ""
-    for word in words:
-        if line and len(line) + len(word) > 70:
-            yield " " * 6 + line + ","
-            line = ""
-        line += (", " if line else "") + word
-    if line:
-        yield " " * 6 + line
 
 
 def _big(number: float) -> str:
