@@ -121,8 +121,8 @@ def _full(load: Load) -> float:
 def _lines(cut: Layout, numbers: list[int], found: Weighed) -> Iterator[str]:
     span = f"piece {numbers[0]}" if len(numbers) == 1 else f"pieces {numbers[0]}-{numbers[-1]}"
     yield (
-        f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B for backward"
-        f" (input {_big(found.input)}B), {_big(found.temporary)}B are temporary"
+        f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B"
+        f" (input {_big(found.input)}B); temporary {_big(found.temporary)}B"
     )
     if cut.splits_backward:
         yield f"  after I it keeps {_big(found.kept_after_i)}B"
