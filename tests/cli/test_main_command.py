@@ -152,7 +152,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
         assert running.wait(60) == 0
 
 
-def test_an_interrupt_ends_quietly_with_130(tmp_path: Path) -> None:
+def test_an_interrupt_ends_in_one_line_with_130(tmp_path: Path) -> None:
     place = tmp_path / "slow.py"
     place.write_text(
         "import signal\ndef mine(stages, microbatches, chunks):\n"
@@ -168,7 +168,7 @@ def test_an_interrupt_ends_quietly_with_130(tmp_path: Path) -> None:
         assert running.stderr is not None
         assert running.stdout.readline() == b"ready\n"
         running.send_signal(signal.SIGINT)
-        assert running.stderr.read() == b""
+        assert running.stderr.read() == b"phalanx: interrupted.\n"
         assert running.wait(60) == 130
 
 

@@ -33,7 +33,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     "table for a number": ("[steps]\nn = 1", "steps", "a whole number"),
     "not finite": ("optimizer.lr = inf", "optimizer.lr = Infinity", "a number"),
     "not a number": ("optimizer.lr = nan", "optimizer.lr = NaN", "a number"),
-    "no steps": ("steps = 0", "steps = 0 is out of bounds", "1 or more"),
+    "no steps": ("steps = 0", "steps = 0 is out of bounds", "1 to 1,000,000,000,000"),
     "rate of nothing": ("optimizer.lr = 0", "optimizer.lr = 0", "more than 0"),
     "negative seed": ("seed = -1", "seed = -1", "0 or more"),
     "part above one": ("optimizer.least = 1.5", "optimizer.least = 1.5", "0 to 1"),

@@ -147,7 +147,7 @@ def test_every_small_schedule_is_proved(name: str, chunks: int) -> None:
         (("accum", 2, 4), "accum is for one stage, not 2"),
         (("naive", 4, 2), "naive takes the batch whole, as 1 microbatch, not 2"),
         (("1fb1", 4, 4), "no schedule '1fb1'. Did you mean '1f1b'"),
-        (("nowhere.py:f", 2, 2), "no file nowhere.py with a schedule 'f'"),
+        (("nowhere.py:f", 2, 2), "there is no file nowhere.py with 'f'"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_with_the_reason(
@@ -167,7 +167,7 @@ def test_a_person_s_own_schedule_is_one_function(tmp_path) -> None:  # type: ign
         "    return [[Op(k, r, m) for k in 'FB' for m in ms] for r in range(stages)]\n"
     )
     assert schedule(f"{path}:order", 3, 4) == schedule("gpipe", 3, 4)
-    with pytest.raises(ProgramError, match="has no function 'other'"):
+    with pytest.raises(ProgramError, match="has no function or class 'other'"):
         schedule(f"{path}:other", 3, 4)
     assert len(SCHEDULES) == 8
 

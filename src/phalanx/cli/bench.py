@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, complain, print_json, say
 
 if TYPE_CHECKING:
     from ..bench import Overlap
@@ -44,7 +43,7 @@ def run(argv: list[str]) -> int:
         try:
             return benches[argv[0]](argv[1:])
         except RankFailed as failed:
-            print(failed, file=sys.stderr)
+            complain(str(failed))
             return 1
     parser = Parser(
         "phalanx bench", "Measures this machine; every result is checked or has its method told.",
@@ -90,7 +89,7 @@ def _collectives(argv: list[str]) -> int:
     if said.json:
         print_json(as_json(found, world.wire))
     else:
-        print(collectives_text(found, world.wire, growths(found)), end="")
+        say(collectives_text(found, world.wire, growths(found)), end="")
     return 1 if wrong else 0
 
 
@@ -198,12 +197,12 @@ def _matmul(argv: list[str]) -> int:
     wide = decoder_products(shape, said.tokens or (8192 if gpu else 512), dtypes)
     done = []
     if not said.json:
-        print(f"{found.known()}\n\n{PRODUCT_HEAD}")
+        say(f"{found.known()}\n\n{PRODUCT_HEAD}")
     for wanted, share in ((squares, 0.7), (wide, 0.3)):
         for product in measure_products(found, wanted, limit=said.limit * share):
             done.append(product)
             if not said.json:
-                print(product_line(product, found, done), flush=True)
+                say(product_line(product, found, done), flush=True)
     if said.out:
         _write(said.out, products_chart(done, found))
     if said.json:
@@ -211,7 +210,7 @@ def _matmul(argv: list[str]) -> int:
                 for p in done]  # fmt: skip
         print_json({"device": found.name, "known": found.entry is not None, "products": rows})
     else:
-        print(products_summary(done, found, len(squares) + len(wide)), end="")
+        say(products_summary(done, found, len(squares) + len(wide)), end="")
     return 0
 
 
@@ -271,7 +270,7 @@ def _mfu(argv: list[str]) -> int:
         print_json({"device": found.name, "peak": peak or None, "best_measured": best,
                     "iterations": rows})  # fmt: skip
     else:
-        print(iterations_text(done, found, best), end="")
+        say(iterations_text(done, found, best), end="")
     return 0
 
 
@@ -314,7 +313,7 @@ def _overlap(argv: list[str]) -> int:
             {"device": found.name, "overlaps": [asdict(x) | {"hidden": x.hidden} for x in done]}
         )
     else:
-        print(overlaps_text(done), end="")
+        say(overlaps_text(done), end="")
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import TypedDict
 from ..draw import text_table
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
 from ..program import Program, Proof, build, check, faults
-from .usage import Parser, UsageError, print_json, read
+from .usage import Parser, UsageError, print_json, read, say
 
 __all__ = ["run"]
 
@@ -59,10 +59,10 @@ def _layout(layout: Layout, shape: Shape, said: argparse.Namespace) -> int:
             reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
             print_json({"legal": False, "violations": reasons, "nearest": list(map(str, near))})
             return 1
-        print(f"{layout} does not fit {shape.name}:")
+        say(f"{layout} does not fit {shape.name}:")
         for violation in violations:
-            print(f"- {violation}")
-        print("nearest that fit: " + "; ".join(map(str, near)) if near else "nothing near it fits.")
+            say(f"- {violation}")
+        say("nearest that fit: " + "; ".join(map(str, near)) if near else "nothing near it fits.")
         return 1
     stages = stage_pieces(layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
@@ -126,10 +126,10 @@ def _stage(layout: Layout, shape: Shape, program: Program, proof: Proof, row: in
 
 
 def _say(layout: Layout, shape: Shape, program: Program, proof: Proof) -> None:
-    print(f"{layout} fits {shape.name} ({_big(shape.total)} parameters); its program is proved.\n")
+    say(f"{layout} fits {shape.name} ({_big(shape.total)} parameters); its program is proved.\n")
     mesh = f"{layout.ranks} ranks" + (f" as {layout.mesh}" if layout.ranks > 1 else "")
     zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
-    print(f"{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
+    say(f"{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
           f" {sum(map(len, program.rows))} operations\n")  # fmt: skip
     rows = []
     for row in range(layout.pp):
@@ -138,8 +138,8 @@ def _say(layout: Layout, shape: Shape, program: Program, proof: Proof) -> None:
         held = (f"{stage['held_microbatches']:g}", f"{stage['gathered_units']:g}")
         rows.append((row, _runs(program.ranks(row)), _runs(stage["pieces"]), weights, *held))
     head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
-    print(text_table(head, rows, left="rrrrrr"), end="")
-    print(
+    say(text_table(head, rows, left="rrrrrr"), end="")
+    say(
         f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head.\n"
         "At most so many at once: held microbatches, gathered units of weights."
     )
@@ -172,11 +172,11 @@ def _file(path: str, said: argparse.Namespace) -> int:
         peak = list(check(program).held) if not wrong else None
         print_json({"sound": not wrong, "faults": list(wrong), "peak_held": peak})
     elif wrong:
-        print(f"{path} cannot run:")
+        say(f"{path} cannot run:")
         for fault in wrong:
-            print(f"- {fault}")
+            say(f"- {fault}")
     else:
         held = " ".join(f"{h:g}" for h in check(program).held)
-        print(f"{path} is sound: {program.mesh.size} ranks, {program.pieces} pieces,"
+        say(f"{path} is sound: {program.mesh.size} ranks, {program.pieces} pieces,"
               f" {program.microbatches} microbatches; held by stage: {held}")  # fmt: skip
     return 1 if wrong else 0

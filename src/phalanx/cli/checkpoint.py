@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..draw import text_table
 from ..layout.run import CHECKPOINTS
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
 
@@ -89,7 +89,7 @@ def _show(said: argparse.Namespace) -> int:
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
         rows.append((key, f"{value:,}" if type(value) is int else value))
-    print(text_table((), rows, left="rl"), end="")
+    say(text_table((), rows, left="rl"), end="")
     return 0
 
 
@@ -101,7 +101,7 @@ def _verify(said: argparse.Namespace) -> int:
         print_json({"sound": not any(verdicts.values()), "faults": verdicts})
     else:
         for path, faults in verdicts.items():
-            print("\n".join(faults) or f"{path}: every byte is as it was written")
+            say("\n".join(faults) or f"{path}: every byte is as it was written")
     return 1 if any(verdicts.values()) else 0
 
 
@@ -112,7 +112,7 @@ def _export(said: argparse.Namespace) -> int:
     path = _checkpoints(said.source)[0]
     faults = verify_checkpoint(path)
     if faults:
-        print("\n".join(faults))
+        say("\n".join(faults))
         return 1
     files = export_weights(path, Path(said.out), family=said.family, dtype=said.dtype.upper())
     return _written(said, files)
@@ -129,5 +129,5 @@ def _written(said: argparse.Namespace, files: list[Path]) -> int:
     if said.json:
         print_json({"written": [str(file) for file in files]})
     else:
-        print("\n".join(f"wrote {file}" for file in files))
+        say("\n".join(f"wrote {file}" for file in files))
     return 0

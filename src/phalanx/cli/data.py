@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
 
@@ -81,9 +81,9 @@ def _show(said: argparse.Namespace) -> int:
         return 0
     vocab = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an untold vocabulary"
     known = corpus.bytes_per_token
-    print(f"{corpus.name}: {vocab}" + (f", {known:.2f} bytes of text a token" if known else ""))
+    say(f"{corpus.name}: {vocab}" + (f", {known:.2f} bytes of text a token" if known else ""))
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        print(f"  {name:10}  {stream.size:>15,} tokens in {len(stream.starts) - 1:,} documents")
+        say(f"  {name:10}  {stream.size:>15,} tokens in {len(stream.starts) - 1:,} documents")
     return 0
 
 
@@ -94,5 +94,5 @@ def _verify(said: argparse.Namespace) -> int:
     if said.json:
         print_json({"sound": not faults, "faults": faults})
     else:
-        print("\n".join(faults) or f"{said.source}: every checksum is right")
+        say("\n".join(faults) or f"{said.source}: every checksum is right")
     return 1 if faults else 0

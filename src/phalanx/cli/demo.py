@@ -14,7 +14,7 @@ from typing import Any
 
 from ..layout import Layout
 from ..layout.run import Run
-from .usage import Parser, print_json
+from .usage import Parser, print_json, say
 
 __all__ = ["run"]
 
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
     if said.json:
         print_json(found)
     else:
-        print(f"{found['seconds']} s. The page of the run: {found['report']}")
+        say(f"{found['seconds']} s. The page of the run: {found['report']}")
     return 0 if found["agrees"] and found["fell"] else 1
 
 
@@ -71,7 +71,7 @@ class _Demo:
 
     def say(self, text: str) -> None:
         if not self.quiet:
-            print(text, flush=True)
+            say(text, flush=True)
 
     def play(self) -> dict[str, Any]:
         """All scenes; what was found."""
@@ -166,10 +166,11 @@ class _Demo:
             self.say(f"   validation loss {record['loss']:.4f} nats per byte")
 
     def page(self) -> Path:
+        from ..layout.files import write_text
         from ..report import report
 
         path = self.out / "report.html"
-        path.write_text(report(self.out), encoding="utf-8")
+        write_text(path, report(self.out))
         return path
 
 

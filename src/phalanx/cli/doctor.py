@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..draw import Bars, Part, bars
 from ..plan.size import rate, seconds, size
 from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
-from .usage import Parser, UsageError, print_json, read, write
+from .usage import Parser, UsageError, complain, print_json, read, say, write
 
 if TYPE_CHECKING:
     from ..bench import Found, Topology
@@ -82,19 +81,21 @@ def _here(said: argparse.Namespace) -> int:
     asked = Examination(
         said.limit, said.ranks, said.wire, said.model, with_host=said.with_host
     )  # fmt: skip
-    say = (
-        (lambda line: None) if said.json else (lambda line: print(f"measuring {line}", flush=True))
-    )
+
+    def measuring(line: str) -> None:
+        if not said.json:
+            say(f"measuring {line}", flush=True)
+
     try:
-        machine = examine(found, asked, say)
+        machine = examine(found, asked, measuring)
     except (WrongResult, RankFailed) as failed:
-        print(failed, file=sys.stderr)
+        complain(str(failed))
         return 1
     write(said.out, {".toml": lambda m: m.text()}, machine)
     if said.json:
         print_json(asdict(machine))
     else:
-        print("\n".join([*_identity(found), *_measured(machine), f"written: {said.out}"]))
+        say("\n".join([*_identity(found), *_measured(machine), f"written: {said.out}"]))
     return 0
 
 
@@ -116,7 +117,7 @@ def _look(said: argparse.Namespace, found: Found, topology: Topology) -> int:
         return 0
     lines = [*_identity(found), *_stores(stores, found)]
     lines += topology.told() if found.kind == "cuda" else []
-    print("\n".join([*lines, "For everything else: phalanx doctor --out machine.toml"]))
+    say("\n".join([*lines, "For everything else: phalanx doctor --out machine.toml"]))
     return 0
 
 
@@ -179,7 +180,7 @@ def _topology(said: argparse.Namespace) -> int:
             }
         )  # fmt: skip
     else:
-        print("\n".join(found.told()))
+        say("\n".join(found.told()))
     return 0
 
 
@@ -199,26 +200,26 @@ def _catalogue(said: argparse.Namespace) -> int:
         if said.json:
             print_json({"places": [asdict(place) for place in places]})
         else:
-            print(hierarchy_text(device(said.name)))
+            say(hierarchy_text(device(said.name)))
         return 0
     if said.subject == "links":
         if said.json:
             print_json({n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()})
         else:
-            print(links_text())
+            say(links_text())
         return 0
     if said.subject == "clusters":
         chosen = [cluster(said.name)] if said.name else list(clusters().values())
         if said.json:
             print_json({c.name: asdict(c) | {"totals": c.totals()} for c in chosen})
         else:
-            print(clusters_text(chosen))
+            say(clusters_text(chosen))
         return 0
     named = [device(said.name)] if said.name else list(devices().values())
     if said.json:
         print_json({d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in named})
     else:
-        print(device_text(named[0]) if said.name else devices_text(named))
+        say(device_text(named[0]) if said.name else devices_text(named))
     return 0
 
 

@@ -10,7 +10,7 @@ from ..layout import Layout, LayoutError
 from ..program import SCHEDULES, Sizes, Timeline, check, repeat, simulate
 from . import draw_mesh, draw_recompute, draw_run
 from .step import Step, of_file, of_layout, of_schedule
-from .usage import Parser, UsageError, print_json, screen, write
+from .usage import Parser, UsageError, print_json, say, screen, write
 
 __all__ = ["run"]
 
@@ -49,10 +49,10 @@ def run(argv: list[str]) -> int:
     if said.json:
         print_json(_figures(step, picture, said.repeat))
     elif said.out:
-        print("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
+        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
     else:
         width, colour = screen(said.width)
-        print(text(picture, width=width, colour=colour), end="")
+        say(text(picture, width=width, colour=colour), end="", colour=colour)
     return 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..draw import MeshPicture, mesh_svg, mesh_text
-from .usage import Parser, UsageError, print_json, screen, write
+from .usage import Parser, UsageError, print_json, say, screen, write
 
 __all__ = ["run"]
 
@@ -34,9 +34,9 @@ def run(argv: list[str]) -> int:
     if said.json:
         print_json(_figures(picture))
     elif said.out:
-        print(f"{picture.title}\nwrote {said.out}")
+        say(f"{picture.title}\nwrote {said.out}")
     else:
-        print(mesh_text(picture, width=screen(said.width)[0]), end="")
+        say(mesh_text(picture, width=screen(said.width)[0]), end="")
     return 0
 
 

@@ -10,7 +10,7 @@ from ..draw import text_table
 from ..layout import Layout
 from ..program import Costs, Sizes, build, check, ops, simulate
 from .step import costs_of
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run", "table"]
 
@@ -30,14 +30,14 @@ def run(argv: list[str]) -> int:
     if said.json:
         print_json({"layers": said.layers, "table": lines})
         return 0
-    print(
+    say(
         f"{said.layers} layers on one stage, one microbatch; the peak counts what is held at once\n"
     )
     head = ("recompute", "recomputed", "time", "against none", "peak", "pieces", "inputs")
     formats = ("", "", ".4g", ".3f", ".4g", ".4g", ".4g")
     rows = [[format(x, f) for x, f in zip(line.values(), formats, strict=True)] for line in lines]
-    print(text_table(head, rows), end="")
-    print(
+    say(text_table(head, rows), end="")
+    say(
         "\npieces: layers whose every activation is held; inputs: layers of which only the input is"
     )
     return 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..draw import Picture, chrome, page, svg, text
 from ..program import Recorded, Timeline, check
-from .usage import Parser, print_json, read, screen, write
+from .usage import Parser, print_json, read, say, screen, write
 
 __all__ = ["run"]
 
@@ -51,10 +51,10 @@ def run(argv: list[str]) -> int:
             }
         )
     elif said.out:
-        print("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
+        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
     else:
         width, colour = screen(said.width)
-        print(text(picture, width=width, colour=colour), end="")
+        say(text(picture, width=width, colour=colour), end="", colour=colour)
     return 0
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 from ..comm import RankFailed
 from ..lab import NAMES, Size, Trial, as_json, conduct, entry, listing, page, text, verdict
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, complain, print_json, save, say
 
 __all__ = ["run"]
 
@@ -29,7 +26,7 @@ def run(argv: list[str]) -> int:
         if said.json:
             print_json({name: entry(name).title for name in NAMES})
         else:
-            print(listing(), end="")
+            say(listing(), end="")
         return 0
     if said.ranks < 1:
         raise UsageError(f"--ranks is {said.ranks}; a world has 1 rank or more.")
@@ -42,12 +39,12 @@ def run(argv: list[str]) -> int:
             if not said.json:
                 short = (said.html or said.names == ["all"]) and not said.verbose and trial.holds
                 line = f"{trial.entry.name:24}{verdict(trial)}\n"
-                print(line if short else text(trial, verbose=said.verbose), end="", flush=True)
+                say(line if short else text(trial, verbose=said.verbose), end="", flush=True)
     except RankFailed as failed:
-        print(failed, file=sys.stderr)
+        complain(str(failed))
         return 1
     if said.html:
-        Path(said.html).write_text(page(trials), encoding="utf-8")
+        save(said.html, page(trials))
     if said.json:
         print_json({"experiments": [as_json(trial) for trial in trials]})
     return 0 if all(trial.holds for trial in trials) else 1

@@ -10,9 +10,12 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
-from .usage import UsageError
+from ..layout.files import reason
+from .usage import OutputError, UsageError, complain, say
 
 __all__ = ["VERBS", "main"]
 
@@ -53,41 +56,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ranks are forked in a twentieth of a second from a process without threads, and numpy would
     # start some the moment it is loaded.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    _open_closed()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        _flush()
     except BrokenPipeError:
-        # Who reads us has seen enough (`| head`); what is still buffered must not complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()  # who reads us has seen enough (`| head`)
         return 0
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would be a traceback
+        # A second one, while files and ranks are closed, would be a traceback.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        complain("phalanx: interrupted.")
         return 130
+    except OutputError as error:
+        _silence()
+        complain(f"phalanx: cannot write to standard output: {error}.")
+        return 1
     except ValueError as error:
         if not _is_ours(error):
             raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(f"{type(error).__name__}: {error}")
         return 2
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"phalanx: {error.filename}: {error.strerror}.", file=sys.stderr)
+        complain(f"phalanx: {error.filename}: {reason(error)}.")
         return 2
     return code
+
+
+def _open_closed() -> None:
+    """Standard streams that were closed (`>&-`) are open to nothing: else the first file that is
+    opened would get their number, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with suppress(OSError):
+                os.fstat(number)
+                continue
+            # The lowest free number is given.
+            setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(reason(error)) from None
+
+
+def _silence() -> None:
+    """What is still buffered for standard output must not complain when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help", "help"):
         width = max(map(len, VERBS))
-        print(_OVERVIEW.format(verbs="\n".join(f"  {v:{width}}  {VERBS[v]}" for v in VERBS)))
+        say(_OVERVIEW.format(verbs="\n".join(f"  {v:{width}}  {VERBS[v]}" for v in VERBS)))
         return 0
     if verb == "--version":
         from importlib.metadata import version
 
-        print(f"phalanx {version('phalanx')}")
+        say(f"phalanx {version('phalanx')}")
         return 0
     if verb not in VERBS:
+        verb = verb[:60]
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"there is no verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")

@@ -22,7 +22,7 @@ from ..plan.site import Site, site_of
 from ..plan.stack import stack
 from .plan_figures import Asked, figures
 from .plan_tell import told
-from .usage import Parser, UsageError, print_json, write
+from .usage import Parser, UsageError, print_json, say, write
 
 __all__ = ["asked_of", "asking", "count", "run"]
 
@@ -78,7 +78,7 @@ def _plan(asked: Asked, said: argparse.Namespace) -> int:
     if said.json:
         print_json(figures(asked, plan, beside))
     else:
-        print(told(asked, plan, beside))
+        say(told(asked, plan, beside))
     if said.page:
         from .plan_page import page
 
@@ -110,7 +110,7 @@ def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
         refused = [{"family": r.family, "reason": r.reason} for r in plan.refused]
         print_json({"layouts": [], "why": reasons, "refused": refused})
     else:
-        print("\n  ".join(reasons))
+        say("\n  ".join(reasons))
     return 1
 
 

@@ -16,7 +16,7 @@ from ..plan.local import local_stack, site_of_machine
 from ..plan.site import Site, site_of
 from ..plan.stack import FITTED, Stack, stack
 from ..plan.toml import dump
-from .usage import Parser, UsageError, print_json, write
+from .usage import Parser, UsageError, print_json, say, write
 
 __all__ = ["run"]
 
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     if said.json:
         print_json({"runs": rows, "stack": {name: getattr(after, name) for name in FITTED}})
     else:
-        print(_told(rows, before, after, said.out))
+        say(_told(rows, before, after, said.out))
     return 0
 
 

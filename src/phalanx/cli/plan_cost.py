@@ -14,7 +14,7 @@ from .plan import asked_of, asking, count
 from .plan_explain import named
 from .plan_figures import Asked, rates
 from .plan_tell import seconds
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
 
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     asked = asked_of(said)
     choice = _choice(asked, said.layout)
     if choice is None:
-        print(f"No layout of {asked.shape.name} fits on {asked.site.name}: see `phalanx plan`.")
+        say(f"No layout of {asked.shape.name} fits on {asked.site.name}: see `phalanx plan`.")
         return 1
     saving = said.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
     spent = spending(
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
         restart=said.restart,
     )  # fmt: skip
     if math.isinf(spent.hours):
-        print(f"{asked.site.ranks:,} devices fail faster than they can start again: every"
+        say(f"{asked.site.ranks:,} devices fail faster than they can start again: every"
               f" {seconds(3600 * said.mtbf / asked.site.ranks)}.")  # fmt: skip
         return 1
     if said.json:
@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
                 "step_time_s": choice.step, "error": asked.error}  # fmt: skip
         print_json(asdict(spent) | more)
     else:
-        print("\n".join(_lines(asked, choice, spent, said, saving)))
+        say("\n".join(_lines(asked, choice, spent, said, saving)))
     return 0
 
 

@@ -15,7 +15,7 @@ from ..plan.search import Choice, judge, timeline
 from .plan_figures import Asked, of_choice
 from .plan_tell import one
 from .step import refuse_illegal
-from .usage import UsageError, print_json, screen
+from .usage import UsageError, print_json, say, screen
 
 __all__ = ["explain", "named"]
 
@@ -48,10 +48,8 @@ def explain(words: str, asked: Asked, *, as_json: bool) -> int:
     if as_json:
         print_json(of_choice(asked, choice) | {"fits": choice.bytes <= room})
         return 0
-    print(f"{choice.layout} on {asked.site.name}\n")
-    print(
-        "\n".join([*one(asked, choice), "", *_memory(choice, room), "", *_timeline(asked, choice)])
-    )
+    say(f"{choice.layout} on {asked.site.name}\n")
+    say("\n".join([*one(asked, choice), "", *_memory(choice, room), "", *_timeline(asked, choice)]))
     return 0
 
 

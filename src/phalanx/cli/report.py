@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .usage import Parser, UsageError, flags, print_json
+from ..layout.files import reason, write_text
+from .usage import Parser, UsageError, flags, print_json, save, say
 
 if TYPE_CHECKING:
     from ..plan.site import Site
@@ -54,16 +55,24 @@ def run(argv: list[str]) -> int:
     out = Path(said.out) if said.out else folder / "report.html"
     compared = _compared(folder, said)
     page = report(folder, compared)
-    try:
-        out.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}.") from None
+    if said.out:
+        save(out, page)
+    else:
+        _replace(out, page)
     if said.json:
         more = {"compared": compared.figures()} if compared else {}
         print_json({"report": str(out), "bytes": len(page), **more})
     else:
-        print(f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}")
+        say(f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}")
     return 0
+
+
+def _replace(out: Path, page: str) -> None:
+    """The page in the run's folder, which may be somebody else's: a link there is not followed."""
+    try:
+        write_text(out, page)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {reason(error)}. Write --out FILE.") from None
 
 
 def _compared(folder: Path, said: argparse.Namespace) -> Compared | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, complain, print_json, say
 
 if TYPE_CHECKING:
     from ..train.loop import Outcome
@@ -61,7 +60,7 @@ def run(argv: list[str]) -> int:
         return 0
     wanted, notice = _run_of(said)
     if said.print_config:
-        print(wanted, end="")
+        say(wanted, end="")
         return 0
     if said.ranks is not None and said.ranks < 1:
         raise UsageError(f"--ranks {said.ranks}: write 1 or more.")
@@ -140,7 +139,7 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
         )
     quiet = said.json or bool(place and place.rank)
     if notice and not quiet:
-        print(notice, flush=True)
+        say(notice, flush=True)
     shape = shape_of(wanted)
     _refuse_other_model(wanted, shape)
     layout = _layout(wanted, shape, ranks, quiet=quiet)
@@ -161,10 +160,10 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
     try:
         outcome = train(world, wanted, str(layout), quiet=said.json)
     except RunLocked as error:
-        print(f"rank {place.rank}: RunLocked: {error}", file=sys.stderr, flush=True)
+        complain(f"rank {place.rank}: RunLocked: {error}")
         return 2
     except (TrainError, CheckpointError) as error:  # every rank has the same
-        print(f"rank {place.rank}: {type(error).__name__}: {error}", flush=True)
+        say(f"rank {place.rank}: {type(error).__name__}: {error}", flush=True)
         return 1
     world.close()
     return _ended(outcome, said.json and place.rank == 0)
@@ -200,7 +199,7 @@ def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
 
         found, why = auto(wanted, shape, ranks)
         if not quiet:
-            print(f"auto: {str(found) or 'one rank'}, {why}", flush=True)
+            say(f"auto: {str(found) or 'one rank'}, {why}", flush=True)
     if wrong := list(misfits(wanted, shape, found)):
         raise RunError(wanted.own or "run" if named else "layout = auto", wrong)
     return found
@@ -223,19 +222,19 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
         if not said.json:
             ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
             count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
-            print(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "), flush=True)
+            say(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "), flush=True)
             if notice:
-                print(notice, flush=True)
+                say(notice, flush=True)
         words = (wanted, str(layout), said.json, True)
         try:
             outcomes = launch(train, layout.ranks, *words, wire=said.wire)
         except RankFailed as error:
             told = error.reports[0].error
             # What the run itself refuses is a sentence; anything else needs its traceback.
-            print(told if told.startswith(ours) else error, flush=True)
+            say(told if told.startswith(ours) else error, flush=True)
             return 1
         except (TrainError, CheckpointError) as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
+            say(f"{type(error).__name__}: {error}", flush=True)
             return 1
     return _ended(outcomes[0], said.json)
 

@@ -6,20 +6,33 @@ import argparse
 import difflib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-__all__ = ["Parser", "UsageError", "flags", "print_json", "read", "screen", "write"]
+from ..layout.files import printable, read_text, reason
 
+__all__ = [
+    "OutputError", "Parser", "UsageError", "complain", "flags", "print_json", "read", "save", "say", "screen",
+    "write",
+]  # fmt: skip
 
 Drawn = TypeVar("Drawn")
 
 
 class UsageError(ValueError):
     """A command that means nothing: what is wrong with it and how to write it."""
+
+
+class OutputError(Exception):
+    """Standard output cannot be written to, and why."""
+
+
+_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +48,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. See `{self.prog} --help`.")
+        shown = message if len(message) < 400 else message[:397] + "..."
+        raise UsageError(f"{shown}. See `{self.prog} --help`.")
 
     def read(self, argv: list[str]) -> argparse.Namespace:
         """The arguments; what is left over is refused with the nearest flag."""
@@ -45,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         known = [o for action in self._actions for o in action.option_strings]
         near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"{rest[0]!r} means nothing here.{hint} See `{self.prog} --help`.")
+        raise UsageError(f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`.")
 
 
 def flags(said: argparse.Namespace, names: Iterable[str]) -> list[str]:
@@ -53,14 +67,24 @@ def flags(said: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [f"--{n.replace('_', '-')}" for n in names if getattr(said, n) not in (None, False)]
 
 
-def read(path: str, what: str) -> str:
-    """The text of a user's file."""
+def read(path: str, what: str, limit: int = 1 << 26) -> str:
+    """The text of a user's file, of at most 64 MiB if nothing else is said."""
+    return read_text(path, what, UsageError, limit)
+
+
+def save(path: str | Path, text: str) -> None:
+    """Write what --out names: a file, or a pipe that somebody reads."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        return Path(path).read_text(encoding="utf-8")
+        # Without O_NONBLOCK a named pipe that nobody reads would be waited for without end.
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+        os.set_blocking(descriptor, True)
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
     except OSError as error:
-        raise UsageError(f"cannot read the {what} {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"the {what} {path} is not text.") from None
+        raise UsageError(f"cannot write {path}: {reason(error)}. Name another file.") from None
+    except ValueError:
+        raise UsageError(f"cannot write {str(path)!r}: no file can have this name.") from None
 
 
 def write(
@@ -70,22 +94,43 @@ def write(
     suffix = Path(path).suffix
     if suffix not in formats:
         raise UsageError(f"{flag} {path}: the suffix says the format; use {', '.join(formats)}.")
-    try:
-        Path(path).write_text(formats[suffix](drawn), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}.") from None
+    save(path, formats[suffix](drawn))
 
 
 def screen(width: int | None) -> tuple[int, bool]:
     """How many columns to fill, and whether in colour: only a terminal has any."""
-    if width is not None and width < 24:
-        raise UsageError(f"--width is {width}; a picture needs 24 columns or more.")
+    if width is not None and not 24 <= width <= 10_000:
+        raise UsageError(f"--width is {width}; a picture has 24 to 10,000 columns.")
     terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if terminal else 80
     # https://no-color.org: the variable's presence counts, unless it is empty.
     return width or max(24, columns), terminal and not os.environ.get("NO_COLOR")
 
 
+def say(*words: object, end: str = "\n", flush: bool = False, colour: bool = False) -> None:
+    """Print for the user. What came from a file or an argument cannot steer the terminal: control
+    characters are printed as escapes, but for the colours of a picture of ours (`colour`)."""
+    text = " ".join(map(str, words))
+    parts = _COLOURS.split(text) if colour else [text]
+    # Colours are the odd parts. What no encoding can write is an escape by now.
+    shown = "".join(part if n % 2 else printable(part) for n, part in enumerate(parts))
+    try:
+        sys.stdout.write(shown + end)
+        if flush:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except UnicodeEncodeError:  # a terminal that cannot show our lines and dots
+        sys.stdout.write(shown.encode("ascii", "replace").decode() + end)
+    except OSError as error:
+        raise OutputError(reason(error)) from None
+
+
+def complain(text: str) -> None:
+    """A message on standard error; nothing in it can steer the terminal."""
+    with suppress(OSError):  # where nobody listens there is nobody to tell
+        print(printable(text), file=sys.stderr, flush=True)
+
+
 def print_json(said: Mapping[str, object]) -> None:
-    json.dump(said, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    say(json.dumps(said, indent=1))

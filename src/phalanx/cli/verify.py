@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape, legal, nearest
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, say
 
 if TYPE_CHECKING:
     from ..parallel import Model
@@ -100,7 +100,7 @@ def _verify(said: argparse.Namespace) -> int:
         worst = max((v.max_rel_error for v in compared), default=0.0)
         rest = len(verdicts) - len(compared)
         apart = f" {rest} cannot fit and were not compared." if rest else ""
-        print(
+        say(
             f"{len(compared) - failed} of {len(compared)} layouts of {shape.name} agree with one"
             f" process in {said.dtype}; largest relative error {worst:.1e}.{apart}"
         )
@@ -112,12 +112,12 @@ def _verify(said: argparse.Namespace) -> int:
 def _print(verdict: Verdict) -> None:
     layout = verdict.layout or "one process"
     if verdict.cannot_fit:
-        print(f"none cannot fit  {layout}\n     {verdict.first_difference}", flush=True)
+        say(f"none cannot fit  {layout}\n     {verdict.first_difference}", flush=True)
         return
     mark = "ok  " if verdict.passed else "FAIL"
-    print(f"{mark} {verdict.max_rel_error:8.1e}  {layout}", flush=True)
+    say(f"{mark} {verdict.max_rel_error:8.1e}  {layout}", flush=True)
     if not verdict.passed:
-        print(f"     {verdict.first_difference}", flush=True)
+        say(f"     {verdict.first_difference}", flush=True)
 
 
 def _check(said: argparse.Namespace) -> None:
@@ -230,17 +230,17 @@ def _faults(said: argparse.Namespace) -> int:
     if said.json:
         print_json({"faults": [asdict(c) for c in caught]})
         return 0 if all(c.caught and c.named for c in caught) else 1
-    print("| fault | layout | verify says | loss of the first step off by | of three steps |")
-    print("|---|---|---|---|---|")
+    say("| fault | layout | verify says | loss of the first step off by | of three steps |")
+    say("|---|---|---|---|---|")
     for c in caught:
         says = c.first_difference.split(" is ")[0] if c.caught else "NOT CAUGHT"
-        print(
+        say(
             f"| {c.fault} | {c.layout.removesuffix(' fp64')} | {says} |"
             f" {c.first_loss_error:.0e} | {c.loss_error:.0e} |"
         )
     first = sum(c.first_loss_error > 1e-3 for c in caught)
     three = sum(c.loss_error > 1e-3 for c in caught)
-    print(
+    say(
         f"\nverify catches {sum(c.caught for c in caught)} of {len(caught)}. Losses that agree to"
         f" 1e-3 would have caught {first} after one step, {three} after three."
     )

@@ -12,7 +12,7 @@ from ..cost import Pieces, cut_of, weighs
 from ..draw import text_table
 from ..layout import Layout, LayoutError, Shape, legal, nearest
 from ..program import Load, Weighed, ops
-from .usage import Parser, UsageError, print_json
+from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
 
@@ -60,10 +60,10 @@ def run(argv: list[str]) -> int:
         })  # fmt: skip
         return 0
     tokens = f" of {said.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
-    print(f"{shape.name} as {str(cut) or 'one rank'}")
-    print(f"one rank, rows in a microbatch: {said.rows}{tokens}; kernels of {said.target}")
+    say(f"{shape.name} as {str(cut) or 'one rank'}")
+    say(f"one rank, rows in a microbatch: {said.rows}{tokens}; kernels of {said.target}")
     for numbers, found in kinds:
-        print("\n" + "\n".join(_lines(cut, numbers, found)))
+        say("\n" + "\n".join(_lines(cut, numbers, found)))
     return 0
 
 

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from .files import open_regular
 
 __all__ = ["Record", "read_journal"]
 
 Record = dict[str, Any]
+LIMIT = 1 << 32  # bytes of a journal: years of a run
+LINE = 1 << 24  # bytes of a record
 
 
 def read_journal(path: Path) -> list[Record]:
-    """The records of a run, without lines that are cut."""
-    if not path.is_file():
+    """The records of a run, without lines that are cut or longer than `LINE`."""
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
         return []
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # a line that a dying process left unfinished
-        if isinstance(record, dict) and "event" in record:
-            found.append(record)
+    with file:
+        if os.fstat(file.fileno()).st_size > LIMIT:
+            raise OSError(
+                errno.EFBIG, f"it has more than the {LIMIT:,} bytes that are read", str(path)
+            )
+        while line := file.readline(LINE):
+            try:
+                record = json.loads(line.decode(errors="replace"))
+            except (ValueError, RecursionError):
+                continue  # a line that a dying process left unfinished
+            if isinstance(record, dict) and "event" in record:
+                found.append(record)
     return found

@@ -28,18 +28,47 @@ SCHEDULES: dict[str, tuple[int, int]] = {
 }
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _OFFLOADS = ("weights", "optimizer", "activations")
-_AXIS = re.compile(r"(dp|pp|cp|tp|ep)\d.*")
+MICROBATCHES = 100_000  # the most of a step
+_AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
+_N = "[0-9]{1,6}"  # a number in a word: int() takes digits of other scripts and endless ones too
 _SCHEDULE = re.compile(
-    r"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>\d*)|(?P<own>[^\s;]+\.py:\w+)(?:/(?P<own_chunks>\d+))?)"
-    r"(?::(?P<m>\d+))?"
+    rf"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>(?:{_N})?)"
+    rf"|(?P<own>[^\s;]+\.py:\w+)(?:/(?P<own_chunks>{_N}))?)"
+    rf"(?::(?P<m>{_N}))?"
 )
-_RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9]\d*")
+_RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 _WORDS = [
     *SCHEDULES, "seq", "zero0", "zero1", "zero2", "zero3", "gather:step", "gather:micro",
     "reduce:step", "reduce:micro", "prefetch:1", "recompute:none", "recompute:all", "recompute:sqrt",
     "recompute:every=2", "recompute:selective", "recompute:fit", "offload:weights",
     "offload:optimizer", "offload:activations", "stages:2-2", *PRECISIONS,
 ]  # fmt: skip
+
+# What other libraries call it: how a layout says so, N being the number that was written.
+_ELSEWHERE = {
+    "fsdp": "'dpN zero3' for FSDP over N ranks", "fsdpv": "'dpN zero3' for FSDP",
+    "ddp": "'dpN' for DDP over N ranks",
+    "hsdp": "'dp2xN zero3' for HSDP: two replicas of N shards each",
+    "zero": "zero1, zero2 or zero3, as in 'dpN zero3'",
+    "deepspeed": "zero1, zero2 or zero3, as in 'dp8 zeroN'",
+    "stage": "zero1, zero2 or zero3 for a stage of ZeRO, ppN for a pipeline of N stages",
+    "pipeline": "'ppN 1f1b:16' for a pipeline of N stages",
+    "pipe": "'ppN 1f1b:16' for a pipeline of N stages",
+    "tensor": "'tpN' for tensor parallel over N ranks",
+    "megatron": "'tpN seq' for tensor and sequence parallel over N ranks",
+    "sp": "'tpN seq' for sequence parallel, or 'cpN' to cut the sequence in attention too",
+    "context": "'cpN' for context parallel over N ranks", "ring": "'cpN:ring'",
+    "ulysses": "'cpN:ulysses'", "expert": "'epN' for expert parallel over N ranks",
+    "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
+    "fp": "fp32, fp16, bf16 or tf32", "bfloat": "bf16", "float": "fp32, fp16 or fp64",
+    "half": "fp16", "amp": "bf16, or fp16 with loss scaling", "mixed": "bf16",
+    "mb": "the schedule's number: accum:N, or 1f1b:N with pp",
+    "microbatches": "the schedule's number: accum:N, or 1f1b:N with pp",
+    "accumulate": "accum:N", "ga": "accum:N", "zb": "zb-h1, zb-h2 or zb-v",
+    "zerobubble": "zb-h1, zb-h2 or zb-v", "checkpoint": "recompute:all, or recompute:selective",
+    "checkpointing": "recompute:all, or recompute:selective", "ac": "recompute:all",
+    "offload": "offload:activations", "vpp": "interleavedN, chunks of the model on each stage",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,13 +231,13 @@ def _meaning(word: str) -> dict[str, object]:
         return {"precision": word}
     if key in ("gather", "reduce") and value in ("step", "micro"):
         return {key: value}
-    if key == "prefetch" and value.isdigit():
+    if key == "prefetch" and re.fullmatch(_N, value):
         return {"prefetch": int(value)}
     if key == "recompute" and _RECOMPUTE.fullmatch(value):
         return {"recompute": value}
     if key == "offload" and value and set(value.split(",")) <= set(_OFFLOADS):
         return {"offload": tuple(value.split(","))}
-    if key == "stages" and re.fullmatch(r"\d+(-\d+)*", value):
+    if key == "stages" and re.fullmatch(f"{_N}(-{_N})*", value):
         return {"stages": tuple(map(int, value.split("-")))}
     return _schedule_meaning(word)
 
@@ -226,12 +255,23 @@ def _schedule_meaning(word: str) -> dict[str, object]:
             if number and not int(number):
                 raise LayoutError(f"{word!r}: {key} is 0; write 1 or more.")
         return said
-    near = difflib.get_close_matches(word, [*_WORDS, *(f"{a}2" for a in AXES)], n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise LayoutError(
-        f"{word!r} means nothing in a layout.{hint} A layout looks like"
+        f"{word[:60]!r} means nothing in a layout.{_hint(word)} A layout looks like"
         " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."
     )
+
+
+def _hint(word: str) -> str:
+    """How the word is written here, if it is another library's; else the nearest that is ours."""
+    other = re.fullmatch(r"([a-z]+)[-_=:]?([0-9]{0,7})", word.lower())
+    if other and other[1] in _ELSEWHERE:
+        return f" Write {_ELSEWHERE[other[1]].replace('N', other[2] or '8')}."
+    if ours := next((known for known in _WORDS if known == word.lower()), ""):
+        return f" Did you mean {ours!r}?"
+    if other and other[1] in AXES and other[2]:
+        return f" Did you mean {other[1] + other[2]!r}?"
+    near = difflib.get_close_matches(word[:60], [*_WORDS, *(f"{a}2" for a in AXES)], 1, 0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _check_values(x: Layout) -> None:
@@ -246,7 +286,8 @@ def _check_values(x: Layout) -> None:
         )
         if getattr(x, name) not in allowed
     ]
-    wrong += [f"microbatches={x.microbatches}: write 1 or more"] * (x.microbatches < 1)
+    if not 1 <= x.microbatches <= MICROBATCHES:
+        wrong.append(f"microbatches={x.microbatches}: write 1 to {MICROBATCHES:,}")
     wrong += [f"prefetch={x.prefetch}: write 0 or more"] * (x.prefetch < 0)
     if not _RECOMPUTE.fullmatch(x.recompute):
         wrong.append(f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit")

@@ -39,8 +39,14 @@ def legal(
     return tuple(found)
 
 
+def _divisors_of(n: int) -> list[int]:
+    """All divisors, least first."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [*low, *(n // d for d in reversed(low) if d * d < n)]
+
+
 def _divisors(n: int) -> str:
-    found = [d for d in range(1, n + 1) if n % d == 0]
+    found = _divisors_of(n)
     shown = found if len(found) <= 8 else [*found[:7], "..."]
     return ", ".join(map(str, shown))
 
@@ -219,10 +225,9 @@ def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (n,)
         return
-    for first in range(1, n + 1):
-        if n % first == 0:
-            for rest in _factors(n // first, parts - 1):
-                yield (first, *rest)
+    for first in _divisors_of(n):
+        for rest in _factors(n // first, parts - 1):
+            yield (first, *rest)
 
 
 def _distance(a: Layout, b: Layout) -> float:

@@ -17,7 +17,9 @@ __all__ = ["AXES", "Axis", "LayoutError", "Mesh"]
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _PARTS = {"dp": ("replicate", "shard"), "cp": ("ring", "ulysses")}
-_WORD = re.compile(r"(dp|pp|cp|tp|ep)(\d+)(?:x(\d+))?(?::(ring|ulysses|(\d+)x(\d+)))?")
+RANKS = 1 << 20  # the most that a mesh may have
+_SIZE = "([0-9]{1,7})"
+_WORD = re.compile(f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?")
 
 
 class LayoutError(ValueError):
@@ -50,7 +52,8 @@ class Axis:
         found = _WORD.fullmatch(word)
         if not found:
             raise LayoutError(
-                f"{word!r} is not an axis. Write dp4, dp2x4, pp2, tp8 or cp4:ulysses."
+                f"{word[:60]!r} is not an axis. Write dp4, dp2x4, pp2, tp8 or cp4:ulysses, with sizes"
+                " of up to seven digits."
             )
         name, size, inner = found[1], int(found[2]), found[3]
         if (inner and name != "dp") or (found[4] and name != "cp"):
@@ -87,6 +90,10 @@ class Mesh:
             if names.count(name) > 1:
                 raise LayoutError(f"axis {name} stands {names.count(name)} times; write it once.")
         object.__setattr__(self, "axes", tuple(a for a in self.axes if a.size > 1))
+        if self.size > RANKS:
+            raise LayoutError(
+                f"the mesh {self} has {self.size:,} ranks. Write a mesh of at most {RANKS:,}."
+            )
 
     @classmethod
     def parse(cls, text: str) -> Mesh:

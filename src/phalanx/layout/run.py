@@ -7,6 +7,7 @@ once before any process starts. No torch: a wrong file is told in a fraction of 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,10 +15,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .files import read_text
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape
+from .source import syntax_error
 from .strict import Mistake, Said, dump, key, read, schema, section, toml_value
 
 __all__ = [
@@ -119,9 +122,9 @@ class Run:
         "python", "python (its own library's text), or a path that `phalanx data` knows"
     )
     masks: bool = key(True, "documents are kept apart in attention")
-    batch: int = key(0, "sequences of a step over all ranks; 0: the shape's", least=0)
-    sequence: int = key(0, "tokens of a sequence; 0: the shape's", least=0)
-    steps: int = key(100, "how long", least=1)
+    batch: int = key(0, "sequences of a step over all ranks; 0: the shape's", least=0, most=1 << 24)
+    sequence: int = key(0, "tokens of a sequence; 0: the shape's", least=0, most=1 << 28)
+    steps: int = key(100, "how long", least=1, most=10**12)
     seed: int = key(0, "start of the weights and order of the data", least=0)
     out: str = key("", "the run's folder; empty: runs/ and the file's name")
     machine: str = key(
@@ -165,12 +168,11 @@ class Run:
         """The run of a file; without one (an empty path) that of the arguments alone."""
         if not path:
             return cls.parse("", "run", overrides, adopt)
-        try:
-            return cls.parse(Path(path).read_text(encoding="utf-8"), path, overrides, adopt)
-        except FileNotFoundError:
-            raise RunError(path, [Mistake("", "there is no such file", _WRITE_ONE)]) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(path, [Mistake("", f"it cannot be read: {error}", _WRITE_ONE)]) from None
+
+        def refuse(why: str) -> RunError:
+            return RunError(path, [Mistake("", why.rstrip("."), _WRITE_ONE)])
+
+        return cls.parse(read_text(path, "run file", refuse), path, overrides, adopt)
 
     def __str__(self) -> str:
         return dump(self)
@@ -295,12 +297,29 @@ def _files(run: Run) -> Iterator[Mistake]:
         if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
             what = f"metrics.{name} = true, and {name} is not installed"
             yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
-    if Path(run.out).is_file():
-        yield Mistake("out", f"out = {run.out!r} is a file", "Name a folder, or a new one")
+    for name, folder in (("out", run.out), ("checkpoint.dir", run.checkpoint.dir)):
+        yield from _folder(name, folder)
     file = run.own.rpartition(":")[0]
     if file and not Path(file).is_file():
         what = f"model = {run.own!r}: there is no file {file}"
         yield Mistake("model", what, "See docs/bring-your-model.md")
+    elif file and (wrong := syntax_error(file)):
+        yield Mistake("model", f"model = {run.own!r}: {wrong}", "Mend it there")
     if run.machine and not Path(run.machine).is_file():
         what = f"machine = {run.machine!r} is not there"
         yield Mistake("machine", what, f"Measure it: phalanx doctor --out {run.machine}")
+
+
+def _folder(name: str, folder: str) -> Iterator[Mistake]:
+    """Why nothing can be written into a folder that may have to be made first."""
+    path = Path(folder)
+    while folder and not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    what = f"{name} = {folder!r}"
+    if folder and not path.is_dir():
+        below = "" if path == Path(folder) else f" lies below {str(path)!r}, which"
+        link = path.is_symlink() and not path.exists()
+        kind = "a link to nothing" if link else "no folder"
+        yield Mistake(name, f"{what}{below} is {kind}", "Name a folder, or a new one")
+    elif folder and not os.access(path, os.W_OK | os.X_OK):
+        yield Mistake(name, f"{what}: {str(path)!r} cannot be written to", "Name another folder")

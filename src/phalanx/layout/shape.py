@@ -6,10 +6,13 @@ The weights themselves are not told here; a model's own module and rule table sa
 from __future__ import annotations
 
 import difflib
-import tomllib
+import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from .files import parse_toml, read_text
 from .mesh import LayoutError
 
 __all__ = ["Shape"]
@@ -21,6 +24,28 @@ _CHOICES = {
     "positions": ("rope", "learned"),
     "bias": ("none", "qkv", "all"),
 }
+
+
+# The most that a size may be: tenfold of any model trained, and still quick to count.
+_MOST = {
+    "layers": 10_000, "hidden": 1 << 20, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16,
+    "ffn": 1 << 23, "vocab": 1 << 26, "sequence": 1 << 28, "batch": 1 << 24,
+}  # fmt: skip
+SHOWN = 20  # mistakes of one file
+
+# Names under which the shapes that ship with phalanx are published.
+_LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
+_PUBLISHED = {
+    "gpt2": "124m",
+    "gpt-2": "124m",
+    "gpt2-small": "124m",
+    "gpt2-124m": "124m",
+    "1t": "1t-gpt",
+}
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    return difflib.get_close_matches(key[:60], known, 1, 0)[0]
 
 
 @dataclass(frozen=True)
@@ -77,7 +102,17 @@ class Shape:
                 f"rope_factor={self.rope_factor}, rope_low={self.rope_low},"
                 f" rope_high={self.rope_high}: the factor is 1 or more, and 0 < low < high"
             )
-        if self.heads % self.kv_heads:
+        wrong += [
+            f"{key}={str(getattr(self, key))[:30]}: must be {most:,} or less"
+            for key, most in _MOST.items()
+            if getattr(self, key) > most
+        ]
+        wrong += [
+            f"{key}={getattr(self, key)}: must be finite and more than 0"
+            for key in ("eps", "rope_theta")
+            if not 0 < getattr(self, key) < math.inf
+        ]
+        if self.kv_heads > 0 and self.heads % self.kv_heads:
             wrong.append(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
         if wrong:
             raise LayoutError(f"shape {self.name!r}: " + "; ".join(wrong) + ".")
@@ -140,23 +175,31 @@ class Shape:
     @classmethod
     def load(cls, name: str) -> Shape:
         """The shape of a name that ships with phalanx, or of somebody's TOML file."""
-        path = Path(name) if name.endswith(".toml") else _FOLDER / f"{name}.toml"
-        if not path.is_file():
-            near = difflib.get_close_matches(name, cls.names(), n=1, cutoff=0.3)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise LayoutError(
-                f"there is no shape {name!r}.{hint} Shapes are {', '.join(cls.names())};"
-                " or name a .toml file with the same keys."
-            )
-        return cls.parse(path.read_text(), path.stem)
+        if name.endswith(".toml"):
+            return cls.parse(read_text(name, "shape", LayoutError), Path(name).stem)
+        known = cls._known(name)
+        if known:
+            path = _FOLDER / f"{known}.toml"
+            return cls.parse(path.read_text(encoding="utf-8"), known)
+        near = difflib.get_close_matches(name[:60], cls.names(), n=1, cutoff=0.3)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise LayoutError(
+            f"there is no shape {name[:60]!r}.{hint} Shapes are {', '.join(cls.names())};"
+            " or name a .toml file with the same keys."
+        )
+
+    @classmethod
+    def _known(cls, name: str) -> str:
+        """The shape that a name means: in capitals too, and as it is published (Llama-3-8B: 8b)."""
+        plain = name.rpartition("/")[2].lower().replace("_", "-")
+        llama = _LLAMA.fullmatch(plain)
+        known = llama[1] if llama else _PUBLISHED.get(plain, plain)
+        return known if known in cls.names() else ""
 
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
         """A shape from TOML; unknown keys and wrong types are refused, all at once."""
-        try:
-            said = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise LayoutError(f"shape {name!r} is not TOML: {error}.") from None
+        said = parse_toml(text, f"shape {name!r}", LayoutError)
         kinds: dict[str, type | tuple[type, ...]] = {
             "int": int,
             "str": str,
@@ -165,17 +208,18 @@ class Shape:
         }
         known = {f.name: kinds[str(f.type)] for f in fields(cls)}
         wrong = [
-            f"unknown key {key!r}, nearest is {difflib.get_close_matches(key, known, 1, 0)[0]!r}"
-            for key in said
+            f"unknown key {key[:60]!r}, nearest is {_nearest(key, known)!r}"
+            for key in list(said)[: len(known) + SHOWN]
             if key not in known
         ]
         wrong += [
-            f"{key} = {value!r} is a {type(value).__name__}"
+            f"{key} = {repr(value)[:60]} is a {type(value).__name__}"
             for key, value in said.items()
             if key in known
             and (not isinstance(value, known[key]) or (type(value) is bool) != (known[key] is bool))
         ]
         wrong += [f"key {key!r} is missing" for key in ("layers", "hidden") if key not in said]
         if wrong:
-            raise LayoutError(f"shape {name!r}: " + "; ".join(wrong) + ".")
+            more = "; and more" if len(wrong) > SHOWN or len(said) > len(known) + SHOWN else ""
+            raise LayoutError(f"shape {name!r}: " + "; ".join(wrong[:SHOWN]) + f"{more}.")
         return cls(**{"name": name, **said})

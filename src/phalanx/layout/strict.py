@@ -11,13 +11,15 @@ import difflib
 import json
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from .files import DEPTH, parse_toml, unwritable
+
 __all__ = ["Mistake", "Said", "dump", "key", "read", "schema", "section", "toml_value"]
 
+SHOWN = 20  # unknown keys of a table that are told one by one
 T = TypeVar("T")
 Where = Callable[[str], str]
 
@@ -73,11 +75,10 @@ class Said:
         self._lines, self._file = text.splitlines(), file
         self._arguments: dict[str, str] = {}
         try:
-            self.table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            self.mistakes.append(
-                Mistake(file, f"this is not TOML: {error}", "See docs/training.md")
-            )
+            self.table = parse_toml(text, "this", ValueError)
+        except ValueError as error:
+            what, _, way_out = str(error).rstrip(".").partition(". ")
+            self.mistakes.append(Mistake(file, what, way_out or "See docs/training.md"))
         for override in overrides:
             self._override(override)
 
@@ -86,7 +87,12 @@ class Said:
         path = name.strip().split(".")
         if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in path):
             way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
-            self.mistakes.append(Mistake("argument", f"{argument!r} sets nothing", way_out))
+            shown = argument if len(argument) < 60 else argument[:57] + "..."
+            self.mistakes.append(Mistake("argument", f"{shown!r} sets nothing", way_out))
+            return
+        if len(path) > DEPTH:
+            what = f"a key of {len(path)} parts; there is none of more than two"
+            self.mistakes.append(Mistake("argument", what, "Write key=value, as in steps=100"))
             return
         table = self.table
         for part in path[:-1]:
@@ -94,8 +100,15 @@ class Said:
             if not isinstance(inner, dict):
                 inner = table[part] = {}
             table = inner
-        table[path[-1]] = _value(value.strip())
-        self._arguments[".".join(path)] = f"argument {argument!r}"
+        try:
+            table[path[-1]] = _value(value.strip())
+        except ValueError as error:
+            what, _, way_out = str(error).rstrip(".").partition(". ")
+            self.mistakes.append(
+                Mistake("argument", f"{name[:60]}: {what}", way_out or "Write less")
+            )
+        shown = argument if len(argument) < 100 else argument[:97] + "..."
+        self._arguments[".".join(path)] = f"argument {shown!r}"
 
     def where(self, dotted: str) -> str:
         """The line or the argument that sets a key."""
@@ -118,9 +131,13 @@ class Said:
 
 def _value(text: str) -> Any:
     """A value as TOML reads it, or else the text itself: nobody wants to quote in a shell."""
+    if re.fullmatch(r"[+-]?[0-9_]{20,}", text):
+        raise ValueError("it is a whole number beyond 64 bits. Write less")
     try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"x = {text}", "this", ValueError)["x"]
+    except ValueError as error:
+        if "is not TOML" not in str(error):
+            raise
         return text
 
 
@@ -132,10 +149,14 @@ def read(
     known = {_name(f): f for f in fields(cls)}  # type: ignore[arg-type]
     found: list[Mistake] = []
     said: dict[str, Any] = {}
+    left = 0
     for name, value in table.items():
         dotted = prefix + name
         if name not in known:
-            found.append(_unknown(cls, dotted, value, where))
+            if len(found) < SHOWN:
+                found.append(_unknown(cls, dotted, value, where))
+            else:
+                left += 1
             continue
         one = known[name]
         hint = hints[one.name]
@@ -150,7 +171,10 @@ def read(
             found += more
         elif isinstance(hint, type(int | str)):
             kinds = tuple(get_origin(kind) or kind for kind in get_args(hint))
-            if isinstance(value, kinds):
+            if isinstance(value, str) and (bad := unwritable(value)):
+                what = f"{dotted} = {_shown(value)} has the character {bad}"
+                found.append(Mistake(where(dotted), what, "Leave it out"))
+            elif isinstance(value, kinds):
                 said[one.name] = value  # what it says is for the file's own checks
             else:
                 what = f"{dotted} = {_shown(value)} is {_kind(value)}"
@@ -161,6 +185,11 @@ def read(
             found += [Mistake(where(dotted), *wrong)] if wrong else []
             if not wrong:
                 said[one.name] = _made(value, hint)
+    if left:
+        what = f"{left:,} more keys that there are not"
+        found.append(
+            Mistake(where(prefix.rstrip(".")), what, "Mend the first ones, then see again")
+        )
     return cls(**said), found
 
 
@@ -184,15 +213,35 @@ def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _unknown(cls: Any, dotted: str, value: Any, where: Where) -> Mistake:
+    dotted = dotted if len(dotted) < 80 else dotted[:77] + "..."
     prefix, _, last = dotted.rpartition(".")
     names = [f"{prefix}.{n}".lstrip(".") for n in _names(cls)]
     leaf = _elsewhere(last)
     exact = [full for full in leaf if full.rpartition(".")[2] == last]
     near = exact or difflib.get_close_matches(dotted, names, 1, 0.6) or leaf
     way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
+    if not prefix and (word := _IN_THE_LAYOUT.get(last.lower())):
+        way_out = f"The layout says it: {word}"
     return Mistake(
         where(dotted), f"{dotted} = {_shown(value)}: there is no key {dotted!r}", way_out
     )
+
+
+# What others keep in a key of its own, and where a layout has it.
+_IN_THE_LAYOUT = {
+    **dict.fromkeys(("precision", "dtype", "amp", "mixed_precision", "bf16", "fp16", "fp32", "tf32"),
+                    'layout="bf16", or fp16, tf32, fp32, fp64, as in layout="dp2 bf16"'),
+    **dict.fromkeys(("microbatch", "microbatches", "micro_batch", "micro_batch_size", "accum",
+                     "gradient_accumulation", "gradient_accumulation_steps", "accumulation"),
+                    'layout="accum:4" cuts the batch into 4 microbatches; with pp it is 1f1b:4'),
+    **dict.fromkeys(("fsdp", "zero", "zero_stage", "ddp", "hsdp", "sharding"),
+                    'layout="dp8 zero3" is FSDP over 8 ranks, layout="dp8" is DDP'),
+    **dict.fromkeys(("tp", "tensor_parallel", "pp", "pipeline_parallel", "dp", "data_parallel", "cp",
+                     "context_parallel", "sp", "ep"), 'layout="dp2 pp2 tp2"'),
+    **dict.fromkeys(("recompute", "activation_checkpointing", "gradient_checkpointing"),
+                    'layout="recompute:all", or recompute:selective'),
+    **dict.fromkeys(("offload", "cpu_offload"), 'layout="offload:activations"'),
+}  # fmt: skip
 
 
 def _elsewhere(last: str) -> list[str]:
@@ -205,6 +254,8 @@ def _elsewhere(last: str) -> list[str]:
 def _wrong(dotted: str, value: Any, hint: Any, told: Mapping[str, Any]) -> tuple[str, str] | None:
     """What is wrong with a value and how to write it; None if nothing is."""
     called, example, _ = _KINDS[hint]
+    if isinstance(value, str) and (bad := unwritable(value)):
+        return f"{dotted} = {_shown(value)} has the character {bad}", "Leave it out"
     if not _fits(value, hint):
         return (
             f"{dotted} = {_shown(value)} is {_kind(value)}",
@@ -236,7 +287,8 @@ def _fits(value: Any, hint: Any) -> bool:
 def _outside(number: Any, told: Mapping[str, Any]) -> str:
     least, most, above = told.get("least"), told.get("most"), told.get("above")
     if (least is not None and number < least) or (most is not None and number > most):
-        return f"{least:g} or more" if most is None else f"{least:g} to {most:g}"
+        first, last = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most or 0))
+        return f"{first} or more" if most is None else f"{first} to {last}"
     if above is not None and number <= above:
         return f"more than {above:g}"
     return ""
@@ -283,7 +335,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     # TOML's basic strings are JSON's, but for DEL, which JSON leaves as it is.
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def schema(cls: Any, title: str = "") -> dict[str, Any]:

@@ -6,12 +6,10 @@ What a stranger's model must say stands here too: `describe` of its file returns
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
+from ..layout.source import load_source, running
 from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
 
 __all__ = ["Model", "build_model", "load_model", "start"]
@@ -156,18 +155,14 @@ def load_model(text: str) -> Model:
     """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
     told by the file's `describe(model)`, which returns a `Model`."""
     path, _, name = text.rpartition(":")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
-        raise LayoutError(f"there is no file {path} with a model {name!r}.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for wanted in (name, "describe"):
-        if not callable(getattr(module, wanted, None)):
-            raise LayoutError(f"{path} has no {wanted}; see docs/bring-your-model.md.")
-    with torch.device("meta"):
-        made: Model = module.describe(getattr(module, name)())
+    kind, describe = load_source(path, (name, "describe"), LayoutError)
+    with torch.device("meta"), running(path, LayoutError):
+        made: Model = describe(kind())
     if not isinstance(made, Model):
-        raise LayoutError(f"{path}: describe() returns a {type(made).__name__}, not a Model.")
+        raise LayoutError(
+            f"{path}: describe() returns a {type(made).__name__}, not a Model;"
+            " see docs/bring-your-model.md."
+        )
     return made
 
 

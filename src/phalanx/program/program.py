@@ -7,6 +7,7 @@ text that a person can edit. What must come before what is told in `needs.py` on
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,11 +19,13 @@ from . import ops
 __all__ = ["Op", "Program", "ProgramError"]
 
 _HEADER = "phalanx program 1"
+MOST = 999_999  # the largest number of a piece, a microbatch, a rank
+_N = "[0-9]{1,6}"
 _LETTERS = {on: "".join(k for k, row in ops.KINDS.items() if row.on == on) for on in ops.ONS}
-_COMPUTE = re.compile(rf"(\d+)([{_LETTERS[ops.MICROBATCH]}])(\d+)")
-_UNIT = re.compile(rf"(\d*)([{_LETTERS[ops.UNIT]}{_LETTERS[ops.STEP]}])(?:#(\d+))?")
+_COMPUTE = re.compile(rf"({_N})([{_LETTERS[ops.MICROBATCH]}])({_N})")
+_UNIT = re.compile(rf"((?:{_N})?)([{_LETTERS[ops.UNIT]}{_LETTERS[ops.STEP]}])(?:#({_N}))?")
 _TRAVELS = "".join((ops.FORWARD, *ops.PROPAGATES))
-_MESSAGE = re.compile(rf"(\d+)([{_TRAVELS}])(\d+)([{_LETTERS[ops.MESSAGE]}])(\d+)")
+_MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{_LETTERS[ops.MESSAGE]}])({_N})")
 
 
 class ProgramError(ValueError):
@@ -61,7 +64,8 @@ class Op(NamedTuple):
         if found and bool(found[1]) == (found[2] in ops.ON_UNIT):
             return cls(found[2], int(found[1] or -1), int(found[3] or 0))
         raise ProgramError(
-            f"{word!r} is not an operation. Write 2F0, 2G#1, 2F0>3, 3F0<2, N, A or 2U."
+            f"{word[:60]!r} is not an operation. Write 2F0, 2G#1, 2F0>3, 3F0<2, N, A or 2U, with"
+            f" numbers up to {MOST:,}."
         )
 
 
@@ -194,10 +198,15 @@ def _parse(text: str, place: str) -> Program:
     if missing:
         raise ProgramError(
             f"{place}: the mesh {str(found.mesh)!r} has ranks 0 to {found.mesh.size - 1}; ranks"
-            f" {', '.join(map(str, missing))} are missing or too many in the 'ranks' lines."
+            f" {_few(missing)} are missing or too many in the 'ranks' lines."
         )
     owner = tuple(found.owner[rank] for rank in range(found.mesh.size))
     return Program(tuple(map(tuple, found.rows)), found.mesh, owner, tuple(found.tied))
+
+
+def _few(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
 
 
 class _Reading:
@@ -214,12 +223,12 @@ class _Reading:
         if word == "mesh":
             self.mesh = Mesh.parse(rest)
         elif word == "tied":
-            if not (pair := re.fullmatch(r"(\d+):(\d+)", rest)):
-                raise ProgramError(f"{line!r}: write 'tied PIECE:UNIT', as in 'tied 5:0'.")
+            if not (pair := re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", rest)):
+                raise ProgramError(f"{line[:40]!r}: write 'tied PIECE:UNIT', as in 'tied 5:0'.")
             self.tied.append((int(pair[1]), int(pair[2])))
         elif word == "ranks":
             names, colon, ops = rest.partition(":")
-            if not colon or not re.fullmatch(r"\d+(,\d+)*", names):
+            if not colon or not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", names):
                 raise ProgramError(f"{line[:40]!r}: write 'ranks 0,1: ' and their operations.")
             self._ranks([int(name) for name in names.split(",")])
             self.rows[-1] += map(Op.parse, ops.split())
@@ -231,8 +240,7 @@ class _Reading:
             self.rows[-1] += map(Op.parse, line.split())
 
     def _ranks(self, names: list[int]) -> None:
-        for name in names:
-            if name in self.owner or names.count(name) > 1:
-                raise ProgramError(f"rank {name} has a list already; each rank follows one.")
+        if twice := [n for n, count in Counter(names).items() if count > 1 or n in self.owner]:
+            raise ProgramError(f"rank {twice[0]} has a list already; each rank follows one.")
         self.owner.update(dict.fromkeys(names, len(self.rows)))
         self.rows.append([])

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import median
 
+from ..layout.files import parse_json
 from .ops import COMPUTES, RECEIVE, UPDATE
 from .program import Program, ProgramError
 from .simulate import Costs, simulate
@@ -34,16 +35,16 @@ class Recorded:
     @classmethod
     def parse(cls, text: str) -> Recorded:
         """The run that a file tells; whatever is not one is refused with the reason."""
-        try:
-            told = json.loads(text)
-            if told["phalanx run"] != 1 or not isinstance(told["program"], str):
-                raise KeyError("phalanx run")
-        except (ValueError, KeyError, TypeError):
+        told = parse_json(text, "the recorded step", ProgramError)
+        if told.get("phalanx run") != 1 or not isinstance(told.get("program"), str):
             raise ProgramError(
                 "this is not the file of a run: JSON with 'phalanx run': 1, a program and spans."
-            ) from None
+            )
         program = Program.parse(told["program"], "the run's program")
-        timeline = Timeline.from_json(text)
+        try:
+            timeline = Timeline.from_json(text)
+        except ValueError as error:
+            raise ProgramError(f"the recorded step: {error}. Record it again.") from None
         strangers = sorted(set(timeline.ranks) - set(range(program.mesh.size)))
         known = {op for row in program.rows for op in row}
         odd = [str(s.op) for s in timeline.spans if s.op not in known]

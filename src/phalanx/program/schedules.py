@@ -9,14 +9,14 @@ and name it `file.py:function` where a schedule's name is expected.
 from __future__ import annotations
 
 import difflib
-import importlib.util
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 from ..layout.layout import SCHEDULES as CHUNKS
-from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
-from .program import Op, Program, ProgramError
+from ..layout.source import load_source, running
+from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
+from .program import MOST, Op, Program, ProgramError
 
 __all__ = ["SCHEDULES", "Schedule", "schedule"]
 
@@ -176,10 +176,38 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
             raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
     function = _function(name)
     _possible(name, stages, microbatches, chunks)
-    rows = function(stages, microbatches, chunks)
+    if name in SCHEDULES:
+        return Program.pipeline(function(stages, microbatches, chunks))
+    with running(name.rpartition(":")[0], ProgramError):
+        rows = function(stages, microbatches, chunks)
+    return Program.pipeline(_rows(name, rows, stages))
+
+
+def _rows(name: str, rows: Any, stages: int) -> Rows:
+    """What a schedule of the user's own returned, if it is a list of operations for each stage."""
+    if not isinstance(rows, list | tuple):
+        raise ProgramError(
+            f"schedule {name} returns a {type(rows).__name__}. Return a list of Op for each stage."
+        )
     if len(rows) != stages:
-        raise ProgramError(f"schedule {name} gives {len(rows)} lists for {stages} stages.")
-    return Program.pipeline(rows)
+        raise ProgramError(
+            f"schedule {name} gives {len(rows)} lists for {stages} stages. Return one for each."
+        )
+    for stage, row in enumerate(rows):
+        wrong = [] if not isinstance(row, list | tuple) else [x for x in row if not _is_op(x)]
+        if wrong or not isinstance(row, list | tuple):
+            shown = repr(wrong[0] if wrong else row)[:60]
+            raise ProgramError(
+                f"schedule {name}: stage {stage} has {shown}, which is no list of operations."
+                ' Return lists of Op, as in [Op("F", 0, 0), Op("B", 0, 0)].'
+            )
+    return [list(row) for row in rows]
+
+
+def _is_op(x: object) -> bool:
+    if not isinstance(x, Op) or x.kind not in KINDS:
+        return False
+    return all(type(n) is int and -1 <= n <= MOST for n in (x.piece, x.index, x.peer))
 
 
 def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
@@ -203,22 +231,11 @@ def _function(name: str) -> Schedule:
         return SCHEDULES[name]
     path, colon, attribute = name.rpartition(":")
     if colon and path.endswith(".py"):
-        return _from_file(Path(path), attribute)
+        (own,) = load_source(path, (attribute,), ProgramError)
+        return own  # type: ignore[no-any-return]
     near = difflib.get_close_matches(name, [*SCHEDULES, "searched"], n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ProgramError(
         f"there is no schedule {name!r}.{hint} Schedules are {', '.join([*SCHEDULES, 'searched'])};"
         " your own is named file.py:function."
     )
-
-
-def _from_file(path: Path, attribute: str) -> Schedule:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or not spec or not spec.loader:
-        raise ProgramError(f"there is no file {path} with a schedule {attribute!r}.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise ProgramError(f"{path} has no function {attribute!r}.")
-    return function  # type: ignore[no-any-return]

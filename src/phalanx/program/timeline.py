@@ -3,12 +3,13 @@ so that a prediction and a measurement can be laid over each other."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..layout.files import parse_json
 from .program import Op
 
 __all__ = ["Span", "Timeline"]
@@ -95,7 +96,7 @@ class Timeline:
     def from_json(cls, text: str) -> Timeline:
         """The timeline that a file tells; whatever is not one is refused."""
         try:
-            said = json.loads(text)
+            said = parse_json(text, "this", ValueError)
             spans = tuple(
                 Span(int(r), str(lane), Op.parse(op), float(a), float(b))
                 for r, lane, op, a, b in said["spans"]
@@ -106,8 +107,12 @@ class Timeline:
                 )
                 for r, ps in said.get("memory", {}).items()
             }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"this is not a timeline: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(f"this is not a timeline: {str(error)[:200]}") from None
+        times = [(span.start, span.end) for span in spans]
+        times += [(time, time) for points in memory.values() for time, _ in points]
+        if not all(math.isfinite(a) and a <= b < math.inf for a, b in times):
+            raise ValueError("this is not a timeline: a span ends before it starts, or never")
         return cls(spans, memory or None)
 
 

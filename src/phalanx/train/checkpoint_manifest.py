@@ -183,10 +183,25 @@ def _progress(body: Fields) -> Progress:
             shape = Shape(**said.said)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             said.refuse(f"is no shape: {error}")
+    scale = body.object("state").said.get("loss_scale")
+    if scale is not None and not _is_loss_scale(scale):
+        body.refuse(
+            f"'loss_scale' is {str(scale)[:60]}; a scale above 0 and the steps since it changed"
+            " belong there."
+        )
     return Progress(
         body.whole("step"), body.whole("cursor"), body.whole("seed"), body.text("data"),
         body.text("layout"), shape, body.object("config").said, body.object("state").said,
     )  # fmt: skip
+
+
+def _is_loss_scale(kept: object) -> bool:
+    """Whether this is what fp16 keeps: the scale, and for how many steps it has held."""
+    if not isinstance(kept, list) or len(kept) != 2:
+        return False
+    scale, steady = kept
+    right = type(scale) in (int, float) and 0 < scale < 2.0**64
+    return right and type(steady) is int and 0 <= steady < 1 << 62
 
 
 def _logical(said: Fields, files: tuple[File, ...]) -> Logical:

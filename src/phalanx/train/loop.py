@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout
+from ..layout.files import printable
 from ..layout.run import Run
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver, load
@@ -223,7 +224,7 @@ class _Loop:
         if self.teller.speaks:
             self.teller.journal.write(event, text=text)
             if not self.teller.quiet:
-                print(text, flush=True)
+                print(printable(text), flush=True)
 
     def _memory_parts(self) -> int:
         return sum(unit.part for unit in self.rank.holding.units.values())

@@ -7,8 +7,10 @@ memory, skip, stop, end. A run that was restarted has several starts in it.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import math
+import os
 import resource
 import sys
 import time
@@ -19,6 +21,7 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from ..layout.files import open_regular, printable
 from ..layout.journal import Record
 from ..layout.run import Run
 
@@ -38,9 +41,13 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        cut = path.exists() and not path.read_bytes().endswith(b"\n")
-        self.file: IO[str] = path.open("a", encoding="utf-8")
-        if cut and path.stat().st_size:
+        # A link is refused: in a folder from elsewhere it could lead to any file of the user's.
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        raw = open_regular(path, flags)
+        size = os.fstat(raw.fileno()).st_size
+        cut = size > 0 and os.pread(raw.fileno(), 1, size - 1) != b"\n"
+        self.file: IO[str] = io.TextIOWrapper(raw, encoding="utf-8")
+        if cut:
             self.file.write("\n")
 
     def write(self, event: str, **said: Any) -> None:
@@ -93,6 +100,7 @@ class Screen:
     def __init__(self, run: Run, step: int) -> None:
         self.run, self.begun, self.at = run, time.monotonic(), step
         self.bar: Any = None
+        self.heard = True
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
@@ -104,17 +112,26 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line that stays."""
+        text = printable(text)
         if self.bar:
             self.bar.console.print(text, markup=False, highlight=False)
         else:
-            print(text, flush=True)
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self.heard:
+            try:
+                print(text, flush=True)
+            except BrokenPipeError:  # `| head` has seen enough; the run goes on
+                self.heard = False
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def tell(self, step: int, numbers: Mapping[str, float]) -> None:
         text = self._line(step, numbers)
         if self.bar:
             self.bar.update(self.task, completed=step, said=text)
         else:
-            print(text, flush=True)
+            self._print(text)
 
     def _line(self, step: int, numbers: Mapping[str, float]) -> str:
         done = step - self.at

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..cost import StepFlops
+from ..layout.files import write_text
 from ..layout.journal import read_journal
 from ..layout.run import Run
 from ..program import Timeline
@@ -33,7 +34,7 @@ class Teller:
         path = self.out / "metrics.jsonl"
         self.history = read_journal(path)
         self.journal = Journal(path)
-        (self.out / "run.toml").write_text(str(run), encoding="utf-8")
+        write_text(self.out / "run.toml", str(run))
         self.sinks: list[Sink] = open_sinks(run)
         self.quiet = quiet
 
@@ -111,7 +112,7 @@ class Teller:
         spans = [span for part in parts for span in json.loads(part)["spans"]]
         said = {"step": step, "layout": layout, "spans": spans, "memory": {}}
         Timeline.from_json(json.dumps(said))
-        (self.out / "timeline.json").write_text(json.dumps(said), encoding="utf-8")
+        write_text(self.out / "timeline.json", json.dumps(said))
 
     def close(self) -> None:
         if self.speaks:

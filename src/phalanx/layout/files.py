@@ -1,0 +1,171 @@
+"""Files and text that somebody else may have written: read within stated limits, and printed safely.
+
+Opening never waits: a named pipe or a device in place of a file is refused. Links are followed when
+a file is read, and replaced, not followed, when one is written. What TOML and JSON nest, and how
+large their numbers are, is limited, so that no reader runs out of stack, time or memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+__all__ = [
+    "DEPTH", "SMALL", "large_number", "open_regular", "parse_json", "parse_toml", "printable",
+    "read_text", "reason", "unwritable", "write_text",
+]  # fmt: skip
+
+Refusal = Callable[[str], Exception]
+
+SMALL = 1 << 20  # bytes of a TOML file: a run, a shape, a machine
+DEPTH = 32  # tables and lists inside each other
+INTEGER = 1 << 63  # TOML's integers have 64 bits
+# Control characters but newline and tab, marks that turn the direction of writing or cannot be seen,
+# and halves of surrogate pairs, which no encoding can write.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    "\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+# A key of very many parts. The look behind keeps the search linear: one start a word.
+_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*"""
+_DOTTED = re.compile(rf"(?<![\w-]){_PART}(?:{_PART}){{{DEPTH}}}")
+_KINDS = {
+    stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFDIR: "a folder",
+}  # fmt: skip
+
+
+def printable(text: str) -> str:
+    """The text with everything that could steer a terminal written as an escape, as in \\x1b."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def unwritable(text: str) -> str:
+    """The first character of a text that belongs in no name and no path, as an escape."""
+    found = _UNPRINTABLE.search(text)
+    return printable(found[0]) if found else ""
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, without the number and the path."""
+    return error.strerror or str(error) or type(error).__name__
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
+    """A regular file, open; anything else is an OSError at once."""
+    try:
+        # Without O_NONBLOCK a named pipe in place of the file would be waited for without end.
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    except ValueError:  # NUL, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        what = _KINDS.get(stat.S_IFMT(kind), "no file")
+        raise OSError(errno.EINVAL, f"it is {what}, not a regular file", str(path))
+    return os.fdopen(descriptor, "ab" if flags & os.O_APPEND else "rb")
+
+
+def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -> str:
+    """The text of a file of at most `limit` bytes; `what` is how an error names it."""
+
+    def refuse(why: str) -> NoReturn:
+        raise error(f"cannot read the {what} {path}: {why}.") from None
+
+    try:
+        with open_regular(Path(path)) as file:
+            size = os.fstat(file.fileno()).st_size
+            read = b"" if size > limit else file.read(limit + 1)
+    except OSError as wrong:
+        refuse(reason(wrong))
+    if max(size, len(read)) > limit:
+        refuse(f"it has {max(size, len(read)):,} bytes, and at most {limit:,} are read")
+    try:
+        return read.decode()
+    except UnicodeDecodeError as wrong:
+        raise error(
+            f"the {what} {path} is not text: byte {wrong.start:,} is not UTF-8. Name a text file."
+        ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file has this text or what it had before. A link in its place is replaced, not followed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def parse_toml(text: str, where: str, error: Refusal) -> dict[str, Any]:
+    """The table that a TOML text is."""
+    if _DOTTED.search(text):  # which tomllib takes the square of their number for
+        raise error(f"{where}: {_TOO_DEEP}")
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise error(f"{where}: {_TOO_DEEP}") from None
+    except ValueError as wrong:  # TOMLDecodeError, or too many digits
+        raise error(f"{where} is not TOML: {_reworded(wrong)}.") from None
+    return _limited(found, where, error)
+
+
+def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
+    """The object that a JSON text is; NaN and infinity are refused."""
+
+    def constant(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not a number")
+
+    try:
+        found = json.loads(text, parse_constant=constant)
+    except RecursionError:
+        raise error(f"{where}: {_TOO_DEEP}") from None
+    except ValueError as wrong:
+        raise error(f"{where} is not JSON: {_reworded(wrong)}.") from None
+    if not isinstance(found, dict):
+        raise error(f"{where} is not a JSON object. Name a file that phalanx wrote.")
+    return _limited(found, where, error)
+
+
+_TOO_DEEP = f"tables or lists stand more than {DEPTH} deep in each other. Nest less."
+
+
+def _reworded(wrong: ValueError) -> str:
+    """Python's own words, but for those that tell how to change Python."""
+    text = str(wrong).rstrip(".")
+    return "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
+
+
+def _limited(found: dict[str, Any], where: str, error: Refusal) -> dict[str, Any]:
+    """The table itself, if nothing in it is too deep or too large."""
+    level: list[Any] = [found]
+    for _ in range(DEPTH):
+        inner: list[Any] = []
+        for each in level:
+            for name, x in each.items() if isinstance(each, dict) else enumerate(each):
+                if isinstance(x, dict | list):
+                    inner.append(x)
+                elif large_number(x):
+                    raise error(
+                        f"{where}: {str(name)[:60]!r} is a whole number beyond 64 bits. Write less."
+                    )
+        level = inner
+        if not level:
+            return found
+    raise error(f"{where}: {_TOO_DEEP}")
+
+
+def large_number(x: object) -> bool:
+    """Whether a whole number needs more than 64 bits."""
+    return isinstance(x, int) and not -INTEGER <= x < INTEGER

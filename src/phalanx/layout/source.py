@@ -1,0 +1,89 @@
+"""Python files of the user's own: a schedule, a model. They are run, because the user named them.
+
+What goes wrong in such a file is told in one sentence with its file and line; the traceback of our
+own code around it would hide that.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .files import open_regular, reason
+
+__all__ = ["load_source", "running", "syntax_error"]
+
+Refusal = Callable[[str], Exception]
+LIMIT = 1 << 24  # bytes of a source file
+
+
+def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tuple[Any, ...]:
+    """What a file of the user's calls by these names; the file is run once for each call."""
+    name = names[0]
+    try:
+        with open_regular(Path(path)) as file:
+            large = len(file.read(LIMIT + 1)) > LIMIT
+    except FileNotFoundError:
+        raise error(f"there is no file {path} with {name!r}. Write FILE.py:{name}.") from None
+    except OSError as wrong:
+        raise error(f"cannot read {path}: {reason(wrong)}. Name a file of Python code.") from None
+    if large:
+        raise error(f"cannot read {path}: it has more than {LIMIT:,} bytes. Name a source file.")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise error(f"{path} is no Python file. Write FILE.py:{name}.")
+    module = importlib.util.module_from_spec(spec)
+    with running(path, error):
+        spec.loader.exec_module(module)
+    return tuple(_named(module, name, path, error) for name in names)
+
+
+def _named(module: ModuleType, name: str, path: str | Path, error: Refusal) -> Any:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found
+    own = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+    has = f"It has {', '.join(own[:8])}." if own else "It defines nothing that can be called."
+    raise error(f"{path} has no function or class {name!r}. {has}")
+
+
+def syntax_error(path: str | Path) -> str:
+    """What is wrong with the grammar of a source file; empty if nothing is. It is not run."""
+    try:
+        with open_regular(Path(path)) as file:
+            ast.parse(file.read(LIMIT), str(path))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as wrong:
+        return f"{_place(wrong, '')}: {_what(wrong)}".removeprefix(": ")
+    return ""
+
+
+@contextmanager
+def running(path: str | Path, error: Refusal) -> Iterator[None]:
+    """Run code of the user's file: what it raises becomes a sentence with the file and the line."""
+    try:
+        yield
+    except (Exception, SystemExit) as wrong:  # a stranger's code may raise anything
+        raise error(f"{_place(wrong, str(path))}: {_what(wrong)}. Mend it there.") from wrong
+
+
+def _place(wrong: BaseException, path: str) -> str:
+    """The last line of the user's file that was running; where the parser stopped, if it did not."""
+    if isinstance(wrong, SyntaxError) and wrong.filename and wrong.lineno:
+        return f"{wrong.filename}, line {wrong.lineno}"
+    at, line = wrong.__traceback__, 0
+    while at is not None:
+        if at.tb_frame.f_code.co_filename == path:
+            line = at.tb_lineno
+        at = at.tb_next
+    return f"{path}, line {line}" if line else path
+
+
+def _what(wrong: BaseException) -> str:
+    text = wrong.msg if isinstance(wrong, SyntaxError) else str(wrong)
+    text = text if len(text) <= 300 else text[:297] + "..."
+    return f"{type(wrong).__name__}: {text}".rstrip(": .")
