@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
+from .before import refuse_before
 from .usage import Parser, UsageError, complain, print_json, say
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def run(argv: list[str]) -> int:
     said, rest = parser.parse_known_intermixed_args(argv)
     if rest:
         parser.read(rest)
+    parser.check(said)
     if said.schema:
         print_json(run_schema())
         return 0
@@ -126,6 +128,7 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
 
 def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
+    refuse_before(wanted)
     from ..comm.join import find, join
     from ..parallel import refuse_unfit
     from ..train.program import maker_of, shape_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from ..layout.files import printable, read_text, reason
+from ..layout.layout import MICROBATCHES
+from ..layout.mesh import RANKS
 
 __all__ = [
     "OutputError", "Parser", "UsageError", "complain", "flags", "print_json", "read", "save", "say", "screen",
@@ -55,11 +58,31 @@ class Parser(argparse.ArgumentParser):
         """The arguments; what is left over is refused with the nearest flag."""
         said, rest = self.parse_known_args(argv)
         if not rest:
-            return said
+            return self.check(said)
         known = [o for action in self._actions for o in action.option_strings]
         near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UsageError(f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`.")
+
+    def check(self, said: argparse.Namespace) -> argparse.Namespace:
+        """The arguments, if no number among them is beyond what any command can mean."""
+        for action in self._actions:
+            number, name = getattr(said, action.dest, None), [*action.option_strings, action.dest]
+            most = _MOST.get(action.dest, 1 << 24)
+            if type(number) is float and not math.isfinite(number):
+                raise UsageError(f"{name[0]} is {number}; write a finite number.")
+            if type(number) is int and abs(number) > most:
+                shown = str(number) if abs(number) < 10**30 else "a number of very many digits"
+                raise UsageError(f"{name[0]} is {shown}; write at most {most:,}.")
+        return said
+
+
+# The largest numbers that flags may have; beyond them nothing but waiting would come.
+_MOST = {
+    "ranks": RANKS, "stages": 4096, "microbatches": MICROBATCHES, "chunks": 64, "layers": 10_000,
+    "repeat": 10_000, "width": 1 << 20, "seq": 1 << 28, "sequence": 1 << 28, "seed": (1 << 63) - 1,
+    "tokens": 1 << 40, "size": 1 << 40,
+}  # fmt: skip
 
 
 def flags(said: argparse.Namespace, names: Iterable[str]) -> list[str]:

@@ -20,6 +20,15 @@ _NAMES = """
     recompute mixed-precision swap
     grid arithmetic"""
 NAMES = tuple(_NAMES.split())
+# What other libraries call them.
+_ELSEWHERE = {
+    "fsdp": "zero-3", "zero": "zero-3", "fully-sharded": "zero-3", "ddp": "data-parallel",
+    "dp": "data-parallel", "hsdp": "hybrid-sharding", "tp": "tensor-parallel",
+    "megatron": "tensor-parallel", "pp": "pipeline", "gpipe": "pipeline", "1f1b": "one-f-one-b",
+    "cp": "ring-attention", "context-parallel": "ring-attention", "ring": "ring-attention",
+    "checkpointing": "recompute", "activation-checkpointing": "recompute", "amp": "mixed-precision",
+    "bf": "mixed-precision", "fp": "mixed-precision", "offload": "swap",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,9 +45,11 @@ class Entry:
 def entry(name: str) -> Entry:
     """The experiment of that name, read without being imported."""
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
+        other = _ELSEWHERE.get(name.lower().rstrip("0123456789").rstrip("-_ "))
+        close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
+        near = [other] if other else close
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise LabError(f"there is no experiment {name!r}.{hint} `phalanx lab` lists them.")
+        raise LabError(f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
     stem = name.replace("-", "_")
     path = Path(__file__).parent / "experiments" / f"{stem}.py"
     source = path.read_text(encoding="utf-8")

@@ -48,8 +48,8 @@ def printable(text: str) -> str:
 
 
 def unwritable(text: str) -> str:
-    """The first character of a text that belongs in no name and no path, as an escape."""
-    found = _UNPRINTABLE.search(text)
+    """The first character of a text that no path and no file of text can have, as an escape."""
+    found = re.search("[\0\ud800-\udfff]", text)
     return printable(found[0]) if found else ""
 
 

@@ -17,7 +17,7 @@ __all__ = ["AXES", "Axis", "LayoutError", "Mesh"]
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _PARTS = {"dp": ("replicate", "shard"), "cp": ("ring", "ulysses")}
-RANKS = 1 << 20  # the most that a mesh may have
+RANKS = 1 << 18  # the most that a mesh may have
 _SIZE = "([0-9]{1,7})"
 _WORD = re.compile(f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?")
 

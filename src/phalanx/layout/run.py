@@ -21,7 +21,7 @@ from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape
 from .source import syntax_error
-from .strict import Mistake, Said, dump, key, read, schema, section, toml_value
+from .strict import Mistake, Said, dump, key, read, schema, section
 
 __all__ = [
     "CHECKPOINTS",
@@ -187,8 +187,7 @@ class Run:
         """The sizes of a built-in model, with the batch and the sequence of this run. Only its file
         knows those of the user's own: see `sized`."""
         if isinstance(self.model, dict):
-            text = "".join(f"{name} = {toml_value(v)}\n" for name, v in self.model.items())
-            return self.sized(Shape.parse(text, "model"))
+            return self.sized(Shape.of(self.model, "model"))
         return self.sized(Shape.load(self.model))
 
     def sized(self, plain: Shape) -> Shape:

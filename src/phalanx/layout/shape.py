@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from .files import parse_toml, read_text
 from .mesh import LayoutError
@@ -199,7 +200,11 @@ class Shape:
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
         """A shape from TOML; unknown keys and wrong types are refused, all at once."""
-        said = parse_toml(text, f"shape {name!r}", LayoutError)
+        return cls.of(parse_toml(text, f"shape {name!r}", LayoutError), name)
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any], name: str) -> Shape:
+        """A shape from a table of its sizes."""
         kinds: dict[str, type | tuple[type, ...]] = {
             "int": int,
             "str": str,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,9 +76,9 @@ def _place(wrong: BaseException, path: str) -> str:
     """The last line of the user's file that was running; where the parser stopped, if it did not."""
     if isinstance(wrong, SyntaxError) and wrong.filename and wrong.lineno:
         return f"{wrong.filename}, line {wrong.lineno}"
-    at, line = wrong.__traceback__, 0
+    at, line, own = wrong.__traceback__, 0, os.path.abspath(path)
     while at is not None:
-        if at.tb_frame.f_code.co_filename == path:
+        if os.path.abspath(at.tb_frame.f_code.co_filename) == own:
             line = at.tb_lineno
         at = at.tb_next
     return f"{path}, line {line}" if line else path

@@ -334,6 +334,8 @@ def toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{name} = {toml_value(v)}" for name, v in value.items()) + "}"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, float):
+        return repr(value)  # JSON's NaN and Infinity are none of TOML's
     # TOML's basic strings are JSON's, but for DEL, which JSON leaves as it is.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

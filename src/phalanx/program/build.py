@@ -20,7 +20,7 @@ from .passes import (
     tie,
 )
 from .program import Op, Program, ProgramError
-from .schedules import schedule
+from .schedules import refuse_vast, schedule
 from .search import search
 from .simulate import Costs
 
@@ -41,6 +41,7 @@ def build(
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
     unit) pairs that share a weight. `recompute:fit` needs sizes and a limit in bytes; a searched
     schedule orders for these costs, each rank holding at most `held` microbatches."""
+    refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if layout.schedule == "searched":
         costs = _stage_costs(
             costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1}), stages

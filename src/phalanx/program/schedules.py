@@ -20,6 +20,7 @@ from .program import MOST, Op, Program, ProgramError
 
 __all__ = ["SCHEDULES", "Schedule", "schedule"]
 
+FORWARDS = 500_000  # the most of a program
 Rows = list[list[Op]]
 Schedule = Callable[[int, int, int], Rows]
 _WHOLE = (FORWARD, BACKWARD)
@@ -176,6 +177,7 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
             raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
     function = _function(name)
     _possible(name, stages, microbatches, chunks)
+    refuse_vast(stages * chunks * microbatches)
     if name in SCHEDULES:
         return Program.pipeline(function(stages, microbatches, chunks))
     with running(name.rpartition(":")[0], ProgramError):
@@ -208,6 +210,15 @@ def _is_op(x: object) -> bool:
     if not isinstance(x, Op) or x.kind not in KINDS:
         return False
     return all(type(n) is int and -1 <= n <= MOST for n in (x.piece, x.index, x.peer))
+
+
+def refuse_vast(forwards: int) -> None:
+    """Refuse a program that nobody waits for: its proof takes a minute for each million operations."""
+    if forwards > FORWARDS:
+        raise ProgramError(
+            f"the step would have {2 * forwards:,} operations of computing, and at most"
+            f" {2 * FORWARDS:,} are built. Use fewer microbatches, stages or layers."
+        )
 
 
 def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:

@@ -10,6 +10,7 @@ from . import ops
 from .memory import Sizes, changes
 from .needs import Graph, graph, possible
 from .program import Op, Program, ProgramError
+from .schedules import refuse_vast
 from .timeline import Span, Timeline
 
 __all__ = ["Costs", "repeat", "simulate"]
@@ -135,6 +136,7 @@ def _memory(
 def repeat(program: Program, steps: int) -> Program:
     """The same step several times, one after the other, with nothing between: no step waits for
     another but where an operation needs it (an update, an agreement)."""
+    refuse_vast(steps * sum(map(len, program.rows)) // 2)
     width = program.microbatches
     per_row = [
         {(op.kind, op.piece): 1 + op.index for op in sorted(row, key=lambda o: o.index)}

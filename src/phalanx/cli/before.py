@@ -1,0 +1,114 @@
+"""What would end a run within its first seconds, seen before torch is loaded and a process started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..layout import Layout, Run, RunError, Shape, stage_pieces
+from ..layout.files import open_regular, reason
+from ..layout.legal import legal
+from ..layout.strict import Mistake
+from ..program import build, check, schedule
+
+__all__ = ["refuse_before"]
+
+GIB = 2**30
+_LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # then ranks stand on other machines too
+
+
+def refuse_before(run: Run) -> None:
+    """Raise with what is wrong with a run's schedule, its memory and its folders."""
+    layout = None if run.layout.strip() == "auto" else Layout.parse(run.layout)
+    shape = None if run.own else run.shape
+    if layout is not None:
+        _refuse_schedule(layout, shape)
+    wrong = []
+    if not _has_gpu():
+        wrong += _fitting(run, layout)
+        if shape is not None and not any(name in os.environ for name in _LAUNCHERS):
+            wrong += _memory(run, shape, layout)
+    wrong = wrong or _folders(run)
+    if wrong:
+        raise RunError("run", wrong)
+
+
+def _has_gpu() -> bool:
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
+def _refuse_schedule(layout: Layout, shape: Shape | None) -> None:
+    """A schedule of the user's own is run once here; ranks would each say what is wrong with it."""
+    if ".py:" not in layout.schedule:
+        return
+    schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+    if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
+        check(build(layout, stage_pieces(layout, shape)))
+
+
+def _fitting(run: Run, layout: Layout | None) -> list[Mistake]:
+    if layout is None or layout.recompute != "fit" or run.memory:
+        return []
+    what = f"layout = {run.layout!r}: how much a rank may hold is not said, and no GPU tells it"
+    return [Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all")]
+
+
+def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
+    """Why this machine cannot hold all ranks: by the least that they hold, so a run that is refused
+    here could not have begun."""
+    have = _machine_memory()
+    zero = 3 if layout is None else layout.zero
+    copies = 1 if layout is None else layout.copies
+    wide = 8 if layout and layout.precision == "fp64" else 4
+    kept = {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.kind]
+    # ZeRO cuts optimizer state from stage 1 on, gradients from 2, weights from 3.
+    numbers = sum(
+        count * (1 if zero >= stage else copies) for stage, count in ((1, kept), (2, 1), (3, 1))
+    )
+    state = shape.total * wide * numbers
+    name = shape.name if isinstance(run.model, dict) else run.model
+    if state > have:
+        what = (
+            f"model = {name!r} takes {state / GIB:,.0f} GiB for weights, gradients and optimizer"
+            f" state of {run.layout!r}, and this machine has {have / GIB:,.0f} GiB"
+        )
+        way_out = "Take a smaller model, fewer ranks or zero3; `phalanx plan` finds a cluster"
+        return [Mistake("model", what, way_out)]
+    tokens = shape.batch * run.tokens(shape) / (layout.microbatches if layout else shape.batch)
+    narrow = 2 if layout and layout.precision in ("bf16", "fp16") else 4
+    blocks = 1 if layout is None or layout.recompute != "none" else shape.layers
+    inputs = tokens * shape.hidden * narrow * blocks  # what a block keeps at the least: its input
+    if inputs > have:
+        what = (
+            f"batch = {shape.batch:,} with sequence = {run.tokens(shape):,} keeps"
+            f" {inputs / GIB:,.0f} GiB between forward and backward, and this machine has"
+            f" {have / GIB:,.0f} GiB"
+        )
+        return [Mistake("batch", what, "Write a smaller batch, or more microbatches: accum:16")]
+    return []
+
+
+def _machine_memory() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _folders(run: Run) -> list[Mistake]:
+    """Make the run's folders and see that the journal can be appended to."""
+    for name, folder in (("out", Path(run.out)), ("checkpoint.dir", run.checkpoints)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"{name} = {str(folder)!r} cannot be made: {reason(error)}"
+            return [Mistake(name, what, "Name another folder")]
+    for journal in (Path(run.out, "metrics.jsonl"), Path(run.out, "run.toml")):
+        try:
+            if journal.is_symlink() and journal.name == "metrics.jsonl":
+                raise OSError(0, "it is a link, which a run does not follow", str(journal))
+            before = journal.exists()
+            open_regular(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND).close()
+            if not before:
+                journal.unlink()
+        except OSError as error:
+            what = f"{str(journal)!r} cannot be written: {reason(error)}"
+            return [Mistake("out", what, "Remove it, or name another folder")]
+    return []

@@ -1,0 +1,284 @@
+"""Common mistakes: one sentence with the place and a way out, exit code 2, no traceback, no escapes.
+
+Each row is a command somebody has typed, or a file somebody has been given. The files stand in
+`FILES`; a row names them. Most rows run in this process; what needs a process of its own follows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli import main
+
+Capture = pytest.CaptureFixture[str]
+ESC = "\x1b]0;owned\x07\x1b[31m"
+SIZES = "model={heads=2,vocab=256,"
+DEEP = "[" * 5000 + "]" * 5000
+
+FILES: dict[str, str | bytes] = {
+    "good.toml": "steps = 3\n",
+    "empty.json": "",
+    "garbage.toml": bytes(range(256)),
+    "latin.toml": b'data = "caf\xe9"\n',
+    "zeros.toml": b"\0" * 64,
+    "deep.toml": f"x = {DEEP}",
+    "dotted.toml": "[" + ".".join(["a"] * 20000) + "]\nx = 1\n",
+    "digits.toml": "steps = " + "9" * 10000,
+    "hex.toml": "steps = 0x" + "f" * 10000,
+    "keys.toml": "".join(f"key{i} = 1\n" for i in range(50_000)),
+    "large.toml": b"#" * (1 << 20) + b"\n",
+    "escapes.toml": '"\\u001b[2Jkey" = "\\u001b]0;owned\\u0007"\n',
+    "shape.toml": 'layers = 2\nhidden = 32\nsource = "\\u001b[31m"\nkind = "\\u001b[31mred"\n',
+    "deep.json": DEEP,
+    "objects.json": '{"a":' * 5000 + "1" + "}" * 5000,
+    "surrogate.json": '{"phalanx run": 1, "program": "\\ud800"}',
+    "overflow.json": json.dumps(
+        {"phalanx run": 1, "program": "mesh pp1\nranks 0: 0F0 0B0\n"}
+    )[:-1] + ', "spans": [[0, "compute", "0F0", 0, 1e400]]}',
+    "big.json": json.dumps(
+        {"phalanx run": 1, "program": "mesh pp1\nranks 0: 0F0 0B0\n"}
+    )[:-1] + ', "spans": [[0, "compute", "0F0", 0, 1' + "0" * 400 + "]]}",
+    "escapes.txt": f"mesh pp1\nranks 0: {ESC}\n",
+    "digits.txt": "mesh pp1\nranks 0: " + "9" * 5000 + "F0\n",
+    "digits-tied.txt": "tied " + "9" * 5000 + ":0\n",
+    "pieces.txt": "mesh pp1\nranks 0: 999999999F0\n",
+    "mesh.txt": "mesh dp99999999999\n",
+    "syntax.py": "import os\ndef mine(:\n    pass\n",
+    "raises.py": (
+        "class Net:\n    pass\n\n"
+        "def mine(stages, microbatches, chunks):\n    return helper(stages)\n\n"
+        "def helper(n):\n    return n / 0\n\n"
+        "def describe(net):\n    raise KeyError('weights')\n"
+    ),
+    "leaves.py": "import sys\nsys.exit(0)\n",
+    "imports.py": "import no_such_module_at_all\n",
+    "zeros.py": b"\0\0\0",
+    "nothing.py": "mine = None\n",
+    "odd.py": (
+        "from phalanx.program import Op\n"
+        "def none(*a): return None\n"
+        "def numbers(*a): return [[1, 2]] * a[0]\n"
+        "def letters(*a): return ['FB'] * a[0]\n"
+        "def kind(*a): return [[Op('Q', 0, 0)]] * a[0]\n"
+        "def huge(*a): return [[Op('F', 10**30, 0)]] * a[0]\n"
+        "def escapes(*a): raise ValueError('\\x1b]0;owned\\x07')\n"
+    ),
+    f"{ESC.replace('/', '')}.toml": "steps = many\n",
+}  # fmt: skip
+
+# What is typed, and what the answer must contain: the place, and the way out.
+ROWS: list[tuple[list[str], tuple[str, ...]]] = [
+    # Run files.
+    (["train", "missing.toml"], ("missing.toml", "No such file", "--print-config")),
+    (["train", "."], (". has a mistake", "a folder")),
+    (["train", "pipe.toml"], ("pipe.toml", "a named pipe, not a regular file", "--print-config")),
+    (["train", "loop.toml"], ("loop.toml", "symbolic links")),
+    (["train", "garbage.toml"], ("garbage.toml", "is not text", "byte 128")),
+    (["train", "latin.toml"], ("latin.toml", "is not text", "byte 11")),
+    (["train", "zeros.toml"], ("zeros.toml", "is not TOML", "docs/training.md")),
+    (["train", "deep.toml"], ("deep.toml", "more than 32 deep", "Nest less")),
+    (["train", "dotted.toml"], ("dotted.toml", "more than 32 deep", "Nest less")),
+    (["train", "digits.toml"], ("digits.toml", "more than 4,300 digits")),
+    (["train", "hex.toml"], ("hex.toml", "'steps'", "beyond 64 bits")),
+    (["train", "keys.toml"], ("keys.toml line 1:", "key0", "49,980 more keys")),
+    (["train", "large.toml"], ("large.toml", "1,048,577 bytes", "at most 1,048,576")),
+    (["train", "sparse.toml"], ("sparse.toml", "1,000,000,000,000 bytes", "at most 1,048,576")),
+    (["train", "escapes.toml"], ("escapes.toml", r"\x1b[2Jkey", "Keys here are")),
+    (["train", f"{ESC}.toml"], (r"\x1b]0;owned\x07\x1b[31m.toml", "not TOML")),
+    (["train", "bad\udcff.toml"], (r"bad\udcff.toml", "No such file")),
+    (["train", "nul\0.toml"], (r"nul\x00.toml", "no file can have this name")),
+    # Keys that are set by arguments.
+    (["train", "steps=" + "9" * 23], ("steps", "beyond 64 bits", "Write less")),
+    (["train", "steps=" + "9" * 10000], ("steps", "beyond 64 bits", "Write less")),
+    (["train", "steps=1e23"], ("steps = 1e+23", "a whole number")),
+    (["train", "steps=9000000000000"], ("steps", "1 to 1,000,000,000,000")),
+    (["train", "batch=999999999999"], ("batch", "0 to 16,777,216")),
+    (["train", "steps=-1"], ("steps = -1", "1 to")),
+    (["train", "optimizer.lr=nan"], ("optimizer.lr", "a number")),
+    (["train", "x=" + DEEP], ("x", "more than 32 deep")),
+    (["train", ".".join(["a"] * 5000) + "=1"], ("5000 parts", "key=value")),
+    (["train", "precision=bf16"], ("precision", "The layout says it", 'layout="bf16"')),
+    (["train", "micro_batch_size=2"], ("micro_batch_size", "accum:4")),
+    (["train", "zero_stage=3"], ("zero_stage", 'layout="dp8 zero3"')),
+    (["train", "out=a\0b"], ("out", r"\x00", "Leave it out")),
+    (["train", "out=a\udcff"], ("out", r"\udcff", "Leave it out")),
+    (["train", f"{ESC}=1"], (r"\x1b]0;", "sets nothing", "key=value")),
+    # Where a run writes.
+    (["train", "out=good.toml"], ("out = 'good.toml' is no folder", "a new one")),
+    (["train", "out=good.toml/run"], ("below 'good.toml'", "a new one")),
+    (["train", "out=good.toml/a/b"], ("below 'good.toml'", "a new one")),
+    (["train", "out=/proc/phalanx-run"], ("/proc", "another folder")),
+    (["train", "out=dangling"], ("dangling", "a link to nothing", "a new one")),
+    (["train", "checkpoint.dir=good.toml/c"], ("checkpoint.dir", "below 'good.toml'")),
+    (["train", "out=piped"], ("piped/metrics.jsonl", "a named pipe", "another folder")),
+    (["train", "out=linked"], ("linked/metrics.jsonl", "a link", "another folder")),
+    # Sizes that nobody has.
+    (["train", SIZES + "layers=2,hidden=1000000000}"], ("hidden=1000000000", "1,048,576 or less")),
+    (["train", "model={layers=2,hidden=32,vocab=100000000000}"], ("vocab=100000000000", "67,108,864")),
+    (["train", SIZES + "layers=1000000000,hidden=32}"], ("layers=1000000000", "10,000 or less")),
+    (["train", "model={layers=-1,hidden=32}"], ("layers=-1", "1 or more")),
+    (["train", "model={layers=2,hidden=32,heads=2,kv_heads=-2,vocab=256}"], ("kv_heads=-2", "1 or more")),
+    (["train", "model={layers=2,hidden=32,heads=2,vocab=256,eps=nan}"], ("eps=nan", "finite")),
+    (["train", "model={layers=2,hidden=32,heads=2,vocab=256,rope_theta=inf}"], ("rope_theta=inf", "finite")),
+    (["train", "model=405b", "layout=dp2"], ("405b", "GiB", "fewer ranks")),
+    (["train", "layout=dp" + "9" * 5000], ("is not an axis", "seven digits")),
+    (["train", "layout=dp9999999"], ("9,999,999 ranks", "at most 262,144")),
+    (["train", "layout=dp2 accum:999999"], ("microbatches=999999", "100,000")),
+    (["train", "layout=dp²"], ("layout", "means nothing")),
+    (["train", "layout=dp2 prefetch:²"], ("prefetch:²", "means nothing")),
+    (["train", "--ranks", "9" * 30], ("--ranks", "262,144")),
+    (["check", "dp2", "--model", "tiny", "--batch", "9" * 30], ("--batch", "16,777,216")),
+    (["check", "dp2", "--model", "tiny", "--seq", "9" * 5000], ("--seq",)),
+    (["draw", "1f1b", "--stages", "999999999"], ("--stages is 999999999", "at most")),
+    (["draw", "1f1b", "--microbatches", "999999999"], ("--microbatches is 999999999", "at most")),
+    (["draw", "1f1b", "--layers", "999999999"], ("--layers", "at most")),
+    (["draw", "1f1b", "--repeat", "999999999"], ("--repeat", "at most")),
+    (["draw", "1f1b", "--width", "999999999"], ("--width is 999999999", "at most 1,048,576")),
+    (["draw", "1f1b", "--memory-limit", "nan"], ("--memory-limit",)),
+    (["draw", "1f1b", "--costs", "F=1e400"], ("F=1e400", "finite")),
+    (["check", "pp2 1f1b:100000", "--model", "405b", "--batch", "1000000"], ("operations", "fewer")),
+    # Shapes.
+    (["check", "dp2", "--model", "pipe.toml"], ("pipe.toml", "a named pipe")),
+    (["check", "dp2", "--model", "garbage.toml"], ("garbage.toml", "is not text")),
+    (["check", "dp2", "--model", "deep.toml"], ("deep", "more than 32 deep")),
+    (["check", "dp2", "--model", "digits.toml"], ("digits", "4,300 digits")),
+    (["check", "dp2", "--model", "keys.toml"], ("key0", "and more")),
+    (["check", "dp2", "--model", "sparse.toml"], ("sparse.toml", "at most 1,048,576")),
+    (["check", "dp2", "--model", "shape.toml"], (r"\x1b[31mred", "choose decoder, mlp")),
+    (["check", "dp2", "--model", f"{ESC}"], (r"\x1b]0;owned", "Shapes are")),
+    # Words of other libraries.
+    (["check", "fsdp8", "--model", "tiny"], ("'fsdp8'", "'dp8 zero3'")),
+    (["check", "FSDP", "--model", "tiny"], ("'FSDP'", "zero3")),
+    (["check", "ddp4", "--model", "tiny"], ("'ddp4'", "'dp4'")),
+    (["check", "hsdp4", "--model", "tiny"], ("'hsdp4'", "'dp2x4 zero3'")),
+    (["check", "dp8 zero", "--model", "tiny"], ("'zero'", "zero3")),
+    (["check", "dp8 zero-3", "--model", "tiny"], ("'zero-3'", "zero3")),
+    (["check", "dp8 BF16", "--model", "tiny"], ("'BF16'", "Did you mean 'bf16'")),
+    (["check", "DP8", "--model", "tiny"], ("'DP8'", "Did you mean 'dp8'")),
+    (["check", "tp=2", "--model", "tiny"], ("'tp=2'", "Did you mean 'tp2'")),
+    (["check", "pipeline4", "--model", "tiny"], ("'pipeline4'", "'pp4 1f1b:16'")),
+    (["lab", "fsdp"], ("fsdp", "zero-3")),
+    # Programs and recorded steps.
+    (["check", "pipe.txt"], ("pipe.txt", "a named pipe")),
+    (["check", "escapes.txt"], (r"\x1b]0;owned", "line 2", "Write 2F0")),
+    (["check", "digits.txt"], ("line 2", "999,999")),
+    (["check", "digits-tied.txt"], ("line 1", "tied PIECE:UNIT")),
+    (["check", "pieces.txt"], ("line 2", "999,999")),
+    (["check", "mesh.txt"], ("line 1", "seven digits")),
+    (["draw", "program", "sparse.txt"], ("sparse.txt", "at most")),
+    (["draw", "run", "pipe.json"], ("pipe.json", "a named pipe")),
+    (["draw", "run", "empty.json"], ("is not JSON", "Expecting value")),
+    (["draw", "run", "deep.json"], ("more than 32 deep",)),
+    (["draw", "run", "objects.json"], ("more than 32 deep",)),
+    (["draw", "run", "surrogate.json"], (r"\ud800",)),
+    (["draw", "run", "overflow.json"], ("not a timeline",)),
+    (["draw", "run", "big.json"], ("beyond 64 bits",)),
+    (["draw", "run", "sparse.json"], ("sparse.json", "at most")),
+    # Where a picture goes.
+    (["draw", "1f1b", "--out", "good.toml/x.svg"], ("cannot write good.toml/x.svg", "another file")),
+    (["draw", "1f1b", "--out", "folder.svg"], ("cannot write folder.svg", "directory")),
+    (["draw", "1f1b", "--out", "full.svg"], ("cannot write full.svg", "No space left")),
+    (["draw", "1f1b", "--out", "pipe.svg"], ("cannot write pipe.svg", "another file")),
+    (["draw", "1f1b", "--out", "nul\0.svg"], ("cannot write", "no file can have this name")),
+    # Code of the user's own: its file and line.
+    (["draw", "missing.py:mine"], ("missing.py", "no file")),
+    (["draw", "pipe.py:mine"], ("pipe.py", "a named pipe")),
+    (["draw", "syntax.py:mine"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["draw", "zeros.py:mine"], ("zeros.py", "null bytes")),
+    (["draw", "raises.py:mine"], ("raises.py, line 8: ZeroDivisionError", "Mend it there")),
+    (["draw", "leaves.py:mine"], ("leaves.py, line 2: SystemExit",)),
+    (["draw", "imports.py:mine"], ("imports.py, line 1: ModuleNotFoundError",)),
+    (["draw", "nothing.py:mine"], ("nothing.py has no function", "'mine'")),
+    (["draw", "odd.py:none"], ("returns a NoneType", "list of Op")),
+    (["draw", "odd.py:numbers"], ("stage 0 has 1", "lists of Op")),
+    (["draw", "odd.py:letters"], ("stage 0 has 'FB'", "lists of Op")),
+    (["draw", "odd.py:kind"], ("stage 0 has Op(", "lists of Op")),
+    (["draw", "odd.py:huge"], ("stage 0 has Op(", "lists of Op")),
+    (["draw", "odd.py:escapes"], (r"\x1b]0;owned\x07", "odd.py, line 7")),
+    (["check", "pp2 raises.py:mine:2", "--model", "tiny"], ("raises.py, line 8",)),
+    (["train", "layout=pp2 missing.py:mine:2"], ("missing.py", "no file")),
+    (["train", "layout=pp2 syntax.py:mine:2"], ("syntax.py, line 2",)),
+    (["train", "layout=pp2 raises.py:mine:2"], ("raises.py, line 8: ZeroDivisionError",)),
+    (["train", "layout=pp2 odd.py:none:2"], ("returns a NoneType", "list of Op")),
+    (["train", "model=syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["train", "model=pipe.py:Net"], ("pipe.py", "no file")),
+    (["train", "layout=recompute:fit"], ("recompute:fit", "memory = ")),
+    # Verbs and flags.
+    ([ESC], (r"there is no verb '\x1b]0;owned", "Verbs are")),
+    (["draw", "1f1b", f"--{ESC}"], (r"\x1b", "phalanx draw --help")),
+    (["checkpoint", "show", "missing"], ("missing", "no checkpoint")),
+    (["checkpoint", "show", f"{ESC}"], (r"\x1b]0;owned", "no checkpoint")),
+    (["report", "missing"], ("missing",)),
+    (["data", "show", "missing"], ("missing",)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with all the files that rows name."""
+    root = tmp_path_factory.mktemp("mistakes")
+    for name, content in FILES.items():
+        raw = content.encode() if isinstance(content, str) else content
+        (root / name).write_bytes(raw)
+    for suffix in ("toml", "txt", "json", "py", "svg"):
+        os.mkfifo(root / f"pipe.{suffix}")
+    for suffix in ("toml", "txt", "json"):
+        with (root / f"sparse.{suffix}").open("wb") as file:
+            file.truncate(10**12)
+    (root / "loop.toml").symlink_to("loop.toml")
+    (root / "dangling").symlink_to("nowhere")
+    (root / "full.svg").symlink_to("/dev/full")
+    (root / "folder.svg").mkdir()
+    (root / "piped").mkdir()
+    os.mkfifo(root / "piped" / "metrics.jsonl")
+    (root / "linked").mkdir()
+    (root / "linked" / "metrics.jsonl").symlink_to(root / "good.toml")
+    before = Path.cwd()
+    os.chdir(root)
+    yield root
+    os.chdir(before)
+    assert (root / "good.toml").read_text() == FILES["good.toml"]
+
+
+def _name(row: tuple[list[str], tuple[str, ...]]) -> str:
+    return ascii(" ".join(word if len(word) < 50 else word[:47] + "..." for word in row[0]))
+
+
+@pytest.fixture(autouse=True)
+def _no_row_waits() -> Iterator[None]:
+    """A command that waits for a pipe or counts to a billion fails here instead of standing still."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError("the command was still running after 60 s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _is_clean(text: str) -> None:
+    """No traceback, and nothing that steers a terminal."""
+    assert "Traceback" not in text
+    assert not [c for c in text if not c.isprintable() and c != "\n"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=_name)
+def test_a_mistake_is_one_sentence_with_the_place_and_a_way_out(
+    row: tuple[list[str], tuple[str, ...]], folder: Path, capsys: Capture
+) -> None:
+    argv, parts = row
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    _is_clean(said.err)
+    assert said.out == ""
+    for part in parts:
+        assert part in said.err
+    assert len(said.err) < 6000
