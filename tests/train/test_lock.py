@@ -275,4 +275,4 @@ def test_ctrl_c_twice_ends_without_a_traceback(begin: Any, tmp_path: Path) -> No
                 os.kill(each, signal.SIGINT)
         time.sleep(0.02)
     _, said = run.communicate(timeout=60)
-    assert (run.returncode, said) == (130, "")
+    assert (run.returncode, said) == (130, "phalanx: interrupted.\n")

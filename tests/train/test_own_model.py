@@ -105,7 +105,7 @@ def test_the_command_trains_it_and_tells_how_many_parameters_it_has(
         ("", ("sequence=99",), r"stranger has learned 12 positions"),
         ("VOCAB, HIDDEN", (), "a vocabulary of 53, and bytes are 256"),
         ("shape=shape", (), "describe.. gives no shape"),
-        ("class Stranger(", (), "has no Stranger"),
+        ("class Stranger(", (), "has no function or class 'Stranger'"),
     ],
 )
 def test_what_does_not_fit_it_is_refused_before_any_rank_starts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from ..layout import Layout, Run, RunError, Shape, stage_pieces
@@ -93,22 +94,35 @@ def _machine_memory() -> float:
 
 
 def _folders(run: Run) -> list[Mistake]:
-    """Make the run's folders and see that the journal can be appended to."""
-    for name, folder in (("out", Path(run.out)), ("checkpoint.dir", run.checkpoints)):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            what = f"{name} = {str(folder)!r} cannot be made: {reason(error)}"
-            return [Mistake(name, what, "Name another folder")]
-    for journal in (Path(run.out, "metrics.jsonl"), Path(run.out, "run.toml")):
-        try:
-            if journal.is_symlink() and journal.name == "metrics.jsonl":
-                raise OSError(0, "it is a link, which a run does not follow", str(journal))
-            before = journal.exists()
-            open_regular(journal, os.O_RDWR | os.O_CREAT | os.O_APPEND).close()
-            if not before:
-                journal.unlink()
-        except OSError as error:
-            what = f"{str(journal)!r} cannot be written: {reason(error)}"
-            return [Mistake("out", what, "Remove it, or name another folder")]
+    """Try to make the run's folders and to append to its journal. What was made for that is removed:
+    a run that is refused later leaves nothing behind."""
+    made: list[Path] = []
+    try:
+        for name, folder in (("out", Path(run.out)), ("checkpoint.dir", run.checkpoints)):
+            missing = [p for p in (folder, *folder.parents) if not p.exists()]
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                made += missing
+            except OSError as error:
+                what = f"{name} = {str(folder)!r} cannot be made: {reason(error)}"
+                return [Mistake(name, what, "Name another folder")]
+        return _journal(Path(run.out, "metrics.jsonl"))
+    finally:
+        for folder in sorted(made, key=lambda p: len(p.parts), reverse=True):
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def _journal(path: Path) -> list[Mistake]:
+    new = not os.path.lexists(path)
+    try:
+        # A link is not followed: in a folder from elsewhere it could lead to any file of the user's.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        open_regular(path, flags).close()
+    except OSError as error:
+        why = "it is a link" if path.is_symlink() else reason(error)
+        what = f"{str(path)!r} cannot be written: {why}"
+        return [Mistake("out", what, "Remove it, or name another folder")]
+    if new:
+        path.unlink()
     return []

@@ -65,6 +65,11 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except ValueError:  # NUL, or half of a surrogate pair
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        what = "it is a named pipe or a socket, not a regular file"
+        raise OSError(errno.EINVAL, what, str(path)) from None
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)

@@ -48,7 +48,7 @@ def _named(module: ModuleType, name: str, path: str | Path, error: Refusal) -> A
     found = getattr(module, name, None)
     if callable(found):
         return found
-    own = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+    own = [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
     has = f"It has {', '.join(own[:8])}." if own else "It defines nothing that can be called."
     raise error(f"{path} has no function or class {name!r}. {has}")
 
