@@ -90,7 +90,8 @@ def on_one_process(name: str) -> tuple[float, dict[str, Tensor]]:
 
 LAYOUTS = (
     "", "accum:3", "dp2 accum:2", "dp3 zero3", "pp2 1f1b:3", "pp2 interleaved2:3",
-    "pp2 zb-h1:3 recompute:all", "tp2", "tp4", "tp2 seq", "tp4 seq", "tp2 seq accum:3 recompute:all", "tp2 recompute:selective",
+    "pp2 zb-h1:3 recompute:all", "tp2", "tp4", "tp2 seq", "tp4 seq", "tp2 seq accum:3 recompute:all",
+    "tp2 recompute:selective",
     "cp2", "cp2:ulysses", "cp4:2x2", "cp2 tp2 seq", "cp2:ulysses tp2", "dp2 pp2 tp2 seq zero1 1f1b:2",
 )  # fmt: skip
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from loop_worlds import small, trained
 
 from phalanx.parallel import share
+from phalanx.train import read_manifest
 from phalanx.train.data import Batches, Corpus, DataError, Permutation, Stream, open_library
 
 
@@ -74,6 +79,97 @@ def test_a_run_goes_on_behind_what_was_taken_in_another_batch_size() -> None:
     assert other.cursor(5) == 30
     stream = torch.cat([one.batch(step)["tokens"] for step in range(5, 10)])
     assert torch.equal(torch.cat([other.batch(step)["tokens"] for step in (5, 6, 7)]), stream)
+
+
+def order_by_hand(size: int, seed: int, epoch: int) -> list[int]:
+    """The order of an epoch, written a second time: eight Feistel rounds over an even number of
+    bits with SplitMix64's finalizer, keys from SHA-512, numbers that are too large sent on."""
+    bits = max(1, math.ceil(math.log2(size) / 2)) if size > 1 else 1
+    digest = hashlib.sha512(f"order:{seed}:{epoch}".encode()).hexdigest()
+    keys = [int(digest[n : n + 16], 16) for n in range(0, 128, 16)]
+
+    def mixed(x: int) -> int:
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> shift)) * factor % 2**64
+        return x ^ (x >> 31)
+
+    def sent(number: int) -> int:
+        high, low = divmod(number, 2**bits)
+        for key in keys:
+            high, low = low, high ^ (mixed(low ^ key) % 2**bits)
+        number = high * 2**bits + low
+        return number if number < size else sent(number)
+
+    return [sent(number) for number in range(size)]
+
+
+def firsts(batches: Batches, steps: range) -> list[int]:
+    """Which sequences these steps show, in their order: token n of the stream is n."""
+    tokens = torch.cat([batches.batch(step)["tokens"][:, 0] for step in steps])
+    return [int(token) // batches.sequence for token in tokens]
+
+
+@pytest.mark.parametrize("tokens, batch", [(77, 3), (77, 19), (150, 7), (13, 5), (6, 4)])
+@pytest.mark.parametrize("seed", [0, 9])
+def test_each_epoch_shows_its_sequences_in_its_own_order(
+    tokens: int, batch: int, seed: int
+) -> None:
+    batches = Batches(corpus_of([tokens]), 4, batch, seed=seed, masks=False)
+    total = math.ceil((tokens - 1) / 4)
+    assert batches.sequences == total
+    epochs = [order_by_hand(total, seed, epoch) for epoch in range(6)]
+    assert total < 5 or len(set(map(tuple, epochs))) == 6
+    wanted = [number for epoch in epochs for number in epoch]
+    steps = range(len(wanted) // batch)
+    assert firsts(batches, steps) == wanted[: len(steps) * batch]
+
+
+@pytest.mark.parametrize("before", range(1, 8))
+@pytest.mark.parametrize("after", range(1, 8))
+@pytest.mark.parametrize("at", [1, 2, 3, 5, 11])
+def test_a_run_in_another_batch_size_shows_exactly_what_would_have_come_next(
+    before: int, after: int, at: int
+) -> None:
+    """Also where the new size does not divide what was taken, and past the end of an epoch."""
+    one = Batches(corpus_of([100]), 4, before, seed=3, masks=False)
+    taken = one.cursor(at)
+    assert taken == at * before
+    wanted = [n for epoch in range(8) for n in order_by_hand(25, 3, epoch)]
+    other = Batches(corpus_of([100]), 4, after, seed=3, masks=False).resumed(at, taken)
+    steps = range(at, at + 5)
+    assert [other.cursor(step) for step in steps] == [taken + n * after for n in range(5)]
+    assert firsts(other, steps) == wanted[taken : taken + 5 * after]
+    # A part of the rows is the same part.
+    some = other.batch(at + 1, slice(after // 2, after))["tokens"]
+    assert torch.equal(some, other.batch(at + 1)["tokens"][after // 2 :])
+    # And once more, from where that one got to.
+    third = Batches(corpus_of([100]), 4, 5, seed=3, masks=False).resumed(
+        at + 5, other.cursor(at + 5)
+    )
+    first = taken + 5 * after
+    assert firsts(third, range(at + 5, at + 7)) == wanted[first : first + 10]
+
+
+def test_a_run_that_goes_on_with_another_batch_size_takes_the_sequences_that_come_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []  # the number of every sequence that was trained on
+    stacked = Batches._stacked
+
+    def recorded(self: Batches, stream: Stream, numbers: list[int]) -> dict[str, torch.Tensor]:
+        if stream is self.corpus.train:
+            seen.extend(numbers)
+        return stacked(self, stream, numbers)
+
+    monkeypatch.setattr(Batches, "_stacked", recorded)
+    out = tmp_path / "run"
+    trained(small(out, "steps=3", "batch=6", "seed=2"), "")
+    trained(small(out, "steps=5", "batch=4", "seed=2"), "")
+    trained(small(out, "steps=6", "batch=7", "seed=2"), "")
+    total = Batches(open_library(), 18, 1).sequences
+    assert seen == order_by_hand(total, 2, 0)[: 18 + 8 + 7]
+    progress = read_manifest(out / "checkpoints" / "step-00000006").progress
+    assert (progress.step, progress.cursor) == (6, 33)
 
 
 def test_no_document_is_learned_across_its_end() -> None:
