@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -215,6 +217,9 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["checkpoint", "show", "missing"], ("missing", "no checkpoint")),
     (["checkpoint", "show", f"{ESC}"], (r"\x1b]0;owned", "no checkpoint")),
     (["report", "missing"], ("missing",)),
+    (["plan", "--cluster", "h100x" + "9" * 5000], ("there is no cluster", "h100x64")),
+    (["plan", "--batch-tokens", "9" * 400], ("--batch-tokens", "4M")),
+    (["plan", "--cluster", "this", "--machine", "deep.toml"], ("deep.toml", "more than 32 deep")),
     (["data", "show", "missing"], ("missing",)),
 ]  # fmt: skip
 
@@ -282,3 +287,106 @@ def test_a_mistake_is_one_sentence_with_the_place_and_a_way_out(
     for part in parts:
         assert part in said.err
     assert len(said.err) < 6000
+
+
+# ---- what needs a process of its own
+
+
+def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "phalanx", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **more)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "missing.toml"], ["train", "layout=pp2 raises.py:mine:2"],
+        ["train", "model=syntax.py:Net"], ["train", "out=good.toml/run"],
+        ["train", "layout=recompute:fit"], ["train", "model=405b", "layout=dp2"],
+        ["draw", "1f1b", "--stages", "999999999"], ["check", "fsdp8", "--model", "Llama-3-8B"],
+        ["checkpoint", "show", "missing"], ["data", "show", "missing"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_mistake_is_told_before_torch_is_loaded(argv: list[str], folder: Path) -> None:
+    code = (
+        "import sys\nfrom phalanx.cli import main\ncode = main(sys.argv[1:])\n"
+        "print('torch' in sys.modules, code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120, cwd=folder
+    )
+    assert done.stdout.split() == ["False", "2"]
+    _is_clean(done.stderr)
+
+
+def test_the_package_runs_as_a_module_with_the_command_s_exit_codes(folder: Path) -> None:
+    for argv, code in (
+        (["--version"], 0),
+        (["check", "dp2", "--model", "tiny"], 0),
+        (["check", "tp3", "--model", "tiny"], 1),
+        (["check", "tp3"], 2),
+    ):
+        done = _run(*argv, cwd=folder)
+        assert done.returncode == code
+        _is_clean(done.stderr)
+
+
+def test_standard_output_that_is_full_or_closed_is_no_traceback(folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", "draw", "1f1b"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+    said = "phalanx: cannot write to standard output: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    script = '"$0" -m phalanx draw 1f1b >&-'
+    closed = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, timeout=120)
+    assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")
+
+
+def test_a_reader_of_a_run_s_lines_may_stop_and_the_run_goes_on(tmp_path: Path) -> None:
+    words = [
+        "train", "model={layers=1,hidden=16,heads=2,ffn=16,vocab=256}", "batch=2", "sequence=8",
+        "steps=4", "validation.batches=0", f"out={tmp_path / 'run'}", "--ranks", "1",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "phalanx", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.readline()
+        running.stdout.close()
+        assert running.stderr.read() == b""
+        assert running.wait(120) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [r["step"] for r in map(json.loads, lines) if r["event"] == "step"] == [1, 2, 3, 4]
+
+
+def test_a_run_replaces_a_link_in_place_of_its_run_file(tmp_path: Path) -> None:
+    from phalanx.layout.files import write_text
+
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (tmp_path / "run.toml").symlink_to(other)
+    write_text(tmp_path / "run.toml", "steps = 1\n")
+    assert other.read_text() == "kept"
+    assert (tmp_path / "run.toml").read_text() == "steps = 1\n"
+    assert not (tmp_path / "run.toml").is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "run.toml"]
+
+
+def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> None:
+    for name in ("8B", "llama3-8b", "Llama-3-8B", "meta-llama/Llama-3.1-8B-Instruct"):
+        assert main(["check", "dp2", "--model", name]) == 0
+        assert "fits 8b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3])
+def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -> None:
+    from phalanx.train import CheckpointError, Manifest, Progress
+
+    text = str(Manifest(Progress(1, state={"loss_scale": scale}), (), ()))
+    with pytest.raises(CheckpointError, match=r"here: body: 'loss_scale' is .*belong there"):
+        Manifest.parse(text, "here")
+    good = str(Manifest(Progress(1, state={"loss_scale": [65536.0, 3]}), (), ()))
+    assert Manifest.parse(good, "here").progress.state == {"loss_scale": [65536.0, 3]}

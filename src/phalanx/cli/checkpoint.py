@@ -43,24 +43,35 @@ def run(argv: list[str]) -> int:
     return verbs[said.what](said)
 
 
+_NONE = (
+    f"{{path}} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
+    " name a run's `out`, or one checkpoint in it."
+)
+
+
 def _checkpoints(source: str) -> list[Path]:
+    path = Path(source)
+    if not path.is_dir():
+        raise UsageError(
+            f"{path} holds no checkpoint: there is no such folder. Name a run's `out`, or one"
+            " checkpoint in it."
+        )
+    if not any(path.glob("manifest.json")) and not any(path.rglob("step-*")):
+        raise UsageError(_NONE.format(path=path))
     from ..train.checkpoint import steps
 
-    path = Path(source)
     if (path / "manifest.json").exists():
         return [path]
     found = steps(path) or steps(path / CHECKPOINTS)
     if not found:
-        raise UsageError(
-            f"{path} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
-        )
+        raise UsageError(_NONE.format(path=path))
     return found
 
 
 def _show(said: argparse.Namespace) -> int:
+    found = _checkpoints(said.source)
     from ..train.checkpoint_read import read_manifest
 
-    found = _checkpoints(said.source)
     manifest = read_manifest(found[0])
     progress, kinds = manifest.progress, dict[str, int]()
     numbers = 0
@@ -94,9 +105,10 @@ def _show(said: argparse.Namespace) -> int:
 
 
 def _verify(said: argparse.Namespace) -> int:
+    paths = _checkpoints(said.source)
     from ..train.checkpoint_read import verify_checkpoint
 
-    verdicts = {str(path): verify_checkpoint(path) for path in _checkpoints(said.source)}
+    verdicts = {str(path): verify_checkpoint(path) for path in paths}
     if said.json:
         print_json({"sound": not any(verdicts.values()), "faults": verdicts})
     else:

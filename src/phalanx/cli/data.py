@@ -31,6 +31,8 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--held-out", type=float, default=0.05, metavar="SHARE")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     said = parser.read(argv)
+    if said.source != "python" and not Path(said.source).exists():
+        raise UsageError(f"{said.source} is not there. Name a file or a folder, or python to show.")
     if said.what == "prepare":
         return _prepare(said)
     return _show(said) if said.what == "show" else _verify(said)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..layout.files import reason
-from .usage import OutputError, UsageError, complain, say
+from .usage import OutputError, UsageError, complain, say, silence
 
 __all__ = ["VERBS", "main"]
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         _flush()
     except BrokenPipeError:
-        _silence()  # who reads us has seen enough (`| head`)
+        silence()  # who reads us has seen enough (`| head`)
         return 0
     except KeyboardInterrupt:
         # A second one, while files and ranks are closed, would be a traceback.
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("phalanx: interrupted.")
         return 130
     except OutputError as error:
-        _silence()
+        silence()
         complain(f"phalanx: cannot write to standard output: {error}.")
         return 1
     except ValueError as error:
@@ -105,11 +105,6 @@ def _flush() -> None:
         raise
     except OSError as error:
         raise OutputError(reason(error)) from None
-
-
-def _silence() -> None:
-    """What is still buffered for standard output must not complain when Python ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

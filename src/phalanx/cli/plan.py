@@ -215,9 +215,9 @@ def _site(said: argparse.Namespace) -> tuple[Site, str]:
 
 def count(text: str, flag: str) -> int:
     """4M, 1T, 131072: a number with a letter for thousands, millions, ..."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGBT]?)", text)
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
     if not found or float(found[1]) == 0:
-        raise UsageError(f"{flag} {text}: write a number such as 4M, 512k or 4194304.")
+        raise UsageError(f"{flag} {text[:60]}: write a number such as 4M, 512k or 4194304.")
     return int(float(found[1]) * _LETTERS[found[2].upper()])
 
 

@@ -18,7 +18,7 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
 from .before import refuse_before
-from .usage import Parser, UsageError, complain, print_json, say
+from .usage import Parser, UsageError, complain, print_json, report, say
 
 if TYPE_CHECKING:
     from ..train.loop import Outcome
@@ -142,7 +142,7 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
         )
     quiet = said.json or bool(place and place.rank)
     if notice and not quiet:
-        say(notice, flush=True)
+        report(notice)
     shape = shape_of(wanted)
     _refuse_other_model(wanted, shape)
     layout = _layout(wanted, shape, ranks, quiet=quiet)
@@ -166,7 +166,7 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
         complain(f"rank {place.rank}: RunLocked: {error}")
         return 2
     except (TrainError, CheckpointError) as error:  # every rank has the same
-        say(f"rank {place.rank}: {type(error).__name__}: {error}", flush=True)
+        report(f"rank {place.rank}: {type(error).__name__}: {error}")
         return 1
     world.close()
     return _ended(outcome, said.json and place.rank == 0)
@@ -202,7 +202,7 @@ def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
 
         found, why = auto(wanted, shape, ranks)
         if not quiet:
-            say(f"auto: {str(found) or 'one rank'}, {why}", flush=True)
+            report(f"auto: {str(found) or 'one rank'}, {why}")
     if wrong := list(misfits(wanted, shape, found)):
         raise RunError(wanted.own or "run" if named else "layout = auto", wrong)
     return found
@@ -225,19 +225,19 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
         if not said.json:
             ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
             count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
-            say(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "), flush=True)
+            report(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
             if notice:
-                say(notice, flush=True)
+                report(notice)
         words = (wanted, str(layout), said.json, True)
         try:
             outcomes = launch(train, layout.ranks, *words, wire=said.wire)
         except RankFailed as error:
             told = error.reports[0].error
             # What the run itself refuses is a sentence; anything else needs its traceback.
-            say(told if told.startswith(ours) else error, flush=True)
+            report(told if told.startswith(ours) else error)
             return 1
         except (TrainError, CheckpointError) as error:
-            say(f"{type(error).__name__}: {error}", flush=True)
+            report(f"{type(error).__name__}: {error}")
             return 1
     return _ended(outcomes[0], said.json)
 

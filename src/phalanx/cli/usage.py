@@ -20,8 +20,8 @@ from ..layout.layout import MICROBATCHES
 from ..layout.mesh import RANKS
 
 __all__ = [
-    "OutputError", "Parser", "UsageError", "complain", "flags", "print_json", "read", "save", "say", "screen",
-    "write",
+    "OutputError", "Parser", "UsageError", "complain", "flags", "print_json", "read", "report", "save",
+    "say", "screen", "silence", "write",
 ]  # fmt: skip
 
 Drawn = TypeVar("Drawn")
@@ -147,6 +147,20 @@ def say(*words: object, end: str = "\n", flush: bool = False, colour: bool = Fal
         sys.stdout.write(shown.encode("ascii", "replace").decode() + end)
     except OSError as error:
         raise OutputError(reason(error)) from None
+
+
+def report(*words: object) -> None:
+    """A line on how a long command goes. Where nobody reads it any more (`| head`) the command does
+    not end: a run that was started is to be trained."""
+    try:
+        say(*words, flush=True)
+    except BrokenPipeError:
+        silence()
+
+
+def silence() -> None:
+    """What is still buffered for standard output, and what follows, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:

@@ -128,7 +128,7 @@ def clusters() -> dict[str, Cluster]:
 
 def cluster(name: str) -> Cluster:
     """`llama3`, or a family with how many devices: `h100x64`."""
-    found = re.fullmatch(r"(.+?)(?:x(\d+))?", name)
+    found = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name)
     family, count = (found[1], int(found[2] or 0)) if found else (name, 0)
     known = clusters()
     if name in known:

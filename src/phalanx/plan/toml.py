@@ -4,12 +4,13 @@ together, each with its place and the nearest key."""
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from ..layout.files import parse_toml, read_text
 
 __all__ = ["MachineError", "dump", "load", "parse", "value"]
 
@@ -22,22 +23,12 @@ class MachineError(ValueError):
 
 def load(kind: type[T], path: Path, what: str) -> T:
     """The value that a file of the user's holds."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"cannot read the {what} {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise MachineError(f"the {what} {path} is not text.") from None
-    return parse(kind, text, f"{what} {path}")
+    return parse(kind, read_text(path, what, MachineError), f"{what} {path}")
 
 
 def parse(kind: type[T], text: str, where: str) -> T:
     """The value that TOML text holds; `where` is how an error names the text."""
-    try:
-        said = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise MachineError(f"{where} is not TOML: {error}.") from None
-    return value(kind, said, where)
+    return value(kind, parse_toml(text, where, MachineError), where)
 
 
 def value(kind: type[T], said: Mapping[str, Any], where: str) -> T:
