@@ -24,6 +24,7 @@ from phalanx.comm.base import CommError, CommMisuse, World
 from phalanx.comm.devices import Devices
 from phalanx.comm.process import ProcessWorld, tcp_store
 
+COMING = 20.0  # seconds in which rank 0 comes, for one that only tells it why it goes
 MARGIN = 5.0  # seconds beyond a timeout, for those who wait for the one whose timeout it is
 
 
@@ -210,7 +211,7 @@ def tell_failure(error: str, environment: Mapping[str, str] = os.environ) -> Non
         place = find(environment)
         if place is None:
             return
-        store = _store(place, MARGIN)
+        store = _store(place, COMING)
         if place.rank:
             store.set(f"offer/{place.rank}", json.dumps({FAILED: error}))
         else:
