@@ -123,7 +123,7 @@ MISTAKES = {
     "ulysses": (".transpose(0, 1).reshape(", ".reshape("),
     "model-sharding": ("ctx.group.send(gradients[0].contiguous()", "ctx.group.send(2 * gradients[0]"),
     "pipeline": ("self.gradients[i] += gradient", "self.gradients[i] = gradient"),
-    "pipeline-async": ("if left else stage.own_rows(micro)", "if left else stage.own_rows(0)"),
+    "pipeline-async": ("[source].pop(0)", "[source].pop(-(source > self.lab.rank))"),
     "one-f-one-b": ("min(ranks - rank, microbatches)", "min(1 + ranks - rank, microbatches)"),
     "recompute": ("chain.pass_through(start, first, i), i", "start, i"),
     "mixed-precision": ("gradient.double() / scale", "gradient.double()"),
