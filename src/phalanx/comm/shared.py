@@ -14,14 +14,15 @@ This is for code that speaks torch.distributed; ours splits its groups from a `S
 """
 
 import atexit
+import contextlib
 import json
 import os
 import threading
 import time
 import warnings
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -38,15 +39,17 @@ from phalanx.comm.watch import CommTimeout
 
 __all__ = ["SharedGroup", "SharedWorld"]
 
-# Its stubs lack most of what is used here.
+# Their stubs lack most of what is used here.
 _c10d: Any = torch._C._distributed_c10d
+_dist: Any = dist
+_torch: Any = torch
 _CPU = torch.device("cpu")
 _OPS = {
-    int(dist.ReduceOp.SUM): "sum",
-    int(dist.ReduceOp.AVG): "average",
-    int(dist.ReduceOp.PRODUCT): "product",
-    int(dist.ReduceOp.MIN): "min",
-    int(dist.ReduceOp.MAX): "max",
+    int(_dist.ReduceOp.SUM): "sum",
+    int(_dist.ReduceOp.AVG): "average",
+    int(_dist.ReduceOp.PRODUCT): "product",
+    int(_dist.ReduceOp.MIN): "min",
+    int(_dist.ReduceOp.MAX): "max",
 }
 
 # Guards all groups of this process: whoever moves calls holds it, and nobody sleeps with it.
@@ -196,16 +199,16 @@ class _Progress:
                 self._thread.start()
             self._more.notify()
 
-    def somebody_waits(self) -> "_Progress":
-        return self
-
-    def __enter__(self) -> None:
+    @contextlib.contextmanager
+    def somebody_waits(self) -> Iterator[None]:
+        """While a thread waits it moves everything, and this one does not come in between."""
         with _lock:
             self._waiting += 1
-
-    def __exit__(self, *exception: object) -> None:
-        with _lock:
-            self._waiting -= 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._waiting -= 1
 
     def idle(self) -> bool:
         """Whether this is the thread and somebody else moves the calls anyway."""
@@ -297,7 +300,8 @@ class SharedGroup:
 
     def call(self, begin: Callable[..., Any], args: Sequence[Any], wait: bool) -> Later:
         """Make a call; `begin` is one of the methods below."""
-        with self._order, _profiled(begin.__name__, args):
+        # An event of the profiler, as torch's own backends make one.
+        with self._order, torch._C._profiler._RecordFunctionFast(f"shm:{begin.__name__}"):
             flat = _Flat()
             works, result = begin(self, flat, *args)
             later = Later(self, works, result, flat.back)
@@ -361,15 +365,11 @@ class SharedGroup:
     ) -> Any:
         return self.reduce_scatter_from(flat, outs, [_joined(parts) for parts in xs], op)
 
-    def gather(
-        self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor], root: int
-    ) -> Any:
+    def gather(self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor], root: int) -> Any:
         parts = [flat.into(out) for out in outs[0]] if self._wire.rank == root else None
         return [self._wire.gather(parts, _of(xs[0]), root, wait=False)], outs
 
-    def scatter(
-        self, flat: "_Flat", outs: list[Tensor], xs: list[list[Tensor]], root: int
-    ) -> Any:
+    def scatter(self, flat: "_Flat", outs: list[Tensor], xs: list[list[Tensor]], root: int) -> Any:
         parts = [_of(x) for x in xs[0]] if self._wire.rank == root else None
         return [self._wire.scatter(flat.into(outs[0]), parts, root, wait=False)], outs
 
@@ -416,7 +416,7 @@ class SharedGroup:
             self._wire.all_gather(all_at, at)
             self._wire.all_gather(all_values, values)
             total = torch.sparse_coo_tensor(all_at.T, all_values, x.shape).coalesce()
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(x):
+            with torch.no_grad(), _torch.autograd._unsafe_preserve_version_counter(x):
                 x.copy_(total)
         return [], tensors
 
@@ -437,7 +437,6 @@ class _Flat:
 
     def into(self, x: Tensor) -> Tensor:
         """For a tensor that is written to."""
-        _refuse(x)
         x = x.data
         if x.is_contiguous():
             return x
@@ -454,7 +453,6 @@ class _Flat:
     def copy(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Copy the parts to tensors in the end."""
         for out, part in zip(outs, parts, strict=True):
-            _refuse(out)
             self._back.append((out.data, part.view_as(out)))
 
     def back(self) -> None:
@@ -464,20 +462,11 @@ class _Flat:
 
 def _of(x: Tensor) -> Tensor:
     """For a tensor that is only read."""
-    _refuse(x)
     return x.data.contiguous()
 
 
 def _joined(xs: Sequence[Tensor]) -> Tensor:
     return torch.cat([_of(x).view(-1) for x in xs])
-
-
-def _refuse(x: Tensor) -> None:
-    if x.layout != torch.strided or x.device.type != "cpu":
-        raise CommMisuse(
-            f"backend shm: a {str(x.layout).removeprefix('torch.')} tensor on {x.device} was given; "
-            "it takes dense tensors on the CPU. Use x.to_dense(), or gloo."
-        )
 
 
 def _op(op: Any) -> str:
@@ -490,12 +479,8 @@ def _op(op: Any) -> str:
     return name
 
 
-def _profiled(name: str, args: Sequence[Any]) -> Any:
-    """An event of the profiler, as torch's own backends make one."""
-    return torch._C._profiler._RecordFunctionFast(f"shm:{name}")
-
-
 # ---- torch's operators
+
 
 def _no_monitored_barrier(*args: Any) -> Any:
     raise CommMisuse(
@@ -545,7 +530,7 @@ def _install() -> None:
     global _library
     if _library is not None:
         return
-    _library = torch.library.Library("c10d", "IMPL")
+    _library = _torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there was a kernel: it is called for other groups
         for name, meaning in _KERNELS.items():
@@ -581,15 +566,14 @@ def _sparse(xs: list[Tensor], op: Any, sparse: Any) -> Any:
 
 def _group_of(boxed: Any) -> SharedGroup | None:
     """The shm group that a process group has for CPU tensors, if it has one."""
-    process_group = dist.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
+    process_group = _dist.ProcessGroup.unbox(boxed)
     try:
         return _known[process_group]
     except KeyError:
         pass
     group = _groups.get(process_group.group_name)
-    if group is not None:
-        if process_group._get_backend(_CPU) is not group.backend:
-            group = None
+    if group is not None and process_group._get_backend(_CPU) is not group.backend:
+        group = None
     _known[process_group] = group
     if group is not None:
         weakref.finalize(process_group, group.leave).atexit = False
@@ -628,7 +612,7 @@ def _where() -> dict[str, str]:
 
 def _make(options: Any, _: Any) -> Any:
     """What torch registers for a group's device."""
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    if _dist.get_debug_level() == _dist.DebugLevel.DETAIL:
         raise CommMisuse(
             "backend shm: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends in checks over gloo that "
             "shm makes itself; set it to INFO, or use gloo."

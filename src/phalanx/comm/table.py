@@ -63,6 +63,10 @@ class Line(ABC):
         self.error: CommError | None = None
 
     @abstractmethod
+    def add(self, call: Call) -> "Done":
+        """Put a call at the end."""
+
+    @abstractmethod
     def ready(self) -> bool:
         """Whether the first call can go on."""
 

@@ -153,7 +153,7 @@ class Watch:
     def _late(self, absent: list[int], seconds: float) -> str:
         names = ", ".join(map(str, absent))
         who = f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
-        return f"{who} not arrived in {seconds:g} s, the timeout that was set;"
+        return f"{who} not arrived in {round(seconds, 3):g} s, the timeout that was set;"
 
     def _doings(self) -> str:
         """What every rank is doing, as the end of a sentence."""
