@@ -156,6 +156,7 @@ def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) ->
     from ..train.checkpoint_file import CheckpointError
     from ..train.lock import RunLocked
     from ..train.loop import TrainError, train
+    from ..train.metrics import JournalError
 
     if said.ranks not in (None, place.size):
         raise UsageError(
@@ -181,11 +182,11 @@ def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) ->
     except RunLocked as error:
         complain(f"rank {place.rank}: RunLocked: {error}")
         return 2
-    except (TrainError, CheckpointError) as error:  # every rank has the same
+    except (TrainError, CheckpointError, JournalError) as error:  # for the first two all ranks
         report(f"rank {place.rank}: {type(error).__name__}: {error}")
         return 1
     world.close()
-    return _ended(outcome, said.json and place.rank == 0)
+    return _ended(wanted, outcome, said.json and place.rank == 0)
 
 
 def _layout_that_fits(wanted: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:
@@ -254,9 +255,18 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     from ..train.data import DataError
     from ..train.lock import hold_run
     from ..train.loop import STOP, TrainError, remove_stale_stop, train
+    from ..train.metrics import JournalError
     from ..train.program import maker_of
 
-    refusals = (RanksDiffer, TrainError, CheckpointError, DataError, LayoutError, ProgramError)
+    refusals = (
+        RanksDiffer,
+        TrainError,
+        CheckpointError,
+        JournalError,
+        DataError,
+        LayoutError,
+        ProgramError,
+    )
     ours = tuple(kind.__name__ for kind in refusals)
     with hold_run(Path(wanted.out), wanted.checkpoints), _passed_on(Path(wanted.out, STOP)):
         notice = remove_stale_stop(wanted, _BEGUN)
@@ -271,13 +281,29 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
             outcomes = launch(train, layout.ranks, *words, wire=said.wire)
         except RankFailed as error:
             told = error.reports[0].error
+            if f"signal {signal.SIGBUS.value}" in told and (cut := _cut_file(wanted)):
+                report(f"rank {error.rank}: {told}: {cut}")
+                return 1
             # What the run itself refuses is a sentence; anything else needs its traceback.
             report(told if told.startswith(ours) else error)
             return 1
-        except (TrainError, CheckpointError) as error:
+        except (TrainError, CheckpointError, JournalError, DataError) as error:
             report(f"{type(error).__name__}: {error}")
             return 1
-    return _ended(outcomes[0], said.json)
+    return _ended(wanted, outcomes[0], said.json)
+
+
+def _cut_file(wanted: Run) -> str:
+    """What kills a process that reads a mapped file: one that was cut. Which, if one of ours was."""
+    from ..train.data import DataError
+    from ..train.program import shape_of
+    from ..train.rank import batches_of
+
+    try:
+        batches_of(wanted, shape_of(wanted))
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -316,9 +342,17 @@ def _passed_on(file: Path) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _ended(outcome: Outcome, as_json: bool) -> int:
+def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
+    from ..train.checkpoint import steps
+
     if as_json:
         from dataclasses import asdict
 
         print_json(asdict(outcome))
+    if outcome.unsaved:
+        newest = next((path.name for path in steps(run.checkpoints)), "none")
+        complain(
+            f"step {outcome.step} could not be saved: {outcome.unsaved} The newest checkpoint is {newest}."
+        )
+        return 1
     return STOPPED if outcome.stopped else 0

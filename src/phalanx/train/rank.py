@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -133,17 +134,15 @@ class Rank:
 
     # ---- what is told
 
-    def first_bad(self, own: list[dict[str, Tensor]]) -> tuple[int, str] | None:
-        """Where numbers stopped being finite in the step just done, of what this rank saw: how far
-        along the step, and a sentence. Every rank calls it."""
+    def first_bad(self) -> tuple[int, str] | None:
+        """What was not finite first in the step just done, of what this rank made: how far along the
+        step, and what it is, with the piece's name."""
+        found = self.trainer.first_bad()
+        if found is None:
+            return None
         names = [name for name, _ in self.model.pieces]
-        pieces = self.validator.bad(own)
-        if pieces:
-            return min(pieces), f"the output of piece {names[min(pieces)]}"
-        units = self.trainer.bad_units
-        if units:  # backward begins at the last piece
-            return 2 * len(names) - max(units), f"the gradient of piece {names[max(units)]}"
-        return None
+        text = re.sub(r"piece (\d+)", lambda number: f"piece {names[int(number[1])]}", found[1])
+        return found[0], text
 
     def peak(self) -> tuple[float, str]:
         """FLOP/s of all ranks together, and where that is from."""
