@@ -128,7 +128,7 @@ MISTAKES = {
     "pipeline": ("self.gradients[i] += gradient", "self.gradients[i] = gradient"),
     "pipeline-async": ("[source].pop(0)", "[source].pop(-(source > self.lab.rank))"),
     "one-f-one-b": ("min(ranks - rank, microbatches)", "min(1 + ranks - rank, microbatches)"),
-    "recompute": ("chain.pass_through(start, first, i), i", "start, i"),
+    "recompute": ("forward(x, i, i + 1)", "forward(start, i, i + 1)"),
     "mixed-precision": ("gradient.double() / scale", "gradient.double()"),
     "swap": ("if layer != last:", "if layer > last:"),
     "grid": ("group.all_reduce(gradient)", "pass"),
