@@ -204,7 +204,7 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
     ),
     "two groups wait on each other across rows": (
         lambda: swapped(_two_ties(), 1, "0T", "1T"),
-        ("deadlock. rank 0 waits at 0T, rank 1 waits at 1T",),
+        ("deadlock. rank 0 waits at 0U for 0T, rank 1 waits at 0U for 0T",),
     ),
     "ranks that compute together follow different lists": (
         lambda: per_rank(step("tp2", 2)),

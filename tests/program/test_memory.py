@@ -66,16 +66,17 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
         drops = [i for i, op in enumerate(row) if op.kind == "D" and op.piece == unit]
         for k, start in enumerate(gathers):
             yield start, drops[k] if drops else end, s.gathered[unit] if s.gathered else 0
+        # A norm's gradient comes with the input's; the first piece has no input.
         adds = [
-            i for i, op in enumerate(row) if op.kind in "BW" and unit in program.units(op.piece)
+            i
+            for i, op in enumerate(row)
+            if op.kind in ("BIW" if op.piece else "BW") and unit in program.units(op.piece)
         ]
         sums = [i for i, op in enumerate(row) if op.kind == "S" and op.piece == unit]
         if not adds:
             continue
         comes = [_arrival(row, i) for i in sums]
         (update,) = [i for i, op in enumerate(row) if op == Op("U", unit)] or [end]
-        if update < comes[-1]:  # it waits for the sum
-            update = comes[-1] - 1
         left = s.gradient_shard[unit] if s.gradient_shard else s.gradient[unit]
         earlier = -1
         for n, (total, arrives) in enumerate(zip(sums, comes, strict=True)):
@@ -92,10 +93,10 @@ def _weights(program: Program, row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]
 @cache
 def _arrival(row: tuple[Op, ...], i: int) -> int:
     """Before which position a sum is waited for: a later sum that finds it and another under way,
-    the next one of its unit, the agreement, its unit's T, or the end."""
+    the next one of its unit, the agreement, its unit's T or update, or the end."""
     for j in range(i + 1, len(row)):
         own = row[j].piece == row[i].piece
-        if row[j].kind == "A" or (own and row[j].kind in "ST"):
+        if row[j].kind == "A" or (own and row[j].kind in "STU"):
             return j
         between = [k for k in range(i + 1, j) if row[k].kind == "S"]
         if row[j].kind == "S" and any(_arrival(row, k) >= j for k in between):

@@ -149,11 +149,11 @@ def test_a_tied_unit_is_summed_after_both_uses_and_over_both_stages_once() -> No
 
 
 def test_updates_wait_for_everybody_only_when_clipping_or_scaling() -> None:
-    free, held = (step("dp2", 3, agree=agree) for agree in (False, True))
-    assert _kinds(free, "NBSAU") == [["N", "2B0", "2S", "2U", "1B0", "1S", "1U", "0B0", "0S", "0U"]]
-    assert _kinds(held, "NBSAU") == [
-        ["N", "2B0", "2S", "1B0", "1S", "0B0", "0S", "A", "2U", "1U", "0U"]
-    ]
+    """Else an update follows the second reduction after its own, which had to wait for it."""
+    free, held = (step("dp2", 4, agree=agree) for agree in (False, True))
+    (early,), (late,) = (_kinds(program, "NBSAU") for program in (free, held))
+    assert " ".join(early) == "N 3B0 3S 2B0 2S 1B0 1S 3U 0B0 0S 2U 1U 0U"
+    assert " ".join(late) == "N 3B0 3S 2B0 2S 1B0 1S 0B0 0S A 3U 2U 1U 0U"
 
 
 def test_what_a_forward_kept_goes_out_and_comes_back_one_computation_before_its_use() -> None:

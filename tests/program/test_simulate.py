@@ -20,7 +20,7 @@ from phalanx.program import (
     repeat,
     simulate,
 )
-from phalanx.program.needs import graph, possible
+from phalanx.program.graph import graph, possible
 
 
 def _at(timeline: Timeline, word: str, rank: int = 0) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def test_a_collective_starts_when_its_last_member_calls() -> None:
     assert faults(program) == ()
     timeline = simulate(program, Costs({"F": 1, "B": 2, "S": 1, "U": 1}))
     assert _at(timeline, "0S", 0) == _at(timeline, "0S", 1) == (6, 7)
-    assert timeline.exposed(0) == 2
+    assert timeline.exposed(0) == 1
 
 
 def test_costs_may_differ_by_piece_and_by_rank_and_derive_what_is_left_out() -> None:

@@ -35,15 +35,9 @@ def named(words: str, asked: Asked, flag: str) -> Choice:
         )
     refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
     (choice,) = judge(
-        [layout],
-        asked.shape,
-        asked.site,
-        asked.weigh,
-        stack=asked.stack,
-        sequence=asked.sequence,
-        batch=asked.batch,
-        model=asked.own,
-    )
+        [layout], asked.shape, asked.site, asked.weigh, stack=asked.stack,
+        sequence=asked.sequence, batch=asked.batch, model=asked.own,
+    )  # fmt: skip
     return choice
 
 

@@ -7,17 +7,6 @@ from .page import page
 from .show import as_json, listing, text, verdict
 
 __all__ = [
-    "NAMES",
-    "Claim",
-    "Entry",
-    "LabError",
-    "Size",
-    "Trial",
-    "as_json",
-    "conduct",
-    "entry",
-    "listing",
-    "page",
-    "text",
-    "verdict",
-]
+    "NAMES", "Claim", "Entry", "LabError", "Size", "Trial", "as_json", "conduct", "entry", "listing",
+    "page", "text", "verdict",
+]  # fmt: skip

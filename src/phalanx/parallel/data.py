@@ -20,7 +20,7 @@ from ..comm import Group, Work
 from .groups import Groups
 from .tensor import Weight
 
-__all__ = ["Entry", "Pool", "Precision", "Segment", "Sum", "Unit"]
+__all__ = ["Entry", "Pool", "Precision", "Segment", "Then", "Unit"]
 
 
 @dataclass(frozen=True)
@@ -88,31 +88,18 @@ class Pool:
         self.free[buffer.numel(), buffer.dtype].append(buffer)
 
 
-class Sum(Work):
-    """A gradient on its way to being summed: over the shards, then over the replicas."""
+class Then(Work):
+    """A call under way, and what follows when it is waited for."""
 
-    def __init__(self, unit: Unit, full: Tensor, part: Tensor, first: Work) -> None:
-        self.unit, self.full, self.part = unit, full, part
-        self.first: Work | None = first
-        self.second: Work | None = None
-
-    def go_on(self) -> None:
-        """Sum over the replicas once the shards are summed. Called at the same place of the
-        program on every rank, so that the replica wire sees one order."""
-        if self.first is not None:
-            self.first.wait()
-            self.first = None
-            self.second = self.unit.wires.replica.all_reduce(self.part, wait=False)
+    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+        self.work, self.finish = work, finish
 
     def wait(self) -> None:
-        self.go_on()
-        if self.second is not None:
-            self.second.wait()
-            self.second = None
-            self.unit.summed(self.full, self.part)
+        self.work.wait()
+        self.finish()
 
     def done(self) -> bool:
-        return self.first is None and self.second is None
+        return self.work.done()
 
 
 class Unit:
@@ -155,6 +142,7 @@ class Unit:
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
         self.fresh: set[str] = set()  # weights that no contribution has come to: memory as found
+        self.parts: list[Tensor] = []  # this rank's parts, summed over the shards alone
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident = resident
         inside = resident and not at_host and precision.compute == precision.master
@@ -324,8 +312,9 @@ class Unit:
         else:
             grad.addmm_(a, b)
 
-    def reduce(self) -> Sum:
-        """Begin to sum the gradient over the copies; later contributions open a new one."""
+    def reduce(self) -> Work:
+        """Begin to sum the gradient over the shards, or where there are none over the replicas.
+        Later contributions open a new one."""
         full, self.full = self.full, None
         assert full is not None, f"unit {self.number} is summed and has no gradient"
         for name in tuple(self.fresh):
@@ -337,9 +326,20 @@ class Unit:
                 wire: Group = getattr(self.wires, segment.adds)
                 wire.all_reduce(full[segment.start : segment.stop])
         if self.wires.reduce.size == 1:
-            return Sum(self, full, full, Work())
+            work = self.wires.replica.all_reduce(full, wait=False)
+            return Then(work, lambda: self.summed(full, full))
         part = self.pool.take(self.part, self.precision.reduce)
-        return Sum(self, full, part, self.wires.reduce.reduce_scatter(part, full, wait=False))
+        work = self.wires.reduce.reduce_scatter(part, full, wait=False)
+        if self.wires.replica.size == 1:
+            return Then(work, lambda: self.summed(full, part))
+        self.parts.append(part)
+        return Then(work, lambda: self.pool.give(full))
+
+    def reduce_replicas(self) -> Work:
+        """Begin to sum this rank's part, reduced over the shards, over its replicas."""
+        part = self.parts.pop(0)
+        work = self.wires.replica.all_reduce(part, wait=False)
+        return Then(work, lambda: self.summed(part, part))
 
     def summed(self, full: Tensor, part: Tensor) -> None:
         """A sum has arrived: it becomes this rank's gradient, or is added to it."""

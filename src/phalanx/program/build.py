@@ -86,7 +86,8 @@ def _placed(layout: Layout, program: Program, agree: bool) -> Program:
     if "activations" in layout.offload:
         program = offload_activations(program)
     program = _fed(layout, program)
-    program = reduce(program, each_microbatch=layout.reduce == "micro")
+    replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
+    program = reduce(program, each_microbatch=layout.reduce == "micro", replicas=replicas)
     return finish(tie(program), agree=agree)
 
 

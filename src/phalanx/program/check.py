@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from . import ops
+from .graph import Graph, graph, group_axes, possible
 from .memory import Peak, Sizes, peaks
-from .needs import COMPUTE, Graph, graph, group_axes, possible
+from .ops import COMPUTE
 from .program import Op, Program, ProgramError
+from .state import State
 
 __all__ = ["Proof", "check", "faults"]
 
@@ -43,10 +46,10 @@ def held(program: Program) -> tuple[float, ...]:
     """The most microbatches between forward and (last) backward on each row."""
     found = []
     for row in program.rows:
-        share = 1 / max(1, len({op.piece for op in row if op.kind == "F"}))
+        share = 1 / max(1, len({op.piece for op in row if op.kind == ops.FORWARD}))
         now = most = 0
         for op in row:
-            now += (op.kind == "F") - (op.kind in "BW")
+            now += (op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES)
             most = max(most, now)
         found.append(round(most * share, 9))
     return tuple(found)
@@ -103,10 +106,10 @@ def _names(program: Program) -> Iterator[str]:
         for op, count in counts.items():
             if count > 1:
                 yield f"{who}: {op} stands {count} times; each operation stands once."
-            if op.kind in "NA":
+            if op.kind in ops.ON_STEP:
                 continue
             host = homes.get(op.piece)
-            tied = op.kind in "GDSTU" and any(
+            tied = op.kind in ops.ON_UNIT and any(
                 homes.get(p) == number for p in program.users(op.piece)
             )
             if host is None and not tied:
@@ -122,13 +125,13 @@ def _astray(program: Program, number: int, op: Op) -> Iterator[str]:
         yield f"is between pieces {op.piece} and {op.peer}, which are not neighbours."
     elif program.homes[number].get(op.peer) in (None, number):
         yield f"goes to piece {op.peer}, which is not on another rank."
-    elif ((op.peer > op.piece) != (op.of == "F")) == (op.kind == ">"):
+    elif ((op.peer > op.piece) != (op.of == ops.FORWARD)) == (op.kind == ops.SEND):
         yield "runs the wrong way: activations go up, gradients down."
 
 
 def _homes(program: Program) -> Iterator[str]:
     """Every piece has its forward on exactly one stage of each pipeline."""
-    holds = [{op.piece for op in row if op.kind == "F"} for row in program.rows]
+    holds = [{op.piece for op in row if op.kind == ops.FORWARD} for row in program.rows]
     for line in dict.fromkeys(map(program.line, range(len(program.rows)))):
         for piece in range(program.pieces):
             homes = [row for row in line if piece in holds[row]]
@@ -154,7 +157,7 @@ def _wires(made: Graph) -> Iterator[str]:
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):
         if op.of:
-            ends.setdefault(made.lanes[i], ([], []))[op.kind == "<"].append((row, op))
+            ends.setdefault(made.lanes[i], ([], []))[op.kind == ops.RECEIVE].append((row, op))
     for sent, received in ends.values():
         there = [_message(op) for _, op in sent]
         here = [_message(op) for _, op in received]
@@ -176,17 +179,19 @@ def _wires(made: Graph) -> Iterator[str]:
 
 def _message(op: Op) -> tuple[int, int, int]:
     """What travels, told alike at both ends: from piece, to piece, microbatch."""
-    ends = (op.piece, op.peer) if op.kind == ">" else (op.peer, op.piece)
+    ends = (op.piece, op.peer) if op.kind == ops.SEND else (op.peer, op.piece)
     return (*ends, op.index)
 
 
 def _collectives(made: Graph) -> Iterator[str]:
     """The members of every group make the same calls. Another order of calls is a deadlock."""
     program = made.program
-    calls = [{op for op in row if op.kind in "NAGS"} for row in program.rows]
+    # The stages that call a tied sum are checked in `_ties`.
+    kinds = [kind for kind in ops.COLLECTIVES if kind != ops.TIE]
+    calls = [{op for op in row if op.kind in kinds} for row in program.rows]
     for row, mine in enumerate(calls):
         for op in sorted(mine):
-            for other in program.members(row, group_axes(op)):
+            for other in program.members(row, group_axes(op, program)):
                 if op not in calls[other]:
                     yield (
                         f"{_rank(program, row)}: {op} is a call that {_rank(program, other)} of its"
@@ -198,110 +203,94 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
     """Every value that is made is used: outputs are sent, forwards followed by their backward."""
     who, row = _rank(program, number), program.rows[number]
     have, homes = set(row), program.homes[number]
-    trains = any(op.kind in "BI" for r in program.rows for op in r)
+    trains = any(op.kind in ops.PROPAGATES for r in program.rows for op in r)
     for op in row:
         kind, piece, m = op.kind, op.piece, op.index
-        if kind in "FRZ<":
-            back = "".join(k for k in "BIW" if Op(k, piece, m) in have)
-            if kind == "F" and trains and back not in ("B", "IW"):
-                got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
-                wanted = f"{piece}B{m}, or {piece}I{m} and {piece}W{m}"
-                yield f"{who}: {op} is followed by {got}; it needs {wanted}."
-            if kind in "RZ" and not back and (kind == "R" or Op("R", piece, m) not in have):
-                yield f"{who}: {op} brings back what no backward uses."
-            if kind == "<" and (Op("F", piece, m) not in have if op.of == "F" else not back):
+        back = [k for k in ops.BACKWARDS if Op(k, piece, m) in have]
+        if kind == ops.FORWARD and trains and back not in _WHOLE_BACKWARDS:
+            got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
+            wanted = (" and ".join(f"{piece}{k}{m}" for k in way) for way in _WHOLE_BACKWARDS)
+            yield f"{who}: {op} is followed by {got}; it needs {', or '.join(wanted)}."
+        unused = not back and (kind == ops.RECOMPUTE or Op(ops.RECOMPUTE, piece, m) not in have)
+        if kind in (ops.RECOMPUTE, ops.RELOAD) and unused:
+            yield f"{who}: {op} brings back what no backward uses."
+        if kind == ops.RECEIVE:
+            used = Op(ops.FORWARD, piece, m) in have if op.of == ops.FORWARD else back
+            if not used:
                 yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
-        if kind == "O" and Op("Z", piece, m) not in have:
-            yield f"{who}: {op} moves out what {piece}Z{m} never brings back."
-        if kind in "FBI":
-            to = piece + (1 if kind == "F" else -1)
-            sent = {Op(">", piece, m, of, to) for of in ("F" if kind == "F" else "BI")}
+        if kind == ops.OFFLOAD and Op(ops.RELOAD, piece, m) not in have:
+            again = Op(ops.RELOAD, piece, m)
+            yield f"{who}: {op} moves out what {again} never brings back."
+        if kind in (ops.FORWARD, *ops.PROPAGATES):
+            to = piece + (1 if kind == ops.FORWARD else -1)
+            ways = (ops.FORWARD,) if kind == ops.FORWARD else ops.PROPAGATES
+            sent = {Op(ops.SEND, piece, m, of, to) for of in ways}
             if homes.get(to, number) != number and not have & sent:
-                yield f"{who}: {op} makes what piece {to} needs, and {op}>{to} is missing."
+                missing = Op(ops.SEND, piece, m, kind, to)
+                yield f"{who}: {op} makes what piece {to} needs, and {missing} is missing."
+
+
+_WHOLE_BACKWARDS = ([ops.BACKWARD], [ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT])
 
 
 def _weights(program: Program, number: int) -> Iterator[str]:
     """Gathers and drops pair up; each contribution is summed once and each unit updated once in a
     step. A second N begins the next step."""
-    who, row = _rank(program, number), program.rows[number]
-    drops = any(op.kind == "D" for op in row)
-    whole: set[int] = set()  # gathered and not dropped
-    stale: set[int] = set()  # updated since they were gathered
-    tied: set[int] = set()  # summed over two stages
-    updates: Counter[int] = Counter()
-    for op in row:
+    who, now = _rank(program, number), State(program, number)
+    drops = ops.DROP in now.has
+    unused: dict[int, None] = {}  # units with gradients that no update has used
+    for op, _ in now.walk():
         kind, unit = op.kind, op.piece
-        if kind == "N":
-            yield from _step_ends(program, number, updates)
-            updates.clear()
-        elif kind == "G":
-            if unit in whole - stale:
-                yield f"{who}: {op} gathers unit {unit}, which is already there."
-            whole.add(unit)
-            stale.discard(unit)
-        elif kind == "D":
-            whole.discard(unit)
-        elif kind == "S" and unit in tied:
-            yield f"{who}: {op} stands after {unit}T, which adds finished sums of two stages."
-        elif kind == "T":
-            tied.add(unit)
-        elif kind == "U":
-            updates[unit] += 1
-            stale.add(unit)
-            tied.discard(unit)
-        elif kind in "FBIR":
+        if kind == ops.COUNT:
+            yield from _step_ends(who, now)
+        elif kind == ops.GATHER and unit in now.gathered and unit not in now.stale:
+            yield f"{who}: {op} gathers unit {unit}, which is already there."
+        elif kind == ops.REDUCE and unit in now.tied:
+            tie = Op(ops.TIE, unit)
+            yield f"{who}: {op} stands after {tie}, which adds finished sums of two stages."
+        elif kind == ops.UPDATE:
+            unused.pop(unit, None)
+        elif kind in ops.USES_WEIGHTS:
             for used in program.units(unit):
-                if updates[used]:
-                    yield f"{who}: {op} uses unit {used} after its update {used}U in the same step."
-    for unit in sorted(whole) if drops else ():
-        yield f"{who}: unit {unit} is still gathered at the end; {unit}D is missing after its last use."
-    yield from _step_ends(program, number, updates)
-    yield from _unsummed(program, number)
+                if now.updates[used]:
+                    update = Op(ops.UPDATE, used)
+                    yield f"{who}: {op} uses unit {used} after its update {update} in the same step."
+        if kind in ops.CONTRIBUTES:
+            unused.update(dict.fromkeys(program.units(unit)))
+    for unit in sorted(now.gathered) if drops else ():
+        drop = Op(ops.DROP, unit)
+        yield f"{who}: unit {unit} is still gathered at the end; {drop} is missing after its last use."
+    yield from _step_ends(who, now)
+    if any(op.kind in (ops.REDUCE, ops.UPDATE) for row in program.rows for op in row):
+        for unit, left in sorted((u, left) for u, left in now.open.items() if left):
+            missing = f"{Op(ops.REDUCE, unit)} is missing after them."
+            yield f"{who}: {len(left)} gradients of unit {unit} are never summed: {missing}"
+        for unit in sorted(unused):
+            yield f"{who}: unit {unit} has gradients and no update {Op(ops.UPDATE, unit)} after them."
 
 
-def _step_ends(program: Program, number: int, updates: Counter[int]) -> Iterator[str]:
-    for unit, count in sorted(updates.items()):
+def _step_ends(who: str, now: State) -> Iterator[str]:
+    for unit, count in sorted(now.updates.items()):
         if count > 1:
-            yield f"{_rank(program, number)}: unit {unit} is updated {count} times in one step."
-
-
-def _unsummed(program: Program, number: int) -> Iterator[str]:
-    """Gradients that no sum takes, or that no update uses, in a program that updates."""
-    if not any(op.kind in "SU" for row in program.rows for op in row):
-        return
-    who = _rank(program, number)
-    owed: Counter[int] = Counter()
-    waiting: dict[int, None] = {}
-    for op in program.rows[number]:
-        if op.kind in "BW":
-            owed.update(program.units(op.piece))
-            waiting.update(dict.fromkeys(program.units(op.piece)))
-        elif op.kind == "S":
-            owed.pop(op.piece, None)
-        elif op.kind == "U":
-            waiting.pop(op.piece, None)
-    for unit, count in sorted(owed.items()):
-        yield f"{who}: {count} gradients of unit {unit} are never summed: {unit}S is missing after them."
-    for unit in sorted(waiting):
-        yield f"{who}: unit {unit} has gradients and no update {unit}U after them."
+            yield f"{who}: unit {unit} is updated {count} times in one step."
 
 
 def _ties(program: Program) -> Iterator[str]:
     """A weight that two stages hold has its gradients summed over both, once a step."""
-    if not any(op.kind == "S" for row in program.rows for op in row):
+    if not any(op.kind == ops.REDUCE for row in program.rows for op in row):
         return
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
-        steps = max(1, sum(op.kind == "N" for op in row))
+        steps = max(1, sum(op.kind == ops.COUNT for op in row))
         for unit in sorted({unit for _, unit in program.tied}):
             rows = {homes[p] for p in program.users(unit) if p in homes}
-            times = sum(op.kind == "T" and op.piece == unit for op in row)
+            times = sum(op.kind == ops.TIE and op.piece == unit for op in row)
             wanted = steps if len(rows) > 1 and number in rows else 0
             if times != wanted:
                 pieces = " and ".join(map(str, program.users(unit)))
                 yield (
                     f"{_rank(program, number)}: pieces {pieces} use unit {unit};"
-                    f" {unit}T must stand {wanted} times, not {times}."
+                    f" {Op(ops.TIE, unit)} must stand {wanted} times, not {times}."
                 )
 
 

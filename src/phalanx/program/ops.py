@@ -71,7 +71,8 @@ class Kind:
     paint: Paint
 
 
-_COPIES = ("dp", "cp")  # ranks that see other tokens and hold the same weights, or shards of them
+_COPIES = ("dp", "cp")  # ranks that see other tokens
+_SHARDS = ("dp.shard", "cp")  # those of them that hold parts of one copy of the weights
 _ALL = ("dp", "pp", "cp", "tp", "ep")
 
 # In the order in which legends and tables list them.
@@ -90,17 +91,19 @@ _TABLE = (
     Kind("R", "recompute", "recompute what the forward did not keep",
          MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK),
     Kind("G", "gather weights", "gather the weights of a unit",
-         UNIT, "gather", _COPIES, (HOME,), (WEIGHTS,), _NAVY),
+         UNIT, "gather", _SHARDS, (HOME,), (WEIGHTS,), _NAVY),
     Kind("D", "drop weights", "drop the gathered weights of a unit",
          UNIT, COMPUTE, (), (WEIGHTS,), (), _GREY),
     Kind("S", "sum gradients", "sum the gradients of a unit over its copies",
          UNIT, "reduce", _COPIES, (CONTRIBUTION,), (REDUCED,), _RED),
+    Kind("H", "sum replicas", "sum a unit's reduced gradient over the replicas of its shard",
+         UNIT, "replicas", ("dp.replicate",), (REDUCED,), (REDUCED,), _RED),
     Kind("T", "tied sum", "sum the gradients of a weight that two stages hold",
          UNIT, "tie", ("pp",), (REDUCED,), (REDUCED,), _RED),
     Kind("A", "agree on norm", "agree on the gradient norm and that all numbers are finite",
-         STEP, "agree", _ALL, (REDUCED,), (NORM,), _GREY),
+         STEP, "agree", _ALL, (REDUCED, TOKENS), (NORM,), _GREY),
     Kind("U", "update", "update a unit's weights",
-         UNIT, "update", (), (REDUCED, NORM), (HOME,), _YELLOW),
+         UNIT, COMPUTE, (), (REDUCED, NORM), (HOME,), _YELLOW),
     Kind(">", "message", "send", MESSAGE, "", (), (VALUE, GRADIENT), (), _SILVER),
     Kind("<", "receive", "receive", MESSAGE, "", (), (), (VALUE, GRADIENT), _SILVER),
     Kind("O", "out to host", "move what a forward kept out to the host",
@@ -113,7 +116,7 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 # Operations carry the letter; code writes the name.
 (
     COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, GATHER, DROP, REDUCE,
-    TIE, AGREE, UPDATE, SEND, RECEIVE, OFFLOAD, RELOAD,
+    REDUCE_REPLICAS, TIE, AGREE, UPDATE, SEND, RECEIVE, OFFLOAD, RELOAD,
 ) = KINDS  # fmt: skip
 
 
@@ -130,4 +133,5 @@ USES_WEIGHTS = _those(lambda k: k.letter in COMPUTES and WEIGHTS in k.takes)
 PROPAGATES = _those(lambda k: k.letter in COMPUTES and GRADIENT in k.gives)  # to its input
 CONTRIBUTES = _those(lambda k: CONTRIBUTION in k.gives)
 BACKWARDS = _those(lambda k: k.letter in (*PROPAGATES, *CONTRIBUTES))
+REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 COLLECTIVES = _those(lambda k: k.axes)

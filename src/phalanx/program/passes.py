@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from . import ops
 from .memory import Sizes, peaks
 from .program import Op, Program, ProgramError
+from .state import State, restarts
 
 __all__ = [
     "expand",
@@ -148,9 +149,7 @@ def offload_activations(program: Program) -> Program:
         for i, op in enumerate(row):
             if op.kind != ops.FORWARD:
                 continue
-            again = at.get(Op(ops.RECOMPUTE, op.piece, op.index))
-            inner = at.get(Op(ops.RECOMPUTE, op.piece - 1, op.index), len(row))
-            if again is not None and inner < again:
+            if Op(ops.RECOMPUTE, *op[1:3]) in at and not restarts(at, op.piece, op.index):
                 continue  # inside a recomputed segment: nothing is kept
             uses = [
                 at[u]
@@ -251,9 +250,13 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
     return sorted(((unit, a, b) for (unit, _), (a, b) in found.items()), key=lambda use: use[1:])
 
 
-def reduce(program: Program, *, each_microbatch: bool) -> Program:
+def reduce(program: Program, *, each_microbatch: bool, replicas: bool = False) -> Program:
     """Gradients summed over a unit's copies: after its last contribution of the step, or of each
-    microbatch. A unit that two pieces of the rank use is summed after both."""
+    microbatch. A unit that two pieces of the rank use is summed after both.
+
+    `replicas`: over the shards first, then over the replicas. The second sum stands before the
+    next unit's first one, by when the first may have arrived.
+    """
     rows = []
     for row in program.rows:
         last: dict[tuple[int, int], int] = {}
@@ -263,11 +266,20 @@ def reduce(program: Program, *, each_microbatch: bool) -> Program:
                     last[unit, op.index if each_microbatch else 0] = i
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
+        latest: Op | None = None
         for (unit, _), i in sorted(last.items(), key=lambda item: item[1]):
-            after[i].append(Op(ops.REDUCE, unit, times[unit]))
+            after[i] += _second(latest, replicas)
+            latest = Op(ops.REDUCE, unit, times[unit])
+            after[i].append(latest)
             times[unit] += 1
+        if last:
+            after[max(last.values())] += _second(latest, replicas)
         rows.append(_woven(row, {}, after))
     return program.with_rows(rows)
+
+
+def _second(first: Op | None, replicas: bool) -> list[Op]:
+    return [first._replace(kind=ops.REDUCE_REPLICAS)] if first and replicas else []
 
 
 def tie(program: Program) -> Program:
@@ -280,7 +292,7 @@ def tie(program: Program) -> Program:
             holders = {homes[piece] for piece in program.users(unit)}
             if len(holders) > 1 and number in holders:
                 last = max(
-                    i for i, op in enumerate(row) if op.kind == ops.REDUCE and op.piece == unit
+                    i for i, op in enumerate(row) if op.kind in ops.REDUCTIONS and op.piece == unit
                 )
                 after[last] = [Op(ops.TIE, unit)]
         rows.append(_woven(row, {}, after))
@@ -288,17 +300,23 @@ def tie(program: Program) -> Program:
 
 
 def finish(program: Program, *, agree: bool) -> Program:
-    """The count of tokens first; each unit updated as soon as its gradient is summed, or, when
-    clipping or scaling needs every gradient, all units after the agreement."""
+    """The count of tokens first; all units updated after the agreement when clipping or scaling
+    needs every gradient, else each one as soon as something else has waited for its reduction.
+
+    An update right behind its reduction would make the rank wait for it, and compute nothing.
+    """
     rows = []
-    for row in program.rows:
-        last = {op.piece: i for i, op in enumerate(row) if op.kind in (ops.REDUCE, ops.TIE)}
-        updates = sorted(last, key=lambda unit: last[unit])
-        if agree:
-            rows.append(
-                [Op(ops.COUNT), *row, Op(ops.AGREE), *(Op(ops.UPDATE, unit) for unit in updates)]
-            )
-        else:
-            after: dict[int, list[Op]] = {last[unit]: [Op(ops.UPDATE, unit)] for unit in updates}
-            rows.append(_woven(row, {-1: [Op(ops.COUNT)]}, after))
+    for number, row in enumerate(program.rows):
+        last = {op.piece: op for op in row if op.kind in (*ops.REDUCTIONS, ops.TIE)}
+        order = sorted(last, key=lambda unit: row.index(last[unit]))
+        updates = {last[unit]: Op(ops.UPDATE, unit) for unit in order}
+        out, state = [Op(ops.COUNT)], State(program, number)
+        for op in row:
+            out.append(op)
+            waiting = list(state.under_way)
+            state.apply(op, state.needs(op))
+            if not agree:
+                arrived = (one for one in waiting if one not in state.under_way)
+                out += [updates.pop(one) for one in arrived if one in updates]
+        rows.append([*out, *[Op(ops.AGREE)] * agree, *updates.values()])
     return program.with_rows(rows)

@@ -109,7 +109,7 @@ class Program:
 
     def members(self, row: int, axes: Iterable[str]) -> tuple[int, ...]:
         """The rows of the ranks that a row's first rank differs from only along these axes."""
-        wanted = tuple(a.name for a in self.mesh.axes if a.name in axes)
+        wanted = tuple(axis for axis in axes if self.mesh.of(axis) > 1)
         if (row, wanted) not in self._members:
             group = self.mesh.group(self.owner.index(row), wanted)
             self._members[row, wanted] = tuple(sorted({self.owner[rank] for rank in group}))
@@ -151,6 +151,11 @@ class Program:
         return 1 + max(
             (op.index for row in self.rows for op in row if op.kind == ops.FORWARD), default=-1
         )
+
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether a gradient is reduced over shards first, then over their replicas (HSDP)."""
+        return any(op.kind == ops.REDUCE_REPLICAS for row in self.rows for op in row)
 
     def units(self, piece: int) -> tuple[int, ...]:
         """The units whose weights a piece uses: its own, and a tied one."""

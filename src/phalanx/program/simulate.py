@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from . import ops
+from .graph import Graph, graph, possible
 from .memory import Sizes, changes
-from .needs import Graph, graph, possible
 from .program import Op, Program, ProgramError
 from .schedules import refuse_vast
 from .timeline import Span, Timeline

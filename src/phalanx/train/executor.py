@@ -1,8 +1,9 @@
 """Carries out one rank's row of a program, operation by operation, and measures it.
 
-Compute operations run where they stand. What is issued beside them (gathers, sums, messages) is
-begun where it stands and waited for by the first operation that needs it: the order of the list is
-all the synchronisation there is.
+It issues operations in the order of the list, from one thread, and decides nothing. Operations of the
+compute lane run where they stand; the others (gathers, reductions, messages) are begun where they
+stand and run beside. Before an operation starts, those on other lanes that it needs are waited for:
+these are the edges that `program/state.py` gives, the same that `simulate` reads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +21,12 @@ from torch import Tensor
 from ..comm import CommError, Group, Work
 from ..parallel import Unit, count_valid
 from ..parallel.batch import edge_shape
-from ..parallel.data import Precision, Sum
+from ..parallel.data import Precision, Then
 from ..parallel.local import Holding
 from ..parallel.pieces import Box
-from ..program import Op, Program, Span, Timeline
-from ..program.needs import lane
+from ..program import Op, Program, ProgramError, Span, Timeline, ops
+from ..program.graph import lane
+from ..program.state import INPUT, State, restarts
 from .optimizer import Optimizer
 from .precision import LossScale
 
@@ -46,7 +50,13 @@ class StepResult:
 
 
 class Executor:
-    """One rank at work. The program has been checked; what it needs is there when it says so."""
+    """One rank's row of a program that has been checked, carried out step by step.
+
+    `checked`, for tests: after every operation, what the rank holds must be what the program says.
+    """
+
+    checked = False
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -61,20 +71,35 @@ class Executor:
         scaling: LossScale | None = None,
     ) -> None:
         self.holding, self.program, self.rank = holding, program, rank
-        self.row = program.rows[program.owner[rank]]
-        self.lanes = {op: lane(op, program, program.owner[rank]) for op in self.row}
-        self.ops = frozenset(self.row)
+        self.number = program.owner[rank]
+        state = State(program, self.number)
+        self.row, self.at = state.ops, state.at
+        self.lanes = {op: lane(op, program, self.number) for op in self.row}
+        # What each operation waits for: the operations on other lanes that it needs.
+        self.waits: dict[Op, tuple[Op, ...]] = {
+            op: tuple(n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE)
+            for op, needs in state.walk()
+        }
         self.updates = {n: optimizer.of(u) for n, u in holding.units.items()}
         self.width, self.clip, self.time_cut = width, clip, time_cut
         self.scaling = scaling
         self.precision = next((u.precision for u in holding.units.values()), Precision())
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
-            "N": self._count, "F": self._forward, "R": self._again, "B": self._backward,
-            "G": self._gather, "D": self._drop, "S": self._sum, "T": self._tie, "A": self._agree,
-            "U": self._update, ">": self._send, "<": self._receive,
-            "I": self._backward, "W": self._weight_gradient,
-            "O": self._leave, "Z": self._come_back,
+            ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
+            ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
+            ops.WEIGHT_GRADIENT: self._weight_gradient, ops.GATHER: self._gather,
+            ops.DROP: self._drop, ops.REDUCE: self._reduce,
+            ops.REDUCE_REPLICAS: self._reduce_replicas, ops.TIE: self._tie, ops.AGREE: self._agree,
+            ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
+            ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back,
         }  # fmt: skip
+        wires, reduces = holding.wires, any(op.kind == ops.REDUCE for op in self.row)
+        if reduces and program.replicated != (wires.reduce.size > 1 and wires.replica.size > 1):
+            raise ProgramError(
+                f"the program sums over replicas {'' if program.replicated else 'not '}apart"
+                f" ({ops.REDUCE_REPLICAS}); gradients here have {wires.reduce.size} shards and"
+                f" {wires.replica.size} replicas. Build it for this layout."
+            )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One training step on this rank's microbatches."""
@@ -83,26 +108,19 @@ class Executor:
         self.gradients: dict[tuple[int, int], Tensor] = {}  # what a backward is waiting for
         self.segments: dict[tuple[int, int], Tensor] = {}  # inputs kept for recomputation
         self.away: dict[tuple[int, int], Box] = {}  # those of them that are on the host
-        self.coming: dict[tuple[str, int, int], Work] = {}
-        self.leaving: list[Work] = []
         self.outgoing: dict[tuple[str, int, int], Tensor] = {}
-        self.fetching: dict[int, Work] = {}
-        self.sums: list[tuple[int, Sum]] = []
-        self.ties: dict[int, Work] = {}
-        self.late: list[Op] = []
+        self.under_way: dict[Op, tuple[Work, float]] = {}  # begun and not waited for, and when
         self.loss, self.count, self.scale = 0.0, 1.0, 1.0
         self.norm: float | None = None
         self.spans: list[Span] = []
-        self.began: dict[Work, tuple[Op, float]] = {}
+        state = State(self.program, self.number)
         for op in self.row:
-            if op.kind == "U" and self._under_way(op.piece):
-                # On a lane of its own: what is computed next does not wait for the sum with it.
-                self.late.append(op)
-            else:
-                self._perform(op)
-        self._catch_up(everything=True)
-        for work in self.leaving:
-            self._wait(work)
+            self._perform(op)
+            if self.checked:
+                state.apply(op, state.needs(op))
+                self._compare(state, op)
+        for op in tuple(self.under_way):
+            self._wait(op)
         for wire in (self.holding.wires.activations, self.holding.wires.gradients):
             wire.flush()
         if self.norm is not None and self.scaling:
@@ -111,7 +129,9 @@ class Executor:
 
     def _perform(self, op: Op) -> None:
         try:
-            self.ready = time.perf_counter()
+            for need in self.waits[op]:
+                self._wait(need)
+            start = self.clock()
             work = self.handlers[op.kind](op)
         except CommError as error:
             # Every rank says for itself at which operation it lost the others.
@@ -121,45 +141,86 @@ class Executor:
             error.add_note(f"rank {self.rank} was at {op}.")
             raise
         if work is None:
-            self.spans.append(Span(self.rank, self.lanes[op], op, self.ready, time.perf_counter()))
+            self.spans.append(Span(self.rank, self.lanes[op], op, start, self.clock()))
         else:
-            self.began[work] = (op, self.ready)
+            self.under_way[op] = work, start
 
-    def _wait(self, work: Work) -> None:
-        """Wait for something begun earlier; its span ends here, and ours starts here."""
-        work.wait()
-        if work in self.began:
-            op, start = self.began.pop(work)
-            self.spans.append(Span(self.rank, self.lanes[op], op, start, time.perf_counter()))
-        self.ready = time.perf_counter()
+    def _wait(self, op: Op) -> None:
+        """Wait for an operation that was begun, if nothing has yet; its span ends here."""
+        if op in self.under_way:
+            work, start = self.under_way.pop(op)
+            work.wait()
+            self.spans.append(Span(self.rank, self.lanes[op], op, start, self.clock()))
+
+    def _compare(self, state: State, op: Op) -> None:
+        """Raise if what this rank holds after an operation is not what the program says."""
+        units, pieces = self.holding.units, self.holding.pieces
+        kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
+        away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
+        there = {**state.kept, **state.away} if self._trains else {}
+        # The first piece has no input to keep.
+        there = {k: what for k, what in there.items() if what != INPUT or not pieces[k[0]].first}
+        inputs = {key for key, what in there.items() if what == INPUT}
+        held: dict[str, tuple[set[Any], set[Any]]] = {
+            "gathered units": (
+                {n for n, u in units.items() if not u.resident and u.buffer is not None},
+                {n for n in state.gathered if not units[n].resident},
+            ),
+            "open gradients": ({n for n, u in units.items() if u.full is not None}, {*state.open}),
+            "reduced gradients": (
+                {n for n, u in units.items() if u.gradient is not None},
+                state.arrived,
+            ),
+            "reductions under way": (
+                {o for o in self.under_way if o.kind in ops.REDUCTIONS},
+                {*state.under_way},
+            ),
+            "kept activations": ({*kept}, {*there} - inputs),
+            "inputs of segments": (
+                {k for k in (*self.segments, *self.away) if restarts(self.at, *k)},
+                inputs,
+            ),
+            "activations on the host": (away | {*self.away}, {*state.away} & {*there}),
+        }
+        for what, (here, said) in held.items():
+            if here != said:
+                raise ProgramError(
+                    f"after {op} rank {self.rank} holds {what} {sorted(here)}; by the program"
+                    f" {sorted(said)}."
+                )
 
     # ---- tokens and agreement
 
-    def _count(self, op: Op) -> None:
+    def _count(self, op: Op) -> Work:
         total = torch.tensor(
             [float(sum(map(count_valid, self.batches)))],
             dtype=torch.float64,
             device=self.holding.pool.device,
         )
-        self.holding.wires.count.all_reduce(total)
-        # A step without a single valid token has zero loss and zero gradients.
-        self.count = max(1.0, float(total))
 
-    def _agree(self, op: Op) -> None:
-        self._settle(None)
+        def counted() -> None:
+            # A step without a single valid token has zero loss and zero gradients.
+            self.count = max(1.0, float(total))
+
+        return Then(self.holding.wires.count.all_reduce(total, wait=False), counted)
+
+    def _agree(self, op: Op) -> Work:
         squares = torch.zeros(1, dtype=torch.float64, device=self.holding.pool.device)
         for number, unit in self.holding.units.items():
             if self._counts(number):
                 squares += _squares(unit)
         said = torch.cat((squares, squares.new_tensor(self._said())))
-        self.holding.wires.everyone.all_reduce(said)
-        total, *heard = said.tolist()
-        self.norm = math.sqrt(total) / self._loss_scale
-        self._heard(heard)
-        self.scale = 1.0 / self._loss_scale
-        if self.clip:
-            # As torch's clip_grad_norm_ does, with its 1e-6.
-            self.scale *= min(1.0, self.clip / (self.norm + 1e-6))
+
+        def agreed() -> None:
+            total, *heard = said.tolist()
+            self.norm = math.sqrt(total) / self._loss_scale
+            self._heard(heard)
+            self.scale = 1.0 / self._loss_scale
+            if self.clip:
+                # As torch's clip_grad_norm_ does, with its 1e-6.
+                self.scale *= min(1.0, self.clip / (self.norm + 1e-6))
+
+        return Then(self.holding.wires.everyone.all_reduce(said, wait=False), agreed)
 
     def _said(self) -> Sequence[float]:
         """What else this rank says when all agree; every rank says as many numbers."""
@@ -182,49 +243,40 @@ class Executor:
     def _forward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.holding.pieces[p]
-        self._weights(p)
-        x = None if piece.first else self._take(self.inputs, "F", p, m)
-        again = Op("R", p, m) in self.ops
-        if again and x is not None and self._heads_segment(p, m):
+        x = None if piece.first else self.inputs.pop((p, m))
+        if restarts(self.at, p, m) and x is not None:
             self.segments[p, m] = x
-        y = piece.forward(m, x, self.batches[m], keep=not again and self._trains)
+        keep = self._trains and Op(ops.RECOMPUTE, p, m) not in self.at
+        y = piece.forward(m, x, self.batches[m], keep=keep)
         if piece.last:
             self.loss += self._own_loss(y)
         else:
-            self._pass_on("F", p, p + 1, m, y)
+            self._pass_on(ops.FORWARD, p, p + 1, m, y)
 
-    @property
+    @cached_property
     def _trains(self) -> bool:
-        return any(op.kind in "BI" for op in self.row)
+        return any(op.kind in ops.PROPAGATES for op in self.row)
 
     def _own_loss(self, y: Tensor) -> float:
         # Every rank of tp computes the same loss; one of them tells it.
         return float(y) if self.holding.wires.tp.rank == 0 else 0.0
 
-    def _heads_segment(self, p: int, m: int) -> bool:
-        before = Op("R", p - 1, m)
-        return before not in self.ops or self.row.index(before) > self.row.index(Op("R", p, m))
-
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.holding.pieces[p]
-        self._weights(p)
         x = None if piece.first else self.segments.pop((p, m))
         y = piece.forward(m, x, self.batches[m], keep=True)
-        if Op("R", p + 1, m) in self.ops and not self._heads_segment(p + 1, m):
+        if Op(ops.RECOMPUTE, p + 1, m) in self.at and not restarts(self.at, p + 1, m):
             self.segments[p + 1, m] = y
 
     def _backward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.holding.pieces[p]
-        self._weights(p)
-        if piece.last:
-            gradient = piece.seed(m, self._loss_scale / self.count)
-        else:
-            gradient = self._take(self.gradients, "B", p, m)
-        into = (piece.backward if op.kind == "B" else piece.input_gradient)(m, gradient)
+        seed = partial(piece.seed, m, self._loss_scale / self.count)
+        gradient = seed() if piece.last else self.gradients.pop((p, m))
+        into = (piece.backward if op.kind == ops.BACKWARD else piece.input_gradient)(m, gradient)
         if into is not None:
-            self._pass_on("B", p, p - 1, m, into)
+            self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
     def _weight_gradient(self, op: Op) -> None:
         self.holding.pieces[op.piece].weight_gradient(op.index)
@@ -234,7 +286,9 @@ class Executor:
         if key in self.segments:  # recomputed later: its input is all that was kept
             self.away[key] = Box(self.segments.pop(key))
             self.away[key].leave()
-        elif Op("R", *key) not in self.ops:  # the first piece, recomputed, keeps nothing at all
+        elif (
+            Op(ops.RECOMPUTE, *key) not in self.at
+        ):  # the first piece, recomputed, keeps nothing at all
             self.holding.pieces[op.piece].leave(op.index)
 
     def _come_back(self, op: Op) -> None:
@@ -242,103 +296,58 @@ class Executor:
         if key in self.away:
             self.away[key].come_back()
             self.segments[key] = self.away.pop(key).content()
-        elif Op("R", *key) not in self.ops:
+        elif Op(ops.RECOMPUTE, *key) not in self.at:
             self.holding.pieces[op.piece].come_back(op.index)
-
-    def _weights(self, piece: int) -> None:
-        for unit in self.program.units(piece):
-            if unit in self.fetching:
-                self._wait(self.fetching.pop(unit))
-
-    def _take(self, where: dict[tuple[int, int], Tensor], way: str, p: int, m: int) -> Tensor:
-        if (way, p, m) in self.coming:
-            self._wait(self.coming.pop((way, p, m)))
-        return where.pop((p, m))
 
     def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
         if to in self.holding.pieces:
-            (self.inputs if way == "F" else self.gradients)[to, m] = x
+            self._arrivals(way)[to, m] = x
         else:
             self.outgoing[way, p, m] = x.contiguous()
 
     # ---- messages between stages
 
+    def _arrivals(self, way: str) -> dict[tuple[int, int], Tensor]:
+        return self.inputs if way == ops.FORWARD else self.gradients
+
     def _flow(self, op: Op) -> Group:
         wires = self.holding.wires
-        return wires.activations if op.of == "F" else wires.gradients
+        return wires.activations if op.of == ops.FORWARD else wires.gradients
 
     def _send(self, op: Op) -> Work:
-        x = self.outgoing.pop(("F" if op.of == "F" else "B", op.piece, op.index))
-        work = self._flow(op).send(x, self.program.host[op.peer], wait=False)
-        self.leaving.append(work)
-        return work
+        way = ops.FORWARD if op.of == ops.FORWARD else ops.BACKWARD
+        x = self.outgoing.pop((way, op.piece, op.index))
+        return self._flow(op).send(x, self.program.host[op.peer], wait=False)
 
     def _receive(self, op: Op) -> Work:
-        p, m = op.piece, op.index
         x = torch.empty(
-            edge_shape(self.batches[m], self.width, self.time_cut),
+            edge_shape(self.batches[op.index], self.width, self.time_cut),
             dtype=self.precision.compute,
             device=self.holding.pool.device,
         )
-        way = "F" if op.of == "F" else "B"
-        work = self._flow(op).receive(x, self.program.host[op.peer], wait=False)
-        (self.inputs if way == "F" else self.gradients)[p, m] = x
-        self.coming[way, p, m] = work
-        return work
+        self._arrivals(op.of)[op.piece, op.index] = x
+        return self._flow(op).receive(x, self.program.host[op.peer], wait=False)
 
     # ---- weights and gradients
 
     def _gather(self, op: Op) -> Work:
-        work = self.holding.units[op.piece].gather()
-        self.fetching[op.piece] = work
-        return work
+        return self.holding.units[op.piece].gather()
 
     def _drop(self, op: Op) -> None:
         self.holding.units[op.piece].drop()
 
-    def _sum(self, op: Op) -> Work:
-        # A sum on its way holds a whole gradient. Two may be under way; more would be the model's.
-        while len(self.sums) >= 2 or any(unit == op.piece for unit, _ in self.sums):
-            self._wait(self.sums.pop(0)[1])
-        wires = self.holding.wires
-        if wires.replica.size > 1 and wires.reduce.size > 1 and self.sums:
-            self.sums[-1][1].go_on()
-        self._catch_up()
-        work = self.holding.units[op.piece].reduce()
-        if wires.reduce.size == 1:
-            work.go_on()
-        self.sums.append((op.piece, work))
-        return work
+    def _reduce(self, op: Op) -> Work:
+        return self.holding.units[op.piece].reduce()
 
-    def _under_way(self, unit: int) -> bool:
-        return unit in self.ties or any(number == unit for number, _ in self.sums)
-
-    def _catch_up(self, *, everything: bool = False) -> None:
-        """Carry out the updates whose sums have arrived, or all of them."""
-        for op in [u for u in self.late if everything or not self._under_way(u.piece)]:
-            self.late.remove(op)
-            self._perform(op)
-
-    def _settle(self, unit: int | None) -> None:
-        """Wait for the sums of a unit, or of all."""
-        for number, work in self.sums:
-            if unit is None or number == unit:
-                self._wait(work)
-        self.sums = [s for s in self.sums if unit is not None and s[0] != unit]
-        for number in [n for n in self.ties if unit is None or n == unit]:
-            self._wait(self.ties.pop(number))
+    def _reduce_replicas(self, op: Op) -> Work:
+        return self.holding.units[op.piece].reduce_replicas()
 
     def _tie(self, op: Op) -> Work:
-        # Not waited for here: the other stage may need a message from us before it gets there.
-        self._settle(op.piece)
         gradient = self.holding.units[op.piece].gradient
         assert gradient is not None
-        self.ties[op.piece] = self.holding.wires.tie.all_reduce(gradient, wait=False)
-        return self.ties[op.piece]
+        return self.holding.wires.tie.all_reduce(gradient, wait=False)
 
     def _update(self, op: Op) -> None:
-        self._settle(op.piece)
-        self.ready = time.perf_counter()
         if self.norm is None or math.isfinite(self.norm):
             self.updates[op.piece](self.lr, self.scale)
         else:

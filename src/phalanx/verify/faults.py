@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Group, regions
+from ..comm import Group, Work, regions
 from ..layout import Layout
 from ..layout.rules import Cut
 from ..parallel import Unit, count_valid, local, tensor
-from ..parallel.data import Pool, Segment, Sum
+from ..parallel.data import Pool, Segment, Then
 from ..parallel.tensor import RowLinear, VocabularyEmbedding, Weight
 from ..train import executor
 from ..train.executor import Executor
@@ -250,12 +250,11 @@ def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[
 
 @fault("replicas of a shard are not summed (HSDP)", "gqa", "dp2x2 zero2", "gradient of head")
 def _() -> AbstractContextManager[None]:
-    def go_on(self: Sum) -> None:
-        if self.first is not None:
-            self.first.wait()
-            self.first, self.second = None, self.first
+    def reduce_replicas(self: Unit) -> Work:
+        part = self.parts.pop(0)
+        return Then(Work(), lambda: self.summed(part, part))
 
-    return swapped(Sum, "go_on", go_on)
+    return swapped(Unit, "reduce_replicas", reduce_replicas)
 
 
 @fault(
@@ -293,8 +292,6 @@ def _() -> AbstractContextManager[None]:
     "step 1: the output of embed",
 )
 def _() -> AbstractContextManager[None]:
-    from ..comm import Work
-
     right, gathered = Unit.gather, set[int]()
 
     def gather(self: Unit) -> Any:
@@ -307,7 +304,7 @@ def _() -> AbstractContextManager[None]:
 
     def fill(*args: Any) -> None:
         right_fill(*args)
-        gathered.clear()
+        gathered.difference_update(map(id, args[1].values()))  # this rank's units
 
     @contextmanager
     def both() -> Iterator[None]:
@@ -351,16 +348,17 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
-    def agree(self: Executor, op: Any) -> None:
+    def agree(self: Executor, op: Any) -> Work:
         everyone = self.holding.wires.everyone
 
         class Alone:
-            def all_reduce(self, x: Tensor) -> None:
-                pass
+            def all_reduce(self, x: Tensor, *, wait: bool) -> Work:
+                return Work()
 
         object.__setattr__(self.holding.wires, "everyone", Alone())
-        right(self, op)
+        work = right(self, op)
         object.__setattr__(self.holding.wires, "everyone", everyone)
+        return work
 
     return swapped(Executor, "_agree", agree)
 

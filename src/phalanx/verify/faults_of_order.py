@@ -14,7 +14,7 @@ from ..layout import Layout
 from ..parallel import batch, context, kernels
 from ..parallel.kernels import Sight
 from ..parallel.pieces import Box, Piece
-from ..program import Op
+from ..program import Op, ops
 from ..train.executor import Executor
 from .faults import fault, swapped
 
@@ -42,10 +42,7 @@ def _() -> AbstractContextManager[None]:
     "gradient of embed",
 )
 def _() -> AbstractContextManager[None]:
-    def tie(self: Executor, op: Op) -> None:
-        self._settle(op.piece)
-
-    return swapped(Executor, "_tie", tie)
+    return swapped(Executor, "_tie", lambda self, op: None)
 
 
 @fault("gradients are averaged where they cross stages", "gqa", "pp2 1f1b:3", "1/2 of it")
@@ -53,8 +50,8 @@ def _() -> AbstractContextManager[None]:
     right = Executor._send
 
     def send(self: Executor, op: Op) -> Work:
-        if op.of != "F":
-            self.outgoing["B", op.piece, op.index].div_(2)
+        if op.of != ops.FORWARD:
+            self.outgoing[ops.BACKWARD, op.piece, op.index].div_(2)
         return right(self, op)
 
     return swapped(Executor, "_send", send)

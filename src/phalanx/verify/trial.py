@@ -101,7 +101,6 @@ class _Recorder(Executor):
         self.seen: dict[int, Tensor] = {}
 
     def _update(self, op: Op) -> None:
-        self._settle(op.piece)
         gradient = self.holding.units[op.piece].gradient
         assert gradient is not None
         self.seen[op.piece] = gradient.detach() / self._loss_scale
@@ -173,6 +172,7 @@ def train_layout(
         holding, program, world.rank, setting.optimizer, clip=setting.clip,
         scaling=LossScale(*setting.scaling) if half else None, **told,
     )  # fmt: skip
+    executor.checked = True  # what each rank holds is what the program says
     seen = Seen([*_parts(holding, {}, -1)])
     tracer = _Tracer(layout, holding, mine)
     for step in range(setting.steps):

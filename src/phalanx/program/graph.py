@@ -1,0 +1,124 @@
+"""What must finish before what, over all ranks: the one graph that `check` and `simulate` read.
+
+An operation waits for three things: for what it needs (`state.py`); for the operation before it on
+its lane; and for all that its rank has waited for so far. A rank issues its list from one thread (on
+a GPU, from one stream): computations run there, and an operation that must wait for another lane
+makes the thread wait, with everything that is listed after it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from . import ops
+from .ops import COMPUTE, KINDS
+from .program import Op, Program
+from .state import State
+
+__all__ = ["Graph", "graph", "group_axes", "lane", "possible"]
+
+
+def lane(op: Op, program: Program, row: int) -> str:
+    """Where an operation of a row runs: the compute lane, a link, or a copy to or from the host.
+
+    Each directed flow between two stages has a lane of its own.
+    """
+    if not op.of:
+        return KINDS[op.kind].lane
+    there = program.homes[row].get(op.peer, -1)
+    source, target = (row, there) if op.kind == ops.SEND else (there, row)
+    return f"{'act' if op.of == ops.FORWARD else 'grad'} {source}>{target}"
+
+
+def group_axes(op: Op, program: Program) -> tuple[str, ...]:
+    """The axes over which an operation is a collective, if it is one by itself."""
+    if op.kind == ops.REDUCE and program.replicated:
+        return KINDS[ops.GATHER].axes  # the replicas have an operation of their own
+    return KINDS[op.kind].axes
+
+
+class Graph(NamedTuple):
+    """All operations of a program with what must finish before each; computed once, read by all."""
+
+    program: Program
+    ops: list[tuple[int, Op]]  # (row, operation)
+    lanes: list[str]
+    before: list[list[int]]  # numbers of the operations that must finish first
+    event: list[int]  # the event that each operation is part of
+    events: list[list[int]]  # what happens at one time: a computation, a message, a collective
+    lacks: list[tuple[int, str]]  # needs that nothing meets
+
+
+def graph(program: Program) -> Graph:
+    """What must finish before what, over all rows.
+
+    The ends of a message and the calls of a collective are one event: it starts when all of them
+    have been issued. They are matched in the order of their lanes; `check` says whether they agree.
+    """
+    made = Graph(program, [], [], [], [], [], [])
+    for number, row in enumerate(program.rows):
+        base = len(made.ops)
+        index = {op: i for i, op in reversed(list(enumerate(row, base)))}
+        last: dict[str, int] = {}  # lane -> its last operation so far
+        waited: list[int] = []  # what the thread has waited for since it last computed
+        for i, (op, needs) in enumerate(State(program, number).walk(), base):
+            where = lane(op, program, number)
+            first = [index[need] for need in needs if isinstance(need, Op)]
+            made.lacks.extend((i, need.what) for need in needs if not isinstance(need, Op))
+            waits = [j for j in first if j < i and made.lanes[j] != COMPUTE]
+            first += [last[x] for x in {where, COMPUTE} if x in last] + waited
+            # A computation has waited for all this, and what follows waits for the computation.
+            waited = [] if where == COMPUTE else waited + waits
+            last[where] = i
+            made.ops.append((number, op))
+            made.lanes.append(where)
+            made.before.append(first)
+    _pair(made)
+    return made
+
+
+def _pair(made: Graph) -> None:
+    """Join the operations that are one event."""
+    joint: dict[tuple[object, ...], int] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for i, (row, op) in enumerate(made.ops):
+        if op.of:
+            # Both ends count their messages on the flow; equal counts meet.
+            end = (made.lanes[i], op.kind)
+            key: tuple[object, ...] = (made.lanes[i], seen[end])
+            seen[end] += 1
+        elif op.kind in ops.COLLECTIVES:
+            key = (op.kind, op.piece, op.index, _group(made.program, row, op))
+        else:
+            key = (i,)
+        number = joint.setdefault(key, len(made.events))
+        if number == len(made.events):
+            made.events.append([])
+        made.events[number].append(i)
+        made.event.append(number)
+
+
+def possible(made: Graph) -> list[int]:
+    """The events in an order in which they can happen; those that wait for ever are left out."""
+    waits = [0] * len(made.events)
+    after: list[list[int]] = [[] for _ in made.events]
+    for event, before in zip(made.event, made.before, strict=True):
+        waits[event] += len(before)
+        for j in before:
+            after[made.event[j]].append(event)
+    ready = [e for e, count in enumerate(waits) if not count]
+    for event in ready:  # grows while it is walked
+        for later in after[event]:
+            waits[later] -= 1
+            if not waits[later]:
+                ready.append(later)
+    return ready
+
+
+def _group(program: Program, row: int, op: Op) -> tuple[int, ...]:
+    """The rows that take part in a collective of this row."""
+    if op.kind == ops.TIE:
+        homes = program.homes[row]
+        return tuple(sorted({homes[p] for p in program.users(op.piece) if p in homes}))
+    return program.members(row, group_axes(op, program))

@@ -1,0 +1,334 @@
+"""What one rank has at each operation of its list: the one place that follows a list.
+
+`State` walks a rank's row and knows, before every operation, which weights are gathered or stale,
+which gradients are open, on their way or reduced, and which activations are kept, recomputed or on
+the host. From it come the operation's *needs* (`graph` makes edges of them, `check` reports what is
+lacking, the executor waits for them) and its *changes* (`memory` gives them sizes).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from . import ops
+from .program import Op, Program
+
+__all__ = ["IN_FLIGHT", "Change", "Lack", "State", "restarts"]
+
+# Reductions of one lane that are under way at once. Each holds a whole gradient, so that without
+# a limit a step over a slow link would hold the whole model's.
+IN_FLIGHT = 2
+
+
+class Lack(NamedTuple):
+    """A need that nothing on the rank meets."""
+
+    what: str
+
+
+class Change(NamedTuple):
+    """A buffer that an operation takes (1) or gives back (-1): what it is, and of which piece."""
+
+    what: str
+    piece: int
+    sign: int
+
+
+# Buffers beside those that the table names (`ops.KEPT`, `ops.FACTORS`, `ops.WEIGHTS`).
+INPUT = "input"  # all that is kept of a segment that will be recomputed
+WORKING = "working"  # needed only while the operation runs
+WHOLE = "whole"  # a unit's gradient to which contributions are added
+PART = "part"  # what is left of it once it is reduced
+SENT, RECEIVED = "sent", "received"  # a message; its piece is the lower of its two ends
+
+_NO_WEIGHTS = (
+    "the weights of unit {unit}: a {unit}G must stand before it, after the last {unit}D and {unit}U"
+)
+
+
+def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
+    """Whether a piece's recomputation starts from an input that its forward kept, and not from the
+    output of the piece recomputed before it. `at` says where in the list operations stand."""
+    before = at.get(Op(ops.RECOMPUTE, piece - 1, index))
+    again = at.get(Op(ops.RECOMPUTE, piece, index))
+    return again is not None and (before is None or before > again)
+
+
+class State:
+    """One rank's list, followed operation by operation.
+
+    `in_place`: a reduced gradient stays in the whole buffer, as without shards; else it moves to
+    a part of its own when its reduction starts.
+    """
+
+    def __init__(self, program: Program, number: int, *, in_place: bool = False) -> None:
+        self.program, self.ops, self.in_place = program, program.rows[number], in_place
+        self.at = {op: i for i, op in reversed(list(enumerate(self.ops)))}
+        self.has = {op.kind for op in self.ops}
+        self.last_piece = program.pieces - 1
+        self.incoming = {
+            (op.piece, op.of == ops.FORWARD, op.index): op
+            for op in self.ops
+            if op.kind == ops.RECEIVE
+        }
+        # Activations by (piece, microbatch): ops.KEPT, INPUT or ops.FACTORS.
+        self.kept: dict[tuple[int, int], str] = {}
+        self.away: dict[tuple[int, int], str] = {}  # the same, on the host
+        # Weights by unit.
+        self.gathered: dict[int, Op] = {}  # by which operation
+        self.stale: set[int] = set()  # updated since they were gathered
+        self.updated: dict[int, Op] = {}
+        self.updates: Counter[int] = Counter()  # in this step
+        # Gradients by unit.
+        self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
+        self.under_way: dict[Op, None] = {}  # reductions that nothing has waited for, in order
+        self.reduced: dict[int, Op] = {}  # the last of its reductions, since its update
+        self.arrived: set[int] = set()  # reduced and waited for: the rank has its part
+        self.tied: set[int] = set()  # summed over two stages
+        self.counted: Op | None = None
+        self.agreed: Op | None = None  # on the norm of what is reduced so far
+
+    def walk(self) -> Iterator[tuple[Op, list[Op | Lack]]]:
+        """Every operation with what it needs. When it is yielded, the state is that before it."""
+        for op in self.ops:
+            needs = self.needs(op)
+            yield op, needs
+            self.apply(op, needs)
+
+    # ---- what an operation needs
+
+    def needs(self, op: Op) -> list[Op | Lack]:
+        """The operations on this rank that must have finished, and what no operation provides."""
+        kind, piece, m = op.kind, op.piece, op.index
+        if kind == ops.FORWARD:
+            return [*self._weights(piece), *self._input(piece, m)]
+        if kind in ops.PROPAGATES:
+            return [*self._weights(piece), *self._for_backward(piece, m), *self._gradient(piece, m)]
+        if kind == ops.WEIGHT_GRADIENT:
+            return [self._one_of(Op(ops.INPUT_GRADIENT, piece, m))]
+        if kind == ops.RECOMPUTE:
+            again = Op(ops.RECOMPUTE, piece - 1, m)
+            start = self._kept(piece, m) if restarts(self.at, piece, m) else [again]
+            return [*self._weights(piece), *start]
+        if kind == ops.OFFLOAD:
+            return [self._one_of(Op(ops.FORWARD, piece, m))]
+        if kind == ops.RELOAD:
+            return [self._one_of(Op(ops.OFFLOAD, piece, m))]
+        if kind == ops.SEND:
+            made = (ops.FORWARD,) if op.of == ops.FORWARD else ops.PROPAGATES
+            return [self._one_of(*(Op(k, piece, m) for k in made))]
+        return self._of_unit(op)
+
+    def _of_unit(self, op: Op) -> list[Op | Lack]:
+        kind, unit = op.kind, op.piece
+        if kind == ops.GATHER:
+            return [self.updated[unit]] if unit in self.updated else []
+        if kind == ops.DROP:
+            return [self.gathered.get(unit, Lack(f"a gather of unit {unit} before it"))]
+        if kind == ops.REDUCE:
+            none = [Lack(f"a gradient of unit {unit} not yet summed")]
+            return [*(self.open.get(unit) or none), *self._turn(op)]
+        if kind == ops.TIE:
+            return [self._complete(unit)]
+        if kind == ops.REDUCE_REPLICAS:
+            return [self._one_of(op._replace(kind=ops.REDUCE)), *self._turn(op)]
+        if kind == ops.AGREE:
+            # The count too: the ranks also agree on the loss.
+            counted = [self.counted] if self.counted else []
+            return [*counted, *map(self._complete, self.reduced)]
+        return self._for_update(unit) if kind == ops.UPDATE else []
+
+    def _turn(self, op: Op) -> Iterator[Op]:
+        """The reductions that one must wait for before it starts: of the same unit, as its result
+        is added to theirs, and the oldest where as many as may be are under way."""
+        others = [other for other in self.under_way if other.kind == op.kind]
+        for n, other in enumerate(others):
+            if other.piece == op.piece or n <= len(others) - IN_FLIGHT:
+                yield other
+
+    def _complete(self, unit: int) -> Op | Lack:
+        """The operation by which a unit's gradient is summed over all its copies."""
+        last = self.reduced.get(unit)
+        over_all = ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
+        if last and last.kind in (over_all, ops.TIE):
+            return last
+        return Lack(f"the sum {Op(over_all, unit)} before it")
+
+    def _for_update(self, unit: int) -> list[Op | Lack]:
+        found: list[Op | Lack] = []
+        if ops.AGREE in self.has:
+            # A sum after the agreement undoes it: what was agreed on is not what would be applied.
+            found.append(self.agreed or Lack(f"{ops.AGREE} before it, after every sum"))
+        contributions = self.open.get(unit, [])
+        if ops.REDUCE not in self.has:
+            found += contributions or [Lack(f"a gradient of unit {unit}")]
+        elif contributions:
+            of = ", ".join(map(str, contributions[:2]))
+            found.append(Lack(f"the sum {Op(ops.REDUCE, unit)} of {of} before it"))
+        else:
+            found.append(self._complete(unit))
+        return found
+
+    def _one_of(self, *choices: Op) -> Op | Lack:
+        for choice in choices:
+            if choice in self.at:
+                return choice
+        return Lack(" or ".join(map(str, choices)))
+
+    def _weights(self, piece: int) -> list[Op | Lack]:
+        found: list[Op | Lack] = []
+        for unit in self.program.units(piece):
+            if unit in self.gathered and unit not in self.stale:
+                found.append(self.gathered[unit])
+            elif ops.GATHER in self.has:
+                # Where weights are gathered, no unit is whole at home.
+                found.append(Lack(_NO_WEIGHTS.format(unit=unit)))
+            elif unit in self.updated:
+                found.append(self.updated[unit])
+        return found
+
+    def _input(self, piece: int, m: int) -> list[Op | Lack]:
+        if not piece:
+            return []
+        before = Op(ops.FORWARD, piece - 1, m)
+        if before in self.at:
+            return [before]
+        lack = Lack(str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1)))
+        return [self.incoming.get((piece, True, m), lack)]
+
+    def _for_backward(self, piece: int, m: int) -> list[Op | Lack]:
+        again = Op(ops.RECOMPUTE, piece, m)
+        return [again] if again in self.at else self._kept(piece, m)
+
+    def _kept(self, piece: int, m: int) -> list[Op | Lack]:
+        """What the forward kept, back from the host if it went there."""
+        found = [self._one_of(Op(ops.FORWARD, piece, m))]
+        if Op(ops.OFFLOAD, piece, m) in self.at:
+            found.append(self._one_of(Op(ops.RELOAD, piece, m)))
+        return found
+
+    def _gradient(self, piece: int, m: int) -> list[Op | Lack]:
+        if piece == self.last_piece:
+            # The loss is a sum over tokens divided by their number over all ranks.
+            return [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
+        for kind in ops.PROPAGATES:
+            if (above := Op(kind, piece + 1, m)) in self.at:
+                return [above]
+        lack = Lack(str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1)))
+        return [self.incoming.get((piece, False, m), lack)]
+
+    # ---- what an operation changes
+
+    def apply(self, op: Op, needs: Sequence[Op | Lack]) -> tuple[list[Change], list[Change]]:
+        """Go past an operation. Returns what it takes and gives back when it starts, and when it
+        ends. What it has waited for has arrived when it starts."""
+        start = [c for need in needs if need in self.under_way for c in self._arrive(need)]
+        end: list[Change] = []
+        if op.kind in ops.COMPUTES:
+            self._compute(op, start, end)
+        elif op.kind in ops.ON_MICROBATCH:
+            self._to_or_from_host(op, start, end)
+        elif op.kind in ops.MESSAGES:
+            what = SENT if op.kind == ops.SEND else RECEIVED
+            start.append(Change(what, min(op.piece, op.peer), 1))
+        else:
+            self._unit(op, start, end)
+        return start, end
+
+    def _compute(self, op: Op, start: list[Change], end: list[Change]) -> None:
+        kind, piece, key = op.kind, op.piece, (op.piece, op.index)
+        if kind in (ops.FORWARD, *ops.PROPAGATES):
+            far = piece - 1 if kind == ops.FORWARD else piece + 1
+            if Op(ops.RECEIVE, piece, op.index, kind, far) in self.at:
+                # It is the operation's own from here on, and counted with what it keeps.
+                start.append(Change(RECEIVED, min(piece, far), -1))
+        before = self.kept.pop(key, None)
+        if kind == ops.FORWARD:
+            keeps = self._keeps(*key)
+        else:
+            keeps = {ops.RECOMPUTE: ops.KEPT, ops.INPUT_GRADIENT: ops.FACTORS}.get(kind, "")
+        # Norms and biases get their gradient with the input's. A piece without an input has none.
+        if kind in ops.CONTRIBUTES or (kind == ops.INPUT_GRADIENT and piece):
+            for unit in self.program.units(piece):
+                if unit not in self.open:
+                    start.append(Change(WHOLE, unit, 1))
+                self.open.setdefault(unit, []).extend([op] * (kind in ops.CONTRIBUTES))
+        # A forward's results grow while it runs; a backward needs what was kept until it ends.
+        at = start if kind in (ops.FORWARD, ops.RECOMPUTE) else end
+        if before:
+            at.append(Change(before, piece, -1))
+        if keeps:
+            at.append(Change(keeps, piece, 1))
+            self.kept[key] = keeps
+        start.append(Change(WORKING, piece, 1))
+        end.append(Change(WORKING, piece, -1))
+
+    def _keeps(self, piece: int, m: int) -> str:
+        """What stays on the device after a forward: everything, its input or nothing."""
+        if Op(ops.RECOMPUTE, piece, m) not in self.at:
+            return ops.KEPT
+        return INPUT if restarts(self.at, piece, m) else ""
+
+    def _to_or_from_host(self, op: Op, start: list[Change], end: list[Change]) -> None:
+        key, out = (op.piece, op.index), op.kind == ops.OFFLOAD
+        source, target = (self.kept, self.away) if out else (self.away, self.kept)
+        if what := source.pop(key, ""):
+            target[key] = what
+            (end if out else start).append(Change(what, op.piece, -1 if out else 1))
+
+    def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
+        kind, unit = op.kind, op.piece
+        if kind == ops.GATHER:
+            start += [Change(ops.WEIGHTS, unit, 1)] * (unit not in self.gathered)
+            self.gathered[unit] = op
+            self.stale.discard(unit)
+        elif kind == ops.DROP:
+            end += [Change(ops.WEIGHTS, unit, -1)] * (unit in self.gathered)
+            self.gathered.pop(unit, None)
+        elif kind in ops.REDUCTIONS:
+            self._reduce(op, start)
+        elif kind == ops.TIE:
+            self.tied.add(unit)
+            self.reduced[unit], self.agreed = op, None
+        elif kind == ops.COUNT:
+            self.counted = op
+            self.updates.clear()  # the next step begins
+        elif kind == ops.AGREE:
+            self.agreed = op
+        elif kind == ops.UPDATE:
+            if ops.REDUCE not in self.has and unit in self.open:
+                del self.open[unit]
+                end.append(Change(WHOLE, unit, -1))
+            end += [Change(PART, unit, -1)] * (unit in self.arrived)
+            self.reduced.pop(unit, None)
+            self.arrived.discard(unit)
+            self.tied.discard(unit)
+            self.updated[unit] = op
+            self.updates[unit] += 1
+            self.stale.add(unit)
+
+    def _reduce(self, op: Op, start: list[Change]) -> None:
+        if op.kind == ops.REDUCE and op.piece in self.open:
+            start += [Change(PART, op.piece, 1)] * (not self.in_place)
+            del self.open[op.piece]
+        self.under_way[op] = None
+        self.reduced[op.piece], self.agreed = op, None
+
+    def _arrive(self, op: Op) -> Iterator[Change]:
+        """A reduction was waited for: the whole buffer goes back, its result joins what there is."""
+        del self.under_way[op]
+        last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
+        if last if self.in_place else op.kind == ops.REDUCE:
+            yield Change(WHOLE, op.piece, -1)
+        if not last:
+            return
+        first = op.piece not in self.arrived
+        if first == self.in_place:
+            yield Change(PART, op.piece, 1 if first else -1)
+        self.arrived.add(op.piece)
+
+    def rest(self) -> list[Change]:
+        """What arrives after the last operation, where nothing has waited for it."""
+        return [change for op in tuple(self.under_way) for change in self._arrive(op)]

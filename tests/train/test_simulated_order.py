@@ -1,0 +1,195 @@
+"""The executor does what `simulate` says, to the moment.
+
+Ranks are threads that compute and communicate for real, on clocks that are made up: computing takes
+what it costs, and a collective ends so long after its last member has begun it. The times are carried
+beside each call, over a second set of groups. Whatever the executor waits for that is no edge of the
+graph, or the other way round, is a difference.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group, Work, World
+from phalanx.comm.base import Call
+from phalanx.comm.launch import launch
+from phalanx.layout import Layout
+from phalanx.parallel import build_model, microbatches
+from phalanx.parallel.groups import open_groups
+from phalanx.parallel.local import hold
+from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
+from phalanx.train import AdamW, Executor
+from phalanx.train.program import program_of
+from phalanx.verify import SHAPES, batch_of
+
+Log = list[tuple[float, float]]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+class Delayed(Group):
+    """A group whose calls take `delay` each, one after the other, on the ranks' clocks.
+
+    `times` is a group of the same ranks, that carries when each of them began the call.
+    """
+
+    def __init__(self, inner: Group, times: Group, clock: Clock, delay: float) -> None:
+        super().__init__(inner.name, inner.rank, inner.ranks, inner.device)
+        self.inner, self.times, self.clock, self.delay = inner, times, clock, delay
+        self.begun: dict[object, list[Timed]] = defaultdict(list)
+        self.log: dict[object, Log] = defaultdict(list)
+
+    def _begin(self, call: Call) -> Work:
+        now = torch.tensor([self.clock.now], dtype=torch.float64)
+        if call.kind == "send":
+            self.times.send(now, call.at)
+            return self.inner._begin(call)
+        work = self.inner._begin(call)
+        if call.kind == "receive":
+            began = torch.zeros(1, dtype=torch.float64)
+            lane: object = call.at
+            timed = Timed(self, lane, work, self.times.receive(began, call.at, wait=False))
+            timed.posted, timed.began = self.clock.now, began
+        else:
+            lane = "all"
+            timed = Timed(self, lane, work, self.times.all_reduce(now, "max", wait=False))
+            timed.began = now
+        self.begun[lane].append(timed)
+        return timed
+
+
+class Timed(Work):
+    posted = 0.0
+    began: Tensor
+
+    def __init__(self, group: Delayed, lane: object, work: Work, stamp: Work) -> None:
+        self.group, self.lane, self.work, self.stamp = group, lane, work, stamp
+
+    def wait(self) -> None:
+        self.work.wait()
+        group, log = self.group, self.group.log[self.lane]
+        calls = group.begun[self.lane]
+        while len(log) <= calls.index(self):  # those before it have ended, too
+            call = calls[len(log)]
+            call.stamp.wait()
+            start = max(float(call.began), call.posted, log[-1][1] if log else 0.0)
+            log.append((start, start + group.delay))
+        group.clock.now = max(group.clock.now, log[calls.index(self)][1])
+
+
+GROUPS = {
+    "gather": ops.GATHER, "reduce": ops.REDUCE, "replica": ops.REDUCE_REPLICAS, "tie": ops.TIE,
+    "count": ops.COUNT, "everyone": ops.AGREE, "activations": "send", "gradients": "send",
+}  # fmt: skip
+
+
+def timed_step(
+    world: World, layout: Layout, shape: str, agree: bool, kinds: dict[str, float]
+) -> tuple[Program, Timeline, dict[str, Log]]:
+    """This rank's step on a made-up clock, and when the calls of each group started and ended."""
+    model = build_model(SHAPES[shape])
+    program = program_of(model, layout, agree=agree)
+    held = hold(world, layout, model, program)
+    stages = {program.host[piece] for pair in program.tied for piece in pair}
+    tied = tuple(sorted(stages)) if len(stages) > 1 else ()
+    times = open_groups(world, layout, tied=tied, prefix="times ")
+    clock = Clock()
+    costs = {
+        **kinds,
+        ops.REDUCE_REPLICAS: kinds[ops.REDUCE_REPLICAS if layout.zero else ops.REDUCE],
+    }
+    delayed = {
+        name: Delayed(getattr(held.wires, name), getattr(times, name), clock, costs[kind])
+        for name, kind in GROUPS.items()
+    }
+    held = replace(held, wires=replace(held.wires, **delayed))
+    for unit in held.units.values():
+        unit.wires = held.wires
+    executor = Executor(
+        held, program, world.rank, AdamW(), width=SHAPES[shape].hidden, clip=float(agree)
+    )
+    executor.checked, executor.clock = True, lambda: clock.now
+    for kind, plain in list(executor.handlers.items()):
+        if ops.KINDS[kind].lane == ops.COMPUTE:
+
+            def computes(op: Op, plain: object = plain) -> None:
+                plain(op)  # type: ignore[operator]
+                clock.now += Costs(kinds).of(op, 0)
+
+            executor.handlers[kind] = computes
+    batch = batch_of(SHAPES[shape], 0, dtype=torch.float32)
+    own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
+    timeline = executor.step(own, 1e-3).timeline
+    assert {field.name for field in fields(held.wires)} >= set(GROUPS)
+    logs = {name: log for name, group in delayed.items() for log in group.log.values()}
+    world.clear()
+    return program, timeline, logs
+
+
+def _by_op(spans: tuple[Span, ...], rank: int, lane: str) -> dict[str, tuple[float, float]]:
+    return {str(s.op): (s.start, s.end) for s in spans if (s.rank, s.lane) == (rank, lane)}
+
+
+FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "S": 0.9, "H": 0.4, "T": 0.5,
+        "N": 0.1, "A": 0.3, "send": 0.3}  # fmt: skip
+SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "send": 2.5}
+LAYOUTS = (
+    ("gqa", "dp2"), ("gqa", "dp2 zero3 accum:2"), ("gqa", "dp2 zero2 accum:3 prefetch:2"),
+    ("gqa", "dp2x2 zero2 accum:2"), ("gqa", "dp2x2 zero3"), ("gqa", "pp2 1f1b:3"),
+    ("gqa", "pp2 zb-v:3"), ("gqa", "dp2 pp2 zero3 1f1b:3 gather:micro"),
+    ("gqa", "pp2 zb-h2:4 recompute:every=2"), ("gpt", "dp2 pp2 zero1 1f1b:2"),
+    ("gpt", "pp2 zb-h1:3 reduce:micro"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape, text", LAYOUTS)
+@pytest.mark.parametrize("agree", [False, True], ids=["free", "clipped"])
+@pytest.mark.parametrize("kinds", [FAST, SLOW], ids=["fast", "slow"])
+def test_every_operation_starts_and_ends_when_simulate_says(
+    shape: str, text: str, agree: bool, kinds: dict[str, float]
+) -> None:
+    layout = Layout.parse(text)
+    ranks = launch(
+        timed_step, layout.ranks, layout, shape, agree, kinds, wire="threads", timeout=60
+    )
+    program = ranks[0][0]
+    expected = simulate(program, Costs(kinds))
+    for row in range(len(program.rows)):
+        rank = program.owner.index(row)
+        _, timeline, logs = ranks[rank]
+        # What computes, to the moment.
+        there = _by_op(expected.spans, rank, ops.COMPUTE)
+        assert _by_op(timeline.spans, rank, ops.COMPUTE) == {
+            op: pytest.approx(times) for op, times in there.items()
+        }
+        # What runs beside: each lane's calls in their order.
+        for name, kind in GROUPS.items():
+            if kind in ops.KINDS and not (kind == ops.REDUCE_REPLICAS and not program.replicated):
+                spans = [s for s in expected.spans if s.rank == rank and s.op.kind == kind]
+                if kind == ops.REDUCE and not layout.zero:
+                    name = "replica"
+                assert logs.get(name, []) == [pytest.approx((s.start, s.end)) for s in spans]
+
+
+def test_slow_reductions_hold_up_the_backward_as_simulated() -> None:
+    """Six units whose sums take 0.3 s each, one after the other, at most two under way: the fifth
+    sum starts when the third has ended, and the last backward follows it."""
+    kinds = {**dict.fromkeys(FAST, 0.0), "S": 0.3}
+    layout = Layout.parse("dp2 zero2")
+    program, timeline, logs = launch(
+        timed_step, 2, layout, "gqa", True, kinds, wire="threads", timeout=60
+    )[0]
+    assert sum(op.kind == "S" for op in program.rows[0]) == 6
+    for spans in (timeline.spans, simulate(program, Costs(kinds)).spans):
+        begins = _by_op(spans, 0, ops.COMPUTE)
+        assert begins["0B0"][0] == pytest.approx(0.9)
+        assert begins["5U"][0] == pytest.approx(1.8)
+    assert logs["reduce"] == [pytest.approx((0.3 * n, 0.3 * (n + 1))) for n in range(6)]
