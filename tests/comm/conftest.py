@@ -4,16 +4,18 @@ from contextlib import ExitStack
 
 import pytest
 
+from adversary import late
 from phalanx.comm import workers
 from phalanx.comm.threads import run_threads
 
 WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
+LATE = ("late-1", "late-2", "late-3", "late-4", "late-8")
 PROCESSES = ("shared-2", "shared-3", "shared-4", "shared-8", "gloo-2", "gloo-4")
 
 
 def threads_of(size, timeout=30.0):
     """Threads even for one rank, for which `workers` would choose to be alone."""
-    return lambda fn, *args: run_threads(fn, size, args, timeout, cuda=False)
+    return lambda fn, *args: run_threads(fn, size, args, timeout, gpus=0)
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +27,10 @@ def kept():
         def run_of(name):
             kind, size = name.split("-")
             if name not in runs:
+                over_threads = {"threads": threads_of, "late": late}.get(kind)
                 runs[name] = (
-                    threads_of(int(size))
-                    if kind == "threads"
+                    over_threads(int(size))
+                    if over_threads
                     else stack.enter_context(
                         workers(int(size), wire="auto" if kind == "alone" else kind, timeout=30.0)
                     )
@@ -37,7 +40,7 @@ def kept():
         yield run_of
 
 
-@pytest.fixture(params=(*WORLDS, *PROCESSES))
+@pytest.fixture(params=(*WORLDS, *LATE, *PROCESSES))
 def world(request, kept):
     """(run, size, exact): exact where results must equal one process bit for bit."""
     run, size = kept(request.param)

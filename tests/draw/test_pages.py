@@ -146,10 +146,18 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 QUIET = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--enable-logging=stderr", "--dump-dom", "--virtual-time-budget=2000",
-]  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--dump-dom",
+    "--virtual-time-budget=2000",
+]
 KEYS = """<script>
 for (const key of ["n", "n", "ArrowDown", "+", "ArrowRight", "0", "Escape", "n", "n"])
   document.getElementById("lanes").dispatchEvent(new KeyboardEvent("keydown", { key }));

@@ -121,20 +121,26 @@ MISTAKES = {
     "tensor-parallel-pair": ("group.all_reduce(g)", "pass"),
     "ring-attention": ("out * (log_sum - total).exp()", "out * (total - log_sum).exp()"),
     "ulysses": (".transpose(0, 1).reshape(", ".reshape("),
-    "model-sharding": ("ctx.group.send(gradients[0].contiguous()", "ctx.group.send(2 * gradients[0]"),
+    "model-sharding": (
+        "ctx.group.send(gradients[0].contiguous()",
+        "ctx.group.send(2 * gradients[0]",
+    ),
     "pipeline": ("self.gradients[i] += gradient", "self.gradients[i] = gradient"),
-    "pipeline-async": ("if left else stage.own_rows(micro)", "if left else stage.own_rows(0)"),
+    "pipeline-async": ("[source].pop(0)", "[source].pop(-(source > self.lab.rank))"),
     "one-f-one-b": ("min(ranks - rank, microbatches)", "min(1 + ranks - rank, microbatches)"),
-    "recompute": ("chain.pass_through(start, first, i), i", "start, i"),
+    "recompute": ("forward(x, i, i + 1)", "forward(start, i, i + 1)"),
     "mixed-precision": ("gradient.double() / scale", "gradient.double()"),
     "swap": ("if layer != last:", "if layer > last:"),
     "grid": ("group.all_reduce(gradient)", "pass"),
     "arithmetic": ("[half] * 4", "[half] * 5"),
     "collectives": ("group.all_to_all(out, x)", "out.copy_(x)"),
     "objects": ("total = torch.tensor([each", "total = torch.tensor([2 * each"),
-    "one-process": ("quiet = TallyWorld(lab.rank, lab.n,", "quiet = TallyWorld(lab.rank, lab.n + 1,"),
+    "one-process": (
+        "quiet = TallyWorld(lab.rank, lab.n,",
+        "quiet = TallyWorld(lab.rank, lab.n + 1,",
+    ),
     "asynchronous-launch": ("done = work.done()", "done = True"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

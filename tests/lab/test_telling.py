@@ -126,15 +126,20 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
     assert sum(line.startswith("  ok   ") for line in lines) == count
     wrong = replace(trial, claims=(Claim("two is three", False, "2, not 3"), *trial.claims))
     assert text(wrong).splitlines()[-2:] == [
-        f"1 of {count + 1} claims fail", "  FAIL two is three (2, not 3)",
-    ]  # fmt: skip
+        f"1 of {count + 1} claims fail",
+        "  FAIL two is three (2, not 3)",
+    ]
     assert "FAIL two is three 2, not 3" in "".join(read(page([wrong])).words)
 
 
 def test_bytes_are_written_in_thousands() -> None:
     assert [bytes_text(x) for x in (0, 999, 1000, 8.4e6, 67.6e9)] == [
-        "0 B", "999 B", "1 kB", "8.4 MB", "67.6 GB",
-    ]  # fmt: skip
+        "0 B",
+        "999 B",
+        "1 kB",
+        "8.4 MB",
+        "67.6 GB",
+    ]
 
 
 def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,10 +187,15 @@ def test_a_claim_that_fails_is_exit_code_1(
 
 @pytest.mark.parametrize(
     "argv",
-    [["zero-9"], ["grid", "--ranks", "0"], ["--html", "x"], ["grid", "--wire", "pigeon"],
-     ["grid", "--width", "0"],
-     ["data-parallel", "--ranks", "3", "--batch", "8", "--width", "16"]],
-)  # fmt: skip
+    [
+        ["zero-9"],
+        ["grid", "--ranks", "0"],
+        ["--html", "x"],
+        ["grid", "--wire", "pigeon"],
+        ["grid", "--width", "0"],
+        ["data-parallel", "--ranks", "3", "--batch", "8", "--width", "16"],
+    ],
+)
 def test_what_means_nothing_is_refused_with_a_sentence(argv: list[str]) -> None:
     with pytest.raises((UsageError, LabError)) as refused:
         verb.run(argv)
@@ -196,11 +206,19 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 QUIET = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--enable-logging=stderr", "--dump-dom", "--virtual-time-budget=2000",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--dump-dom",
+    "--virtual-time-budget=2000",
     "--host-resolver-rules=MAP * ~NOTFOUND",
-]  # fmt: skip
+]
 
 
 def complaints(written: str, folder: Path) -> tuple[str, list[str]]:
@@ -209,8 +227,11 @@ def complaints(written: str, folder: Path) -> tuple[str, list[str]]:
     place.write_text(written)
     done = subprocess.run(
         [str(CHROMIUM), *QUIET, f"--user-data-dir={folder / 'profile'}", place.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

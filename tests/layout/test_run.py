@@ -35,7 +35,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     "not a number": ("optimizer.lr = nan", "optimizer.lr = NaN", "a number"),
     "no steps": ("steps = 0", "steps = 0 is out of bounds", "1 to 1,000,000,000,000"),
     "rate of nothing": ("optimizer.lr = 0", "optimizer.lr = 0", "more than 0"),
-    "negative seed": ("seed = -1", "seed = -1", "0 or more"),
+    "negative seed": ("seed = -1", "seed = -1", "0 to 4,611,686,018,427,387,903"),
     "part above one": ("optimizer.least = 1.5", "optimizer.least = 1.5", "0 to 1"),
     "one beta": ("optimizer.betas = [0.9]", "optimizer.betas = [0.9]", "two numbers"),
     "beta of one": ("optimizer.betas = [0.9, 1.0]", "optimizer.betas", "0 to 0.999999"),

@@ -154,6 +154,58 @@ def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(layout: str) -> 
             assert first.setdefault(key, run) == run, key
 
 
+Span = tuple[str, tuple[slice, ...], tuple[int, ...], int, int]  # a run of numbers of a weight
+
+
+def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...]:
+    """What a rank's norm counts, what its updates change with the right decay, what it holds."""
+    model = build_model(shape)
+    program = program_of(model, layout, agree=True)
+    holding = hold(world, layout, model, program)
+    counts, updates, held = list[Span](), list[Span](), list[Span]()
+    for number, unit in holding.units.items():
+        home = program.host[number] == program.owner[world.rank]
+        counted = unit.counted_runs() if home and holding.wires.replica.rank == 0 else []
+        segments = unit.own_segments()
+        for weight, start, stop, offset in unit.entries():
+            known, end = (weight.name, weight.box, weight.local), offset + stop - start
+            held.append((*known, start, stop))
+            # Matrices decay; norms and biases do not.
+            decays = len(weight.shape) > 1
+            updated = [slice(s.start, s.stop) for s in segments if s.decay == decays]
+            for into, runs in ((counts, counted), (updates, updated)):
+                for run in runs:
+                    a, b = max(run.start, offset) - offset, min(run.stop, end) - offset
+                    if a < b:
+                        into.append((*known, start + a, start + b))
+    world.clear()
+    return counts, updates, held
+
+
+def times(spans: list[Span], shape: Shape) -> Tensor:
+    """How many of these runs each number of the model is in."""
+    weights = build_model(shape).weights
+    seen = {name: torch.zeros(w.shape, dtype=torch.int64) for name, w in weights.items()}
+    for name, box, local, start, stop in spans:
+        part = torch.zeros(local, dtype=torch.int64)
+        part.view(-1)[start:stop] = 1
+        seen[name][box] += part[tuple(slice(0, n) for n in seen[name][box].shape)]
+    return torch.cat([x.flatten() for x in seen.values()])
+
+
+@pytest.mark.parametrize("shape", [ODD, HEAD_NORMS], ids=lambda s: s.name)
+@pytest.mark.parametrize("text", [x for x in LAYOUTS if "fp32" in x])
+def test_the_norm_counts_every_number_once_and_each_rank_updates_what_it_holds_once(
+    text: str, shape: Shape
+) -> None:
+    layout = Layout.parse(text)
+    ranks = launch(covered, layout.ranks, layout, shape, wire="threads")
+    counted = times([span for counts, _, _ in ranks for span in counts], shape)
+    assert (counted == 1).all()
+    for _, updates, held in ranks:
+        assert torch.equal(times(updates, shape), times(held, shape))
+
+
 # ---- what `verify` says of copies that differ
 
 WEIGHT = Weight("layers.0.bias", (4,), (Cut(0, 4, 4),), decay=False)

@@ -26,30 +26,48 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
 
     def start(step: int, layout: str) -> dict[str, Any]:
         return {
-            "event": "start", "time": 10.0 * step, "step": step, "steps": 12, "layout": layout,
-            "ranks": 2, "parameters": 1234, "data": hostile or "python",
-            "model": {"name": hostile or "tiny"}, "peak_flops": 2e12,
-            "peak_from": hostile or "measured", "flops": {"model": 100.0, "full": 110.0},
+            "event": "start",
+            "time": 10.0 * step,
+            "step": step,
+            "steps": 12,
+            "layout": layout,
+            "ranks": 2,
+            "parameters": 1234,
+            "data": hostile or "python",
+            "model": {"name": hostile or "tiny"},
+            "peak_flops": 2e12,
+            "peak_from": hostile or "measured",
+            "flops": {"model": 100.0, "full": 110.0},
             "versions": {"torch": hostile or "2.13"},
-        }  # fmt: skip
+        }
 
     def step(number: int, loss: float, memory: int = 3 * 2**20) -> dict[str, Any]:
         return {
-            "event": "step", "time": 10.0 * number, "step": number, "steps": 1, "loss": loss,
-            "seconds": 0.5, "mfu": 0.3, "hfu": 0.4, "memory": memory,
-            "tokens_per_second": 100.0, "goodput": 0.8,
-        }  # fmt: skip
+            "event": "step",
+            "time": 10.0 * number,
+            "step": number,
+            "steps": 1,
+            "loss": loss,
+            "seconds": 0.5,
+            "mfu": 0.3,
+            "hfu": 0.4,
+            "memory": memory,
+            "tokens_per_second": 100.0,
+            "goodput": 0.8,
+        }
 
     ranks = [{"promised": {"weights": 2048.0}, "measured": {"weights": 1024.0}}]
     return [
-        start(0, "pp2"), *(step(n, 5 - n / 4) for n in range(1, 6)),
+        start(0, "pp2"),
+        *(step(n, 5 - n / 4) for n in range(1, 6)),
         *(step(n, 5 - n / 4, 9 * 2**20) for n in range(6, 11)),
         {"event": "skip", "time": 4, "step": 4, "why": hostile or "not finite"},
-        start(5, "dp2 zero3"), *(step(n, 5 - n / 4) for n in range(6, 13)),
+        start(5, "dp2 zero3"),
+        *(step(n, 5 - n / 4) for n in range(6, 13)),
         {"event": "memory", "time": 5, "step": 6, "ranks": ranks},
         {"event": "validation", "time": 9, "step": 12, "loss": 2.5, "bits_per_byte": 3.6},
         {"event": "end", "time": 130, "step": 12, "loss": 2.0},
-    ]  # fmt: skip
+    ]
 
 
 def written(folder: Path, hostile: str = "") -> Path:
@@ -67,13 +85,22 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
     page = report(written(tmp_path))
     for said in (
         "tiny, 1,234 parameters, on python; step 12 of 12, ended",
-        "2 starts; the last as dp2 zero3 on 2 ranks", "goodput 80 %",
+        "2 starts; the last as dp2 zero3 on 2 ranks",
+        "goodput 80 %",
         "validation loss 2.5000 nats per token, 3.6000 bits per byte",
-        "a peak of 2 TFLOP/s over all ranks (measured)", "causal attention",
-        "would be higher by 10.0 %", "2.00 KiB</td><td>1.00 KiB", "3.00 MiB",
-        "start: pp2", "restart: dp2 zero3", "not finite", "steps = 12", "torch 2.13",
-        "groups along dp: 1 of 2", "makespan",
-    ):  # fmt: skip
+        "a peak of 2 TFLOP/s over all ranks (measured)",
+        "causal attention",
+        "would be higher by 10.0 %",
+        "2.00 KiB</td><td>1.00 KiB",
+        "3.00 MiB",
+        "start: pp2",
+        "restart: dp2 zero3",
+        "not finite",
+        "steps = 12",
+        "torch 2.13",
+        "groups along dp: 1 of 2",
+        "makespan",
+    ):
         assert said in page, said
 
 
@@ -159,10 +186,18 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 QUIET = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--enable-logging=stderr", "--dump-dom", "--virtual-time-budget=1000",
-]  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--enable-logging=stderr",
+    "--dump-dom",
+    "--virtual-time-budget=1000",
+]
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
@@ -171,8 +206,11 @@ def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
     place.write_text(report(written(tmp_path, HOSTILE)))
     done = subprocess.run(
         [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", place.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert done.stdout.count("<h2>") == 9
     assert done.stdout.count("<polyline") == 12  # each start, and again what was repeated

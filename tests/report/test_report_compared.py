@@ -23,14 +23,22 @@ SHAPE = Shape(
 # Without latency many small messages take as long as one of all their bytes: then the sums of units
 # have to add up to what the planner counts for a step.
 MACHINE = Machine(
-    name="small", date="2026-01-31", method="by hand", device="CPU", kind="cpu", count=1, cores=4,
-    memory=8e9, launch=1e-6, stores=(Store("copy", 1e10),),
+    name="small",
+    date="2026-01-31",
+    method="by hand",
+    device="CPU",
+    kind="cpu",
+    count=1,
+    cores=4,
+    memory=8e9,
+    launch=1e-6,
+    stores=(Store("copy", 1e10),),
     rates=(Rate("fp32", 64, 64, 64, 1e10), Rate("fp32", 256, 256, 256, 4e10)),
     curves=tuple(
         Curve(op, "gloo", 2, "ring", 0.0, 1e8, 0.0, 1, 1 << 20)
         for op in ("all_reduce", "all_gather", "reduce_scatter", "send", "broadcast")
     ),
-)  # fmt: skip
+)
 
 
 def step_of(text: str) -> Step:
@@ -53,10 +61,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
     spans = [
-        Span(0, "compute", Op("F", 0, 0), 0.0, 1.0), Span(0, "compute", Op("F", 1, 0), 1.0, 4.0),
-        Span(0, "compute", Op("F", 2, 0), 4.0, 9.0), Span(0, "compute", Op("B", 2, 0), 9.0, 10.0),
-        Span(1, "compute", Op("F", 0, 0), 0.0, 2.0), Span(1, "agree", Op("A"), 2.0, 3.0),
-    ]  # fmt: skip
+        Span(0, "compute", Op("F", 0, 0), 0.0, 1.0),
+        Span(0, "compute", Op("F", 1, 0), 1.0, 4.0),
+        Span(0, "compute", Op("F", 2, 0), 4.0, 9.0),
+        Span(0, "compute", Op("B", 2, 0), 9.0, 10.0),
+        Span(1, "compute", Op("F", 0, 0), 0.0, 2.0),
+        Span(1, "agree", Op("A"), 2.0, 3.0),
+    ]
     prices = {("F", 0): 1.0, ("F", 1): 4.0, ("F", 2): 8.0, ("I", 2): 0.25, ("W", 2): 0.25}
     forward, backward, agree = compare(Timeline(tuple(spans)), prices)
     assert (forward.count, forward.predicted, forward.measured) == (2.0, 2.5, 2.5)

@@ -178,8 +178,8 @@ def test_a_run_that_recomputes_to_fit_learns_as_one_that_does_not(
     assert ends[0] == ends[1]
 
 
-def test_without_a_gpu_the_memory_to_fit_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert memory_limit(Run.parse("memory = 2.5")) == 2.5 * GIB
+def test_without_a_gpu_the_memory_to_fit_must_be_said() -> None:
+    world = AloneWorld("cpu")
+    assert memory_limit(Run.parse("memory = 2.5"), world) == 2.5 * GIB
     with pytest.raises(LayoutError, match=r"Write memory = 2\.5"):
-        memory_limit(Run.parse(""))
+        memory_limit(Run.parse(""), world)

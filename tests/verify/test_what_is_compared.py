@@ -29,7 +29,16 @@ from phalanx.train import fused
 from phalanx.train.executor import Executor
 from phalanx.train.precision import LossScale
 from phalanx.train.steps import Validator
-from phalanx.verify import SHAPES, Verdict, batch_of, covering, every_layout, trial, verify
+from phalanx.verify import (
+    SHAPES,
+    Verdict,
+    batch_of,
+    covering,
+    every_layout,
+    faults_of_order,
+    trial,
+    verify,
+)
 from phalanx.verify.faults import FAULTS, swapped
 from phalanx.verify.memory import GIB, available, needed
 from phalanx.verify.reference import draw
@@ -314,6 +323,7 @@ def test_somebodys_model_whose_layers_start_equal_is_told_so() -> None:
 
 # ---- outputs where time is padded
 
+assert faults_of_order.__doc__  # importing it enters its faults into the list
 PADDED = [f for f in FAULTS if f.layout.cp > 1 and "output of layers.0" in f.names and not f.packed]
 
 
@@ -321,6 +331,7 @@ PADDED = [f for f in FAULTS if f.layout.cp > 1 and "output of layers.0" in f.nam
 def test_a_fault_is_named_by_its_piece_where_time_is_padded(fault: Any) -> None:
     """A sequence of 11 over a ring of 2 is padded to 12."""
     shape = replace(SHAPES["gqa"], sequence=11)
+    assert len(PADDED) >= 4
     with fault.patch():
         [verdict] = verify(shape, [fault.layout])
     assert "the output of layers.0[" in verdict.first_difference

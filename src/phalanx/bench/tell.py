@@ -15,9 +15,16 @@ from .mfu import Iteration
 from .overlap import Overlap
 
 __all__ = [
-    "PRODUCT_HEAD", "as_json", "collectives_chart", "collectives_text", "iterations_text",
-    "overlaps_text", "product_line", "products_chart", "products_summary",
-]  # fmt: skip
+    "PRODUCT_HEAD",
+    "as_json",
+    "collectives_chart",
+    "collectives_text",
+    "iterations_text",
+    "overlaps_text",
+    "product_line",
+    "products_chart",
+    "products_summary",
+]
 
 
 def collectives_text(samples: Sequence[Sample], wire: str, forms: Sequence[Growth]) -> str:
@@ -27,12 +34,18 @@ def collectives_text(samples: Sequence[Sample], wire: str, forms: Sequence[Growt
     head = ("operation", "group", "S", "time", "least..most", "S/t", "factor", "bus", "result")
     rows = [
         (
-            s.op, _group(s.ranks, s.apart), size(s.bytes), seconds(s.seconds),
-            f"{seconds(s.least)}..{seconds(s.most)}", f"{s.algorithm / 1e9:.3f} GB/s",
-            f"{s.factor:.3f}", f"{s.bus / 1e9:.3f}", "right" if s.correct else "WRONG",
+            s.op,
+            _group(s.ranks, s.apart),
+            size(s.bytes),
+            seconds(s.seconds),
+            f"{seconds(s.least)}..{seconds(s.most)}",
+            f"{s.algorithm / 1e9:.3f} GB/s",
+            f"{s.factor:.3f}",
+            f"{s.bus / 1e9:.3f}",
+            "right" if s.correct else "WRONG",
         )
         for s in samples
-    ]  # fmt: skip
+    ]
     parts = [
         f"wire {wire}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all, its\n"
         "output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.\n",
@@ -69,11 +82,15 @@ def _curves(samples: Sequence[Sample], wire: str) -> str:
     head = ("operation", "ranks", "latency", "bandwidth", "error", "beyond")
     rows = [
         (
-            c.op, _group(c.ranks, c.apart), seconds(c.latency), rate(c.bandwidth), f"{c.error:.0%}",
+            c.op,
+            _group(c.ranks, c.apart),
+            seconds(c.latency),
+            rate(c.bandwidth),
+            f"{c.error:.0%}",
             f"{rate(c.beyond)} beyond {size(c.bend)}" if c.bend else "",
         )
         for c in fit_all(samples, wire)
-    ]  # fmt: skip
+    ]
     title = (
         "fitted: latency of a step, bus bandwidth for large S, median error on what was fitted\n"
     )
@@ -186,9 +203,12 @@ def iterations_text(done: Sequence[Iteration], found: Found, best: float) -> str
             f" products need {seconds(x.flops / of)} at {'the peak' if peak else 'the best rate'}",
             f"  {'MFU' if peak else 'of the best measured rate'} {x.share(of):.1%}"
             + (f", {x.share(best):.1%} of the best measured rate" if peak else "")
-            + ("" if x.flops == x.flops_full else
-               f" (attention causal; {x.flops_full / of / x.seconds:.1%} counted full)"),
-        ]  # fmt: skip
+            + (
+                ""
+                if x.flops == x.flops_full
+                else f" (attention causal; {x.flops_full / of / x.seconds:.1%} counted full)"
+            ),
+        ]
         if x.share(of) > 1:
             lines.append(
                 "  More than all of it: the peak is wrong, or too low a rate was measured."

@@ -15,16 +15,18 @@ from ..plan.stack import stack
 __all__ = ["auto"]
 
 
-def auto(wanted: Run, shape: Shape, ranks: int) -> tuple[Layout, str]:
-    """The layout, and who chose it and why."""
+def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
+    """The layout for ranks that compute on so many GPUs, 0: on the CPU; who chose it and why."""
     import torch
 
-    cuda = torch.cuda.is_available()
-    name = torch.cuda.get_device_name(0) if cuda else ""
-    precision = "bf16" if cuda else "fp32"
+    name = torch.cuda.get_device_name(0) if gpus else ""
+    precision = "bf16" if gpus else "fp32"
+    shared = 0 < gpus < ranks
     why = "no machine file is named and the GPU is not catalogued"
+    if shared:
+        why = f"{ranks} ranks share {gpus} GPUs, which no plan knows"
     try:
-        site = _site(wanted.machine, name, ranks)
+        site = None if shared else _site(wanted.machine, name, ranks)
         if site is not None:
             found = _planned(wanted, shape, site, precision)
             if found is not None:
@@ -32,7 +34,7 @@ def auto(wanted: Run, shape: Shape, ranks: int) -> tuple[Layout, str]:
             why = f"nothing fits in the memory of {site.name} by the plan"
     except (MachineError, LayoutError) as error:
         why = str(error).split(".")[0]
-    memory = float(torch.cuda.get_device_properties(0).total_memory) if cuda else 0.0
+    memory = torch.cuda.get_device_properties(0).total_memory * gpus / ranks if gpus else 0.0
     layout = recipe(
         shape, ranks, batch=shape.batch, sequence=wanted.tokens(shape), memory=memory,
         precision=precision,

@@ -119,7 +119,7 @@ def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
     found = []
     for part in text.split(","):
         size, _, apart = part.partition("x")
-        if not size.isdigit() or not (apart or "1").isdigit():
+        if not (f"{size}{apart}".isascii() and size.isdecimal() and (apart or "1").isdecimal()):
             raise UsageError(f"--groups {part!r}: write 4 for neighbours, 2x4 for 2 ranks 4 apart.")
         shape = int(size), int(apart or 1)
         if shape[0] < 2 or shape[1] < 1 or shape[0] * shape[1] > ranks:

@@ -129,8 +129,10 @@ def _say(layout: Layout, shape: Shape, program: Program, proof: Proof) -> None:
     say(f"{layout} fits {shape.name} ({_big(shape.total)} parameters); its program is proved.\n")
     mesh = f"{layout.ranks} ranks" + (f" as {layout.mesh}" if layout.ranks > 1 else "")
     zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
-    say(f"{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
-          f" {sum(map(len, program.rows))} operations\n")  # fmt: skip
+    say(
+        f"{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
+        f" {sum(map(len, program.rows))} operations\n"
+    )
     rows = []
     for row in range(layout.pp):
         stage = _stage(layout, shape, program, proof, row)
@@ -177,6 +179,8 @@ def _file(path: str, said: argparse.Namespace) -> int:
             say(f"- {fault}")
     else:
         held = " ".join(f"{h:g}" for h in check(program).held)
-        say(f"{path} is sound: {program.mesh.size} ranks, {program.pieces} pieces,"
-              f" {program.microbatches} microbatches; held by stage: {held}")  # fmt: skip
+        say(
+            f"{path} is sound: {program.mesh.size} ranks, {program.pieces} pieces,"
+            f" {program.microbatches} microbatches; held by stage: {held}"
+        )
     return 1 if wrong else 0

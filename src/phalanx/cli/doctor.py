@@ -78,9 +78,7 @@ def _here(said: argparse.Namespace) -> int:
     Shape.load(said.model)
     if not said.out:
         return _look(said, found, topology_of(found))
-    asked = Examination(
-        said.limit, said.ranks, said.wire, said.model, with_host=said.with_host
-    )  # fmt: skip
+    asked = Examination(said.limit, said.ranks, said.wire, said.model, with_host=said.with_host)
 
     def measuring(line: str) -> None:
         if not said.json:
@@ -107,13 +105,18 @@ def _look(said: argparse.Namespace, found: Found, topology: Topology) -> int:
         entry = found.entry
         print_json(
             {
-                "device": found.name, "kind": found.kind, "count": found.count,
-                "cores": found.cores, "memory": found.memory, "free": found.free,
-                "catalogue": entry.name if entry else None, "backends": list(found.backends),
+                "device": found.name,
+                "kind": found.kind,
+                "count": found.count,
+                "cores": found.cores,
+                "memory": found.memory,
+                "free": found.free,
+                "catalogue": entry.name if entry else None,
+                "backends": list(found.backends),
                 "links": list(topology.kinds),
                 "stores": {store.name: store.bandwidth for store in stores},
             }
-        )  # fmt: skip
+        )
         return 0
     lines = [*_identity(found), *_stores(stores, found)]
     lines += topology.told() if found.kind == "cuda" else []
@@ -172,13 +175,15 @@ def _topology(said: argparse.Namespace) -> int:
     if said.json:
         print_json(
             {
-                "devices": list(found.devices), "names": list(found.names),
+                "devices": list(found.devices),
+                "names": list(found.names),
                 "links": [list(row) for row in found.links],
                 "groups": {kind: [list(g) for g in found.groups(kind)] for kind in found.kinds},
                 "nics": {d: list(found.nearest_nics(d)) for d in found.devices},
-                "cpus": [list(c) for c in found.cpus], "numa": list(found.numa),
+                "cpus": [list(c) for c in found.cpus],
+                "numa": list(found.numa),
             }
-        )  # fmt: skip
+        )
     else:
         say("\n".join(found.told()))
     return 0

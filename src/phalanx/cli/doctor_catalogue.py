@@ -17,11 +17,16 @@ def devices_text(devices: Sequence[Device]) -> str:
     head = ("device", "bf16 TFLOP/s", "fp8", "fp32", "memory", "bandwidth", "FLOP/byte")
     rows = [
         (
-            d.name, _peak(d, "bf16"), _peak(d, "fp8"), _peak(d, "fp32"), size(d.memory.bytes),
-            rate(d.memory.bandwidth), f"{d.ridge:.0f}",
+            d.name,
+            _peak(d, "bf16"),
+            _peak(d, "fp8"),
+            _peak(d, "fp32"),
+            size(d.memory.bytes),
+            rate(d.memory.bandwidth),
+            f"{d.ridge:.0f}",
         )
         for d in devices
-    ]  # fmt: skip
+    ]
     note = "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."
     return f"{text_table(head, rows)}\n{note}"
 
@@ -113,9 +118,14 @@ def _totals(cluster: Cluster) -> list[str]:
 def hierarchy_text(device: Device) -> str:
     """Registers to network: how much is there, how fast it is, how long reading all of it takes."""
     rows = [
-        (p.name, size(p.bytes) if p.bytes else "-", rate(p.bandwidth),
-         seconds(p.to_read) if p.bytes else "-", p.how)
+        (
+            p.name,
+            size(p.bytes) if p.bytes else "-",
+            rate(p.bandwidth),
+            seconds(p.to_read) if p.bytes else "-",
+            p.how,
+        )
         for p in hierarchy(device)
-    ]  # fmt: skip
+    ]
     head = ("level", "size", "bandwidth", "to read all", "")
     return f"{device.title}\n\n{text_table(head, rows, left='lrrrl')}".rstrip("\n")

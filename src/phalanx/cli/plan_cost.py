@@ -51,18 +51,31 @@ def run(argv: list[str]) -> int:
         return 1
     saving = said.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
     spent = spending(
-        tokens=count(said.tokens, "--tokens"), batch_tokens=asked.tokens, step=choice.step,
-        devices=asked.site.ranks, price=said.price, mtbf_hours=said.mtbf, saving=saving,
+        tokens=count(said.tokens, "--tokens"),
+        batch_tokens=asked.tokens,
+        step=choice.step,
+        devices=asked.site.ranks,
+        price=said.price,
+        mtbf_hours=said.mtbf,
+        saving=saving,
         restart=said.restart,
-    )  # fmt: skip
+    )
     if math.isinf(spent.hours):
-        say(f"{asked.site.ranks:,} devices fail faster than they can start again: every"
-              f" {seconds(3600 * said.mtbf / asked.site.ranks)}.")  # fmt: skip
+        say(
+            f"{asked.site.ranks:,} devices fail faster than they can start again: every"
+            f" {seconds(3600 * said.mtbf / asked.site.ranks)}."
+        )
         return 1
     if said.json:
-        more = {"hours": spent.hours, "device_hours": spent.device_hours, "money": spent.money,
-                "goodput": spent.goodput, "layout": str(choice.layout),
-                "step_time_s": choice.step, "error": asked.error}  # fmt: skip
+        more = {
+            "hours": spent.hours,
+            "device_hours": spent.device_hours,
+            "money": spent.money,
+            "goodput": spent.goodput,
+            "layout": str(choice.layout),
+            "step_time_s": choice.step,
+            "error": asked.error,
+        }
         print_json(asdict(spent) | more)
     else:
         say("\n".join(_lines(asked, choice, spent, said, saving)))
@@ -81,10 +94,17 @@ def _refuse(said: argparse.Namespace) -> None:
 def _choice(asked: Asked, words: str | None) -> Choice | None:
     if words is None:
         plan = search(
-            asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
-            batch=asked.batch, precision=asked.precision, limit=asked.limit, top=1,
+            asked.shape,
+            asked.site,
+            asked.weigh,
+            stack=asked.stack,
+            sequence=asked.sequence,
+            batch=asked.batch,
+            precision=asked.precision,
+            limit=asked.limit,
+            top=1,
             model=asked.own,
-        )  # fmt: skip
+        )
         return plan.layouts[0] if plan.layouts else None
     return named(words, asked, "--layout")
 
@@ -99,14 +119,24 @@ def _lines(
     rows = [
         ("steps", f"{spent.steps:,}", f"{step} (MFU {rates(asked, choice).mfu:.1%})"),
         ("computing", f"{spent.computing:,.1f}", "hours"),
-        ("checkpoints", f"{spent.saving:,.1f}", f"hours: {saved}, {size(_SAVED * asked.shape.total)}"),
-        ("failures", f"{spent.lost:,.1f}",
-         f"hours: {spent.failures:,.1f} expected, one in {every:,.3g} hours"),
-        ("altogether", f"{spent.hours:,.1f}",
-         f"hours or {spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model"),
+        (
+            "checkpoints",
+            f"{spent.saving:,.1f}",
+            f"hours: {saved}, {size(_SAVED * asked.shape.total)}",
+        ),
+        (
+            "failures",
+            f"{spent.lost:,.1f}",
+            f"hours: {spent.failures:,.1f} expected, one in {every:,.3g} hours",
+        ),
+        (
+            "altogether",
+            f"{spent.hours:,.1f}",
+            f"hours or {spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model",
+        ),
         ("device hours", f"{spent.device_hours:,.0f}", ""),
         ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
-    ]  # fmt: skip
+    ]
     return [
         f"{asked.own or asked.shape.name}, {said.tokens} tokens on {asked.site.name}"
         f" at {said.price:g} an hour and device",

@@ -35,9 +35,15 @@ def named(words: str, asked: Asked, flag: str) -> Choice:
         )
     refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
     (choice,) = judge(
-        [layout], asked.shape, asked.site, asked.weigh, stack=asked.stack,
-        sequence=asked.sequence, batch=asked.batch, model=asked.own,
-    )  # fmt: skip
+        [layout],
+        asked.shape,
+        asked.site,
+        asked.weigh,
+        stack=asked.stack,
+        sequence=asked.sequence,
+        batch=asked.batch,
+        model=asked.own,
+    )
     return choice
 
 

@@ -92,8 +92,10 @@ def _table(asked: Asked, plan: Plan) -> str:
     for choice in plan.layouts:
         found = rates(asked, choice)
         numbers = (
-            seconds(choice.step), f"{found.tokens:,.0f}", f"{found.mfu:.1%}",
+            seconds(choice.step),
+            f"{found.tokens:,.0f}",
+            f"{found.mfu:.1%}",
             f"{choice.bytes / 1e9:.1f} GB",
-        )  # fmt: skip
+        )
         rows.append((tag("code", choice.layout), *numbers))
     return table(("layout", "step", "tokens/s a device", "MFU", "memory"), rows)

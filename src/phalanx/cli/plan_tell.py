@@ -14,9 +14,13 @@ from .plan_figures import Asked, rates
 __all__ = ["PARTS", "seconds", "told"]
 
 PARTS = {
-    "compute": "computing", "tensor": "messages in blocks", "data": "gathers and sums",
-    "pipe": "between stages", "bubble": "bubble", "update": "update",
-}  # fmt: skip
+    "compute": "computing",
+    "tensor": "messages in blocks",
+    "data": "gathers and sums",
+    "pipe": "between stages",
+    "bubble": "bubble",
+    "update": "update",
+}
 _WIDTH = 80
 
 
@@ -60,10 +64,15 @@ def _table(asked: Asked, plan: Plan) -> Iterator[str]:
         ]
         rows.append(
             (
-                number, seconds(step), f"{found.tokens:,.0f}", f"{100 * found.mfu:.1f}",
-                f"{100 * found.hfu:.1f}", f"{choice.bytes / 1e9:.1f}", *parts,
+                number,
+                seconds(step),
+                f"{found.tokens:,.0f}",
+                f"{100 * found.mfu:.1f}",
+                f"{100 * found.hfu:.1f}",
+                f"{choice.bytes / 1e9:.1f}",
+                *parts,
             )
-        )  # fmt: skip
+        )
     head = (
         "#",
         "step",

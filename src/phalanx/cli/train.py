@@ -21,6 +21,7 @@ from .before import refuse_before
 from .usage import Parser, UsageError, complain, print_json, report, say
 
 if TYPE_CHECKING:
+    from ..comm.join import Place
     from ..train.loop import Outcome
 
 __all__ = ["STOPPED", "run"]
@@ -60,13 +61,21 @@ def run(argv: list[str]) -> int:
     if said.schema:
         print_json(run_schema())
         return 0
-    wanted, notice = _run_of(said)
-    if said.print_config:
-        say(wanted, end="")
-        return 0
-    if said.ranks is not None and said.ranks < 1:
-        raise UsageError(f"--ranks {said.ranks}: write 1 or more.")
-    _refuse_misfit(wanted, said.ranks)
+    try:
+        wanted, notice = _run_of(said)
+        if said.print_config:
+            say(wanted, end="")
+            return 0
+        if said.ranks is not None and said.ranks < 1:
+            raise UsageError(f"--ranks {said.ranks}: write 1 or more.")
+        _refuse_misfit(wanted, said.ranks)
+        refuse_before(wanted)
+    except (ValueError, OSError) as error:
+        if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+            from ..comm.join import tell_failure
+
+            tell_failure(f"{type(error).__name__}: {error}")
+        raise
     return _train(wanted, said, notice)
 
 
@@ -128,48 +137,78 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
 
 def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
-    refuse_before(wanted)
-    from ..comm.join import find, join
+    from ..comm import choose
+    from ..comm.join import find
+    from ..comm.launch import used_gpus
+
+    place = find(os.environ)
+    if place is not None:
+        return _joined(wanted, said, notice, place)
+    ranks = _ranks(wanted, said.ranks)
+    gpus = used_gpus(choose(said.wire, ranks), ranks)
+    layout = _layout_that_fits(wanted, ranks, gpus, notice, quiet=said.json)
+    return _local(wanted, layout, said)
+
+
+def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) -> int:
+    """One rank of those that a launcher has started."""
+    from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
+    from ..train.checkpoint_file import CheckpointError
+    from ..train.lock import RunLocked
+    from ..train.loop import TrainError, train
+    from ..train.metrics import JournalError
+
+    if said.ranks not in (None, place.size):
+        raise UsageError(
+            f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
+        )
+    world = join(place.size, wire=said.wire)
+    gpus = place.size if world.device.type == "cuda" else 0
+    try:
+        # What one rank refuses ends the others too, with its words.
+        with agreement(world):
+            layout = _layout_that_fits(
+                wanted, place.size, gpus, notice, quiet=said.json or place.rank > 0
+            )
+    except Exception as error:
+        if isinstance(error, ValueError) or not isinstance(error, CommError):
+            world.close()  # all ranks are here
+        raise
+    try:
+        outcome = train(world, wanted, str(layout), quiet=said.json)
+    except (RanksDiffer, PeerFailed):
+        world.close()
+        raise
+    except RunLocked as error:
+        complain(f"rank {place.rank}: RunLocked: {error}")
+        return 2
+    except (TrainError, CheckpointError, JournalError) as error:  # for the first two all ranks
+        report(f"rank {place.rank}: {type(error).__name__}: {error}")
+        return 1
+    world.close()
+    return _ended(wanted, outcome, said.json and place.rank == 0)
+
+
+def _layout_that_fits(wanted: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:
+    """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
+    launcher, or once for local ranks."""
     from ..parallel import refuse_unfit
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
 
-    place = find(os.environ)
-    ranks = place.size if place else _ranks(wanted, said.ranks)
-    if place and said.ranks not in (None, place.size):
-        raise UsageError(
-            f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
-        )
-    quiet = said.json or bool(place and place.rank)
     if notice and not quiet:
         report(notice)
     shape = shape_of(wanted)
     _refuse_other_model(wanted, shape)
-    layout = _layout(wanted, shape, ranks, quiet=quiet)
+    layout = _layout(wanted, shape, ranks, gpus, quiet=quiet)
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
         )
-    batches_of(wanted, shape)  # data that does not fit is told here, by one process
+    batches_of(wanted, shape)
     if wanted.own:
         refuse_unfit(maker_of(wanted)(), layout)
-    if place is None:
-        return _local(wanted, layout, said)
-    from ..train.checkpoint_file import CheckpointError
-    from ..train.lock import RunLocked
-    from ..train.loop import TrainError, train
-
-    world = join(ranks, wire=said.wire)
-    try:
-        outcome = train(world, wanted, str(layout), quiet=said.json)
-    except RunLocked as error:
-        complain(f"rank {place.rank}: RunLocked: {error}")
-        return 2
-    except (TrainError, CheckpointError) as error:  # every rank has the same
-        report(f"rank {place.rank}: {type(error).__name__}: {error}")
-        return 1
-    world.close()
-    return _ended(outcome, said.json and place.rank == 0)
+    return layout
 
 
 def _refuse_other_model(wanted: Run, shape: Shape) -> None:
@@ -187,12 +226,12 @@ def _ranks(wanted: Run, told: int | None) -> int:
         return told
     if wanted.layout.strip() != "auto":
         return Layout.parse(wanted.layout).ranks
-    import torch
+    from ..comm.devices import Devices
 
-    return torch.cuda.device_count() or 2
+    return Devices().gpus or 2
 
 
-def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
+def _layout(wanted: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) -> Layout:
     """The run's layout; `auto` is planned. Refused here: what the file could not know."""
     named = wanted.layout.strip() != "auto"
     if named:
@@ -200,7 +239,7 @@ def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
     else:
         from .auto import auto
 
-        found, why = auto(wanted, shape, ranks)
+        found, why = auto(wanted, shape, ranks, gpus)
         if not quiet:
             report(f"auto: {str(found) or 'one rank'}, {why}")
     if wrong := list(misfits(wanted, shape, found)):
@@ -210,15 +249,24 @@ def _layout(wanted: Run, shape: Shape, ranks: int, *, quiet: bool) -> Layout:
 
 def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
-    from ..comm import RankFailed, launch
+    from ..comm import RankFailed, RanksDiffer, launch
     from ..program import ProgramError
     from ..train.checkpoint_file import CheckpointError
     from ..train.data import DataError
     from ..train.lock import hold_run
     from ..train.loop import STOP, TrainError, remove_stale_stop, train
+    from ..train.metrics import JournalError
     from ..train.program import maker_of
 
-    refusals = (TrainError, CheckpointError, DataError, LayoutError, ProgramError)
+    refusals = (
+        RanksDiffer,
+        TrainError,
+        CheckpointError,
+        JournalError,
+        DataError,
+        LayoutError,
+        ProgramError,
+    )
     ours = tuple(kind.__name__ for kind in refusals)
     with hold_run(Path(wanted.out), wanted.checkpoints), _passed_on(Path(wanted.out, STOP)):
         notice = remove_stale_stop(wanted, _BEGUN)
@@ -233,13 +281,29 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
             outcomes = launch(train, layout.ranks, *words, wire=said.wire)
         except RankFailed as error:
             told = error.reports[0].error
+            if f"signal {signal.SIGBUS.value}" in told and (cut := _cut_file(wanted)):
+                report(f"rank {error.rank}: {told}: {cut}")
+                return 1
             # What the run itself refuses is a sentence; anything else needs its traceback.
             report(told if told.startswith(ours) else error)
             return 1
-        except (TrainError, CheckpointError) as error:
+        except (TrainError, CheckpointError, JournalError, DataError) as error:
             report(f"{type(error).__name__}: {error}")
             return 1
-    return _ended(outcomes[0], said.json)
+    return _ended(wanted, outcomes[0], said.json)
+
+
+def _cut_file(wanted: Run) -> str:
+    """What kills a process that reads a mapped file: one that was cut. Which, if one of ours was."""
+    from ..train.data import DataError
+    from ..train.program import shape_of
+    from ..train.rank import batches_of
+
+    try:
+        batches_of(wanted, shape_of(wanted))
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -278,9 +342,17 @@ def _passed_on(file: Path) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _ended(outcome: Outcome, as_json: bool) -> int:
+def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
+    from ..train.checkpoint import steps
+
     if as_json:
         from dataclasses import asdict
 
         print_json(asdict(outcome))
+    if outcome.unsaved:
+        newest = next((path.name for path in steps(run.checkpoints)), "none")
+        complain(
+            f"step {outcome.step} could not be saved: {outcome.unsaved} The newest checkpoint is {newest}."
+        )
+        return 1
     return STOPPED if outcome.stopped else 0

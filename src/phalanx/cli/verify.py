@@ -210,7 +210,7 @@ def _part(
     chosen = list(layouts)
     log = Path(said.log) if said.log else None
     if said.part:
-        found = re.fullmatch(r"(\d+)/(\d+)", said.part)
+        found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", said.part)
         if not found or not 1 <= int(found[1]) <= int(found[2]):
             raise UsageError(f"--part {said.part}: write 1/4, 2/4, 3/4 or 4/4.")
         part, parts = int(found[1]), int(found[2])

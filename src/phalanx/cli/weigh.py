@@ -53,11 +53,17 @@ def run(argv: list[str]) -> int:
     )[cut]
     kinds = list(_kinds(pieces, said.rows))
     if said.json:
-        print_json({
-            "model": shape.name, "layout": str(layout), "cut": str(cut), "rows": said.rows,
-            "sequence": said.sequence or shape.sequence, "target": said.target,
-            "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
-        })  # fmt: skip
+        print_json(
+            {
+                "model": shape.name,
+                "layout": str(layout),
+                "cut": str(cut),
+                "rows": said.rows,
+                "sequence": said.sequence or shape.sequence,
+                "target": said.target,
+                "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
+            }
+        )
         return 0
     tokens = f" of {said.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
     say(f"{shape.name} as {str(cut) or 'one rank'}")

@@ -1,5 +1,6 @@
 """Groups: the one way by which ranks send each other anything."""
 
+from phalanx.comm.agree import PeerFailed, RanksDiffer, agreement
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import (
     OPS,
@@ -23,10 +24,13 @@ __all__ = [
     "CommError",
     "CommMisuse",
     "RankFailed",
+    "PeerFailed",
+    "RanksDiffer",
     "Report",
     "launch",
     "workers",
     "join",
+    "agreement",
     "choose",
     "WIRES",
     "Run",

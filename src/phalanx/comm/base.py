@@ -212,6 +212,8 @@ class Group(ABC):
 class World(ABC):
     """All ranks of a run, as one of them sees it. Groups are split from it at the door."""
 
+    sharing = 1  # ranks that compute on the device of this one
+
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
@@ -246,6 +248,11 @@ class World(ABC):
                 f"the groups of wire {name!r} are {[list(each) for each in fixed]}; "
                 "write the ranks of each in ascending order."
             )
+        if any(i == j or min(i, j) < 0 for i, j in flows):
+            raise CommMisuse(
+                f"the flows of wire {name!r} are {list(flows)}; each goes from one place of a group "
+                "to another."
+            )
         if name in self._wires:
             raise CommMisuse(f"this world already has a wire {name!r}; close it or choose a name.")
         wire = self._split(name, fixed, tuple(flows))
@@ -258,13 +265,17 @@ class World(ABC):
         """A flat tensor to send and receive much with: where ranks share memory, they share it."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def release(self, name: str) -> None:
+        """Close one wire, so that its name is free again. Every member comes here."""
+        wire = self._wires.pop(name)
+        wire.close()
+        if _here().get(name) is wire:
+            del _here()[name]
+
     def clear(self) -> None:
         """Close every wire split so far, in that order, so that their names are free again."""
-        for name, wire in self._wires.items():
-            wire.close()
-            if _here().get(name) is wire:
-                del _here()[name]
-        self._wires.clear()
+        for name in tuple(self._wires):
+            self.release(name)
 
     def close(self) -> None:
         """Leave the world."""

@@ -3,18 +3,29 @@
 What is wrong with it is said in one sentence before anything can hang.
 """
 
+import contextlib
+import json
 import os
 import re
 import socket
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from phalanx.comm.agree import FAILED, differences, named, not_alike
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommError, CommMisuse, World
+from phalanx.comm.devices import Devices
 from phalanx.comm.process import ProcessWorld, tcp_store
+
+COMING = 20.0  # seconds in which rank 0 comes, for one that only tells it why it goes
+MARGIN = 5.0  # seconds beyond a timeout, for those who wait for the one whose timeout it is
 
 
 @dataclass(frozen=True)
@@ -36,11 +47,13 @@ def join(
     wire: str = "auto",
     timeout: float = 300.0,
     environment: Mapping[str, str] = os.environ,
+    devices: Devices | None = None,
 ) -> World:
     """This process's rank of the world it was started in; alone if nothing has started one.
 
     `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and for calls.
     """
+    devices = devices or Devices()
     place = find(environment)
     size = 1 if place is None else place.size
     if ranks is not None and ranks != size:
@@ -51,25 +64,160 @@ def join(
         )
         raise CommMisuse(f"the run needs {ranks} ranks and {started}; start {ranks}.")
     if place is None:
-        return AloneWorld("cuda:0" if torch.cuda.is_available() else "cpu")
-    backend = _backend(wire, place.local)
-    if place.rank == 0 and not place.served:
+        return AloneWorld("cuda:0" if devices.gpus else "cpu")
+    gpu = devices.index(place.local)
+    store = _store(place, timeout)
+    backend = meet(store, place, offer(place, wire, devices), timeout)
+    return ProcessWorld(backend, store, place.rank, place.size, gpu=gpu or 0, timeout=timeout)
+
+
+def _store(place: Place, timeout: float) -> Any:
+    serve = place.rank == 0 and not place.served
+    if serve:
         _refuse_taken(place.host, place.port)
     try:
-        store = tcp_store(
-            place.host,
-            place.port,
-            place.size,
-            place.attempt,
-            timeout,
-            serve=place.rank == 0 and not place.served,
-        )
+        return tcp_store(place.host, place.port, place.size, place.attempt, timeout, serve)
     except RuntimeError as error:
         raise CommError(
-            f"rank {place.rank} did not meet the others at {place.host}:{place.port} "
-            f"in {timeout:g} s: {str(error).splitlines()[0]}"
+            f"rank {place.rank} found nobody at {place.host}:{place.port} in {timeout:g} s "
+            f"({str(error).splitlines()[0]}): rank 0 must be started, on the host of MASTER_ADDR."
         ) from error
-    return ProcessWorld(backend, store, place.rank, place.size, local=place.local, timeout=timeout)
+
+
+# ---- what ranks settle before the first of them opens a connection to another
+
+
+def offer(place: Place, wire: str, devices: Devices) -> dict[str, str]:
+    """What this rank tells the others about itself. Facts without a colon have to be the same."""
+    if wire not in ("auto", "gloo", "nccl"):
+        raise CommMisuse(f"wire {wire!r} cannot join processes; use gloo, nccl or auto.")
+    gpu = devices.index(place.local)
+    return {
+        "number of ranks": str(place.size),
+        "wire": wire,
+        **versions(),
+        ":nccl": "yes" if devices.has("nccl") else "",
+        ":gpu": "" if gpu is None else devices.identity(gpu),
+        ":gpus": str(devices.gpus),
+    }
+
+
+def versions() -> dict[str, str]:
+    """What of the software has to be the same on all ranks."""
+    return {
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "torch": str(torch.__version__),
+        "phalanx": metadata.version("phalanx"),
+    }
+
+
+def meet(store: Any, place: Place, mine: Mapping[str, str], timeout: float) -> str:
+    """The backend that all ranks use; all of them raise the same sentence if there is none.
+
+    Every rank lays down its offer, rank 0 reads them all and lays down the answer for everybody.
+    """
+    if store.add(f"met/{place.rank}", 1) > 1:
+        raise CommMisuse(
+            f"two processes were started as rank {place.rank}; give each its own RANK."
+        )
+    store.set(f"offer/{place.rank}", json.dumps(mine))
+    if place.rank == 0:
+        answer = _answer(store, place.size, timeout)
+        store.set("answer", json.dumps(answer))
+        if "error" in answer and not place.served:
+            _let_read(store, sum(store.check([f"met/{rank}"]) for rank in range(1, place.size)))
+    else:
+        # Rank 0 may have come last, and has given up on the missing after its own timeout.
+        try:
+            store.wait(["answer"], timedelta(seconds=timeout + MARGIN))
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {place.rank} has no answer of rank 0 in {timeout + MARGIN:g} s."
+            ) from error
+        answer = json.loads(store.get("answer"))
+        store.add("read", 1)
+    if "error" in answer:
+        raise CommMisuse(answer["error"])
+    if answer["ranks"] != str(place.size):
+        raise CommMisuse(
+            f"rank 0 was started as one of {answer['ranks']} ranks, rank {place.rank} of {place.size}."
+        )
+    return str(answer["backend"])
+
+
+def _answer(store: Any, size: int, timeout: float) -> dict[str, str]:
+    offers: dict[int, dict[str, str]] = {}
+    deadline = time.monotonic() + timeout
+    while len(offers) < size:
+        for rank in range(size):
+            if rank not in offers and store.check([f"offer/{rank}"]):
+                offers[rank] = json.loads(store.get(f"offer/{rank}"))
+        for rank, each in sorted(offers.items()):
+            if FAILED in each:
+                return {"error": f"rank {rank} could not begin: {each[FAILED]}"}
+        here = [_compared(offers.get(rank, {})) for rank in range(size)]
+        # As soon as two differ: with another number of ranks some would never come.
+        if found := differences({rank: each for rank, each in enumerate(here) if each}):
+            return {"error": not_alike(found)}
+        if time.monotonic() > deadline:
+            missing = named([rank for rank in range(size) if rank not in offers])
+            return {
+                "error": f"{missing} not come in {timeout:g} s; {size} ranks were to be started."
+            }
+        if len(offers) < size:
+            time.sleep(0.02)
+    try:
+        backend = backend_of([offers[rank] for rank in range(size)])
+    except CommMisuse as error:
+        return {"error": str(error)}
+    return {"backend": backend, "ranks": str(size)}
+
+
+def _compared(offered: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in offered.items() if not name.startswith(":")}
+
+
+def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
+    """NCCL if every rank has a GPU of its own, gloo if none sees any; else it must be said."""
+    wire = offers[0]["wire"]
+    seen = [rank for rank, each in enumerate(offers) if int(each[":gpus"])]
+    if wire == "gloo" or (wire == "auto" and not seen):
+        return "gloo"
+    way_out = "Start one rank for each GPU, or use wire gloo, which computes on CPUs."
+    if without := [rank for rank, each in enumerate(offers) if not each[":nccl"]]:
+        raise CommMisuse(f"wire nccl cannot be used: {named(without)} no NCCL in torch. {way_out}")
+    if without := [rank for rank, each in enumerate(offers) if not each[":gpu"]]:
+        raise CommMisuse(f"wire nccl cannot be used: {named(without)} no GPU. {way_out}")
+    owner: dict[str, int] = {}
+    for rank, each in enumerate(offers):
+        other = owner.setdefault(each[":gpu"], rank)
+        if other != rank:
+            raise CommMisuse(
+                f"wire nccl cannot be used: ranks {other} and {rank} have the same GPU. {way_out}"
+            )
+    return "nccl"
+
+
+def _let_read(store: Any, others: int) -> None:
+    """Rank 0 holds the store, and goes when so many others have read why."""
+    deadline = time.monotonic() + MARGIN
+    while store.add("read", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def tell_failure(error: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the other ranks of a launcher, if there is one, why this one does not join them."""
+    with contextlib.suppress(CommError, RuntimeError):
+        place = find(environment)
+        if place is None:
+            return
+        store = _store(place, COMING)
+        if place.rank:
+            store.set(f"offer/{place.rank}", json.dumps({FAILED: error}))
+        else:
+            store.set("answer", json.dumps({"error": f"rank 0 could not begin: {error}"}))
+            if not place.served:
+                _let_read(store, place.size - 1)
 
 
 def find(environment: Mapping[str, str]) -> Place | None:
@@ -126,21 +274,6 @@ def _first_node(nodes: str) -> str:
     if match is None:
         raise CommMisuse(f"SLURM_JOB_NODELIST is {nodes!r}, which names no node.")
     return match[1] + (match[2] or "")
-
-
-def _backend(wire: str, local: int) -> str:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    if wire == "auto":
-        wire = "nccl" if has_nccl and local < gpus else "gloo"
-    if wire not in ("gloo", "nccl"):
-        raise CommMisuse(f"wire {wire!r} cannot join processes; use gloo, nccl or auto.")
-    if wire == "nccl" and not (has_nccl and local < gpus):
-        raise CommMisuse(
-            f"wire nccl cannot be used: local rank {local} has no GPU of the {gpus} here"
-            f"{'' if has_nccl else ', and this build of torch has no NCCL'}; use wire gloo."
-        )
-    return wire
 
 
 def _refuse_taken(host: str, port: int) -> None:

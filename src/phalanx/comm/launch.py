@@ -9,11 +9,9 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
-
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
+from phalanx.comm.devices import Devices
 from phalanx.comm.pool import Pool
 from phalanx.comm.threads import run_threads
 
@@ -59,8 +57,8 @@ def workers(
     if kind == "alone":
         yield _run_alone
     elif kind == "threads":
-        cuda = torch.cuda.is_available()
-        yield lambda fn, *args: run_threads(fn, ranks, args, timeout, cuda)
+        gpus = used_gpus(kind, ranks)
+        yield lambda fn, *args: run_threads(fn, ranks, args, timeout, gpus)
     else:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         threads = threads_per_rank or max(1, (cores or 1) // ranks)
@@ -71,32 +69,42 @@ def workers(
             pool.close()
 
 
-def choose(wire: str, ranks: int) -> str:
-    """The transport that will carry `ranks` local ranks, or one sentence why there is none."""
+def choose(wire: str, ranks: int, devices: Devices | None = None) -> str:
+    """The transport that will carry `ranks` local ranks, or one sentence why there is none.
+
+    `auto` computes on GPUs where there are any: over NCCL if each rank has one, else as threads that
+    share them, since NCCL takes one rank for each GPU.
+    """
+    devices = devices or Devices()
     if ranks < 1:
         raise CommMisuse(f"a world has at least 1 rank, not {ranks}.")
     if wire not in WIRES:
         raise CommMisuse(f"no wire is named {wire!r}; there are {', '.join(WIRES)}.")
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    if wire == "nccl" and not (has_nccl and gpus >= ranks):
-        why = f"{ranks} ranks need {ranks} GPUs and there are {gpus}"
-        if not has_nccl:
+    if wire == "nccl" and not (devices.has("nccl") and devices.gpus >= ranks):
+        why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
+        if not devices.has("nccl"):
             why = "this build of torch has no NCCL"
         raise CommMisuse(f"wire nccl cannot be used: {why}; use wire gloo or threads.")
     if ranks == 1:
         return "alone"
-    if wire == "auto":
-        wire = "nccl" if has_nccl and gpus >= ranks else "shared"
+    if wire == "auto" and devices.gpus:
+        wire = "nccl" if devices.has("nccl") and devices.gpus >= ranks else "threads"
+    elif wire == "auto":
+        wire = "shared"
     if wire == "shared" and os.name != "posix":
         wire = "gloo"
-    if wire == "gloo" and not (dist.is_available() and dist.is_gloo_available()):
+    if wire == "gloo" and not devices.has("gloo"):
         raise CommMisuse("this build of torch has no gloo; use wire threads.")
     return wire
 
 
+def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
+    """On how many GPUs `ranks` local ranks compute over what `choose` chose; 0: on the CPU."""
+    return min(ranks, (devices or Devices()).gpus) if kind in ("alone", "threads", "nccl") else 0
+
+
 def _run_alone(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    world = AloneWorld("cuda:0" if torch.cuda.is_available() else "cpu")
+    world = AloneWorld("cuda:0" if used_gpus("alone", 1) else "cpu")
     try:
         return [fn(world, *args)]
     finally:

@@ -17,7 +17,7 @@ from phalanx.comm.arena import Arena, Extent, forget
 from phalanx.comm.base import Call, CommError, CommMisuse, Group, Work, World
 from phalanx.comm.little import Little
 from phalanx.comm.settle import settle
-from phalanx.comm.table import Done, Letters, Line, Outbox, Table
+from phalanx.comm.table import Done, Inbox, Letters, Line, Outbox, Table
 from phalanx.comm.watch import Watch
 
 
@@ -28,9 +28,25 @@ class Ongoing(Work):
         self._world, self._kind, self._number = world, call.kind, number
         self._line, self._done = line, done
 
-    def wait(self) -> None:
+    def wait(self, limit: float | None = None, quiet: bool = False) -> None:
+        """`limit` and `quiet`: see `Watch.until`."""
         if not self._done.ended:
-            self._world.wait_for(self._kind, self._number, self._line, self._done)
+            self._world.wait_for(self._kind, self._number, self._line, self._done, limit, quiet)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, without moving it."""
+        return self._done.ended
+
+    @property
+    def source(self) -> int:
+        """The place that a received tensor came from."""
+        return self._done.source
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that it waits for."""
+        return self._line.absent()
 
     def done(self) -> bool:
         if not self._done.ended:
@@ -47,14 +63,16 @@ class SharedWire(Group):
     def __init__(self, world: "SharedWorld", number: int, table: Table) -> None:
         super().__init__(table.name, table.rank, table.ranks, world.device)
         self._world, self._number, self._table = world, number, table
-        self._letters: dict[int, Letters] = {}
+        self._inboxes: dict[int, Inbox] = {}
+        # By source, -1 for any, and tag.
+        self._letters: dict[tuple[int, int], Letters] = {}
         self._outboxes: dict[int, Outbox] = {}
         self._own: deque[Tensor] = deque()
         self._closed = False
         self._little = Little(table, self, partial(world.wait_here, number, table))
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        if wait and self.size > 1 and self._world.tries(self._little, x, op):
+        if wait and self.size > 1 and self._world.tries(self._little, x, op, self._table):
             return _DONE
         return super().all_reduce(x, op, wait=wait)
 
@@ -63,21 +81,40 @@ class SharedWire(Group):
             return self._send(call)
         if self.size == 1 or (call.kind == "receive" and call.at == self.rank):
             return self._with_oneself(call)
-        line: Table | Letters = self._table
         if call.kind == "receive":
-            if call.at not in self._letters:
-                self._letters[call.at] = Letters(self._table, call.at)
-            line = self._letters[call.at]
-        done = self._world.begin(line, call)
-        return Ongoing(self._world, call, self._number, line, done)
+            return self._receive(call, call.at, 0)
+        return self._ongoing(self._table, call)
 
-    def _send(self, call: Call) -> Work:
+    def _ongoing(self, line: Line, call: Call) -> "Ongoing":
+        return Ongoing(self._world, call, self._number, line, self._world.begin(line, call))
+
+    def _receive(self, call: Call, source: int, tag: int) -> "Ongoing":
+        """Receive what has a tag, from a place or, if that is -1, from whoever sends first."""
+        if (source, tag) not in self._letters:
+            sources = [source] if source >= 0 else [i for i in range(self.size) if i != self.rank]
+            for i in sources:
+                if i not in self._inboxes:
+                    self._inboxes[i] = Inbox(self._table, i)
+            inboxes = [self._inboxes[i] for i in sources]
+            self._letters[source, tag] = Letters(self._table, inboxes, tag)
+        return self._ongoing(self._letters[source, tag], call)
+
+    def receive_tagged(self, x: Tensor, source: int, tag: int) -> Work:
+        """`x` becomes the next tensor with a tag that a place sent here; -1: that any of them did."""
+        call = Call("receive", x, at=source)
+        return self._receive(call, source, tag)
+
+    def send_tagged(self, x: Tensor, to: int, tag: int) -> Work:
+        """`x` goes to a place, in order with what was sent there before with the same tag."""
+        return self._send(Call("send", x, at=to), tag)
+
+    def _send(self, call: Call, tag: int = 0) -> Work:
         if call.at == self.rank:
             self._own.append(call.x.detach().clone())
         else:
             if call.at not in self._outboxes:
                 self._outboxes[call.at] = Outbox(self._table, call.at)
-            self._outboxes[call.at].send(call)
+            self._outboxes[call.at].send(call, tag)
         return Work()
 
     def _with_oneself(self, call: Call) -> Work:
@@ -146,8 +183,10 @@ class SharedWorld(World):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._arena.empty(numel, dtype)
 
-    def begin(self, line: Table | Letters, call: Call) -> Done:
+    def begin(self, line: Line, call: Call) -> Done:
         """Put a call in its line and move it as far as it goes."""
+        if line.error is not None:
+            raise line.error
         done = line.add(call)
         self._busy[line] = None
         self._advance(line)
@@ -160,7 +199,15 @@ class SharedWorld(World):
             moved |= self._advance(line)
         return moved
 
-    def wait_for(self, kind: str, number: int, line: Line, done: Done) -> None:
+    def wait_for(
+        self,
+        kind: str,
+        number: int,
+        line: Line,
+        done: Done,
+        limit: float | None = None,
+        quiet: bool = False,
+    ) -> None:
         """Return when a call has ended. Meanwhile all others of this rank go on, too."""
 
         def go_on() -> bool:
@@ -170,17 +217,22 @@ class SharedWorld(World):
                     return True
             while self.advance():
                 pass
+            if line.error is not None and not done.ended:
+                self._watch.fail(str(line.error), line)
             return done.ended
 
-        self._watch.until(kind, number, go_on, line.absent)
+        self._watch.until(kind, number, go_on, line, limit=limit, quiet=quiet)
 
     def _advance(self, line: Line) -> bool:
+        """Move a line. If that fails, those who wait for its calls raise it, and nobody else."""
+        if line.error is not None:
+            return False
         try:
             moved = line.advance()
         except CommError as error:
-            self._watch.fail(str(error))
-            raise
-        if not line.calls:
+            line.error = error
+            moved = False
+        if not line.calls or line.error is not None:
             self._busy.pop(line, None)
         return moved
 
@@ -192,15 +244,18 @@ class SharedWorld(World):
                 pass
             return table.ready()
 
-        self._watch.until("all_reduce", number, go_on, table.absent)
+        self._watch.until("all_reduce", number, go_on, table)
 
-    def tries(self, little: Little, x: Tensor, op: str) -> bool:
+    def tries(self, little: Little, x: Tensor, op: str, table: Table) -> bool:
         """A small all-reduce, if it is one."""
+        if table.error is not None:
+            raise table.error
         try:
             return little.all_reduce(x, op)
         except CommError as error:
             if not isinstance(error, CommMisuse):
-                self._watch.fail(str(error))
+                table.error = error
+                self._watch.fail(str(error), table)
             raise
 
     def _meet(self, call: Call) -> None:

@@ -209,7 +209,7 @@ def _world(
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     store = file_store(meeting, ranks)
-    return ProcessWorld(backend, store, rank, ranks, local=rank, timeout=timeout)
+    return ProcessWorld(backend, store, rank, ranks, gpu=rank, timeout=timeout)
 
 
 def _die_with_parent() -> None:

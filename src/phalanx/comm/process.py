@@ -243,7 +243,7 @@ class TorchGroup(Group):
         return self._trade(call, dict(enumerate(call.parts or ())), {call.at: call.x})
 
     def _barrier(self, call: Call) -> Work:
-        ids = [self.device.index or 0] if self._native else None
+        ids = [self.device.index or 0] if self.device.type == "cuda" else None
         work = dist.barrier(group=self._group, async_op=True, device_ids=ids)
         return self._native_work(call, work)
 
@@ -291,13 +291,15 @@ class ProcessWorld(World):
     """This process as one rank of torch.distributed's default group, which it makes and destroys."""
 
     def __init__(
-        self, backend: str, store: Any, rank: int, size: int, *, local: int, timeout: float
+        self, backend: str, store: Any, rank: int, size: int, *, gpu: int, timeout: float
     ) -> None:
-        self._cuda = backend == "nccl"
-        device = torch.device("cuda", local) if self._cuda else torch.device("cpu")
+        # Every branch for NCCL but those on the device itself follows this, so that tests can take
+        # them over gloo.
+        self.native = backend == "nccl"
+        device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
         super().__init__(rank, size, device)
         self._timeout = timedelta(seconds=timeout)
-        if self._cuda:
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
@@ -306,7 +308,7 @@ class ProcessWorld(World):
             world_size=size,
             timeout=self._timeout,
             # NCCL then makes its communicators at once and in order, not at the first message.
-            device_id=device if self._cuda else None,
+            device_id=device if device.type == "cuda" else None,
         )
 
     def _split(
@@ -317,14 +319,14 @@ class ProcessWorld(World):
         lines: dict[tuple[int, int], dist.ProcessGroup] = {}
         # A send over NCCL holds its communicator until it is matched, so each directed flow has
         # its own. gloo's pairs of sockets are independent as they are.
-        for i, j in flows if self._cuda else ():
+        for i, j in flows if self.native else ():
             for group in groups:
                 if max(i, j) < len(group):
                     line = self._new(f"{name}:{i}>{j}", (group[i], group[j]))
                     if self.rank in (group[i], group[j]):
                         lines[i, j] = line
         return TorchGroup(
-            name, self.rank, ranks, self.device, made[ranks], lines if self._cuda else None
+            name, self.rank, ranks, self.device, made[ranks], lines if self.native else None
         )
 
     def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -337,7 +339,7 @@ class ProcessWorld(World):
     def close(self) -> None:
         self.clear()
         # Leaving without a barrier aborts those who still read their sockets.
-        dist.barrier(device_ids=[self.device.index] if self._cuda else None)
+        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
         dist.destroy_process_group()
 
 
@@ -348,7 +350,10 @@ def file_store(path: str, size: int) -> Any:
 
 def tcp_store(host: str, port: int, size: int, attempt: int, timeout: float, serve: bool) -> Any:
     """A place to meet for ranks of any machines; `serve`: this process holds it."""
-    store = _untyped.TCPStore(host, port, size, serve, timedelta(seconds=timeout))
+    # Who does not come is named by `join`, which waits for each rank by its number.
+    store = _untyped.TCPStore(
+        host, port, size, serve, timedelta(seconds=timeout), wait_for_workers=False
+    )
     # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
     return _untyped.PrefixStore(f"phalanx/{attempt}", store)
 

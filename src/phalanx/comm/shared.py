@@ -4,11 +4,25 @@
 
 DDP, FSDP2 and DTensor then run on it as they are. Each process group has an arena of its own; the
 group's first rank makes it, and the store tells the others where it is until all have mapped it.
-This is for code that speaks torch.distributed; ours splits its wires from a `SharedWorld`.
+
+torch has no way to write a `Backend` in Python. So what is registered for a group's device is one of
+torch's own that refuses every call, and the kernels of torch's operators `c10d::*` for CPU tensors
+carry the call out if that is what the group has, and are torch's own for all other groups. The
+profiler and dispatch modes stand in front of the operators and see them as with any backend.
+
+This is for code that speaks torch.distributed; ours splits its groups from a `SharedWorld`.
 """
 
+import atexit
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -18,262 +32,608 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.arena import Extent, Reserved
-from phalanx.comm.base import CommMisuse, Work
-from phalanx.comm.local import SharedWorld
+from phalanx.comm.base import Call, CommError, CommMisuse, Work
+from phalanx.comm.local import Ongoing, SharedWire, SharedWorld
+from phalanx.comm.table import Done, Line
+from phalanx.comm.watch import CommTimeout
 
 __all__ = ["SharedGroup", "SharedWorld"]
 
+# Their stubs lack most of what is used here.
+_c10d: Any = torch._C._distributed_c10d
+_dist: Any = dist
+_torch: Any = torch
+_CPU = torch.device("cpu")
 _OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "average": dist.ReduceOp.AVG,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
+    int(_dist.ReduceOp.SUM): "sum",
+    int(_dist.ReduceOp.AVG): "average",
+    int(_dist.ReduceOp.PRODUCT): "product",
+    int(_dist.ReduceOp.MIN): "min",
+    int(_dist.ReduceOp.MAX): "max",
 }
+
+# Guards all groups of this process: whoever moves calls holds it, and nobody sleeps with it.
+_lock = threading.RLock()
+_groups: "dict[str, SharedGroup]" = {}
+
+
+# ---- calls under way
 
 
 class Later(dist.Work):
-    """Calls under way, as torch.distributed sees them. Who takes the future waits for it: DDP asks
-    for it from a place where nobody could move the calls on later."""
+    """A call under way, as torch.distributed sees it.
 
-    def __init__(self, works: Sequence[Work], result: Any, after: Callable[[], None]) -> None:
+    Who waits for it moves it on, and the calls of all other groups of this process. Calls that
+    nobody waits for are moved by a thread, so that futures complete by themselves.
+    """
+
+    def __init__(
+        self, group: "SharedGroup", works: Sequence[Work], result: Any, after: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._works, self._result, self._after = works, result, after
-        self._ended = False
+        self._group: SharedGroup | None = group
+        self._works = [work for work in works if isinstance(work, Ongoing)]
+        self._result, self._after = result, after
+        self._from = -1
+        self._error: CommError | None = None
+        self._future: Any = None
+        self.ended = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._ended:
-            for work in self._works:
-                work.wait()
-            self._ended = True
-            self._after()
+        """With a timeout it raises when that has passed; the call goes on and can be waited for."""
+        _progress.kept.pop(self, None)
+        if not self.ended:
+            seconds = timeout.total_seconds() if timeout is not None else 0.0
+            with _progress.somebody_waits():
+                self.drive(seconds if seconds > 0 else None)
+        if self._error is not None:
+            raise self._error
         return True
 
+    def drive(self, limit: float | None = None, quiet: bool = False) -> None:
+        """Move it to its end, good or bad."""
+        deadline = None if limit is None else time.monotonic() + limit
+        try:
+            for work in tuple(self._works):
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                work.wait(left, quiet)
+        except CommTimeout:
+            raise
+        except CommError as error:
+            self.end(error)
+            return
+        self.end()
+
+    def over(self) -> bool:
+        """Whether it has only to be ended."""
+        return all(work.ended for work in self._works)
+
+    def end(self, error: CommError | None = None) -> None:
+        """What comes after the transfers, once."""
+        with _lock:
+            if self.ended:
+                return
+            if error is None:
+                self._after()
+                for work in self._works:
+                    self._from = work.source
+            self._error, self.ended = error, True
+            _progress.pending.pop(self, None)
+            self._works, self._after, self._group = [], _nothing, None
+            future = self._future
+        # Not with the lock: what is chained to it may make calls.
+        if future is not None:
+            _settle(future, self._result, error)
+
     def is_completed(self) -> bool:
-        return self._ended or all(work.done() for work in self._works)
+        _progress.move()
+        if self.ended:
+            _progress.kept.pop(self, None)
+        return self.ended
 
     def is_success(self) -> bool:
-        return self._ended
+        return self.ended and self._error is None
+
+    def exception(self) -> Any:
+        return self._error
 
     def result(self) -> Any:
         self.wait()
         return self._result
 
-    def get_future(self) -> Any:
+    def synchronize(self) -> None:
         self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result(self._result)
-        return future
+
+    def source_rank(self) -> int:
+        return self._from
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """It completes also if nobody waits for the call."""
+        with _lock:
+            _progress.kept.pop(self, None)
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self.ended:
+                    _settle(self._future, self._result, self._error)
+            return self._future
 
 
-class _Flat:
-    """Contiguous stand-ins for tensors that are not; what came is copied back in the end."""
+def _nothing() -> None:
+    """What comes after most calls."""
+
+
+def _settle(future: Any, result: Any, error: CommError | None) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+class _Progress:
+    """Moves the calls that nobody waits for, in a thread that starts with the first of them."""
 
     def __init__(self) -> None:
-        self._back: list[tuple[Tensor, Tensor]] = []
+        self.pending: OrderedDict[Later, None] = OrderedDict()
+        # C++ may hold a call without its Python part, and waits through that: it has to stay until
+        # somebody has waited.
+        self.kept: OrderedDict[Later, None] = OrderedDict()
+        self.last = threading.local()
+        self._waiting = 0
+        self._more = threading.Condition(_lock)
+        self._thread: threading.Thread | None = None
 
-    def into(self, x: Tensor) -> Tensor:
-        """For a tensor that is written to."""
-        x = x.detach()
-        if x.is_contiguous():
-            return x
-        flat = x.contiguous()
-        self._back.append((x, flat))
-        return flat
+    def add(self, work: Later) -> None:
+        with _lock:
+            self.kept[work] = None
+            if len(self.kept) > 1024 and _c10d._get_work_registry_size() == 0:
+                oldest = next(iter(self.kept))
+                if oldest.ended:
+                    del self.kept[oldest]
+            if work.ended:
+                return
+            self.pending[work] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="shm")
+                self._thread.start()
+            self._more.notify()
 
-    def back(self) -> None:
-        with torch.no_grad():
-            for x, flat in self._back:
-                x.copy_(flat)
+    @contextlib.contextmanager
+    def somebody_waits(self) -> Iterator[None]:
+        """While a thread waits it moves everything, and this one does not come in between."""
+        with _lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._waiting -= 1
+
+    def idle(self) -> bool:
+        """Whether this is the thread and somebody else moves the calls anyway."""
+        return self._waiting > 0 and threading.current_thread() is self._thread
+
+    def move(self) -> bool:
+        """Move the calls of all groups; True if something moved."""
+        moved = False
+        with _lock:
+            for group in tuple(_groups.values()):
+                moved |= group.world.advance_own()
+            ended = [work for work in self.pending if work.over()] if moved else []
+        for work in ended:
+            work.end()
+        return moved
+
+    def _run(self) -> None:
+        while True:
+            with _lock:
+                while not self.pending:
+                    self._more.wait()
+                work = next(iter(self.pending))
+            work.drive(quiet=True)
+            del work
 
 
-def _of(x: Tensor) -> Tensor:
-    """For a tensor that is only read."""
-    return x.detach().contiguous()
+_progress = _Progress()
 
 
-# Its stubs know only how torch itself calls it, in every one of several ways.
-_Group: Any = dist.ProcessGroup
+class _World(SharedWorld):
+    """The ranks of one process group. It moves with all others of this process."""
+
+    def advance(self) -> bool:
+        return not _progress.idle() and _progress.move()
+
+    def advance_own(self) -> bool:
+        return super().advance()
+
+    def begin(self, line: Line, call: Call) -> Done:
+        with _lock:
+            return super().begin(line, call)
+
+    def _advance(self, line: Line) -> bool:
+        if _progress.idle():
+            return False
+        with _lock:
+            return super()._advance(line)
 
 
-class SharedGroup(_Group):  # type: ignore[misc]
-    """A process group over shared memory. What is started progresses when it is waited for."""
+# ---- one process group
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._names = ["", ""]
+
+class SharedGroup:
+    """One rank's part in a process group over shared memory: its calls, by the names of `c10d`."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
+        self.name = name
+        options = _c10d.FakeProcessGroup.Options()
+        options.error_on_collective = True
+        self.backend = _c10d.FakeProcessGroup._create_internal(rank, size, options)
+        _be_on_one_machine(store, rank, size)
         reserved = None
         if rank == 0:
             # 4 GiB of addresses for letters: a program may make very many groups.
             reserved = Reserved(size, heap=1 << 32)
             store.set("arena", json.dumps([reserved.path, asdict(reserved.extent)]))
         path, extent = json.loads(store.get("arena"))
-        self._world = SharedWorld(path, Extent(**extent), rank, timeout=timeout.total_seconds())
+        try:
+            self.world = _World(path, Extent(**extent), rank, timeout=timeout.total_seconds())
+        except OSError as error:
+            raise CommMisuse(
+                f"backend shm: rank {rank} cannot open the memory of rank 0, {path} ({error}); "
+                "all ranks run as one user."
+            ) from error
         if reserved is not None:
             reserved.close()
-        self._wire = self._world.split("shm", [range(size)])
+        wire = self.world.split(f"group {name}", [range(size)])
+        assert isinstance(wire, SharedWire)
+        self._wire = wire
+        # Calls of several threads are made one after another.
+        self._order = threading.RLock()
 
-    def getBackendName(self) -> str:
-        return "shm"
+    def leave(self) -> None:
+        """Make no further call. The others may be gone already, so nobody is waited for."""
+        with _lock:
+            if _groups.get(self.name) is self:
+                del _groups[self.name]
+        self.world.leave()
 
-    # A group without one of torch's own backends in it keeps its name itself.
+    def call(self, begin: Callable[..., Any], args: Sequence[Any], wait: bool) -> Later:
+        """Make a call; `begin` is one of the methods below."""
+        # An event of the profiler, as torch's own backends make one.
+        with self._order, torch._C._profiler._RecordFunctionFast(f"shm:{begin.__name__}"):
+            flat = _Flat()
+            works, result = begin(self, flat, *args)
+            later = Later(self, works, result, flat.back)
+            if later.over():
+                later.end()
+            elif wait:
+                with _progress.somebody_waits():
+                    later.drive()
+        if wait and later._error is not None:
+            raise later._error
+        # Until the caller has its own reference to it.
+        _progress.last.work = later
+        if not wait:
+            _progress.add(later)
+        return later
 
-    def setGroupName(self, name: str) -> None:
-        self._names[0] = name
+    # ---- the calls: their works, and the result of their future
 
-    def getGroupName(self) -> str:
-        return self._names[0]
+    def all_reduce(self, flat: "_Flat", tensors: list[Tensor], op: Any) -> Any:
+        name = _op(op)
+        return [self._wire.all_reduce(flat.into(x), name, wait=False) for x in tensors], tensors
 
-    def setGroupDesc(self, description: str) -> None:
-        self._names[1] = description
+    def broadcast(self, flat: "_Flat", tensors: list[Tensor], root: int, index: int = 0) -> Any:
+        return [self._wire.broadcast(flat.into(x), root, wait=False) for x in tensors], tensors
 
-    def getGroupDesc(self) -> str:
-        return self._names[1]
-
-    def abort(self) -> None:
-        self._world.fail(f"rank {self._world.rank} aborted its group;")
-
-    def shutdown(self) -> None:
-        """Leave. The others may be gone already, so nobody is waited for."""
-        self._world.leave()
-
-    # ---- collectives. torch 2.13 gives some a second name.
-
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        flat, op = _Flat(), _op(opts)
-        works = [self._wire.all_reduce(flat.into(x), op, wait=False) for x in tensors]
-        return Later(works, tensors, flat.back)
-
-    allreduce_coalesced = allreduce
-
-    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
-        flat = _Flat()
-        works = [self._wire.broadcast(flat.into(x), opts.rootRank, wait=False) for x in tensors]
-        return Later(works, tensors, flat.back)
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        flat, op = _Flat(), _op(opts)
-        works = [self._wire.reduce(flat.into(x), opts.rootRank, op, wait=False) for x in tensors]
-        return Later(works, tensors, flat.back)
-
-    def all_gather_single_coalesced(
-        self, outs: list[Tensor], xs: list[Tensor], opts: Any = None
+    def reduce(
+        self, flat: "_Flat", tensors: list[Tensor], op: Any, root: int, index: int = 0
     ) -> Any:
-        flat = _Flat()
-        works = [
-            self._wire.all_gather(flat.into(out), _of(x), wait=False)
-            for out, x in zip(outs, xs, strict=True)
-        ]
-        return Later(works, outs, flat.back)
+        name = _op(op)
+        return [self._wire.reduce(flat.into(x), root, name, wait=False) for x in tensors], tensors
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    def all_gather_into(self, flat: "_Flat", outs: list[Tensor], xs: list[Tensor]) -> Any:
+        pairs = zip(outs, xs, strict=True)
+        works = [self._wire.all_gather(flat.into(out), _of(x), wait=False) for out, x in pairs]
+        return works, outs
 
-    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced([out], [x])
+    def all_gather(self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor]) -> Any:
+        works = []
+        for parts, x in zip(outs, xs, strict=True):
+            whole = flat.parts(parts, x)
+            works.append(self._wire.all_gather(whole, _of(x), wait=False))
+        return works, outs
 
-    _allgather_base = all_gather_single
-
-    def allgather(self, outs: list[list[Tensor]], xs: list[Tensor], opts: Any = None) -> Any:
-        wholes = [x.new_empty((self._wire.size, *x.shape)) for x in xs]
-
-        def hand_out() -> None:
-            for parts, whole in zip(outs, wholes, strict=True):
-                _copy_all(parts, whole)
-
-        works = [
-            self._wire.all_gather(whole, _of(x), wait=False)
-            for whole, x in zip(wholes, xs, strict=True)
-        ]
-        return Later(works, outs, hand_out)
-
-    def reduce_scatter_single_coalesced(
-        self, outs: list[Tensor], xs: list[Tensor], opts: Any
+    def all_gather_coalesced(
+        self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor]
     ) -> Any:
-        flat, op = _Flat(), _op(opts)
-        works = [
-            self._wire.reduce_scatter(flat.into(out), _of(x), op, wait=False)
-            for out, x in zip(outs, xs, strict=True)
-        ]
-        return Later(works, outs, flat.back)
+        # One list for each rank here, and not for each tensor.
+        return self.all_gather(flat, [list(parts) for parts in zip(*outs, strict=True)], xs)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> Any:
-        return self.reduce_scatter_single_coalesced([out], [x], opts)
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter(self, outs: list[Tensor], xs: list[list[Tensor]], opts: Any) -> Any:
-        wholes = [torch.cat([part.detach().reshape(-1) for part in parts]) for parts in xs]
-        return self.reduce_scatter_single_coalesced(outs, wholes, opts)
-
-    def all_to_all_single(
-        self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], opts: Any = None
+    def reduce_scatter_from(
+        self, flat: "_Flat", outs: list[Tensor], xs: list[Tensor], op: Any
     ) -> Any:
-        flat = _Flat()
-        work = self._wire.all_to_all(
-            flat.into(out), _of(x), out_splits or None, in_splits or None, wait=False
-        )
-        return Later([work], out, flat.back)
+        name, pairs = _op(op), zip(outs, xs, strict=True)
+        works = [
+            self._wire.reduce_scatter(flat.into(out), _of(x), name, wait=False) for out, x in pairs
+        ]
+        return works, outs
 
-    alltoall_base = all_to_all_single
+    def reduce_scatter(
+        self, flat: "_Flat", outs: list[Tensor], xs: list[list[Tensor]], op: Any
+    ) -> Any:
+        return self.reduce_scatter_from(flat, outs, [_joined(parts) for parts in xs], op)
 
-    def alltoall(self, outs: list[Tensor], xs: list[Tensor], opts: Any = None) -> Any:
-        whole = torch.cat([x.detach().reshape(-1) for x in xs])
-        came = whole.new_empty(sum(out.numel() for out in outs))
+    def gather(self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor], root: int) -> Any:
+        parts = [flat.into(out) for out in outs[0]] if self._wire.rank == root else None
+        return [self._wire.gather(parts, _of(xs[0]), root, wait=False)], outs
+
+    def scatter(self, flat: "_Flat", outs: list[Tensor], xs: list[list[Tensor]], root: int) -> Any:
+        parts = [_of(x) for x in xs[0]] if self._wire.rank == root else None
+        return [self._wire.scatter(flat.into(outs[0]), parts, root, wait=False)], outs
+
+    def all_to_all(self, flat: "_Flat", outs: list[Tensor], xs: list[Tensor]) -> Any:
+        came = outs[0].new_empty(sum(out.numel() for out in outs))
         sizes = [out.numel() for out in outs], [x.numel() for x in xs]
-        work = self._wire.all_to_all(came, whole, *sizes, wait=False)
-        return Later([work], outs, lambda: _copy_all(outs, torch.split(came, sizes[0])))
+        flat.copy(outs, torch.split(came, sizes[0]))
+        return [self._wire.all_to_all(came, _joined(xs), *sizes, wait=False)], outs
 
-    def gather(self, outs: list[list[Tensor]], xs: list[Tensor], opts: Any) -> Any:
-        flat = _Flat()
-        parts = [flat.into(out) for out in outs[0]] if outs else None
-        work = self._wire.gather(parts, _of(xs[0]), opts.rootRank, wait=False)
-        return Later([work], outs, flat.back)
-
-    def scatter(self, outs: list[Tensor], xs: list[list[Tensor]], opts: Any) -> Any:
-        flat = _Flat()
-        parts = [_of(x) for x in xs[0]] if xs else None
-        work = self._wire.scatter(flat.into(outs[0]), parts, opts.rootRank, wait=False)
-        return Later([work], outs, flat.back)
-
-    def barrier(self, opts: Any = None) -> Any:
-        return Later([self._wire.barrier(wait=False)], [], _Flat().back)
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
-        _refuse(tag)
-        return Later([self._wire.send(_of(x), to) for x in tensors], tensors, _Flat().back)
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
-        _refuse(tag)
-        flat = _Flat()
-        works = [self._wire.receive(flat.into(x), source, wait=False) for x in tensors]
-        return Later(works, tensors, flat.back)
-
-
-def _copy_all(outs: Sequence[Tensor], parts: Any) -> None:
-    with torch.no_grad():
-        for out, part in zip(outs, parts, strict=True):
-            out.copy_(part.view_as(out))
-
-
-def _op(opts: Any) -> str:
-    wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    for name, op in _OPS.items():
-        if wanted == op:
-            return name
-    raise CommMisuse(f"backend shm has no reduction {wanted}; there are {', '.join(_OPS)}.")
-
-
-def _refuse(tag: int) -> None:
-    if tag:
-        raise CommMisuse(
-            f"backend shm keeps what a pair sends in order and has no tags; tag {tag} was given."
+    def all_to_all_into(
+        self, flat: "_Flat", out: Tensor, x: Tensor, takes: list[int], sends: list[int]
+    ) -> Any:
+        work = self._wire.all_to_all(
+            flat.into(out), _of(x), takes or None, sends or None, wait=False
         )
+        return [work], [out]
+
+    def barrier(self, flat: "_Flat", *of_others: Any) -> Any:
+        return [self._wire.barrier(wait=False)], []
+
+    def send(self, flat: "_Flat", tensors: list[Tensor], to: int, tag: int) -> Any:
+        return [self._wire.send_tagged(_of(x), to, tag) for x in tensors], tensors
+
+    def recv(self, flat: "_Flat", tensors: list[Tensor], source: int, tag: int) -> Any:
+        return [self._wire.receive_tagged(flat.into(x), source, tag) for x in tensors], tensors
+
+    def recv_any_source(self, flat: "_Flat", tensors: list[Tensor], tag: int) -> Any:
+        return self.recv(flat, tensors, -1, tag)
+
+    def all_reduce_sparse(self, flat: "_Flat", tensors: list[Tensor], op: Any) -> Any:
+        """The sum of sparse tensors, as DDP asks for of the gradient of an embedding."""
+        if _op(op) != "sum":
+            raise CommMisuse("backend shm: sparse tensors can be summed and not reduced otherwise.")
+        for x in tensors:
+            part = x.detach().coalesce()
+            counts = torch.empty(self._wire.size, dtype=torch.int64)
+            self._wire.all_gather(counts, torch.tensor([part._nnz()]))
+            wide = int(counts.max())
+            # Rows of zeros, which add nothing, make them all as long as the longest.
+            at = _padded(part.indices().T, wide)
+            values = _padded(part.values(), wide)
+            all_at = at.new_empty((self._wire.size * wide, *at.shape[1:]))
+            all_values = values.new_empty((self._wire.size * wide, *values.shape[1:]))
+            self._wire.all_gather(all_at, at)
+            self._wire.all_gather(all_values, values)
+            total = torch.sparse_coo_tensor(all_at.T, all_values, x.shape).coalesce()
+            with torch.no_grad(), _torch.autograd._unsafe_preserve_version_counter(x):
+                x.copy_(total)
+        return [], tensors
 
 
-def _group(store: Any, rank: int, size: int, timeout: timedelta) -> SharedGroup:
-    return SharedGroup(store, rank, size, timeout)
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.cat([x, x.new_zeros((rows - x.shape[0], *x.shape[1:]))])
 
 
-dist.Backend.register_backend("shm", _group, devices=["cpu"])
+class _Flat:
+    """Contiguous stand-ins for tensors that are not; what came is copied back in the end.
+
+    All of it goes below autograd, as with torch's own backends: `data` shares neither history nor
+    version with its tensor.
+    """
+
+    def __init__(self) -> None:
+        self._back: list[tuple[Tensor, Tensor]] = []
+
+    def into(self, x: Tensor) -> Tensor:
+        """For a tensor that is written to."""
+        x = x.data
+        if x.is_contiguous():
+            return x
+        flat = x.contiguous()
+        self._back.append((x, flat))
+        return flat
+
+    def parts(self, outs: Sequence[Tensor], x: Tensor) -> Tensor:
+        """For a list of tensors that are written to as one."""
+        whole = x.new_empty((len(outs), *x.shape)).data
+        self.copy(outs, list(whole))
+        return whole
+
+    def copy(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Copy the parts to tensors in the end."""
+        for out, part in zip(outs, parts, strict=True):
+            self._back.append((out.data, part.view_as(out)))
+
+    def back(self) -> None:
+        for x, flat in self._back:
+            x.copy_(flat)
+
+
+def _of(x: Tensor) -> Tensor:
+    """For a tensor that is only read."""
+    return x.data.contiguous()
+
+
+def _joined(xs: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_of(x).view(-1) for x in xs])
+
+
+def _op(op: Any) -> str:
+    name = _OPS.get(op.op())
+    if name is None:
+        raise CommMisuse(
+            f"backend shm has no reduction {dist.ReduceOp.RedOpType(op.op()).name}; there are "
+            f"{', '.join(_OPS.values())}. For others gather the parts and reduce them."
+        )
+    return name
+
+
+# ---- torch's operators
+
+
+def _no_monitored_barrier(*args: Any) -> Any:
+    raise CommMisuse(
+        "backend shm has no monitored_barrier; use barrier, whose error after the timeout names the "
+        "ranks that have not come."
+    )
+
+
+# Of each operator: the call, and what it passes of the operator's arguments after the group.
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "allreduce_": lambda xs, op, sparse: (SharedGroup.all_reduce, (xs, op)),
+    "allreduce_coalesced_": lambda xs, op: (SharedGroup.all_reduce, (xs, op)),
+    "broadcast_": lambda xs, root, i: (SharedGroup.broadcast, (xs, root, i)),
+    "reduce_": lambda xs, op, root, i: (SharedGroup.reduce, (xs, op, root, i)),
+    "allgather_": lambda outs, xs: (SharedGroup.all_gather, (outs, xs)),
+    "allgather_coalesced_": lambda outs, xs: (SharedGroup.all_gather_coalesced, (outs, xs)),
+    "_allgather_base_": lambda out, x: (SharedGroup.all_gather_into, ([out], [x])),
+    "allgather_into_tensor_coalesced_": lambda outs, xs: (SharedGroup.all_gather_into, (outs, xs)),
+    "reduce_scatter_": lambda outs, xs, op: (SharedGroup.reduce_scatter, (outs, xs, op)),
+    "_reduce_scatter_base_": lambda out, x, op: (
+        SharedGroup.reduce_scatter_from, ([out], [x], op)
+    ),
+    "reduce_scatter_tensor_coalesced_": lambda outs, xs, op: (
+        SharedGroup.reduce_scatter_from, (outs, xs, op)
+    ),
+    "gather_": lambda outs, xs, root: (SharedGroup.gather, (outs, xs, root)),
+    "scatter_": lambda outs, xs, root: (SharedGroup.scatter, (outs, xs, root)),
+    "alltoall_": lambda outs, xs: (SharedGroup.all_to_all, (outs, xs)),
+    "alltoall_base_": lambda out, x, takes, sends: (
+        SharedGroup.all_to_all_into, (out, x, takes, sends)
+    ),
+    "monitored_barrier_": _no_monitored_barrier,
+    "barrier": lambda x, ids: (SharedGroup.barrier, ()),
+    "send": lambda xs, to, tag: (SharedGroup.send, (xs, to, tag)),
+    "recv_": lambda xs, source, tag: (SharedGroup.recv, (xs, source, tag)),
+    "recv_any_source_": lambda xs, tag: (SharedGroup.recv_any_source, (xs, tag)),
+}  # fmt: skip
+
+# Kept, since the kernels go with it.
+_library: Any = None
+# What each process group of this process has on the CPU, None for those of other backends.
+_known: "weakref.WeakKeyDictionary[Any, SharedGroup | None]" = weakref.WeakKeyDictionary()
+
+
+def _install() -> None:
+    """Put our kernels before torch's own; called when the first group is made."""
+    global _library
+    if _library is not None:
+        return
+    _library = _torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there was a kernel: it is called for other groups
+        for name, meaning in _KERNELS.items():
+            kernel = _kernel(name, "CPU", meaning)
+            _library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+        kernel = _kernel("allreduce_", "SparseCPU", _sparse)
+        _library.impl("allreduce_", kernel, "SparseCPU", with_keyset=True, allow_override=True)
+
+
+def _kernel(name: str, key: str, meaning: Callable[..., Any]) -> Callable[..., Any]:
+    schema = getattr(torch.ops.c10d, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    defaults = [argument.default_value for argument in schema.arguments]
+    at = names.index("process_group")
+    waits = names.index("async_op") if "async_op" in names else None
+    own = torch.library.get_kernel(f"c10d::{name}", key)
+
+    def kernel(keyset: Any, *given: Any) -> Any:
+        args = (*given, *defaults[len(given) :])
+        group = _group_of(args[at])
+        if group is None:
+            return own.call_boxed(keyset, *args)
+        call, passed = meaning(*args[:at], *args[at + 1 : waits])
+        work = group.call(call, passed, waits is not None and not args[waits])
+        return (args[0], work.boxed()) if len(schema.returns) == 2 else work.boxed()
+
+    return kernel
+
+
+def _sparse(xs: list[Tensor], op: Any, sparse: Any) -> Any:
+    return SharedGroup.all_reduce_sparse, (xs, op)
+
+
+def _group_of(boxed: Any) -> SharedGroup | None:
+    """The shm group that a process group has for CPU tensors, if it has one."""
+    process_group = _dist.ProcessGroup.unbox(boxed)
+    try:
+        return _known[process_group]
+    except KeyError:
+        pass
+    group = _groups.get(process_group.group_name)
+    if group is not None and process_group._get_backend(_CPU) is not group.backend:
+        group = None
+    _known[process_group] = group
+    if group is not None:
+        weakref.finalize(process_group, group.leave).atexit = False
+    return group
+
+
+def _be_on_one_machine(store: Any, rank: int, size: int) -> None:
+    """Refuse ranks that cannot share memory, on every rank and by name."""
+    store.set(f"place of {rank}", json.dumps(_where()))
+    places = [json.loads(store.get(f"place of {i}")) for i in range(size)]
+    for what, value in places[0].items():
+        others = [i for i in range(size) if places[i][what] != value]
+        if others:
+            i = others[0]
+            raise CommMisuse(
+                f"backend shm: rank {', '.join(map(str, others))} "
+                f"{'is' if len(others) == 1 else 'are'} in another {what} than rank 0 "
+                f"({places[i][what]}, and {value} for rank 0). The ranks of a group share memory: "
+                "start them on one machine and in one container, or use gloo."
+            )
+
+
+def _where() -> dict[str, str]:
+    """What ranks that share memory have in common."""
+    place = {"machine": "", "pid namespace": "", "container": ""}
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            place["machine"] = f"boot {file.read().strip()}"
+        place["pid namespace"] = os.readlink("/proc/self/ns/pid")
+        shm = os.stat("/dev/shm")
+        place["container"] = f"/dev/shm {shm.st_dev}:{shm.st_ino}"
+    except OSError:
+        pass  # no Linux, or no /proc
+    return place
+
+
+def _make(options: Any, _: Any) -> Any:
+    """What torch registers for a group's device."""
+    if _dist.get_debug_level() == _dist.DebugLevel.DETAIL:
+        raise CommMisuse(
+            "backend shm: TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends in checks over gloo that "
+            "shm makes itself; set it to INFO, or use gloo."
+        )
+    _install()
+    name = options.group_id
+    before = _groups.get(name)
+    if before is not None:  # its process group was destroyed and another one has its name
+        before.leave()
+    group = SharedGroup(
+        options.store, options.group_rank, options.group_size, options.timeout, name
+    )
+    with _lock:
+        _groups[name] = group
+    return group.backend
+
+
+def _leave_all() -> None:
+    for group in tuple(_groups.values()):
+        group.leave()
+
+
+atexit.register(_leave_all)
+dist.Backend.register_backend("shm", _make, extended_api=True, devices=["cpu"])

@@ -31,8 +31,9 @@ from phalanx.comm.base import Call, CommError, Work
 # are compared by their digest, and read when it differs.
 ADDRESS, DIGEST = 1, 2
 COUNTS = 3
-# Words of a letter: where the next one lies, whether it has been read, its bytes; then a text.
-NEXT, READ, BYTES = 0, 1, 2
+# Words of a letter: where the next one lies, how far its receiver is with it, its tag; then a text.
+NEXT, STATE, TAG = 0, 1, 2
+SENT, SEEN, READ = 0, 1, 2
 LETTER = 512
 
 # On x86 stores are seen in their order. Elsewhere a lock given back and taken keeps them apart.
@@ -53,9 +54,17 @@ class Line(ABC):
     """Calls that progress one after another; `advance` moves the first as far as it goes."""
 
     name: str
+    collective = True
+    any_of_them = False
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Call, Done]] = deque()
+        # What ended this line: its calls do not go on.
+        self.error: CommError | None = None
+
+    @abstractmethod
+    def add(self, call: Call) -> "Done":
+        """Put a call at the end."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -71,9 +80,10 @@ class Line(ABC):
 
 
 class Done(Work):
-    """A flag that a line raises when it has finished a call."""
+    """A flag that a line raises when it has finished a call. `source`: who a letter came from."""
 
     ended = False
+    source = -1
 
 
 class Table(Line):
@@ -281,16 +291,52 @@ class Table(Line):
         raise CommError(disagreement(self.made, self.name, said))
 
 
-class Letters(Line):
-    """What one place sends to this one. Each letter lies in its sender's heap until it is read."""
+class Inbox:
+    """What one member sends to this one. Each letter lies in its sender's heap until it is read."""
 
     def __init__(self, table: Table, source: int) -> None:
+        self.source, self.rank = source, table.ranks[source]
+        self.read = 0
+        self._arena, self._words = table.arena, table.arena.words
+        self._last = table.boxes[source] + LINE * table.rank
+        self._unread: dict[int, deque[int]] = {}
+
+    def find(self, tag: int) -> int:
+        """Where the first letter with a tag lies that has not been read; 0 if there is none."""
+        while letter := self._words[(self._last >> 3) + NEXT]:
+            keep_order()
+            self._unread.setdefault(self._words[(letter >> 3) + TAG], deque()).append(letter)
+            self._words[(letter >> 3) + STATE] = SEEN
+            self._last = letter
+        letters = self._unread.get(tag)
+        return letters[0] if letters else 0
+
+    def text(self, letter: int) -> str:
+        return self._arena.read_text(letter + LINE)
+
+    def take(self, letter: int, tag: int, x: Tensor) -> None:
+        """Copy a letter to x. From then on its room is the sender's again."""
+        with torch.no_grad():
+            x.view(-1).copy_(self._arena.at(letter + LETTER, x.numel(), x.dtype))
+        keep_order()
+        self._words[(letter >> 3) + STATE] = READ
+        self.read += 1
+        letters = self._unread[tag]
+        letters.popleft()
+        if not letters:
+            del self._unread[tag]
+
+
+class Letters(Line):
+    """Receives of one tag from one source, or from any of several, in the order of the letters."""
+
+    collective = False
+
+    def __init__(self, table: Table, inboxes: list[Inbox], tag: int) -> None:
         super().__init__()
         self.name = table.name
-        self.source = table.ranks[source]
-        self._arena, self._words, self._me = table.arena, table.arena.words, table.ranks[table.rank]
-        self._last = table.boxes[source] + LINE * table.rank
-        self._made = 0
+        self.any_of_them = len(inboxes) > 1
+        self._inboxes, self._tag, self._me = inboxes, tag, table.ranks[table.rank]
 
     def add(self, call: Call) -> Done:
         done = Done()
@@ -298,32 +344,32 @@ class Letters(Line):
         return done
 
     def ready(self) -> bool:
-        return self._words[(self._last >> 3) + NEXT] != 0
+        return any(inbox.find(self._tag) for inbox in self._inboxes)
 
     def advance(self) -> bool:
-        if not self.calls or not self.ready():
+        if not self.calls:
             return False
-        keep_order()
+        for inbox in self._inboxes:
+            if letter := inbox.find(self._tag):
+                self._read(inbox, letter)
+                return True
+        return False
+
+    def _read(self, inbox: Inbox, letter: int) -> None:
         call, done = self.calls[0]
-        letter = self._words[(self._last >> 3) + NEXT]
-        said, mine = self._arena.read_text(letter + LINE), call.promise()
-        if said != mine:
-            both = sorted([(self.source, said), (self._me, mine)])
+        sent, expected = inbox.text(letter), call.promise()
+        if sent != expected:
+            both = sorted([(inbox.rank, sent), (self._me, expected)])
             raise CommError(
-                disagreement(self._made, self.name, [f"rank {r} is in {x}" for r, x in both])
+                disagreement(inbox.read, self.name, [f"rank {r} is in {x}" for r, x in both])
             )
-        with torch.no_grad():
-            call.x.view(-1).copy_(self._arena.at(letter + LETTER, call.x.numel(), call.x.dtype))
-        keep_order()
-        self._words[(letter >> 3) + READ] = 1
-        self._last = letter
-        self._made += 1
+        inbox.take(letter, self._tag, call.x)
         self.calls.popleft()
+        done.source = inbox.source
         done.ended = True
-        return True
 
     def absent(self) -> list[int]:
-        return [self.source]
+        return sorted(inbox.rank for inbox in self._inboxes)
 
 
 class Outbox:
@@ -334,7 +380,7 @@ class Outbox:
         self._last = table.boxes[table.rank] + LINE * target
         self._sent: deque[tuple[int, int]] = deque()
 
-    def send(self, call: Call) -> None:
+    def send(self, call: Call, tag: int = 0) -> None:
         """Write a letter and hang it behind the last one."""
         self._sweep()
         x = call.x.detach().view(-1)
@@ -345,7 +391,8 @@ class Outbox:
                 f"there is no room for a letter of {size} bytes in shared memory; its receiver is "
                 "far behind, or the machine has no memory that can grow: use wire gloo."
             )
-        self._words[(letter >> 3) + NEXT] = self._words[(letter >> 3) + READ] = 0
+        self._words[(letter >> 3) + NEXT] = self._words[(letter >> 3) + STATE] = 0
+        self._words[(letter >> 3) + TAG] = tag
         self._arena.write_text(letter + LINE, call.promise(), LETTER - LINE)
         with torch.no_grad():
             self._arena.at(letter + LETTER, x.numel(), x.dtype).copy_(x)
@@ -355,9 +402,12 @@ class Outbox:
         self._sent.append((letter, size))
 
     def _sweep(self) -> None:
-        # The receiver looks for the next letter in the one that it read last: that one stays.
-        while len(self._sent) > 1 and self._words[(self._sent[1][0] >> 3) + READ]:
+        # The receiver looks for the next letter in the one that it saw last: that one stays.
+        while len(self._sent) > 1 and self._state(0) == READ and self._state(1) >= SEEN:
             self._arena.heap.give(*self._sent.popleft())
+
+    def _state(self, i: int) -> int:
+        return int(self._words[(self._sent[i][0] >> 3) + STATE])
 
     def drop(self) -> None:
         """Give everything back: the receiver has closed its side, too."""

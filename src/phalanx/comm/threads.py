@@ -37,9 +37,12 @@ GRACE = 4.0
 class Hub:
     """What the ranks of one world share."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(
+        self, size: int, timeout: float, members: "type[ThreadMembers] | None" = None
+    ) -> None:
         self.size = size
         self.timeout = timeout
+        self.members = members or ThreadMembers
         self.lock = threading.Lock()
         self.failure: str | None = None
         self.gone: set[int] = set()
@@ -66,7 +69,7 @@ class Hub:
         with self.lock:
             key = (ordinal, ranks)
             if key not in self.groups:
-                self.groups[key] = ThreadMembers(self, name, ranks)
+                self.groups[key] = self.members(self, name, ranks)
                 self.waiting.append(self.groups[key].changed)
             return self.groups[key]
 
@@ -260,7 +263,13 @@ class ThreadGroup(Group):
 
 
 class ThreadWorld(World):
-    """The world of one thread; it is made in that thread."""
+    """The world of one thread; it is made in that thread.
+
+    A test's world may have groups, and members that meet, of classes of its own.
+    """
+
+    group_type: type[ThreadGroup] = ThreadGroup
+    members_type: type[ThreadMembers] = ThreadMembers
 
     def __init__(self, hub: Hub, rank: int, device: torch.device | str = "cpu") -> None:
         super().__init__(rank, hub.size, torch.device(device))
@@ -278,7 +287,7 @@ class ThreadWorld(World):
         self._splits += 1
         ranks = next(group for group in groups if self.rank in group)
         group = self._hub.group(self._splits, name, ranks)
-        return ThreadGroup(group, ranks.index(self.rank), self.device)
+        return self.group_type(group, ranks.index(self.rank), self.device)
 
     def leave(self) -> None:
         """Tell the others that this rank makes no further call."""
@@ -307,20 +316,29 @@ def _streams(calls: Sequence[Call], meeting: Meeting) -> Iterator[None]:
 
 
 def run_threads(
-    fn: Callable[..., Any], size: int, args: Sequence[Any], timeout: float, cuda: bool
+    fn: Callable[..., Any],
+    size: int,
+    args: Sequence[Any],
+    timeout: float,
+    gpus: int,
+    kind: type[ThreadWorld] = ThreadWorld,
 ) -> list[Any]:
-    """What `fn(world, *args)` returns on each rank, each rank a thread of this process."""
-    hub = Hub(size, timeout)
+    """What `fn(world, *args)` returns on each rank, each rank a thread of this process.
+
+    The ranks share so many GPUs; without any they compute on the CPU.
+    """
+    hub = Hub(size, timeout, kind.members_type)
     results: list[Any] = [None] * size
     reports: list[Report] = []
     errors: list[BaseException] = []
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def rank_thread(rank: int) -> None:
-        device = f"cuda:{rank % torch.cuda.device_count()}" if cuda else "cpu"
-        if cuda:
+        device = f"cuda:{rank % gpus}" if gpus else "cpu"
+        if gpus:
             torch.cuda.set_device(device)
-        world = ThreadWorld(hub, rank, device)
+        world = kind(hub, rank, device)
+        world.sharing = len(range(rank % gpus, size, gpus)) if gpus else 1
         try:
             # Otherwise all ranks' backward passes share one engine thread per GPU, and a region
             # that waits in one of them keeps its peer from ever coming.

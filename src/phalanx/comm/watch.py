@@ -9,13 +9,16 @@ whether a rank has written down a failure, and whether the processes of all othe
 import os
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from phalanx.comm.arena import Arena
 from phalanx.comm.base import CommError
 
-# Words of a rank's page, and the place of its failure's text. The arena's page: who failed first.
-STATE, PID, DOING, FAILED = 0, 1, 2, 0
+# Words of a rank's page, and where the text of its failure begins.
+STATE, PID, DOING, BROKEN = 0, 1, 2, 3
 ABSENT, HERE, LEFT = 0, 1, 2
+# What is broken after a failure: nothing that others wait for, its collectives, or all of its calls.
+NOTHING, COLLECTIVES, EVERYTHING = 0, 1, 2
 TEXT, ROOM = 64, 3000
 
 YIELD_AFTER = 40e-6
@@ -48,83 +51,109 @@ class Watch:
         self._words[self._page + STATE] = HERE
 
     def until(
-        self, kind: str, number: int, go_on: Callable[[], bool], absent: Callable[[], list[int]]
+        self,
+        kind: str,
+        number: int,
+        go_on: Callable[[], bool],
+        line: "Awaited",
+        *,
+        limit: float | None = None,
+        quiet: bool = False,
     ) -> None:
-        """Return once `go_on` is True; raise one sentence when that cannot be any more."""
+        """Return once `go_on` is True; raise one sentence when that cannot be any more.
+
+        `limit`: give up after so many seconds, which breaks nothing: the call may be waited for
+        again. `quiet`: on nobody's behalf, so it is not what the others read this rank does.
+        """
         for _ in range(self._spin):
             if go_on():
                 return
         words, here = self._words, self._page + DOING
-        words[here] = number << 8 | _NUMBER[kind]
-        try:
-            self._wait(go_on, absent)
-        finally:
+        if not quiet:
+            words[here] = number << 8 | _NUMBER[kind]
+        # After a failure it stays, for the sentences of the others.
+        self._wait(go_on, line, limit)
+        if not quiet:
             words[here] = 0
 
-    def _wait(self, go_on: Callable[[], bool], absent: Callable[[], list[int]]) -> None:
+    def _wait(self, go_on: Callable[[], bool], line: "Awaited", limit: float | None) -> None:
         start = time.perf_counter()
         look = start + LOOK_EVERY / 10
         while not go_on():
             now = time.perf_counter()
             waited = now - start
+            if limit is not None and waited > limit:
+                raise CommTimeout(f"{self._late(line.absent(), limit)} {self._doings()}")
             if waited > SLEEP_AFTER:
                 time.sleep(min(waited / 10, LONGEST_SLEEP))
             elif waited > YIELD_AFTER or self._spin < 10:
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
             if now > look:
                 look = now + LOOK_EVERY
-                self.look(absent())
+                if self._gone(line) is not None:
+                    # It may have come before it went: look again at what it left behind.
+                    if go_on():
+                        return
+                    failure = self._gone(line)
+                    if failure is not None:
+                        self.fail(failure, line)
                 if waited > self._timeout:
-                    self.fail(self._late(absent()))
+                    text = f"{self._late(line.absent(), self._timeout)} {self._doings()}"
+                    self.fail(text, line)
 
     # ---- failures
 
-    def fail(self, failure: str) -> None:
-        """Write a failure down for all, and raise it with what each rank was doing."""
-        self.tell(failure)
-        raise CommError(self._first())
+    def fail(self, text: str, line: "Awaited") -> None:
+        """Raise a failure, which also ends the calls of those who wait for this rank there."""
+        self._break(text, COLLECTIVES if line.collective else NOTHING)
+        raise CommError(text)
 
     def tell(self, failure: str) -> None:
-        """Write a failure down for all; the first one stays."""
-        if self._words[FAILED] == 0:
-            text = f"{failure} {self._doings()}"
-            self._arena.write_text(self._arena.page(self._me) + TEXT, text, ROOM)
-            self._words[FAILED] = self._me + 1
+        """Break all calls that others wait for this rank in."""
+        self._break(f"{failure} {self._doings()}", EVERYTHING)
+
+    def _break(self, text: str, how_much: int) -> None:
+        page = self._page
+        # The first failure is the cause of those that follow.
+        if self._words[page + (TEXT >> 3)] == 0:
+            self._arena.write_text(page << 3 | TEXT, text, ROOM)
+        self._words[page + BROKEN] = max(how_much, self._words[page + BROKEN])
 
     def leave(self) -> None:
         """Tell the others that this rank makes no further call."""
         self._words[self._page + STATE] = LEFT
 
-    def look(self, awaited: list[int]) -> None:
-        """Raise what has gone wrong with any rank, if something has."""
-        if self._words[FAILED]:
-            raise CommError(self._first())
-        for rank in range(self._size):
-            page = self._arena.page(rank) >> 3
-            state = self._words[page + STATE]
-            if state == LEFT and rank in awaited:
-                self.fail(f"rank {rank} has left and makes no further call;")
-            if state == HERE and rank != self._me:
-                self._look_at(rank, self._words[page + PID])
+    def _gone(self, line: "Awaited") -> str | None:
+        """Why a line cannot go on: what has happened to ranks that it waits for, and to no others."""
+        awaited = line.absent()
+        failures = [text for rank in awaited if (text := self._state_of(rank, line)) is not None]
+        enough = len(awaited) if line.any_of_them else 1
+        return failures[0] if failures and len(failures) >= enough else None
 
-    def _look_at(self, rank: int, pid: int) -> None:
+    def _state_of(self, rank: int, line: "Awaited") -> str | None:
+        page = self._arena.page(rank)
+        words, word = self._words, page >> 3
+        if words[word + BROKEN] >= (COLLECTIVES if line.collective else EVERYTHING):
+            return self._arena.read_text(page + TEXT)
+        if words[word + STATE] == LEFT:
+            return f"rank {rank} has left and makes no further call; {self._doings()}"
+        if words[word + STATE] == ABSENT:
+            return None
+        pid = words[word + PID]
         condition = process_state(pid)
         if condition in "ZX":
-            if self._words[(self._arena.page(rank) >> 3) + STATE] == LEFT:
-                return
-            self.fail(f"rank {rank} is lost, its process {pid} has ended;")
+            return f"rank {rank} is lost, its process {pid} has ended; {self._doings()}"
         if condition != "T":
             self._standing.pop(rank, None)
         elif time.monotonic() - self._standing.setdefault(rank, time.monotonic()) > STANDSTILL:
-            self.fail(f"rank {rank} does not answer, its process {pid} has been stopped;")
+            why = f"rank {rank} does not answer, its process {pid} has been stopped;"
+            return f"{why} {self._doings()}"
+        return None
 
-    def _first(self) -> str:
-        return self._arena.read_text(self._arena.page(self._words[FAILED] - 1) + TEXT)
-
-    def _late(self, absent: list[int]) -> str:
+    def _late(self, absent: list[int], seconds: float) -> str:
         names = ", ".join(map(str, absent))
         who = f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
-        return f"{who} not arrived in {self._timeout:g} s;"
+        return f"{who} not arrived in {round(seconds, 3):g} s, the timeout that was set;"
 
     def _doings(self) -> str:
         """What every rank is doing, as the end of a sentence."""
@@ -135,6 +164,19 @@ class Watch:
             name = self.names[number] if number < len(self.names) else f"wire {number}"
             said.append(f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}")
         return ", ".join(said) + "."
+
+
+class CommTimeout(CommError):
+    """A wait with a time limit gave up; the call goes on."""
+
+
+class Awaited(Protocol):
+    """Calls that one waits for. `any_of_them`: one of the absent ranks is enough."""
+
+    collective: bool
+    any_of_them: bool
+
+    def absent(self) -> list[int]: ...
 
 
 def process_state(pid: int) -> str:

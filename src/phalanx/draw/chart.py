@@ -15,9 +15,8 @@ Points = Sequence[tuple[float, float]]
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 78.0, 62.0, 560.0, 300.0
 # Lines are thin: on white they need darker colours than areas do.
-_INK = (
-    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b08900", "#56b4e9", "#8a5a44", "#7f7f7f", "#5e3c99",
-)  # fmt: skip
+_COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #b08900 #56b4e9 #8a5a44 #7f7f7f #5e3c99"
+_INK = tuple(_COLOURS.split())
 
 
 @dataclass(frozen=True)
@@ -142,12 +141,10 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
     opacity = "0.35" if series.faint else ""
     path = place(series.line or (series.points if series.joined else ()))
     if len(path) > 1:
-        yield tag(
-            "polyline",
-            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in path),
-            fill="none", stroke=colour, stroke_width=1.5, opacity=opacity,
-            stroke_dasharray="5 4" if series.line else "",
-        )  # fmt: skip
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
+        look = {"fill": "none", "stroke": colour, "stroke-width": 1.5, "opacity": opacity}
+        dash = "5 4" if series.line else ""
+        yield tag("polyline", points=points, **look, stroke_dasharray=dash)
     if series.dots or len(series.points) == 1:
         shown = [p for p in series.points if _shown(p, across.axis, up.axis)]
         for i, (point, (x, y)) in enumerate(zip(shown, place(shown), strict=True)):

@@ -25,9 +25,8 @@ __all__ = [
 ]
 
 # Okabe and Ito (2008): colour-blind readers can tell them apart. Black text is legible on each.
-COLOURS = (
-    "#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#d55e00", "#8fa8c8", "#b08900", "#b0b0b0", "#a58bc9",
-)  # fmt: skip
+_COLOURS = "#56b4e9 #e69f00 #2fb98f #cc79a7 #d55e00 #8fa8c8 #b08900 #b0b0b0 #a58bc9"
+COLOURS = tuple(_COLOURS.split())
 LETTER = 6.3  # the width of an average character at 11 px
 
 # The colours of the page; those of operations are the same on a light and a dark page.
@@ -154,12 +153,11 @@ def document(
             height += 20
     card = box(0.5, 0.5, width - 1, height - 1, cls="page", rx=8)
     heading = label(20, 30, title, "title")
-    return Html(
-        tag(
-            "svg", tag("title", title), "\n", tag("style", Html(_STYLE)), "\n", card, "\n", heading,
-            "\n", Html("\n".join(body)), "\n",
-            xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width:.0f} {height:.0f}",
-            width=round(width), height=round(height), role="img",
-        )
-        + "\n"
-    )  # fmt: skip
+    inside = [tag("title", title), tag("style", Html(_STYLE)), card, heading, *body]
+    size = {
+        "viewBox": f"0 0 {width:.0f} {height:.0f}",
+        "width": round(width),
+        "height": round(height),
+    }
+    lines = Html("\n" + "\n".join(inside) + "\n")
+    return Html(tag("svg", lines, xmlns="http://www.w3.org/2000/svg", **size, role="img") + "\n")

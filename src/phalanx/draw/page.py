@@ -11,7 +11,7 @@ import re
 from html import escape
 from pathlib import Path
 
-from ..program import ops
+from ..program import Span, ops
 from .markup import Html, paragraphs, table, tag
 from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
@@ -51,11 +51,11 @@ def timeline(picture: Picture) -> Html:
     buttons = [
         tag("button", words, id=name, aria_label=spoken) for name, (words, spoken) in names.items()
     ]
-    spoken = "Timeline: each rank's operations over time"
-    canvas = tag(
-        "canvas", id="lanes", tabindex=0, role="application", aria_label=spoken,
-        aria_describedby="said",
-    )  # fmt: skip
+    spoken = {
+        "aria-label": "Timeline: each rank's operations over time",
+        "aria-describedby": "said",
+    }
+    canvas = tag("canvas", id="lanes", tabindex=0, role="application", **spoken)
     return Html(
         "\n".join(
             [
@@ -87,14 +87,10 @@ def _data(picture: Picture) -> dict[str, object]:
             "lane": track.lane,
             "label": track.label,
             "source": track.source,
-            "spans": [
-                [s.start, s.end, s.op.kind, str(s.op), picture.explain(s.op),
-                 round(picture.tint(track.rank, s.op), 3), list(picture.names_of(s.op))]
-                for s in track.spans
-            ],
+            "spans": [_span(picture, track.rank, span) for span in track.spans],
         }
         for track in picture.tracks
-    ]  # fmt: skip
+    ]
     colours = {
         kind: {"fill": p.fill, "light": tinted(p.fill, 1), "ink": p.ink}
         for kind, p in PAINTS.items()
@@ -109,6 +105,12 @@ def _data(picture: Picture) -> dict[str, object]:
         "colours": colours,
         "memory": _memory(picture),
     }
+
+
+def _span(picture: Picture, rank: int, span: Span) -> list[object]:
+    op, tint = span.op, round(picture.tint(rank, span.op), 3)
+    words = [op.kind, str(op), picture.explain(op)]
+    return [span.start, span.end, *words, tint, list(picture.names_of(op))]
 
 
 def _memory(picture: Picture) -> list[dict[str, object]]:

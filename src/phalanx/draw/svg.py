@@ -96,10 +96,8 @@ def _row(row: Row, top: float, at: _Place) -> Iterator[Html]:
         yield tag("polygon", cls="area", points=" ".join(points))
     for bar in row.bars:
         x, width = at.x(bar.start), max(0.75, (bar.end - bar.start) * at.scale - 1)
-        yield box(
-            x + 0.5, top, width, row.height,
-            tip=bar.tip, cls="op", rx=min(2.0, width / 3), fill=bar.fill,
-        )  # fmt: skip
+        look = {"cls": "op", "rx": min(2.0, width / 3), "fill": bar.fill}
+        yield box(x + 0.5, top, width, row.height, tip=bar.tip, **look)
         for name in bar.names:
             if LETTER * len(name) + 2 <= width:
                 middle = x + 0.5 + width / 2
@@ -144,12 +142,8 @@ def _scale(picture: Picture) -> float:
 
 def _bar(picture: Picture, track: Track, span: Span) -> Bar:
     paint, light = PAINTS[span.op.kind], picture.tint(track.rank, span.op)
-    times = " ".join(
-        f"{name} {number(time)}{picture.clock}"
-        for name, time in (
-            ("start", span.start), ("end", span.end), ("takes", span.end - span.start),
-        )
-    )  # fmt: skip
+    named = {"start": span.start, "end": span.end, "takes": span.end - span.start}
+    times = " ".join(f"{name} {number(time)}{picture.clock}" for name, time in named.items())
     tip = f"{span.op}: {picture.explain(span.op)}\nrank {track.rank}, {track.lane}\n{times}"
     ink = paint.ink if light < 0.4 else "#000000"
     names = picture.names_of(span.op)

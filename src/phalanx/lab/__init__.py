@@ -7,6 +7,17 @@ from .page import page
 from .show import as_json, listing, text, verdict
 
 __all__ = [
-    "NAMES", "Claim", "Entry", "LabError", "Size", "Trial", "as_json", "conduct", "entry", "listing",
-    "page", "text", "verdict",
-]  # fmt: skip
+    "NAMES",
+    "Claim",
+    "Entry",
+    "LabError",
+    "Size",
+    "Trial",
+    "as_json",
+    "conduct",
+    "entry",
+    "listing",
+    "page",
+    "text",
+    "verdict",
+]

@@ -22,13 +22,17 @@ _NAMES = """
 NAMES = tuple(_NAMES.split())
 # What other libraries call them.
 _ELSEWHERE = {
-    "fsdp": "zero-3", "zero": "zero-3", "fully-sharded": "zero-3", "ddp": "data-parallel",
-    "dp": "data-parallel", "hsdp": "hybrid-sharding", "tp": "tensor-parallel",
-    "megatron": "tensor-parallel", "pp": "pipeline", "gpipe": "pipeline", "1f1b": "one-f-one-b",
-    "cp": "ring-attention", "context-parallel": "ring-attention", "ring": "ring-attention",
-    "checkpointing": "recompute", "activation-checkpointing": "recompute", "amp": "mixed-precision",
-    "bf": "mixed-precision", "fp": "mixed-precision", "offload": "swap",
-}  # fmt: skip
+    "zero-3": "fsdp zero fully-sharded",
+    "data-parallel": "ddp dp",
+    "hybrid-sharding": "hsdp",
+    "tensor-parallel": "tp megatron",
+    "pipeline": "pp gpipe",
+    "one-f-one-b": "1f1b",
+    "ring-attention": "cp context-parallel ring",
+    "recompute": "checkpointing activation-checkpointing",
+    "mixed-precision": "amp bf fp",
+    "swap": "offload",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Entry:
 def entry(name: str) -> Entry:
     """The experiment of that name, read without being imported."""
     if name not in NAMES:
-        other = _ELSEWHERE.get(name.lower().rstrip("0123456789").rstrip("-_ "))
+        word = name.lower().rstrip("0123456789").rstrip("-_ ")
+        other = next((ours for ours, theirs in _ELSEWHERE.items() if word in theirs.split()), "")
         close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
         near = [other] if other else close
         hint = f" Did you mean {near[0]!r}?" if near else ""

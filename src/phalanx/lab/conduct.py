@@ -6,11 +6,11 @@ import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..comm import RankFailed, World
 from ..comm.launch import workers
@@ -77,14 +77,14 @@ def judge(module: str, held: Results, size: Size) -> tuple[Claim, ...]:
     return tuple(importlib.import_module(module).check(list(held), size))
 
 
-def on_a_rank(world: World, module: str, size: Size) -> tuple[Record, dict[str, Any]]:
+def on_a_rank(world: World, module: str, size: Size) -> tuple[Record, Held]:
     """What one rank does: the experiment, recorded."""
     experiment = importlib.import_module(module)
     lab = Lab(world, size)
     with lab.memory:
         held = experiment.run(lab)
     world.clear()
-    return lab.close(), {name: _packed(x) for name, x in held.items()}
+    return lab.close(), _packed(held)
 
 
 def traced() -> bool:
@@ -101,15 +101,9 @@ def wire_for(wire: str) -> str:
 
 
 # Tensors go through a process's pipe as arrays: torch would pass on a file descriptor for each.
-def _packed(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.detach().to("cpu").numpy().copy()
-    return [_packed(each) for each in x] if isinstance(x, (list, tuple)) else x
+def _packed(held: Held) -> Held:
+    return tree_map_only(Tensor, lambda x: x.detach().to("cpu").numpy().copy(), held)  # type: ignore[no-any-return]
 
 
-def _unpacked(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {name: _unpacked(each) for name, each in x.items()}
-    if isinstance(x, numpy.ndarray):
-        return torch.from_numpy(x)
-    return [_unpacked(each) for each in x] if isinstance(x, list) else x
+def _unpacked(held: Held) -> Held:
+    return tree_map_only(numpy.ndarray, torch.from_numpy, held)  # type: ignore[no-any-return]

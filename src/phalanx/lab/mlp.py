@@ -16,11 +16,6 @@ from torch.nn import functional as F
 
 from .claims import Claims, Results, Size, equal, every
 
-__all__ = [
-    "Adam", "Kept", "OneProcess", "backward", "batch", "draw", "forward", "gradients_of", "loss_of",
-    "one_process", "start", "trained", "update",
-]  # fmt: skip
-
 RATE = 1.0  # higher rates train the default model faster, but small models diverge
 Kept = tuple[Tensor, Tensor]
 

@@ -19,7 +19,7 @@ from ..draw import (
     paragraphs,
     table,
     tag,
-)  # fmt: skip
+)
 from .conduct import Trial
 from .record import Figure, Span, Step
 from .show import bytes_text, conditions, value_rows, verdict

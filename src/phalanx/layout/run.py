@@ -125,7 +125,7 @@ class Run:
     batch: int = key(0, "sequences of a step over all ranks; 0: the shape's", least=0, most=1 << 24)
     sequence: int = key(0, "tokens of a sequence; 0: the shape's", least=0, most=1 << 28)
     steps: int = key(100, "how long", least=1, most=10**12)
-    seed: int = key(0, "start of the weights and order of the data", least=0)
+    seed: int = key(0, "start of the weights and order of the data", least=0, most=2**62 - 1)
     out: str = key("", "the run's folder; empty: runs/ and the file's name")
     machine: str = key(
         "",

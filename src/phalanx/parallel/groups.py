@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..comm import Group, World
 from ..layout import Layout, LayoutError
+from ..program import Program
 from .context import around
 
 __all__ = ["Groups", "open_groups"]
@@ -34,13 +35,13 @@ class Groups:
 def open_groups(
     world: World,
     layout: Layout,
+    program: Program,
     *,
     kv_heads: int = 0,
-    tied: tuple[int, ...] = (),
     prefix: str = "",
 ) -> Groups:
-    """All wires of a layout; a collective call of the whole world. `tied` are the stages that
-    share a weight. With a `prefix` of its own a second set can be open beside the first."""
+    """All groups of a layout and its program; a collective call of the whole world. With a `prefix`
+    of its own a second set can be open beside the first."""
     if world.size != layout.ranks:
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
@@ -54,12 +55,17 @@ def open_groups(
     copies = [
         group[i : i + same] for group in mesh.groups(["tp"]) for i in range(0, len(group), same)
     ]
+    tied = {program.host[piece] for pair in program.tied for piece in pair}
+    tied = tied if len(tied) > 1 else set()
     ties: list[tuple[int, ...]] = []
     for group in mesh.groups(["pp"]):
         ties += [(rank,) for stage, rank in enumerate(group) if stage not in tied]
         ties += [tuple(rank for stage, rank in enumerate(group) if stage in tied)] * bool(tied)
-    stages = range(layout.pp)
-    flows = [(a, b) for a in stages for b in stages if (a - b) % layout.pp in (1, layout.pp - 1)]
+
+    def pipeline(name: str, *, forward: bool) -> Group:
+        flows = _flows(program, forward=forward)
+        return world.split(prefix + name, mesh.groups(["pp"]), flows)
+
     return Groups(
         tp=along("tp", "tp"),
         kv=world.split(prefix + "kv", copies),
@@ -70,8 +76,15 @@ def open_groups(
         reduce=along("reduce", *layout.shard_axes),
         replica=along("replica", *layout.replica_axes),
         count=along("count", "dp", "cp"),
-        activations=world.split(prefix + "activations", mesh.groups(["pp"]), flows),
-        gradients=world.split(prefix + "gradients", mesh.groups(["pp"]), flows),
+        activations=pipeline("activations", forward=True),
+        gradients=pipeline("gradients", forward=False),
         tie=world.split(prefix + "tie", ties),
         everyone=world.split(prefix + "everyone", [tuple(range(world.size))]),
     )
+
+
+def _flows(program: Program, *, forward: bool) -> list[tuple[int, int]]:
+    """The (from, to) stages between which a program sends activations, or gradients."""
+    sends = (op for row in program.rows for op in row if op.kind == ">")
+    ends = ((op.piece, op.peer) for op in sends if (op.of == "F") == forward)
+    return sorted({(program.host[piece], program.host[peer]) for piece, peer in ends})

@@ -57,9 +57,8 @@ def hold(
     refuse_unfit(model, layout)
     mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
     held = sorted({unit for piece in mine for unit in program.units(piece)})
-    stages = {program.host[piece] for pair in program.tied for piece in pair}
-    tied = tuple(sorted(stages)) if len(stages) > 1 else ()
-    wires = open_groups(world, layout, kv_heads=model.counts.get("kv", 0), tied=tied, prefix=prefix)
+    kv_heads = model.counts.get("kv", 0)
+    wires = open_groups(world, layout, program, kv_heads=kv_heads, prefix=prefix)
     precision = precision or Precision()
     pool = Pool(world.device, empty=world.empty, poison=poison)
     weights = cut_weights(model, layout, wires.tp.rank)

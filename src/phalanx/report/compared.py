@@ -44,10 +44,13 @@ class OpRow:
     def cells(self) -> tuple[str, ...]:
         """As it is printed, in the order of HEAD."""
         return (
-            f"{self.kind}  {self.words}", f"{self.count:.4g}", _ms(self.predicted),
-            _ms(self.measured), "-" if self.ratio is None else f"{self.ratio:.2f}",
+            f"{self.kind}  {self.words}",
+            f"{self.count:.4g}",
+            _ms(self.predicted),
+            _ms(self.measured),
+            "-" if self.ratio is None else f"{self.ratio:.2f}",
             f"{100 * self.share:.1f} %",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -130,11 +133,14 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
         known = [price for price in told if price is not None]
         rows.append(
             OpRow(
-                kind, KINDS[kind].name, len(seconds) / ranks,
+                kind,
+                KINDS[kind].name,
+                len(seconds) / ranks,
                 median(known) if len(known) == len(told) else None,
-                median(seconds), sum(seconds) / ranks / whole if whole else 0.0,
+                median(seconds),
+                sum(seconds) / ranks / whole if whole else 0.0,
             )
-        )  # fmt: skip
+        )
     return tuple(rows)
 
 

@@ -64,12 +64,16 @@ def read_step(folder: Path) -> Step:
     start, steps = _stretch(folder, told[0], number)
     shape = value(Shape, start["model"], f"{folder / 'metrics.jsonl'}, model")
     return Step(
-        number, layout, shape, own=str(start.get("own", "")),
+        number,
+        layout,
+        shape,
+        own=str(start.get("own", "")),
         sequence=int(start.get("sequence", shape.sequence)),
-        device=_device(start), timeline=timeline,
+        device=_device(start),
+        timeline=timeline,
         # The first line is of steps in which the process warms up.
         usual=median(steps[1:]) if len(steps) > 1 else None,
-    )  # fmt: skip
+    )
 
 
 def _told(text: str) -> tuple[str, int]:
@@ -121,22 +125,38 @@ def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
             " Leave out --machine and --cluster."
         )
     (choice,) = judge(
-        [layout], shape, site, weigh, stack=stack, sequence=step.sequence, batch=shape.batch,
+        [layout],
+        shape,
+        site,
+        weigh,
+        stack=stack,
+        sequence=step.sequence,
+        batch=shape.batch,
         model=step.own,
-    )  # fmt: skip
+    )
     priced = Priced(
-        shape, site, stack, weigh,
-        sequence=step.sequence, precision=layout.precision, model=step.own,
-    )  # fmt: skip
+        shape,
+        site,
+        stack,
+        weigh,
+        sequence=step.sequence,
+        precision=layout.precision,
+        model=step.own,
+    )
     cut = Cut.of(layout)
     priced.weigh([cut])
     prices = _prices(step, choice, priced.three(cut, choice.case.rows), site, stack)
     return Compared(
-        layout=str(layout) or "one rank", site=site.name, stack=stack.name,
-        step=step.number, rows=compare(step.timeline, prices), predicted=choice.step,
-        measured=step.timeline.makespan, usual=step.usual,
+        layout=str(layout) or "one rank",
+        site=site.name,
+        stack=stack.name,
+        step=step.number,
+        rows=compare(step.timeline, prices),
+        predicted=choice.step,
+        measured=step.timeline.makespan,
+        usual=step.usual,
         launched=not site.cores,
-    )  # fmt: skip
+    )
 
 
 def _prices(

@@ -11,6 +11,8 @@ import json
 import re
 import shutil
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,11 +47,15 @@ ASIDE = "set-aside-"
 
 @dataclass(frozen=True)
 class Saved:
-    """What became of a save; `error` tells why it is not there, and then what was before still is."""
+    """What became of a save; `error` tells why it is not there, and then what was before still is.
+
+    `notice`, on rank 0: the save is there and sound, and something beside it went wrong.
+    """
 
     step: int
     path: Path
     error: str = ""
+    notice: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,22 +140,22 @@ class Saver:
         pending, self.pending = self.pending, None
         pending.wait()
         step, beside = pending.progress.step, pending.path.parent
-        complaints = agree(self.wire, pending.error)
+        complaints, notice = agree(self.wire, pending.error), ""
         if not complaints:
             reports = hear(self.wire, pending.snapshot.report(pending.file))
             error = ""
             if self.wire.rank == 0:
-                error = commit(self.folder, beside, pending.progress, reports, self.keep)
+                error, notice = commit(self.folder, beside, pending.progress, reports, self.keep)
             complaints = agree(self.wire, error)
         if complaints and self.wire.rank == 0:
             shutil.rmtree(beside, ignore_errors=True)
-        return (self._verdict(step, "; ".join(complaints)),)
+        return (self._verdict(step, "; ".join(complaints), notice),)
 
-    def _verdict(self, step: int, error: str) -> Saved:
+    def _verdict(self, step: int, error: str, notice: str = "") -> Saved:
         path = self.folder / name_of(step)
         if error and self.on_failure == "stop":
             raise CheckpointError(f"{path} could not be saved, what was before stays. {error}")
-        return Saved(step, path, error)
+        return Saved(step, path, error, notice)
 
 
 class _Pending:
@@ -198,30 +204,51 @@ def _prepared(beside: Path) -> str:
         beside.parent.mkdir(parents=True, exist_ok=True)
         for left in beside.parent.iterdir():
             if left.name.startswith((SAVING, REMOVED)):
-                shutil.rmtree(left)
+                # What cannot be removed is not in the way, unless it has the name of this save.
+                with suppress(OSError):
+                    shutil.rmtree(left)
         beside.mkdir()
     except OSError as error:
         return _said(error)
     return ""
 
 
-def commit(folder: Path, beside: Path, progress: Progress, reports: list[str], keep: int) -> str:
-    """Make what all ranks have written a checkpoint, then let old ones go."""
+def commit(
+    folder: Path, beside: Path, progress: Progress, reports: list[str], keep: int
+) -> tuple[str, str]:
+    """Make what all ranks have written a checkpoint, then let old ones go. Why it is none, and what
+    went wrong after it had become one: then it is there, and so is what was before."""
+    path = folder / name_of(progress.step)
+    replaced = path.with_name(f"{REMOVED}{path.name}")
     try:
         text = str(manifest_of(progress, reports))
         Manifest.parse(text, str(beside / MANIFEST))  # what cannot be read is not written
         write_text(beside / MANIFEST, text)
-        path = folder / name_of(progress.step)
-        replaced = path.with_name(f"{REMOVED}{path.name}")
         if path.exists():
             path.rename(replaced)
         beside.rename(path)
-        sync_folder(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        _prune(folder, path, keep)
     except (OSError, ValueError) as error:
-        return _said(error)
-    return ""
+        with suppress(OSError):
+            if replaced.exists() and not path.exists():
+                replaced.rename(path)
+        return _said(error), ""
+    finishing: dict[str, Callable[[], None]] = {
+        "its folder could not be brought to the disk": lambda: sync_folder(folder),
+        "what it replaces could not be removed": lambda: _rmtree(replaced),
+        "old checkpoints could not be removed": lambda: _prune(folder, path, keep),
+    }
+    wrong = []
+    for what, finish in finishing.items():
+        try:
+            finish()
+        except OSError as error:
+            wrong.append(f"{what}: {_said(error)}")
+    return "", "; ".join(wrong)
+
+
+def _rmtree(path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:

@@ -249,7 +249,8 @@ def _written(folder: Folder, found: Found, names: list[str], out: Path, shape: S
             parts = tuple(_part(key, x) for key, x in tensors.items())
             reports.append(Snapshot(tensors, parts, "", ()).report(file))
             run, held = [], 0
-    if wrong := commit(out, beside, Progress(0, shape=shape), reports, 1):
+    wrong, _ = commit(out, beside, Progress(0, shape=shape), reports, 1)
+    if wrong:
         raise CheckpointError(f"{out}: {wrong}")
     return steps(out)[0]
 

@@ -108,7 +108,8 @@ def _held(folder: Path) -> Iterator[None]:
             _create(folder)
         # Written in place: a new file would be another lock.
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(Owner.me())).encode(), 0)
+        with suppress(OSError):  # a full disk: the lock holds, and only its message is poorer
+            os.pwrite(descriptor, json.dumps(asdict(Owner.me())).encode(), 0)
         if locks:
             _wait_for_ranks(folder)
         try:

@@ -19,19 +19,18 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout
-from ..layout.files import printable
 from ..layout.run import Run
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver, load
 from .checkpoint_agree import agree, hear, tell
+from .checkpoint_file import CheckpointError
 from .checkpoint_manifest import Progress
 from .executor import StepResult
 from .lock import RunLocked, hold_as_rank, hold_run
-from .metrics import memory_of
+from .metrics import memory_of, print_line
 from .rank import Rank
 from .schedule import learning_rate
 from .teller import Teller
@@ -56,12 +55,14 @@ class TrainError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where a run ended. `stopped`: it was asked to, before its last step."""
+    """Where a run ended. `stopped`: it was asked to, before its last step. `unsaved`: why its last save
+    failed, where the run goes on without saves."""
 
     step: int
     loss: float | None
     validation: float | None
     stopped: bool
+    unsaved: str = ""
 
 
 def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool = False) -> Outcome:
@@ -166,6 +167,7 @@ class _Loop:
             on_failure="stop" if kept.on_disk_full == "stop" else "go on",
         )  # fmt: skip
         self.bad = 0
+        self.unsaved = ""
         self.loss: float | None = None
         self.validated: tuple[int, float | None] = (-1, None)
 
@@ -192,7 +194,7 @@ class _Loop:
                     break
         self._decided(self.saver.finish())
         self._end(done, stopped)
-        return Outcome(done, self.loss, self.validated[1], stopped)
+        return Outcome(done, self.loss, self.validated[1], stopped, self.unsaved)
 
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
@@ -209,8 +211,8 @@ class _Loop:
             )
         self.rank.batches = batches.resumed(at.step, at.cursor)
         scaling, kept = self.trainer.scaling, at.state.get("loss_scale")
-        if scaling and isinstance(kept, list):
-            scaling.scale, scaling.steady = float(kept[0]), int(kept[1])
+        if scaling and kept is not None:
+            scaling.scale, scaling.steady = _scale(kept, loaded.path)
         for damaged in loaded.damaged:
             self._notice("damaged", damaged)
         for text in loaded.notices:
@@ -224,7 +226,7 @@ class _Loop:
         if self.teller.speaks:
             self.teller.journal.write(event, text=text)
             if not self.teller.quiet:
-                print(printable(text), flush=True)
+                print_line(text)
 
     def _memory_parts(self) -> int:
         return sum(unit.part for unit in self.rank.holding.units.values())
@@ -243,7 +245,7 @@ class _Loop:
         if result.finite:
             self.bad = 0
         else:
-            self._not_finite(step, own)
+            self._not_finite(step)
         self.teller.took(time.perf_counter() - begun)
         if step == self.looked_at:
             self._look(step, result, begun)
@@ -260,19 +262,23 @@ class _Loop:
         numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr, "memory": float(memory)}
         self.teller.step(done, numbers)
 
-    def _not_finite(self, step: int, own: list[dict[str, Tensor]]) -> None:
+    def _not_finite(self, step: int) -> None:
         """The step was skipped everywhere: name the first bad piece, and end after a few in a row."""
         overflow = self.trainer.scaling is not None and math.isfinite(self.trainer.total)
         if overflow:  # float16's own way of finding its scale
             self.teller.event("skip", step=step + 1, why="a float16 gradient overflowed")
             return
-        found = self.rank.first_bad(own)
-        places = agree(self.everyone, "" if found is None else f"{found[0]:06} {found[1]}")
-        ranked = sorted((p.partition(": ")[::2] for p in places), key=lambda p: p[1])
+        found = self.rank.first_bad()
+        said = agree(self.everyone, "" if found is None else f"{found[0]:06} {found[1]}")
+        whos: dict[str, list[str]] = {}
+        for who, _, what in (each.partition(": ") for each in said):
+            whos.setdefault(what, []).append(who)
         why = "the loss or a gradient is not finite"
-        if ranked:
-            who, where = ranked[0]
-            why += f"; first in {where.partition(' ')[2]} on {who}"
+        if whos:
+            what, ranks = min(whos.items())
+            why += f"; first in {what.partition(' ')[2]} on {', '.join(ranks)}"
+        else:
+            why += "; every rank's own numbers were: it came of summing them"
         self.bad += 1
         text = f"step {step + 1} was skipped on all ranks: {why}"
         self.teller.event("skip", text, step=step + 1, why=why)
@@ -322,16 +328,31 @@ class _Loop:
 
     def _decided(self, saves: tuple[Saved, ...]) -> None:
         for saved in saves:
+            self.unsaved = saved.error
             text = f"not saved: {saved.error}" if saved.error else f"saved {saved.path}"
+            text += f"; it is there and sound, but {saved.notice}" if saved.notice else ""
             said = {"step": saved.step, "path": str(saved.path), "error": saved.error}
+            said |= {"notice": saved.notice} if saved.notice else {}
             self.teller.event("checkpoint", f"step {saved.step}  {text}", **said)
 
     def _end(self, done: int, stopped: bool) -> None:
         if stopped:
             text = f"asked to stop: saved at step {done}; the same command goes on from there"
+            if self.unsaved:
+                text = f"asked to stop at step {done}, which could not be saved: {self.unsaved}"
             self.teller.event("stop", text, step=done)
         else:
             self.teller.event("end", step=done, loss=self.loss, validation=self.validated[1])
+
+
+def _scale(kept: object, path: Path) -> tuple[float, int]:
+    """The loss scale that a checkpoint keeps, and how many steps it has held."""
+    match kept:
+        case [int() | float() as scale, int() as steady] if 1 <= scale <= 2.0**60 and steady >= 0:
+            return float(scale), steady
+    raise CheckpointError(
+        f"{path}: 'loss_scale' is {str(kept)[:40]!r}; a number from 1 and a count belong there."
+    )
 
 
 def _due(done: int, every: int) -> bool:

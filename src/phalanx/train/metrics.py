@@ -7,7 +7,6 @@ memory, skip, stop, end. A run that was restarted has several starts in it.
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import math
 import os
@@ -15,9 +14,10 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -25,7 +25,16 @@ from ..layout.files import open_regular, printable
 from ..layout.journal import Record
 from ..layout.run import Run
 
-__all__ = ["Goodput", "Journal", "Screen", "Sink", "memory_of", "open_sinks"]
+__all__ = [
+    "Goodput",
+    "Journal",
+    "JournalError",
+    "Screen",
+    "Sink",
+    "memory_of",
+    "open_sinks",
+    "print_line",
+]
 
 
 class Sink(Protocol):
@@ -36,24 +45,44 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Journal:
-    """metrics.jsonl, appended to: a line is whole or, if the process dies in it, passed over."""
+class JournalError(ValueError):
+    """metrics.jsonl cannot be written: why, and the way out."""
 
-    def __init__(self, path: Path) -> None:
+
+class Journal:
+    """metrics.jsonl, appended to: a line is whole or, if the process or the disk ends in it, passed over.
+
+    A disk that takes no more is an error, or lost lines where the run `goes_on`; `lost` counts them.
+    """
+
+    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+        self.path, self.goes_on, self.lost = path, goes_on, 0
         path.parent.mkdir(parents=True, exist_ok=True)
         # A link is refused: in a folder from elsewhere it could lead to any file of the user's.
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        raw = open_regular(path, flags)
-        size = os.fstat(raw.fileno()).st_size
-        cut = size > 0 and os.pread(raw.fileno(), 1, size - 1) != b"\n"
-        self.file: IO[str] = io.TextIOWrapper(raw, encoding="utf-8")
-        if cut:
-            self.file.write("\n")
+        self.file: BinaryIO = open_regular(path, flags)
+        size = os.fstat(self.file.fileno()).st_size
+        self.cut = size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
 
     def write(self, event: str, **said: Any) -> None:
         record = {"event": event, "time": round(time.time(), 3), **said}
-        self.file.write(json.dumps(_finite(record)) + "\n")
-        self.file.flush()
+        line = (json.dumps(_finite(record)) + "\n").encode()
+        try:
+            self._append(b"\n" + line if self.cut else line)
+        except OSError as error:
+            if not self.goes_on:
+                # Whoever reads the error must know which file of the run it is.
+                raise JournalError(
+                    f"{self.path} cannot be written: {error.strerror}. Make room, and the same command"
+                    ' goes on; or write checkpoint.on_disk_full = "go-on".'
+                ) from error
+            self.lost += 1
+
+    def _append(self, line: bytes) -> None:
+        left = memoryview(line)
+        while left:
+            left = left[os.write(self.file.fileno(), left) :]
+            self.cut = bool(left)  # a line in the file that a full disk has cut
 
     def close(self) -> None:
         self.file.close()
@@ -69,29 +98,58 @@ def _finite(said: Any) -> Any:
 
 
 class Goodput:
-    """Time in steps that count over wall time since the first start: what restarts cost is in it.
+    """Time in steps that count over the time since the first start: what restarts cost is in it.
 
-    Steps that were done again after a restart count once.
+    Steps that were done again after a restart count once. Of the clock only what lies between two
+    records is believed, and nothing when it was set back; this start is timed by a clock that nobody
+    sets. Records that are not usable are passed over: `unusable` counts them.
     """
 
     def __init__(self, history: Iterable[Record], step: int) -> None:
-        self.first = time.time()
         kept: list[tuple[int, float]] = []
-        begun = False
+        self.unusable, self.before, last = 0, 0.0, None
         for record in history:
-            if record["event"] == "start":
-                if not begun:
-                    self.first, begun = float(record["time"]), True
-                kept = [k for k in kept if k[0] <= int(record["step"])]
-            elif record["event"] == "step":
-                kept.append((int(record["step"]), float(record["seconds"]) * int(record["steps"])))
+            try:
+                now = _number(record, "time")
+                if record["event"] == "start":
+                    at = _number(record, "step")
+                    kept = [k for k in kept if k[0] <= at]
+                elif record["event"] == "step":
+                    seconds = _number(record, "seconds") * _number(record, "steps")
+                    kept.append((int(_number(record, "step")), seconds))
+            except ValueError:
+                self.unusable += 1
+                continue
+            self.before += max(0.0, now - (now if last is None else last))
+            last = now
+        if last is not None:
+            self.before += max(0.0, time.time() - last)
         self.useful = sum(seconds for at, seconds in kept if at <= step)
+        self.before = max(self.before, self.useful)
+        self.begun = time.monotonic()
 
     def add(self, seconds: float) -> None:
         self.useful += seconds
 
     def __float__(self) -> float:
-        return self.useful / max(1e-9, time.time() - self.first)
+        wall = self.before + time.monotonic() - self.begun
+        return min(1.0, self.useful / max(1e-9, wall))
+
+
+def _number(record: Record, key: str) -> float:
+    """A number of a record, from 0; ValueError when there is none."""
+    value = record.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e15:
+        raise ValueError(key)
+    return float(value)
+
+
+def print_line(text: str) -> None:
+    """Print, while anybody reads: a run goes on, and saves, when its terminal or its pipe is gone."""
+    try:
+        print(printable(text), flush=True)
+    except OSError:  # not only a broken pipe: a terminal that is gone is EIO
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Screen:
@@ -100,7 +158,6 @@ class Screen:
     def __init__(self, run: Run, step: int) -> None:
         self.run, self.begun, self.at = run, time.monotonic(), step
         self.bar: Any = None
-        self.heard = True
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
@@ -112,26 +169,18 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        text = printable(text)
         if self.bar:
-            self.bar.console.print(text, markup=False, highlight=False)
+            with suppress(OSError):  # see print_line
+                self.bar.console.print(printable(text), markup=False, highlight=False)
         else:
-            self._print(text)
-
-    def _print(self, text: str) -> None:
-        if self.heard:
-            try:
-                print(text, flush=True)
-            except BrokenPipeError:  # `| head` has seen enough; the run goes on
-                self.heard = False
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print_line(text)
 
     def tell(self, step: int, numbers: Mapping[str, float]) -> None:
         text = self._line(step, numbers)
         if self.bar:
             self.bar.update(self.task, completed=step, said=text)
         else:
-            self._print(text)
+            print_line(text)
 
     def _line(self, step: int, numbers: Mapping[str, float]) -> str:
         done = step - self.at
@@ -144,7 +193,8 @@ class Screen:
 
     def close(self) -> None:
         if self.bar:
-            self.bar.stop()
+            with suppress(OSError):
+                self.bar.stop()
 
 
 def _clock(seconds: float) -> str:

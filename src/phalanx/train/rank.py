@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..comm import World
+from ..comm import World, agreement
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
@@ -18,6 +19,7 @@ from ..plan import Machine
 from ..program import Program
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
+from .agreement import facts_of
 from .checkpoint_model import Identity
 from .data import Batches, open_corpus
 from .optimizer import AdamW, Optimizer, Sgd, Update
@@ -47,17 +49,18 @@ def batches_of(run: Run, shape: Shape) -> Batches:
     )  # fmt: skip
 
 
-def memory_limit(run: Run) -> float:
+def memory_limit(run: Run, world: World) -> float:
     """The bytes that a rank of a `recompute:fit` layout may hold, as far as this process can tell."""
     if run.memory:
         return run.memory * GIB
-    if not torch.cuda.is_available():
+    if world.device.type != "cuda":
         raise LayoutError(
-            "recompute:fit needs to know how much a rank may hold, and there is no GPU to ask."
+            "recompute:fit needs to know how much a rank may hold, and it computes on no GPU."
             " Write memory = 2.5 (GiB), or recompute:all."
         )
     # A fifth is left for what operations hold while they run, and for the allocator's gaps.
-    return 0.8 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    whole: int = torch.cuda.get_device_properties(world.device).total_memory
+    return 0.8 * whole / world.sharing
 
 
 class Rank:
@@ -65,13 +68,17 @@ class Rank:
 
     def __init__(self, world: World, run: Run, layout: Layout) -> None:
         self.world, self.run, self.layout = world, run, layout
-        self.shape = shape_of(run)
-        self.batches = batches_of(run, self.shape)
-        self.model: Model = maker_of(run)()
-        self.identity = Identity.of(self.model, self.shape, run.own)
-        self.parameters = sum(weight.numel() for weight in self.model.weights.values())
-        self.precision = precision_of(layout.precision)
-        self.program: Program = self._program()
+        with agreement(world) as facts:
+            self.shape = shape_of(run)
+            self.batches = batches_of(run, self.shape)
+            self.model: Model = maker_of(run)()
+            self.identity = Identity.of(self.model, self.shape, run.own)
+            self.parameters = sum(weight.numel() for weight in self.model.weights.values())
+            self.precision = precision_of(layout.precision)
+            fits = layout.recompute == "fit"
+            program = None if fits else program_of(self.model, layout, agree=True)
+            facts |= facts_of(run, layout, self.shape, self.batches.corpus, self.model, program)
+        self.program: Program = program or self._fitting_program()
         self.holding: Holding = hold(
             world, layout, self.model, self.program, seed=run.seed, precision=self.precision
         )
@@ -92,12 +99,12 @@ class Rank:
         """Tokens of a sequence."""
         return self.batches.sequence
 
-    def _program(self) -> Program:
-        if self.layout.recompute != "fit":
-            return program_of(self.model, self.layout, agree=True)
+    def _fitting_program(self) -> Program:
         # One program for all ranks, so the least of their limits.
         wire = self.world.split("limit", [range(self.world.size)])
-        limit = torch.tensor([memory_limit(self.run)], dtype=torch.float64, device=wire.device)
+        limit = torch.tensor(
+            [memory_limit(self.run, self.world)], dtype=torch.float64, device=wire.device
+        )
         wire.all_reduce(limit, "min")
         rows = self.batches.batch(0)
         return fitting_program(
@@ -127,17 +134,15 @@ class Rank:
 
     # ---- what is told
 
-    def first_bad(self, own: list[dict[str, Tensor]]) -> tuple[int, str] | None:
-        """Where numbers stopped being finite in the step just done, of what this rank saw: how far
-        along the step, and a sentence. Every rank calls it."""
+    def first_bad(self) -> tuple[int, str] | None:
+        """What was not finite first in the step just done, of what this rank made: how far along the
+        step, and what it is, with the piece's name."""
+        found = self.trainer.first_bad()
+        if found is None:
+            return None
         names = [name for name, _ in self.model.pieces]
-        pieces = self.validator.bad(own)
-        if pieces:
-            return min(pieces), f"the output of piece {names[min(pieces)]}"
-        units = self.trainer.bad_units
-        if units:  # backward begins at the last piece
-            return 2 * len(names) - max(units), f"the gradient of piece {names[max(units)]}"
-        return None
+        text = re.sub(r"piece (\d+)", lambda number: f"piece {names[int(number[1])]}", found[1])
+        return found[0], text
 
     def peak(self) -> tuple[float, str]:
         """FLOP/s of all ranks together, and where that is from."""

@@ -1,4 +1,5 @@
-"""A run's own executor: it agrees on more than the norm, looks for what is not finite, validates.
+"""A run's own executor: it agrees on more than the norm, knows what was not finite first,
+validates.
 
 How operations are carried out is in `executor.py`; which steps there are is in `loop.py`.
 """
@@ -35,6 +36,7 @@ class Trainer(Executor):
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.total, self.stops = 0.0, False
         self.bad_units: list[int] = []
+        self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
         return super().step(batches, lr)
 
     def _perform(self, op: Op) -> None:
@@ -56,6 +58,41 @@ class Trainer(Executor):
                 self.bad_units.append(op.piece)
         super()._update(op)
 
+    # ---- where numbers stopped being finite
+
+    def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
+        self._watch(way, p, x)
+        super()._pass_on(way, p, to, m, x)
+
+    def _own_loss(self, y: Tensor) -> float:
+        self._watch("F", self.program.pieces - 1, y)
+        return super()._own_loss(y)
+
+    def _watch(self, way: str, piece: int, x: Tensor) -> None:
+        # A sum is finite only if all its terms are. It is read after a bad step and never before: a
+        # number that is bad once could not be found by computing the step again.
+        total = x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32))
+        known = self.sums_of.get((way, piece))
+        self.sums_of[way, piece] = total if known is None else known + total
+
+    def first_bad(self) -> tuple[int, str] | None:
+        """What was the first that was not finite in the step just done, of what this rank made: how far
+        along the step, and what it is. A gradient that ranks have summed is nobody's own."""
+        pieces, wires = self.program.pieces, self.holding.wires
+        bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
+        found = [(p, f"the output of piece {p}") for way, p in bad if way == "F"]
+        # Backward begins at the last piece.
+        found += [
+            (3 * pieces - 2 * p, f"the gradient of piece {p}") for way, p in bad if way == "B"
+        ]
+        summed = wires.reduce.size * wires.replica.size
+        which = f", a sum over {summed} ranks of which any may have made it," if summed > 1 else ""
+        found += [
+            (3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}")
+            for p in self.bad_units
+        ]
+        return min(found, default=None)
+
 
 class _Nothing:
     """The optimizer of a program that updates nothing."""
@@ -65,12 +102,10 @@ class _Nothing:
 
 
 class Validator(Executor):
-    """Forward only: the loss of a batch over all ranks, and which pieces put out what is not finite."""
+    """Forward only: the loss of a batch over all ranks."""
 
     def __init__(self, holding: Holding, program: Program, rank: int, **told: Any) -> None:
         super().__init__(holding, program, rank, _Nothing(), **told)
-        self.watches = False
-        self.bad_pieces: list[int] = []
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""
@@ -87,22 +122,3 @@ class Validator(Executor):
         total = torch.tensor([result.loss], dtype=torch.float64, device=wire.device)
         wire.all_reduce(total)
         return float(total), self.count
-
-    def bad(self, batches: Sequence[Batch]) -> list[int]:
-        """The pieces of this rank whose output is not finite on these microbatches."""
-        self.watches, self.bad_pieces = True, []
-        self.step(batches, 0.0)
-        self.watches = False
-        return self.bad_pieces
-
-    def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
-        self._watch(p, x)
-        super()._pass_on(way, p, to, m, x)
-
-    def _own_loss(self, y: Tensor) -> float:
-        self._watch(self.program.pieces - 1, y)
-        return super()._own_loss(y)
-
-    def _watch(self, piece: int, x: Tensor) -> None:
-        if self.watches and piece not in self.bad_pieces and not bool(x.isfinite().all()):
-            self.bad_pieces.append(piece)

@@ -17,7 +17,7 @@ from ..layout.files import write_text
 from ..layout.journal import read_journal
 from ..layout.run import Run
 from ..program import Timeline
-from .metrics import Goodput, Journal, Screen, Sink, open_sinks
+from .metrics import Goodput, Journal, JournalError, Screen, Sink, open_sinks
 
 __all__ = ["Teller"]
 
@@ -33,8 +33,9 @@ class Teller:
             return
         path = self.out / "metrics.jsonl"
         self.history = read_journal(path)
-        self.journal = Journal(path)
-        write_text(self.out / "run.toml", str(run))
+        self.goes_on = run.checkpoint.on_disk_full == "go-on"
+        self.journal = Journal(path, goes_on=self.goes_on)
+        self._write("run.toml", str(run))
         self.sinks: list[Sink] = open_sinks(run)
         self.quiet = quiet
 
@@ -47,6 +48,13 @@ class Teller:
         self.flops, self.peak, self.tokens = flops, peak[0], tokens
         self.goodput = Goodput(self.history, step)
         self.screen = None if self.quiet else Screen(self.run, step)
+        if self.goodput.unusable:
+            self.say(
+                f"{self.journal.path}: {self.goodput.unusable} lines are not usable and were passed"
+                " over; goodput does not count them"
+            )
+        if not self.run.checkpoint.every:
+            self.say("checkpoint.every = 0: nothing is saved before the end or a stop")
         self.journal.write(
             "start", step=step, steps=self.run.steps, flops=flops._asdict(),
             peak_flops=peak[0], peak_from=peak[1], versions=_versions(), **said,
@@ -112,12 +120,24 @@ class Teller:
         spans = [span for part in parts for span in json.loads(part)["spans"]]
         said = {"step": step, "layout": layout, "spans": spans, "memory": {}}
         Timeline.from_json(json.dumps(said))
-        write_text(self.out / "timeline.json", json.dumps(said))
+        self._write("timeline.json", json.dumps(said))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_text(self.out / name, text)
+        except OSError as error:
+            if not self.goes_on:
+                raise JournalError(
+                    f"{self.out / name} cannot be written: {error.strerror}. Make room, and the same"
+                    ' command goes on; or write checkpoint.on_disk_full = "go-on".'
+                ) from error
 
     def close(self) -> None:
         if self.speaks:
             for sink in self.sinks:
                 sink.close()
+            if self.journal.lost:
+                self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
             if self.screen:
                 self.screen.close()
             self.journal.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..comm import RankFailed
-from ..comm.launch import workers
+from ..comm.launch import Run, workers
 from ..layout import Layout, LayoutError, Shape
 from ..parallel import Model, Precision, build_model, refuse_unfit
 from ..program import ProgramError, Recorded, Timeline
@@ -30,6 +31,8 @@ from .trial import Setting, join, program_in, train_layout
 
 __all__ = ["OPTIMIZERS", "Truth", "Verdict", "judge", "truth_of", "verify"]
 
+# What opens a world of so many ranks.
+Worlds = Callable[[int], AbstractContextManager[Run]]
 NUDGED = 6  # trainings with a unit in the last place changed, to see what that does
 DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Unlike the defaults, so that an option that is ignored shows.
@@ -82,13 +85,16 @@ def verify(
     log: Path | None = None,
     record: Path | None = None,
     make: Callable[[], Model] | None = None,
+    worlds: Worlds | None = None,
 ) -> Iterator[Verdict]:
     """A verdict for each layout, as they come; those that the log has are not run again.
 
     One world of ranks serves all layouts of its size; after a layout that raises, new ranks start.
     `record` is where the last layout's last step is written, for `phalanx draw run`. `make` makes
-    the model, where that is not the built-in one of the shape.
+    the model, where that is not the built-in one of the shape. `worlds` opens the worlds in place of
+    what `wire` names.
     """
+    worlds = worlds or partial(workers, wire=wire)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
     for layout in layouts:
         refuse_unfit(make(), layout)
@@ -108,7 +114,7 @@ def verify(
     for size, group in sorted(by_size.items()):
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
-        for verdict in _world(size, new, wire, make, setting, truth, record) if new else ():
+        for verdict in _world(size, new, worlds, make, setting, truth, record) if new else ():
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
@@ -118,13 +124,13 @@ def verify(
 def _world(
     size: int,
     layouts: list[Layout],
-    wire: str,
+    worlds: Worlds,
     make: Callable[[], Model],
     setting: Setting,
     truth: Truth,
     record: Path | None,
 ) -> Iterator[Verdict]:
-    with workers(size, wire=wire) as run:
+    with worlds(size) as run:
         for layout in layouts:
             try:
                 program = program_in(layout, make, setting)

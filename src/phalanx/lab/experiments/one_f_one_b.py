@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
-from phalanx.lab.experiments.pipeline import MICROBATCHES, Stage, trained_in_stages
+from phalanx.lab.experiments.pipeline import MICROBATCHES, Op, Stage, trained_in_stages
 from phalanx.lab.lab import Lab, gathered
 
 
-def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
+def order(rank: int, ranks: int, microbatches: int) -> list[Op]:
     """One stage's operations: warm up, one forward and one backward in turn, drain."""
     warm = min(ranks - rank, microbatches)
     ops = [("F", i) for i in range(warm)]
@@ -29,56 +29,43 @@ def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
     return ops
 
 
-class Turns:
-    """This rank's count of turns, sent along with every message."""
+class CountedStage(Stage):
+    """A stage that counts its turns, and sends the count along with every message."""
 
-    def __init__(self, stage: Stage) -> None:
-        self.stage, self.group = stage, stage.lab.group
-        self.now = 0
-        self.taken: list[int] = []
-
-    def send(self, x: Tensor, to: int) -> None:
-        self.group.send(x, to)
-        self.group.send(torch.tensor([self.now]), to)
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self.now, self.turns = 0, list[int]()
 
     def receive(self, source: int) -> Tensor:
-        x, theirs = self.stage.received(source), torch.empty(1, dtype=torch.int64)
+        x, theirs = super().receive(source), torch.empty(1, dtype=torch.int64)
         self.group.receive(theirs, source)
         self.now = max(self.now, int(theirs))
         return x
 
+    def send(self, x: Tensor, to: int) -> None:
+        super().send(x, to)
+        self.group.send(torch.tensor([self.now + 1]), to)  # the turn that ends with this message
+
+    def forward(self, micro: int) -> None:
+        super().forward(micro)
+        self.take()
+
+    def backward(self, micro: int) -> None:
+        super().backward(micro)
+        self.take()
+
     def take(self) -> None:
         self.now += 1
-        self.taken.append(self.now)
+        self.turns.append(self.now)
 
 
 def run(lab: Lab) -> Held:
-    stage, rank = Stage(lab), lab.rank
-    turns = Turns(stage)
-
-    def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
-        nonlocal turns
-        stage.begin(step)
-        turns = Turns(stage)
-        for kind, micro in order(rank, lab.n, MICROBATCHES):
-            if kind == "F":
-                x = stage.own_rows(micro) if stage.first else turns.receive(rank - 1)
-                y = stage.forward(micro, x)
-                turns.take()
-                if not stage.last:
-                    turns.send(y, rank + 1)
-            else:
-                gx = stage.backward(micro, None if stage.last else turns.receive(rank + 1))
-                turns.take()
-                if not stage.first:
-                    turns.send(gx, rank - 1)
-        return stage.finish()
-
-    held = lab.train(train_step, stage.weights)
-    counts = lab.size.steps * MICROBATCHES * 8 * (int(rank > 0) + int(rank < lab.n - 1))
-    held |= {"sent": lab.sent() - counts, "turns": turns.taken, "most": stage.most}
-    cells = gathered(lab.group, torch.tensor(turns.taken)).view(lab.n, -1)
-    if rank == 0:
+    stage = CountedStage(lab)
+    held = stage.train(order(lab.rank, lab.n, MICROBATCHES))
+    counts = lab.size.steps * MICROBATCHES * 8 * (int(not stage.first) + int(not stage.last))
+    held |= {"sent": held["sent"] - counts, "turns": stage.turns}
+    cells = gathered(lab.group, torch.tensor(stage.turns)).view(lab.n, -1)
+    if lab.rank == 0:
         used, count = cells.numel(), int(cells.max()) * lab.n
         lab.note(
             f"The whole batch at once uses 1/{lab.n} of the cells. Counted here: {used} of {count}, "

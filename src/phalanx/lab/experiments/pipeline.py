@@ -7,6 +7,8 @@ loss is its part of the batch's mean. With M microbatches and P stages of equal 
 M of M+P-1 turns, each way.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,16 +17,17 @@ from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, trained, update
 
 MICROBATCHES = 4
+Op = tuple[str, int]  # F or B, and the microbatch
 
 
 class Stage:
     """A range of layers: forward and backward of one microbatch, gradients added up."""
 
     def __init__(self, lab: Lab) -> None:
-        self.lab, self.size = lab, lab.size
+        self.lab, self.group, self.size = lab, lab.group, lab.size
         self.weights = start(lab.size)[lab.part("layers")]
         self.first, self.last = lab.rank == 0, lab.rank == lab.n - 1
-        self.begin(0)
+        self.most = 0
 
     def begin(self, step: int) -> None:
         self.step = step
@@ -32,69 +35,74 @@ class Stage:
         self.kept: dict[int, list[Kept]] = {}
         self.out: dict[int, Tensor] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
-        self.most = 0
-
-    def own_rows(self, micro: int) -> Tensor:
-        """The first stage's input."""
-        return batch(self.size, self.step)[self.size.part("batch", micro, MICROBATCHES)]
 
     def empty(self) -> Tensor:
         """Space for a message: an activation, or its gradient."""
         rows = self.size.part("batch", 0, MICROBATCHES).stop
         return torch.empty(rows, self.size.width, dtype=torch.float64)
 
-    def received(self, source: int) -> Tensor:
+    def receive(self, source: int) -> Tensor:
         """The next message from a neighbour."""
         x = self.empty()
-        self.lab.group.receive(x, source)
+        self.group.receive(x, source)
         return x
 
-    def forward(self, micro: int, x: Tensor) -> Tensor:
+    def send(self, x: Tensor, to: int) -> None:
+        self.group.send(x, to)
+
+    def forward(self, micro: int) -> None:
+        """Of the batch's rows, or of what the stage before sends."""
+        if self.first:
+            x = batch(self.size, self.step)[self.size.part("batch", micro, MICROBATCHES)]
+        else:
+            x = self.receive(self.lab.rank - 1)
         with self.lab.doing(f"F{micro}"):
             self.kept[micro] = []
             for w in self.weights:
                 x, saved = forward(x, w)
                 self.kept[micro].append(saved)
-            self.most = max(self.most, len(self.kept))
-            if self.last:
-                self.out[micro] = x
-        return x
+        self.most = max(self.most, len(self.kept))
+        if self.last:
+            self.out[micro] = x
+        else:
+            self.send(x, self.lab.rank + 1)
 
-    def backward(self, micro: int, g: Tensor | None) -> Tensor:
+    def backward(self, micro: int) -> None:
+        """From the own loss, or from the gradient that the next stage sends."""
+        if self.last:
+            loss, g = loss_of(self.out.pop(micro), rows=self.size.batch)
+            self.loss += loss
+        else:
+            g = self.receive(self.lab.rank + 1)
         with self.lab.doing(f"B{micro}"):
-            if g is None:  # the last stage: from its own loss
-                loss, g = loss_of(self.out.pop(micro), rows=self.size.batch)
-                self.loss += loss
             kept = self.kept.pop(micro)
             for i in reversed(range(len(self.weights))):
                 g, gradient = backward(g, kept.pop(), self.weights[i])
                 self.gradients[i] += gradient
-        return g
+        if not self.first:
+            self.send(g, self.lab.rank - 1)
 
-    def finish(self) -> tuple[Tensor | None, list[Tensor]]:
-        """The update at the end of a step; the loss, which the last stage knows, and gradients."""
-        for w, gradient in zip(self.weights, self.gradients, strict=True):
-            update(w, gradient)
-        return self.loss if self.last else None, self.gradients
+    def train(self, order: Sequence[Op]) -> Held:
+        """All steps, each with these operations in this order."""
+
+        def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
+            self.begin(step)
+            for kind, micro in order:
+                self.forward(micro) if kind == "F" else self.backward(micro)
+            for w, gradient in zip(self.weights, self.gradients, strict=True):
+                update(w, gradient)
+            return self.loss if self.last else None, self.gradients
+
+        held = self.lab.train(train_step, self.weights)
+        return held | {"sent": self.lab.sent(), "most": self.most}
+
+
+def all_forwards_first() -> list[Op]:
+    return [(kind, micro) for kind in "FB" for micro in range(MICROBATCHES)]
 
 
 def run(lab: Lab) -> Held:
-    stage, group, rank = Stage(lab), lab.group, lab.rank
-
-    def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
-        stage.begin(step)
-        for micro in range(MICROBATCHES):
-            x = stage.own_rows(micro) if stage.first else stage.received(rank - 1)
-            y = stage.forward(micro, x)
-            if not stage.last:
-                group.send(y, to=rank + 1)
-        for micro in range(MICROBATCHES):
-            gx = stage.backward(micro, None if stage.last else stage.received(rank + 1))
-            if not stage.first:
-                group.send(gx, to=rank - 1)
-        return stage.finish()
-
-    return lab.train(train_step, stage.weights) | {"sent": lab.sent(), "most": stage.most}
+    return Stage(lab).train(all_forwards_first())
 
 
 def check(results: Results, size: Size) -> Claims:

@@ -53,53 +53,44 @@ class Chain:
         self.gradients = [torch.zeros_like(w) for w in self.weights]
         self.forwards = 0
 
-    def forward(self, i: int, x: Tensor) -> tuple[Tensor, Kept]:
-        self.forwards += 1
-        return forward(x, self.weights[i])
+    def forward(
+        self, x: Tensor, first: int, last: int, *, keep: bool = True
+    ) -> tuple[Tensor, list[Kept]]:
+        """Layers first to last, and what their backward needs if it is to be kept."""
+        kept = []
+        for i in range(first, last):
+            x, saved = forward(x, self.weights[i])
+            kept += [saved] * keep
+            del saved
+        self.forwards += last - first
+        return x, kept
 
     def backward(self, i: int, g: Tensor, kept: Kept) -> Tensor:
         g, gradient = backward(g, kept, self.weights[i])
         self.gradients[i] += gradient
         return g
 
-    def run(self, x: Tensor, first: int, last: int) -> tuple[Tensor, list[Kept]]:
-        """Layers first to last, keeping what their backward needs."""
-        kept = []
-        for i in range(first, last):
-            x, saved = self.forward(i, x)
-            kept.append(saved)
-        return x, kept
-
-    def pass_through(self, x: Tensor, first: int, last: int) -> Tensor:
-        """The same, keeping nothing."""
-        for i in range(first, last):
-            x = self.forward(i, x)[0]
-        return x
-
 
 def step(chain: Chain, x: Tensor, way: str) -> None:
     """Forward and backward once."""
     depth = len(chain.weights)
-    each = depth // segments(way, depth)
-    if way == "everything":
-        x, kept = chain.run(x, 0, depth)
-        g = loss_of(x)[1]
-        del x
-        for i in reversed(range(depth)):
-            g = chain.backward(i, g, kept.pop())
-        return
-    checkpoints = []
-    for first in range(0, depth, each):
+    length = depth // segments(way, depth)
+    checkpoints, kept = [], list[Kept]()
+    for first in range(0, depth, length):
         checkpoints.append(x)
-        x = chain.pass_through(x, first, first + each)
+        x, kept = chain.forward(x, first, first + length, keep=way == "everything")
     g = loss_of(x)[1]
     del x
-    for first in reversed(range(0, depth, each)):
+    for first in reversed(range(0, depth, length)):
         start = checkpoints.pop()
-        held = chain.run(start, first, first + each)[1] if way.startswith("usual") else []
-        for i in reversed(range(first, first + each)):
-            again = held or chain.run(chain.pass_through(start, first, i), i, i + 1)[1]
-            g = chain.backward(i, g, again.pop())
+        if way.startswith("usual"):
+            _, kept = chain.forward(start, first, first + length)
+        for i in reversed(range(first, first + length)):
+            if kept:
+                g = chain.backward(i, g, kept.pop())
+            else:
+                x, _ = chain.forward(start, first, i, keep=False)
+                g = chain.backward(i, g, chain.forward(x, i, i + 1)[1][0])
 
 
 def run(lab: Lab) -> Held:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Corpus", "DataError", "Stream", "held_out", "parts"]
+__all__ = ["Corpus", "DataError", "Stream", "held_out", "map_file", "parts"]
 
 HELD_OUT = 0.05
 Tokens = NDArray[np.generic]
@@ -36,10 +38,13 @@ class Stream:
 
     @property
     def size(self) -> int:
+        refuse_cut(self.starts)
         return int(self.starts[-1])
 
     def read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """These tokens, and the number of each one's document."""
+        refuse_cut(self.tokens)
+        refuse_cut(self.starts)
         first, last = np.searchsorted(self.starts, (start, stop - 1), "right") - 1
         edges = np.clip(self.starts[first : last + 2], start, stop)
         documents = np.repeat(np.arange(first, last + 1), np.diff(edges))
@@ -65,6 +70,28 @@ class Corpus:
     vocab: int
     fingerprint: str
     bytes_per_token: float | None = None
+
+
+def map_file(
+    file: BinaryIO, path: Path, dtype: np.dtype[Any], count: int, offset: int = 0
+) -> NDArray[Any]:
+    """So many numbers of an open file, from a byte on, mapped and not read; its size is known to do."""
+    found: np.memmap[Any, Any] = np.memmap(file, dtype, "r", offset, (count,))
+    found.filename = str(path)  # numpy knows it for a path only
+    return found
+
+
+def refuse_cut(mapped: NDArray[Any]) -> None:
+    """Refuse a mapped file that was cut since: reading what is gone would kill the process (SIGBUS)."""
+    mapping: Any = getattr(mapped, "_mmap", None)
+    if not isinstance(mapped, np.memmap) or mapping is None:
+        return
+    wanted, size = mapped.offset + mapped.nbytes, mapping.size()
+    if size < wanted:
+        raise DataError(
+            f"{mapped.filename}: has {size:,} bytes, and had {wanted:,} when it was opened: it was cut"
+            " while in use. Make it whole again, and the same command goes on."
+        )
 
 
 def held_out(name: str, share: float = HELD_OUT) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .corpus import HELD_OUT, Corpus, DataError, Stream, parts
+from .corpus import HELD_OUT, Corpus, DataError, Stream, map_file, parts
 from .folder import Folder
 
 __all__ = ["open_megatron", "open_plain", "open_plain_pair"]
@@ -65,14 +65,14 @@ def _plain(path: Path) -> tuple[NDArray[np.generic], str]:
         if dtype is None:
             if size % 2 or not size:
                 folder.refuse(path.name, f"has {size:,} bytes; uint16 tokens are an even number.")
-            return np.memmap(file, "<u2", "r", shape=(size // 2,)), _mark(head, size)
+            return map_file(file, path, np.dtype("<u2"), size // 2), _mark(head, size)
         if count < 1 or size != HEADER + count * dtype.itemsize:
             folder.refuse(
                 path.name,
                 f"its header tells of {count:,} tokens of {dtype}, and it has {size:,} bytes;"
                 f" {HEADER + count * dtype.itemsize:,} would be right.",
             )
-        return np.memmap(file, dtype, "r", HEADER, (count,)), _mark(head, size)
+        return map_file(file, path, dtype, count, HEADER), _mark(head, size)
 
 
 def _mark(head: bytes, size: int) -> str:
@@ -100,7 +100,7 @@ def open_megatron(path: Path, share: float = HELD_OUT) -> Corpus:
             folder.refuse(index, f"its documents must rise from 0 to {len(lengths):,} sequences.")
         tokens: NDArray[np.generic] = np.empty(0, dtype)
         if size:
-            tokens = np.memmap(file, dtype, "r", shape=(int(offsets[-1]),))
+            tokens = map_file(file, folder.path / tokens_name, dtype, int(offsets[-1]))
     ends = offsets[documents]
     names = [str(n) for n in range(len(ends) - 1)]
     train, validation = parts(tokens, ends, names, share)

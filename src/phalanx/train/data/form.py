@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .corpus import Corpus, DataError, Stream
+from .corpus import Corpus, DataError, Stream, map_file
 from .folder import Fields, Folder, write_text
 
 __all__ = ["INDEX", "SPLITS", "dtype_for", "open_form", "verify_form", "write_index"]
@@ -123,7 +123,7 @@ def mapped(folder: Folder, name: str, dtype: np.dtype[Any], count: int) -> NDArr
             )
         if not count:
             return np.empty(0, dtype)
-        return np.memmap(file, dtype, "r", shape=(count,))
+        return map_file(file, folder.path / name, dtype, count)
 
 
 def check_offsets(folder: Folder, name: str, starts: NDArray[np.int64], total: int) -> None:

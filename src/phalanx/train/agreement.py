@@ -1,0 +1,99 @@
+"""What all ranks of a run have in common, as facts that are compared before it begins.
+
+Every key of the run is one of them, and its files by their contents: a model's source, its data, a
+machine file, a schedule. Two keys are paths that may differ from host to host: `data` and `machine`,
+where only what lies there counts. `out` and `checkpoint.dir` are compared as absolute paths: ranks
+write one checkpoint together, so all need the same folder on a file system that they share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..comm.join import versions
+from ..layout import Layout, Shape
+from ..layout.run import Run
+from ..parallel import Model
+from ..program import Program
+from .data import Corpus
+
+__all__ = ["facts_of"]
+
+BLOCK = 1 << 16
+DIGITS = 16  # of a checksum that are compared and told
+BLOCKS = 1024  # of an array that are read at most, evenly over it: 64 MiB
+
+
+def facts_of(
+    run: Run, layout: Layout, shape: Shape, corpus: Corpus, model: Model, program: Program | None
+) -> dict[str, str]:
+    """Everything that the ranks of a run must have alike, by name."""
+    table, sizes = asdict(run), asdict(shape)
+    for name in ("model", "data", "machine"):
+        del table[name]
+    for name in ("batch", "sequence"):
+        del sizes[name]
+    keys = dict(_flat(table)) | dict(_flat(sizes, "model."))
+    keys |= {"layout": str(layout), "batch": str(shape.batch), "sequence": str(run.tokens(shape))}
+    keys["out"] = os.path.abspath(run.out)
+    if run.checkpoint.dir:
+        keys["checkpoint.dir"] = os.path.abspath(run.checkpoint.dir)
+    weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
+    schedule = layout.schedule.rpartition(":")[0]
+    return {
+        **keys,
+        **versions(),
+        "model file": _file(run.own.rpartition(":")[0]),
+        "model class": run.own.rpartition(":")[2],
+        "model's weights": _checksum("\n".join(weights)),
+        "schedule file": _file(schedule if schedule.endswith(".py") else ""),
+        "machine file": _file(run.machine),
+        "data": data_checksum(corpus),
+        # With recompute:fit ranks first settle how much memory there is.
+        "program": _checksum(str(program)) if program else "",
+    }
+
+
+def data_checksum(corpus: Corpus) -> str:
+    """A checksum of a corpus's tokens and documents. Of more than 64 MiB in one file it covers
+    64 MiB in 1,024 blocks, evenly spread, so that terabytes do not delay a start."""
+    digest = hashlib.sha256(f"{corpus.vocab} {corpus.fingerprint}".encode())
+    for stream in (corpus.train, corpus.validation):
+        for array in (stream.tokens, stream.starts, stream.places):
+            if array is not None:
+                digest.update(f"{array.dtype} {array.size}".encode())
+                for block in _blocks(array):
+                    digest.update(block)
+    return digest.hexdigest()[:DIGITS]
+
+
+def _blocks(array: np.ndarray[Any, Any]) -> Iterator[bytes]:
+    each = BLOCK // array.itemsize
+    count = -(-array.size // each)
+    starts = range(count) if count <= BLOCKS else np.linspace(0, count - 1, BLOCKS).astype(int)
+    for block in starts:
+        yield array[block * each : (block + 1) * each].tobytes()
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, str(value)
+
+
+def _file(path: str) -> str:
+    return _checksum(Path(path).read_bytes()) if path else ""
+
+
+def _checksum(content: str | bytes) -> str:
+    raw = content.encode("utf-8", "replace") if isinstance(content, str) else content
+    return hashlib.sha256(raw).hexdigest()[:DIGITS]

@@ -1,0 +1,197 @@
+"""Groups over threads that use all the freedom that the contract of `Group` leaves a transport.
+
+From the beginning of a call to its wait the tensors of a rank belong to the group, and this one makes
+use of it. What a call writes to is NaN (the largest number, if whole) until the rank's own wait, also
+where the result is known long before, and also a tensor that is reduced in place. What a call reads
+must be unchanged at the rank's own wait; with `still`, until every member has its result. So a rank
+that uses a result too early computes with NaN, and one that writes to a tensor too early, or never
+waits, is named by an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import CommMisuse
+from phalanx.comm.base import Call, Work
+from phalanx.comm.threads import Meeting, ThreadGroup, ThreadMembers, ThreadWorld, run_threads
+
+
+@dataclass(eq=False)
+class Held:
+    """A rank's call while its tensors belong to the group."""
+
+    where: str
+    call: Call
+    reads: list[tuple[Tensor, Tensor]]  # each with a copy from the beginning
+    writes: list[tuple[Tensor, Tensor, Tensor]]  # each with its poison, and where its result comes
+    returned: bool = False
+
+    def misuse(self) -> str:
+        """What the rank has done to tensors that are not its own; empty if nothing."""
+        reading = self.call.still or not self.returned
+        if reading and not all(same_bits(x, before) for x, before in self.reads):
+            return (
+                f"{self.where}: a tensor that the call reads has been written to before its time."
+            )
+        if not self.returned and not all(same_bits(x, bad) for x, bad, _ in self.writes):
+            return f"{self.where}: the result has been written to before the wait."
+        return ""
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also where both are NaN."""
+    a, b = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def written(call: Call, place: int) -> str:
+    """Which field of a call is written to on this place: x, out, parts or none."""
+    root = call.at == place
+    return {
+        "all_reduce": "x", "receive": "x", "scatter": "x", "reduce": "x" if root else "",
+        "broadcast": "" if root else "x", "gather": "parts" if root else "",
+        "all_gather": "out", "reduce_scatter": "out", "all_to_all": "out",
+    }.get(call.kind, "")  # fmt: skip
+
+
+def tensors(call: Call, field: str) -> list[Tensor]:
+    value = getattr(call, field)
+    return [] if value is None else [value] if isinstance(value, Tensor) else list(value)
+
+
+def private(call: Call) -> Call:
+    """The call on copies of its tensors."""
+
+    def copy(x: Tensor) -> Tensor:
+        return x.detach().clone()
+
+    return replace(
+        call,
+        x=copy(call.x),
+        out=None if call.out is None else copy(call.out),
+        parts=None if call.parts is None else tuple(map(copy, call.parts)),
+    )
+
+
+def poison(x: Tensor) -> None:
+    if x.dtype.is_floating_point:
+        x.detach().fill_(float("nan"))
+    else:
+        x.detach().fill_(1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
+
+
+def hold(where: str, call: Call, copy: Call, place: int) -> Held:
+    """Poison what the call writes to, but for what of it the call also reads."""
+    into = written(call, place)
+    fields = [field for field in ("x", "out", "parts") if field != into]
+    reads = [
+        pair for field in fields
+        for pair in zip(tensors(call, field), tensors(copy, field), strict=True)
+    ]  # fmt: skip
+    writes = tensors(call, into) if into else []
+    for x in writes:
+        poison(x)
+    for x, before in reads:
+        if not same_bits(x, before):
+            x.detach().copy_(before)
+    bad = [x.detach().clone() for x in writes]
+    results = tensors(copy, into) if into else []
+    return Held(where, call, reads, list(zip(writes, bad, results, strict=True)))
+
+
+class LateMembers(ThreadMembers):
+    """Members who meet with copies of their tensors."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.held: dict[int, Held] = {}
+        self.met: weakref.WeakKeyDictionary[Meeting, list[Held]] = weakref.WeakKeyDictionary()
+
+    def begin(self, line: tuple[int, ...], place: int, call: Call) -> LateWork:
+        copy = private(call)
+        where = f"rank {self.ranks[place]} in {call.kind} on {self.name}"
+        # Under the lock, because others compare what they read of this rank under it.
+        with self.hub.lock:
+            held = self.held[id(copy)] = hold(where, call, copy, place)
+        return LateWork(self, self.come(line, place, copy), place, copy, held)
+
+    def _settle(self, meeting: Meeting) -> None:
+        self.met[meeting] = [self.held.pop(id(call)) for call in meeting.calls]
+        super()._settle(meeting)
+
+    def finish(self, meeting: Meeting, held: Held) -> None:
+        with self.hub.lock:
+            wrong = [each.misuse() for each in (held, *self.met.get(meeting, ()))]
+            for x, _, result in held.writes:
+                x.detach().copy_(result)
+            held.returned = True
+            if all(each.returned for each in self.met.get(meeting, (held,))):
+                self.met.pop(meeting, None)
+        if any(wrong):
+            raise CommMisuse(next(filter(None, wrong)))
+
+
+class LateWork(Work):
+    """A call whose results are given at the wait and not before."""
+
+    def __init__(
+        self, members: LateMembers, meeting: Meeting, place: int, copy: Call, held: Held
+    ) -> None:
+        self._members, self._meeting, self._place = members, meeting, place
+        self._copy, self.held = copy, held
+
+    def wait(self) -> None:
+        if self.held.returned:
+            return
+        if self._copy.kind != "send":  # a sender never waits for its peer
+            self._members.wait(self._meeting, self._place, self._copy)
+        self._members.finish(self._meeting, self.held)
+
+    def done(self) -> bool:
+        return self._copy.kind == "send" or self._meeting.done
+
+
+class LateGroup(ThreadGroup):
+    """A group whose every call takes effect as late as the contract allows."""
+
+    _group: LateMembers
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._open: list[LateWork] = []
+
+    def _begin(self, call: Call) -> Work:
+        line = {"send": (self.rank, call.at), "receive": (call.at, self.rank)}.get(call.kind, ())
+        work = self._group.begin(line, self.rank, call)
+        self._open = [each for each in self._open if not each.held.returned] + [work]
+        return work
+
+    def close(self) -> None:
+        for work in self._open:
+            if not work.held.returned:
+                raise CommMisuse(f"{work.held.where}: the group is closed before the wait.")
+        super().close()
+
+
+class LateWorld(ThreadWorld):
+    group_type = LateGroup
+    members_type = LateMembers
+
+
+def late(size: int, timeout: float = 30.0) -> Callable[..., list[Any]]:
+    """A run of so many ranks over such groups."""
+    return lambda fn, *args: run_threads(fn, size, args, timeout, gpus=0, kind=LateWorld)
+
+
+@contextmanager
+def late_worlds(size: int) -> Iterator[Callable[..., list[Any]]]:
+    """What `verify` takes in place of the name of a transport."""
+    yield late(size)

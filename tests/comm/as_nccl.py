@@ -1,0 +1,77 @@
+"""A world of gloo processes that takes every branch written for NCCL: a communicator for each flow,
+torch's own all-gather and reduce-scatter, batches of sends and receives. Only the device differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm import World, workers
+from phalanx.comm.process import ProcessWorld
+from phalanx.layout import Layout
+from phalanx.parallel import build_model, open_groups
+from phalanx.train.program import program_of
+from phalanx.verify import SHAPES
+
+
+class AsNccl(ProcessWorld):
+    """The same ranks as `world`, whose default group it uses."""
+
+    def __init__(self, world: ProcessWorld) -> None:
+        World.__init__(self, world.rank, world.size, world.device)
+        self.native, self._timeout = True, world._timeout
+
+
+def as_nccl(world: ProcessWorld, fn: Callable[..., Any], *args: Any) -> Any:
+    return fn(AsNccl(world), *args)
+
+
+@contextmanager
+def nccl_worlds(size: int) -> Iterator[Callable[..., list[Any]]]:
+    """What `verify` takes in place of the name of a transport."""
+    with workers(size, wire="gloo", timeout=60.0) as run:
+        yield lambda fn, *args: run(as_nccl, fn, *args)
+
+
+def use_every_group(world: World, texts: list[str]) -> list[int]:
+    """Open the groups of each layout, sum on each of them, send along each flow of its program; the
+    number of groups of more than one rank that this rank was in, for each layout."""
+    # With DETAIL torch compares what the members of a group call, and raises where they differ.
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    counts = []
+    for text in texts:
+        layout = Layout.parse(text)
+        model = build_model(SHAPES["gpt"])
+        program = program_of(model, layout, agree=True)
+        groups = open_groups(world, layout, program, kv_heads=model.counts["kv"])
+        counts.append(0)
+        for group in vars(groups).values():
+            x = torch.tensor([1.0 + world.rank])
+            group.all_reduce(x)
+            assert x.item() == sum(1.0 + rank for rank in group.ranks), (text, group.name)
+            counts[-1] += group.size > 1
+        sends = [op for row in program.rows for op in row if op.kind == ">"]
+        for group, forward in ((groups.activations, True), (groups.gradients, False)):
+            ends = {(op.piece, op.peer) for op in sends if (op.of == "F") == forward}
+            stages = {(program.host[piece], program.host[peer]) for piece, peer in ends}
+            assert bool(stages) == (layout.pp > 1), text
+            for i, j in sorted(stages):
+                send_along(group, i, j)
+        for i in range(groups.ring.size if groups.ring.size > 1 else 0):
+            send_along(groups.ring, i, (i + 1) % groups.ring.size)
+        world.clear()
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return counts
+
+
+def send_along(group: Any, i: int, j: int) -> None:
+    if group.rank == i:
+        group.send(torch.tensor([10.0 * i + j]), j)
+    if group.rank == j:
+        x = torch.empty(1)
+        group.receive(x, i)
+        assert x.item() == 10.0 * i + j

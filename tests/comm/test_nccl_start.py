@@ -1,0 +1,162 @@
+"""What starts a run over NCCL, without a GPU: the choice of devices and backends on fake machines,
+and the groups of every layout over gloo by the code that makes them over NCCL.
+
+Every run over NCCL without a pipeline died at its start, ranks chose backends each for itself, and
+two ranks on one GPU computed on the CPU without a word."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+from as_nccl import nccl_worlds, use_every_group
+
+from phalanx.comm import AloneWorld, CommMisuse, choose
+from phalanx.comm.devices import Devices
+from phalanx.comm.join import Place, meet, offer
+from phalanx.comm.launch import used_gpus
+from phalanx.layout import Layout
+from phalanx.verify import SHAPES, covering, every_layout, verify
+
+
+class Machine(Devices):
+    """A process that sees these GPUs."""
+
+    def __init__(self, *gpus: str, nccl: bool = True) -> None:
+        self._gpus, self._nccl = gpus, nccl
+
+    @property
+    def gpus(self) -> int:
+        return len(self._gpus)
+
+    def identity(self, index: int) -> str:
+        return self._gpus[index]
+
+    def has(self, backend: str) -> bool:
+        return backend == "gloo" or self._nccl
+
+
+@pytest.mark.parametrize(
+    "machine, ranks, wire, kind, gpus",
+    [
+        (Machine(), 1, "auto", "alone", 0),
+        (Machine(), 4, "auto", "shared", 0),
+        (Machine(), 4, "threads", "threads", 0),
+        (Machine("a"), 1, "auto", "alone", 1),
+        (Machine("a", "b"), 2, "auto", "nccl", 2),
+        (Machine("a", "b"), 2, "gloo", "gloo", 0),
+        (Machine("a", "b"), 2, "shared", "shared", 0),
+        # Fewer GPUs than ranks: they share them. It was the CPU, while a plan counted on the GPU.
+        (Machine("a"), 2, "auto", "threads", 1),
+        (Machine("a", "b"), 3, "auto", "threads", 2),
+        (Machine("a", "b", nccl=False), 2, "auto", "threads", 2),
+    ],
+)
+def test_local_ranks_compute_on_gpus_where_there_are_any(machine, ranks, wire, kind, gpus):
+    assert choose(wire, ranks, machine) == kind
+    assert used_gpus(kind, ranks, machine) == gpus
+
+
+def test_nccl_for_more_ranks_than_gpus_is_refused():
+    with pytest.raises(CommMisuse, match="2 ranks need 2 GPUs and there are 1; use wire gloo"):
+        choose("nccl", 2, Machine("a"))
+
+
+def met(machines, wires=None):
+    """What each rank of a launcher settles with the others: a backend, or an error's text."""
+    store, size = dist.HashStore(), len(machines)
+    ends = [None] * size
+
+    def rank_thread(rank):
+        place = Place(rank, size, rank, "", 1, served=True)
+        try:
+            offered = offer(place, wires[rank] if wires else "auto", machines[rank])
+            ends[rank] = meet(store, place, offered, timeout=20.0)
+        except CommMisuse as error:
+            ends[rank] = str(error)
+
+    threads = [threading.Thread(target=rank_thread, args=(r,), daemon=True) for r in range(size)]
+    for thread in reversed(threads):  # rank 0 comes last
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return ends
+
+
+HOST = Machine("a", "b")
+
+
+@pytest.mark.parametrize(
+    "machines, backend",
+    [
+        ([Machine()] * 3, "gloo"),
+        ([HOST, HOST], "nccl"),
+        # Slurm's --gpus-per-task=1: each rank sees one, its own, as number 0.
+        ([Machine("a"), Machine("b"), Machine("c")], "nccl"),
+    ],
+)
+def test_all_ranks_of_a_launcher_take_one_backend(machines, backend):
+    assert met(machines) == [backend] * len(machines)
+
+
+@pytest.mark.parametrize(
+    "machines, said",
+    [
+        ([HOST, HOST, HOST], "rank 2 has no GPU"),
+        ([Machine("a"), Machine("a")], "ranks 0 and 1 have the same GPU"),
+        ([Machine("a"), Machine()], "rank 1 has no GPU"),
+        ([HOST, Machine("a", "b", nccl=False)], "rank 1 has no NCCL"),
+    ],
+)
+def test_a_backend_that_not_all_ranks_can_use_is_refused_by_all_of_them(machines, said):
+    ends = met(machines)
+    assert len(set(ends)) == 1
+    assert said in ends[0]
+    assert "use wire gloo" in ends[0]
+
+
+def test_ranks_that_were_told_other_wires_all_refuse():
+    ends = met([HOST, HOST], ["nccl", "gloo"])
+    assert len(set(ends)) == 1
+    assert "wire: rank 1 has gloo, rank 0 has nccl" in ends[0]
+    assert met([HOST, HOST], ["gloo", "gloo"]) == ["gloo", "gloo"]
+
+
+def test_a_flow_from_a_place_to_itself_is_refused():
+    with pytest.raises(CommMisuse, match=r"flows of wire 'pp' are \[\(0, 0\)\]"):
+        AloneWorld().split("pp", [[0]], [(0, 0)])
+
+
+def layouts_of(ranks):
+    """The covering subset for so many ranks, without those whose groups are the same as another's."""
+    every = every_layout(SHAPES["gpt"], ranks)
+    kinds = {}
+    for x in covering(tuple(x for x in every if x.ranks == ranks), 1):
+        order = (x.schedule, x.chunks) if x.pp > 1 else ()
+        kinds.setdefault((x.mesh, x.shard_axes, order), x)
+    return list(kinds.values())
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "ranks", [4, 5, 7, pytest.param(6, marks=SLOW), pytest.param(8, marks=SLOW)]
+)
+def test_nccl_groups_and_flows_of_every_layout_open_and_carry(ranks):
+    layouts = layouts_of(ranks)
+    assert any(x.pp > 1 for x in layouts) or ranks > 4
+    with nccl_worlds(ranks) as run:
+        counts = run(use_every_group, [str(x) for x in layouts])
+    assert len(counts) == ranks
+    assert all(min(mine) >= 1 for mine in counts)
+
+
+STEPS = """dp2; tp2; cp2; cp2:ulysses; pp2; dp2x2 zero3; dp2 tp2 seq zero1; cp2 tp2; dp2 pp2 zb-v:3;
+    pp2 tp2 interleaved2:4; pp4 1f1b:3"""
+
+
+def test_steps_by_the_code_for_nccl_agree_with_one_process():
+    layouts = Layout.parse_many(" ".join(STEPS.split()))
+    verdicts = list(verify(SHAPES["gpt"], layouts, worlds=nccl_worlds))
+    assert len(verdicts) == len(layouts)
+    assert [v for v in verdicts if not v.passed] == []

@@ -1,0 +1,206 @@
+"""No wait and no flag of shared memory can be left out: each member in turn is as late, or as early,
+as is allowed, and every tensor is overwritten as soon as its call has returned."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from stage import CHUNK, perform
+from wire_cases import one_process
+
+from phalanx.comm.rounds import LITTLE
+
+F = torch.float32
+# Elements: within the small sums, within a chunk, and several chunks.
+SIZES = {"little": 96, "chunk": LITTLE // 4 + 64, "long": 2 * CHUNK // 4 + 192}
+KINDS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "still",
+    "inside",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "into_own",
+    "into_other",
+    "all_to_all",
+    "in_place",
+    "uneven",
+    "barrier",
+    "ring",
+)
+POISON = -7777.0
+
+
+def numbers(k, rank, n):
+    """What a rank brings to its k-th call: whole numbers, so that sums are exact."""
+    return ((torch.arange(n) * 31 + k * 17 + rank * 1009) % 1000).to(F)
+
+
+def wanted(kind, k, me, size, n, root):
+    """The result of a call, by plain torch from what everyone brings."""
+    xs = [numbers(k, i, n) for i in range(size)]
+    wide = [numbers(k, i, n * size).view(size, n) for i in range(size)]
+    if kind == "all_reduce":
+        return one_process(xs, "sum")
+    if kind == "reduce":
+        return one_process(xs, "sum") if me == root else xs[me]
+    if kind == "broadcast":
+        return xs[root]
+    if kind in ("all_gather", "still", "inside"):
+        return torch.cat(xs)
+    if kind == "gather":
+        return torch.cat(xs) if me == root else None
+    if kind == "scatter":
+        return wide[root][me]
+    if kind in ("reduce_scatter", "into_own", "into_other"):
+        return one_process([rows[me] for rows in wide], "sum")
+    if kind in ("all_to_all", "in_place"):
+        return torch.cat([rows[me] for rows in wide])
+    if kind == "uneven":  # rank i sends (i + 1) parts' worth of every row to each, in rows of n
+        return torch.cat(
+            [numbers(k, i, n * (i + 1) * size).view(size, -1)[me] for i in range(size)]
+        )
+    return xs[me - 1] if kind == "ring" else None
+
+
+def brought(world, kind, k, size, n, made):
+    """A call's tensors: the one that is read, and the one that the result comes into."""
+    me = world.rank
+
+    def tensor(numel, values=None):
+        x = (world.empty if made else torch.empty)(numel, dtype=F)
+        return x.fill_(POISON) if values is None else x.copy_(values)
+
+    if kind in ("all_reduce", "reduce", "broadcast", "barrier"):
+        x = tensor(n, numbers(k, me, n))
+        return x, x
+    if kind in ("scatter", "reduce_scatter"):
+        return tensor(n * size, numbers(k, me, n * size)), tensor(n)
+    if kind == "all_to_all":
+        return tensor(n * size, numbers(k, me, n * size)), tensor(n * size)
+    if kind in ("in_place", "into_own", "into_other"):
+        x = tensor(n * size, numbers(k, me, n * size))
+        rows = x.view(size, n)
+        return x, {"in_place": x, "into_own": rows[me], "into_other": rows[me - 1]}[kind]
+    if kind == "uneven":
+        sent = n * (me + 1) * size
+        return tensor(sent, numbers(k, me, sent)), tensor(n * size * (size + 1) // 2)
+    if kind == "inside":  # x is a part of what is filled, and another one than its own
+        out = tensor(n * size)
+        return out.view(size, n)[(me + 1) % size].copy_(numbers(k, me, n)), out
+    x = tensor(n, numbers(k, me, n))
+    return x, tensor(n) if kind == "ring" else tensor(n * size)
+
+
+def begin(wire, kind, x, out, n, root, wait):
+    size, me = wire.size, wire.rank
+    if kind in ("reduce", "broadcast"):
+        return getattr(wire, kind)(x, root, wait=wait)
+    if kind == "all_reduce":
+        return wire.all_reduce(x, wait=wait)
+    if kind in ("all_gather", "still", "inside"):
+        return wire.all_gather(out, x, still=kind == "still", wait=wait)
+    if kind == "gather":
+        parts = list(out.view(size, n)) if me == root else None
+        return wire.gather(parts, x, root, wait=wait)
+    if kind == "scatter":
+        parts = list(x.view(size, n)) if me == root else None
+        return wire.scatter(out, parts, root, wait=wait)
+    if kind in ("reduce_scatter", "into_own", "into_other"):
+        return wire.reduce_scatter(out, x, wait=wait)
+    if kind in ("all_to_all", "in_place"):
+        return wire.all_to_all(out, x, wait=wait)
+    if kind == "uneven":
+        sends, takes = [me + 1] * size, [i + 1 for i in range(size)]
+        return wire.all_to_all(out.view(-1, n), x.view(-1, n), takes, sends, wait=wait)
+    if kind == "barrier":
+        return wire.barrier(wait=wait)
+    wire.send(x, (me + 1) % size)
+    x.fill_(POISON)  # what was sent is the sender's again at once
+    return wire.receive(out, (me - 1) % size, wait=wait)
+
+
+def calls(world, plan):
+    """Make the calls of a plan; the first whose result is wrong.
+
+    What a call has read and written is overwritten as soon as it returns. What was promised to stay
+    (`still`) is overwritten when a later call has shown that all are past it.
+    """
+    wire = world.split("all", [range(world.size)])
+    late, wrong = [], None
+    for k, (kind, n, made, wait) in enumerate(plan):
+        root = k % world.size
+        x, out = brought(world, kind, k, world.size, n, made)
+        work = begin(wire, kind, x, out, n, root, wait)
+        work.wait()
+        result = out.clone()
+        if kind == "still":
+            late.append(x)
+            out.fill_(POISON)
+        else:
+            for each in (x, out):
+                each.fill_(POISON)
+        if kind == "barrier":
+            for each in late:
+                each.fill_(POISON)
+            late.clear()
+        due = wanted(kind, k, world.rank, world.size, n, root)
+        if due is not None and wrong is None and not torch.equal(result.view(-1), due.view(-1)):
+            wrong = f"rank {world.rank}, call {k}: {kind} of {n}, shared {made}, waits {wait}"
+    world.clear()
+    return wrong
+
+
+CALLS = [
+    (kind, n, made, wait)
+    for kind in KINDS
+    for n in SIZES.values()
+    for made in (False, True)
+    for wait in (True, False)
+    # Without tensors, or the same in each case.
+    if (kind != "barrier" or (n == 96 and not made)) and (wait or n == 96)
+]
+
+
+def all_pairs():
+    """A plan in which every call comes right after every other: a walk through all pairs."""
+    seen = {first: list(CALLS) for first in CALLS}
+    draw = random.Random(0)
+    for rest in seen.values():
+        draw.shuffle(rest)
+    # Hierholzer: the pairs are the edges of a graph whose every vertex has as many in as out.
+    path, walk = [CALLS[0]], []
+    while path:
+        if seen[path[-1]]:
+            path.append(seen[path[-1]].pop())
+        else:
+            walk.append(path.pop())
+    return walk[::-1]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_call_after_every_other_is_right_when_one_member_is_always_late(first):
+    order = [first, 1 - first]
+    assert perform(calls, 2, lambda step: order, all_pairs()[:1500]) == [None] * 2
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_calls_of_three_members_are_right_in_every_order_of_who_is_early(order):
+    plan = random.Random(1).sample(all_pairs(), 200)
+    assert perform(calls, 3, lambda step: order, plan) == [None] * 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calls_are_right_when_who_is_late_changes_all_the_time(seed):
+    plan = random.Random(seed).sample(all_pairs(), 200)
+
+    def order(step):
+        members = list(range(3))
+        random.Random(f"{seed} {step // 5}").shuffle(members)
+        return members
+
+    assert perform(calls, 3, order, plan) == [None] * 3

@@ -1,0 +1,135 @@
+"""A run against a loop in plain torch on the same batches: torch.optim's updates, torch's clipping, and
+losses over all tokens. Every key of the optimizer is moved off its default once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loop_worlds import records, small, trained
+from torch import Tensor
+
+from phalanx.layout.run import OptimizerChoice, Run
+from phalanx.models import Decoder
+from phalanx.parallel import build_model, start
+from phalanx.train import rank
+from phalanx.train.data import Batches
+from phalanx.train.rank import batches_of
+
+PLAIN = ("optimizer.schedule=constant", "optimizer.warmup=0", "optimizer.lr=0.02", "steps=4")
+SGD = "optimizer.kind=sgd"
+# Each key with a value that changes the losses, and what else it needs. A key that is added to the run
+# file and not here fails `test_every_key_of_the_optimizer_is_in_the_table`.
+KEYS: dict[str, tuple[str, ...]] = {
+    "kind": (SGD,),
+    "lr": ("optimizer.lr=0.05",),
+    "betas": ("optimizer.betas=[0.5, 0.6]",),
+    "eps": ("optimizer.eps=1e-2",),
+    "momentum": (SGD, "optimizer.momentum=0.7"),
+    "decay": ("optimizer.decay=2.0",),
+    "clip": (SGD, "optimizer.clip=0.05"),
+}
+# How the rate moves is held against its formulas in test_loop.py.
+RATES = {"schedule", "warmup", "fall", "least"}
+
+
+def test_every_key_of_the_optimizer_is_in_the_table() -> None:
+    assert KEYS.keys() | RATES == {f.name for f in fields(OptimizerChoice)}
+
+
+def _decoder(run: Run) -> Decoder:
+    shape = run.shape
+    decoder = Decoder(
+        vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
+        ffn=shape.ffn, eps=shape.eps,
+    ).double()  # fmt: skip
+    ours = build_model(shape)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            weight.copy_(start(ours, name, run.seed, torch.float64))
+    return decoder
+
+
+def _loss(decoder: Decoder, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """The sum of the losses, and the count of the targets."""
+    shared = {k: v for k, v in batch.items() if k in ("positions", "documents")}
+    loss = decoder(batch["tokens"], batch["targets"], **shared)
+    return loss, int((batch["targets"] != -100).sum())
+
+
+def _by_hand(run: Run) -> tuple[list[float], float]:
+    """The losses of all steps, and the validation loss after them."""
+    decoder, batches, o = _decoder(run), batches_of(run, run.shape), run.optimizer
+    weights = dict(decoder.named_parameters())
+    still = [w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))]
+    moving = [w for n, w in weights.items() if not n.endswith(("norm.weight", "bias"))]
+    groups = [
+        {"params": moving, "weight_decay": o.decay},
+        {"params": still, "weight_decay": 0.0},
+    ]
+    optimizer: torch.optim.Optimizer
+    if o.kind == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    losses = []
+    for step in range(run.steps):
+        total, count = _loss(decoder, batches.batch(step))
+        loss = total / count
+        optimizer.zero_grad()
+        loss.backward()
+        if o.clip:
+            torch.nn.utils.clip_grad_norm_(list(weights.values()), o.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        parts = [
+            _loss(decoder, batches.validation(n, slice(0, batches.size)))
+            for n in range(min(run.validation.batches, batches.validations))
+        ]
+    return losses, float(sum(p[0] for p in parts)) / sum(p[1] for p in parts)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("layout", ["fp64", "dp2 zero2 fp64"])
+def test_every_key_of_the_optimizer_does_what_torch_does(
+    key: str, layout: str, tmp_path: Path
+) -> None:
+    run = small(tmp_path / "run", *PLAIN, *KEYS[key])
+    trained(run, layout)
+    wanted, validation = _by_hand(run)
+    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(wanted, rel=1e-9)
+    assert records(tmp_path / "run", "validation")[-1]["loss"] == pytest.approx(
+        validation, rel=1e-9
+    )
+    # The key matters: without it, and with what else it needs, the losses are others.
+    without = _by_hand(small(tmp_path / "run", *PLAIN, *KEYS[key][:-1]))[0]
+    assert max(abs(a - b) for a, b in zip(wanted, without, strict=True)) > 1e-6
+
+
+class _Uneven(Batches):
+    """Batches of the held-out part whose targets are fewer and fewer."""
+
+    def validation(self, index: int, rows: slice) -> Any:
+        found = super().validation(index, rows)
+        found["targets"][:, : 8 * index] = -100
+        return found
+
+
+@pytest.mark.parametrize("layout", ["fp64", "dp2 fp64", "pp2 1f1b:3 fp64", "tp2 fp64", "cp2 fp64"])
+def test_the_validation_loss_is_a_mean_over_all_tokens_and_not_of_means(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "Batches", _Uneven)
+    run = small(tmp_path / "run", *PLAIN, "steps=1", "validation.batches=3", "sequence=24")
+    trained(run, layout)
+    _, wanted = _by_hand(run)
+    (found,) = records(tmp_path / "run", "validation")
+    assert found["loss"] == pytest.approx(wanted, rel=1e-10)
+    decoder, batches = _decoder(run), batches_of(run, run.shape)
+    counts = [_loss(decoder, batches.validation(n, slice(0, 6)))[1] for n in range(3)]
+    assert counts[0] > 1.3 * counts[1] > 1.3 * counts[2]
