@@ -12,9 +12,15 @@ import pytest
 import torch
 from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
 
+from phalanx.parallel import build_model, start
 from phalanx.train import AdamW, Sgd
 from phalanx.train.checkpoint import CheckpointError, steps
-from phalanx.train.checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_read import (
+    Reader,
+    hash_tensors,
+    read_manifest,
+    verify_checkpoint,
+)
 from phalanx.verify.cases import SHAPES
 
 # Two key and value heads over four places: copies that are written once.
@@ -181,3 +187,22 @@ def test_the_safetensors_library_reads_our_files(saved: Path) -> None:
         assert sorted(file.keys()) == sorted(t.title for t in told.tensors)
         assert file.get_tensor("weight/head.norm.weight").dtype == WIDE
     assert json.loads((path / "manifest.json").read_text())["body"]["updates"] == 2
+
+
+def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -> None:
+    """Nine rows over four ranks are 3, 3, 3 and 0; the start of every weight is drawn whole."""
+    shape = replace(SHAPE, vocab=9, tied=False)
+    trained(tmp_path / "cut", "tp4", steps=0, shape=shape)
+    path = tmp_path / "cut" / "step-00000000"
+    manifest = read_manifest(path)
+    assert verify_checkpoint(path) == []
+    model = build_model(shape)
+    with Reader(path, manifest) as reader:
+        weights = {t.name: reader.whole(t) for t in manifest.tensors if t.kind == "weight"}
+    assert weights.keys() == model.weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, start(model, name, 0, torch.float64)), name
+    (rows,) = (t for t in manifest.tensors if t.title == "weight/embed.tokens.weight")
+    assert sorted(group.box[0] for group in rows.groups()) == [(0, 3), (3, 6), (6, 9)]
+    resaved(tmp_path / "cut", "dp2 zero3", tmp_path / "again", shape=shape)
+    assert hash_tensors(tmp_path / "again" / "step-00000000") == hash_tensors(path)

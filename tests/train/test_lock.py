@@ -185,6 +185,28 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert json.loads((tmp_path / lock.RUN).read_text())["pid"] == os.getpid()
 
 
+def _rank(folder: Path, ready: Event) -> None:
+    with hold_as_rank(folder):
+        ready.set()
+        time.sleep(100)
+
+
+def test_a_rank_holds_the_folder_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that were not forked from their launcher have no part of its lock."""
+    monkeypatch.setattr(lock, "ENDING", 0.2)
+    context = get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=_rank, args=(tmp_path, ready))
+    process.start()
+    ready.wait(30)
+    with pytest.raises(RunLocked, match=f"process {process.pid}. End them"), hold_run(tmp_path):
+        pass
+    process.kill()
+    process.join()
+    with hold_run(tmp_path):
+        pass
+
+
 def test_an_empty_or_foreign_lock_file_means_nothing_by_itself(tmp_path: Path) -> None:
     for text in ("", "{", '{"host": "elsewhere", "pid": 1, "since": "x"}', "[1]"):
         (tmp_path / lock.RUN).write_text(text)
