@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.draw import Picture, chrome, page, svg
+import phalanx.draw
+from phalanx.draw import Picture, chrome, page, svg, tag
 from phalanx.layout import Layout
 from phalanx.program import Costs, Op, Sizes, Span, Timeline, build, simulate
 
@@ -140,6 +141,19 @@ def test_the_page_holds_every_operation_and_what_each_rank_holds() -> None:
     for one in data["memory"][:2]:
         most = max(sum(amounts) for _, *amounts in one["points"])
         assert most == max(sum(held.values()) for _, held in memory[one["rank"]])
+
+
+def test_no_other_file_writes_markup() -> None:
+    """There were six writers of SVG and four frames of a page, each with its own escaping."""
+    source = Path(phalanx.draw.__file__).parents[1]
+    tags = "svg|rect|text|line|table|tr|td|th|div|span|p|h[1-6]|pre|style|body|html|canvas"
+    wrong = [
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if path.name != "markup.py" and re.search(rf"</?({tags})[ >]", path.read_text())
+    ]
+    assert not wrong
+    assert '<div class="' not in tag("p", '<div class="x">')
 
 
 CHROMIUM = next(

@@ -11,7 +11,7 @@ from itertools import product
 
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.rules import AXIS_OF, Cut
-from .markup import COLOURS, Html, box, document, label
+from .markup import COLOURS, Html, box, document, label, text_table
 from .svg import tinted
 from .words import wrapped
 
@@ -186,13 +186,9 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
             part = picture.part(rank)
             row += [f"{cut.start}:{cut.stop}" for cut in part.cuts]
             row += [f"{part.shard.start}:{part.shard.stop}"] if part.shard else []
-    wide = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join(word.rjust(w) for word, w in zip(row, wide, strict=True)) for row in [head, *rows]
-    ]
     if len(ranks) < picture.mesh.size:
-        lines.insert(1 + _RANKS // 2, " " * (wide[0] - 3) + "...")
-    return lines
+        rows.insert(_RANKS // 2, ["...", *[""] * (len(head) - 1)])
+    return text_table(head, rows, left="r").splitlines()
 
 
 def _explained(picture: MeshPicture) -> Iterator[str]:

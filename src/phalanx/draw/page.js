@@ -33,7 +33,7 @@ const charts = data.memory.map((one) => {
 });
 if (charts.length) {
   const box = document.getElementById("memory");
-  const heading = document.createElement("h1");
+  const heading = document.createElement("h2");
   heading.textContent = `What each rank holds (${data.unit})`;
   const legend = document.createElement("div");
   legend.className = "legend";
