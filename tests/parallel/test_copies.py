@@ -193,8 +193,16 @@ def times(spans: list[Span], shape: Shape) -> Tensor:
     return torch.cat([x.flatten() for x in seen.values()])
 
 
-@pytest.mark.parametrize("shape", [ODD, HEAD_NORMS], ids=lambda s: s.name)
-@pytest.mark.parametrize("text", [x for x in LAYOUTS if "fp32" in x])
+FLAT = [x for x in LAYOUTS if "fp32" in x]
+# The last shard of its head is a run of one number.
+ONE_NUMBER = replace(ODD, name="one number", hidden=5)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [*((x, s) for s in (ODD, HEAD_NORMS) for x in FLAT), ("dp4 zero1", ONE_NUMBER)],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
 def test_the_norm_counts_every_number_once_and_each_rank_updates_what_it_holds_once(
     text: str, shape: Shape
 ) -> None:
