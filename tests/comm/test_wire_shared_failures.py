@@ -187,3 +187,24 @@ def test_whoever_is_killed_at_any_moment_all_ranks_end_and_nothing_is_left(seed)
 @pytest.mark.parametrize("seed", range(3, 103))
 def test_a_hundred_kills_leave_nothing(seed):
     assert_all_are_down(seed)
+
+
+def test_ranks_that_cannot_run_are_killed_with_the_launcher():
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, "0"],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert launcher.stdout is not None
+    ranks = [int(launcher.stdout.readline().split()[1]) for _ in range(5)][1:]
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + 30.0
+    while any(map(alive, ranks)) and time.monotonic() < until:
+        time.sleep(0.02)
+    left = [pid for pid in ranks if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left

@@ -2,6 +2,7 @@
 as is allowed, and every tensor is overwritten as soon as its call has returned."""
 
 import itertools
+import os
 import random
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from stage import CHUNK, perform
 from wire_cases import one_process
 
+from phalanx.comm import CommError, little, table
+from phalanx.comm.arena import LINE, Arena, Extent
+from phalanx.comm.base import Call
+from phalanx.comm.local import SharedWire
 from phalanx.comm.rounds import LITTLE
+from phalanx.comm.table import Inbox, Letters, Outbox, Table
 
 F = torch.float32
 # Elements: within the small sums, within a chunk, and several chunks.
@@ -204,3 +210,129 @@ def test_calls_are_right_when_who_is_late_changes_all_the_time(seed):
         return members
 
     assert perform(calls, 3, order, plan) == [None] * 3
+
+
+class Traced:
+    """An arena's words that write down what is read and written."""
+
+    def __init__(self, words, trace):
+        self._words, self._trace = words, trace
+
+    def __getitem__(self, at):
+        self._trace.append(("read", at))
+        return self._words[at]
+
+    def __setitem__(self, at, value):
+        self._words[at] = value
+        self._trace.append(("write", at))
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Two members' tables, and what the first one does: its reads, writes and fences in order."""
+    trace = []
+    for module in (table, little):
+        monkeypatch.setattr(module, "keep_order", lambda: trace.append("fence"))
+    extent = Extent(2, CHUNK, 3, 1 << 20)
+    fd = os.memfd_create("traced")
+    os.ftruncate(fd, extent.total)
+    arenas = [Arena(f"/proc/{os.getpid()}/fd/{fd}", extent, rank) for rank in range(2)]
+    os.close(fd)
+    arenas[0].words = Traced(arenas[0].words, trace)
+    return [Table(each, 1, "all", (0, 1), 1) for each in arenas], trace
+
+
+def all_reduce(x):
+    return Call("all_reduce", x, op="sum")
+
+
+# Machines that are not x86 may let later reads and writes overtake earlier ones: a fence stands
+# between what is laid down and its flag, and between a flag and what is read then.
+
+
+def test_a_flag_is_raised_after_a_fence_and_nothing_is_read_before_one(traced):
+    (mine, other), trace = traced
+    x, y = torch.ones(4), torch.ones(4)
+    mine.add(all_reduce(x))
+    assert trace[-2:] == ["fence", ("write", mine._flag)]
+    other.add(all_reduce(y))
+    trace.clear()
+    assert mine.advance()
+    assert trace[:2] == [("read", mine._flags[0]), "fence"]
+    assert x.tolist() == [2.0] * 4
+
+
+def test_a_letter_is_hung_up_and_given_back_after_a_fence_and_read_after_one(traced):
+    (mine, other), trace = traced
+    box = mine.boxes[0] + LINE
+    Outbox(mine, 1).send(Call("send", torch.ones(3), at=1))
+    assert trace[-2:] == ["fence", ("write", box >> 3)]
+    Outbox(other, 0).send(Call("send", torch.full((3,), 5.0), at=0))
+    trace.clear()
+    x = torch.zeros(3)
+    letters = Letters(mine, [Inbox(mine, 1)], 0)
+    letters.add(Call("receive", x, at=1))
+    assert letters.advance()
+    assert trace[:2] == [("read", (other.boxes[1]) >> 3), "fence"]
+    assert trace[-2] == "fence"
+    assert trace[-1][0] == "write"
+    assert x.tolist() == [5.0] * 3
+
+
+def test_a_small_sum_reads_after_a_fence(traced):
+    (mine, other), trace = traced
+    group = SharedWire.__new__(SharedWire)
+    group.name, group.size, group.rank = "all", 2, 0
+    x = torch.ones(4)
+
+    def others_come():
+        other.add(all_reduce(torch.ones(4)))
+        trace.clear()
+
+    assert little.Little(mine, group, others_come).all_reduce(x, "sum")
+    assert trace[0] == "fence"
+    assert any(step[0] == "read" for step in trace[1:])
+    assert x.tolist() == [2.0] * 4
+
+
+def differing(world, small):
+    """The third call is of another size on each member."""
+    wire = world.split("all", [range(2)])
+    for _ in range(2):
+        wire.all_reduce(torch.ones(4))
+    x = torch.ones(4 + world.rank)
+    wire.all_reduce(x) if small else wire.all_reduce(x, wait=False).wait()
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("small", [True, False])
+def test_calls_that_differ_are_refused_by_both_ways_of_summing(small, order):
+    said = "the ranks disagree on call 2 of all: rank 0 is in all_reduce.sum. of 4 float32, rank 1"
+    with pytest.raises((AssertionError, CommError), match=said):
+        perform(differing, 2, lambda step: order, small)
+
+
+def letters_for_ever(world):
+    """More letters than there is room for at once, some read late, on groups that come and go."""
+    late = torch.zeros(1)
+    for round_ in range(4):
+        wire = world.split(f"w{round_}", [range(2)])
+        wire.send_tagged(torch.tensor([float(round_)]), 1 - wire.rank, 7)
+        for k in range(100):
+            x = torch.full((100_000,), float(k))
+            wire.send(x, 1 - wire.rank)
+            wire.receive(x, 1 - wire.rank)
+            assert x[0] == x[-1] == k
+            if k == 50:
+                wire.receive_tagged(late, 1 - wire.rank, 7).wait()
+                assert late.item() == round_
+        world.clear()
+    heap = world._arena.heap
+    return heap._next - world._arena.page(world.rank)
+
+
+def test_the_room_of_letters_is_used_again_and_not_before_they_are_read():
+    # Half of 100 letters of 400 kB wait behind the one that is read late, twice what is used.
+    for order in ([0, 1], [1, 0]):
+        for room in perform(letters_for_ever, 2, lambda step, order=order: order):
+            assert room < 60 * 450_000 + 8 * CHUNK * 6

@@ -54,6 +54,7 @@ class Little:
             self._wait()
         keep_order()
         t.compare()
+        t.made += 1
         if plan.step is None:
             reduce_into(x, plan.parts, op)
         else:

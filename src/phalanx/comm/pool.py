@@ -6,8 +6,10 @@ multiprocessing; nothing from outside does.
 """
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -27,6 +29,7 @@ from phalanx.comm.process import ProcessWorld, file_store
 # Seconds in which the others may say how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.
 HEARING = 0.5
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Where ranks meet: a file's path, or an arena's.
 Meeting = str | tuple[str, Extent]
 
@@ -112,11 +115,14 @@ class Pool:
     def _end(self) -> None:
         for process in self._processes:
             process.terminate()
+        # One second for all of them together.
+        deadline = time.monotonic() + 1.0
         for process in self._processes:
-            process.join(1.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
@@ -175,6 +181,9 @@ def _serve(
     *terms: Any,
 ) -> None:
     """One rank's process: do what comes through the pipe until the end comes or the parent dies."""
+    # A spawned rank may be the child of a thread of the launcher, and would go with that.
+    if sys.platform == "linux" and terms[0] != "nccl":
+        _be_killed_with_parent()
     threading.Thread(target=_die_with_parent, daemon=True).start()
     # The process that it was forked from has an older environment, with one thread for everything.
     os.environ.clear()
@@ -210,6 +219,12 @@ def _world(
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     store = file_store(meeting, ranks)
     return ProcessWorld(backend, store, rank, ranks, gpu=rank, timeout=timeout)
+
+
+def _be_killed_with_parent() -> None:
+    """Have the kernel kill this process when its parent goes, also where no thread of it can run: it
+    was stopped, or something holds the interpreter's lock."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _die_with_parent() -> None:
