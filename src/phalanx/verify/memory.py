@@ -88,7 +88,8 @@ def _ranks(
     written = kept * wholes / shards * (2 if processes else 1)
     repeated = 1 if layout.seq else (1 + layout.tp) / 2
     each = layout.ranks * PROCESS if processes else 0.0
-    return at_home + gathered + written + kept + activations * repeated + each
+    joined = kept * (1 + 2 / master)  # beside each number, in two bytes, the rank that has it
+    return at_home + gathered + written + joined + activations * repeated + each
 
 
 def _activations(shape: Shape, itemsize: int) -> float:

@@ -223,7 +223,9 @@ class _Whole:
     def __init__(self, what: str, weight: Weight, dtype: torch.dtype) -> None:
         self.what, self.name = what, weight.name
         self.numbers = torch.full(weight.shape, float("nan"), dtype=dtype)
-        self.rank = torch.full(weight.shape, -1)  # the first rank that holds a number
+        self.rank = torch.full(
+            weight.shape, -1, dtype=torch.int16
+        )  # the first rank that holds a number
         self.mismatch: Mismatch | None = None
 
     def add(self, rank: int, entry: Entry, part: Tensor) -> None:
