@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.program import KINDS
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
@@ -209,6 +211,43 @@ def test_public_names_are_those_listed() -> None:
         room, _, names = line.partition(": ")
         module = importlib.import_module(f"phalanx.{room}")
         assert not [name for name in names.split() if not hasattr(module, name)]
+
+
+def _kinds_written_out(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Strings of operation letters in a file that reads programs.
+
+    What is no letter of an operation: a placeholder in help, a part of an f-string, the suffix of
+    a number, text that is escaped, and HFU.
+    """
+    modules = {module for _, module in _imports(path)}
+    if path.parent != SOURCE / "program" and not any("program" in m.split(".") for m in modules):
+        return
+    tree = _tree(path)
+    above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value):
+            continue
+        parent = above[node]
+        if set(node.value) <= set(KINDS) and not (
+            node.value == "HFU" or
+            (isinstance(parent, ast.keyword) and parent.arg == "metavar")
+            or isinstance(parent, ast.JoinedStr)
+            or (isinstance(parent, ast.Tuple) and isinstance(parent.elts[0], ast.Constant)
+                and isinstance(parent.elts[0].value, float))
+            or (isinstance(parent, ast.Call) and getattr(parent.func, "attr", "") == "replace")
+        ):  # fmt: skip
+            yield node, node.value
+
+
+def test_no_file_but_the_table_names_a_kind_of_operation_by_its_letter() -> None:
+    wrong = [
+        f"{_where(path, node)}: {letters!r}; write its name from program/ops.py"
+        for path in _files()
+        if path != SOURCE / "program" / "ops.py"
+        for node, letters in _kinds_written_out(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert len(list(_kinds_written_out(SOURCE / "program" / "ops.py"))) == len(KINDS)
 
 
 def test_no_path_of_one_machine_is_in_the_tree() -> None:

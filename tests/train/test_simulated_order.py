@@ -98,9 +98,7 @@ def timed_step(
     model = build_model(SHAPES[shape])
     program = program_of(model, layout, agree=agree)
     held = hold(world, layout, model, program)
-    stages = {program.host[piece] for pair in program.tied for piece in pair}
-    tied = tuple(sorted(stages)) if len(stages) > 1 else ()
-    times = open_groups(world, layout, tied=tied, prefix="times ")
+    times = open_groups(world, layout, program, prefix="times ")
     clock = Clock()
     costs = {
         **kinds,

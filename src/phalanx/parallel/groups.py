@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..comm import Group, World
 from ..layout import Layout, LayoutError
-from ..program import Program
+from ..program import Program, ops
 from .context import around
 
 __all__ = ["Groups", "open_groups"]
@@ -85,6 +85,6 @@ def open_groups(
 
 def _flows(program: Program, *, forward: bool) -> list[tuple[int, int]]:
     """The (from, to) stages between which a program sends activations, or gradients."""
-    sends = (op for row in program.rows for op in row if op.kind == ">")
-    ends = ((op.piece, op.peer) for op in sends if (op.of == "F") == forward)
+    sends = (op for row in program.rows for op in row if op.kind == ops.SEND)
+    ends = ((op.piece, op.peer) for op in sends if (op.of == ops.FORWARD) == forward)
     return sorted({(program.host[piece], program.host[peer]) for piece, peer in ends})

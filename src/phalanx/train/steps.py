@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..parallel import Unit
 from ..parallel.local import Holding
-from ..program import Op, Program
+from ..program import Op, Program, ops
 from .executor import Batch, Executor, StepResult
 
 __all__ = ["Trainer", "Validator"]
@@ -65,7 +65,7 @@ class Trainer(Executor):
         super()._pass_on(way, p, to, m, x)
 
     def _own_loss(self, y: Tensor) -> float:
-        self._watch("F", self.program.pieces - 1, y)
+        self._watch(ops.FORWARD, self.program.pieces - 1, y)
         return super()._own_loss(y)
 
     def _watch(self, way: str, piece: int, x: Tensor) -> None:
@@ -80,10 +80,12 @@ class Trainer(Executor):
         along the step, and what it is. A gradient that ranks have summed is nobody's own."""
         pieces, wires = self.program.pieces, self.holding.wires
         bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
-        found = [(p, f"the output of piece {p}") for way, p in bad if way == "F"]
+        found = [(p, f"the output of piece {p}") for way, p in bad if way == ops.FORWARD]
         # Backward begins at the last piece.
         found += [
-            (3 * pieces - 2 * p, f"the gradient of piece {p}") for way, p in bad if way == "B"
+            (3 * pieces - 2 * p, f"the gradient of piece {p}")
+            for way, p in bad
+            if way == ops.BACKWARD
         ]
         summed = wires.reduce.size * wires.replica.size
         which = f", a sum over {summed} ranks of which any may have made it," if summed > 1 else ""
