@@ -111,6 +111,28 @@ def test_a_trace_holds_every_span_on_the_track_of_its_rank_and_lane() -> None:
     assert {e["ph"] for e in said["traceEvents"]} == {"M", "X", "C"}  # C: memory over time
 
 
+def test_messages_in_flight_at_once_cover_each_other_nowhere() -> None:
+    """Three sends of a measured step overlap: the first covered the others, and a trace's slices
+    overlapped on one thread."""
+    times = [(0.0, 9.0), (1.0, 4.0), (2.0, 8.0), (5.0, 6.0)]
+    sends = [Op("F", 0, 0)] + [Op(">", 0, n, of="F", peer=1) for n in range(4)]
+    lanes = ["compute", *["act 0>1"] * 4]
+    spans = tuple(
+        Span(0, lane, op, *time)
+        for lane, op, time in zip(lanes, sends, [(0.0, 1.0), *times], strict=True)
+    )
+    picture = Picture("", Timeline(spans))
+    boxes = [[float(e.get(k, 0)) for k in ("y", "x", "width")] for e in squares(svg(picture))]
+    assert len(boxes) == 5
+    for (y, left, wide), (y2, left2, _) in pairwise(sorted(boxes)):
+        assert y != y2 or left2 >= left + wide - 0.01
+    slices = [e for e in json.loads(chrome(picture))["traceEvents"] if e["ph"] == "X"]
+    assert len(slices) == 5
+    by_thread = sorted((e["tid"], e["ts"], e["dur"]) for e in slices)
+    for (thread, start, took), (thread2, start2, _) in pairwise(by_thread):
+        assert thread != thread2 or start2 >= start + took - 1e-6
+
+
 def test_two_timelines_are_two_groups_of_processes() -> None:
     said = json.loads(chrome(BOTH))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in said if e["name"] == "process_name"}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from ..program import Span, Timeline
-from .picture import Picture
+from .picture import Picture, apart
 
 __all__ = ["chrome"]
 
@@ -23,20 +23,21 @@ def chrome(picture: Picture) -> str:
     for source, timeline in enumerate(picture.timelines):
         base = source * (max(picture.timeline.ranks, default=0) + 1)
         name = f" {picture.names[source]}" if picture.other else ""
-        threads: dict[tuple[int, str], int] = {}
+        threads: dict[int, int] = {}
         for rank, lane in timeline.lanes:
-            threads[rank, lane] = sum(r == rank for r, _ in threads)
-            if not threads[rank, lane]:
+            if rank not in threads:
+                threads[rank] = 0
                 label = picture.labels.get(rank, f"rank {rank}")
                 events.append(_named("process_name", base + rank, 0, name=label + name))
                 events.append(_named("process_sort_index", base + rank, 0, sort_index=base + rank))
-            where = threads[rank, lane]
-            events.append(_named("thread_name", base + rank, where, name=lane))
-            events.append(_named("thread_sort_index", base + rank, where, sort_index=where))
-        events += [
-            _span(picture, span, base, threads[span.rank, span.lane], scale)
-            for span in timeline.spans
-        ]
+            spans = [s for s in timeline.spans if (s.rank, s.lane) == (rank, lane)]
+            # Perfetto may drop slices of one thread that overlap without being nested.
+            for row in apart(spans):
+                where = threads[rank]
+                threads[rank] += 1
+                events.append(_named("thread_name", base + rank, where, name=lane))
+                events.append(_named("thread_sort_index", base + rank, where, sort_index=where))
+                events += [_span(picture, span, base, where, scale) for span in row]
         events += _memory(picture, timeline, base, scale)
     said = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": picture.title}}
     return json.dumps(said) + "\n"

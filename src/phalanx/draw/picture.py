@@ -30,6 +30,18 @@ class Track(NamedTuple):
     spans: tuple[Span, ...]
 
 
+def apart(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
+    """The spans in as few rows as it takes for none to cover another: a measured message is in
+    flight until somebody waits for it, so several of one lane may be under way at once."""
+    rows: list[list[Span]] = [[]]
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        free = next((row for row in rows if not row or row[-1].end <= span.start), None)
+        if free is None:
+            rows.append(free := [])
+        free.append(span)
+    return [tuple(row) for row in rows]
+
+
 @dataclass(frozen=True)
 class Picture:
     """One timeline, or a prediction and the measurement of it, with what is to be said about it.
@@ -77,7 +89,11 @@ class Picture:
         ranks = {rank: i for i, t in enumerate(self.timelines) for rank in t.ranks}
         order = {rank: i for i, rank in enumerate(sorted(ranks))}
         keys = sorted(shown, key=lambda k: (order[k[0]], k[1] != "compute", k[1], k[2]))
-        return tuple(Track(*key[:2], self._label(*key), key[2], tuple(shown[key])) for key in keys)
+        return tuple(
+            Track(*key[:2], "  " if layer else self._label(*key), key[2], spans)
+            for key in keys
+            for layer, spans in enumerate(apart(shown[key]))
+        )
 
     def _label(self, rank: int, lane: str, source: int) -> str:
         label = self.labels.get(rank, f"rank {rank}") if lane == "compute" else f"  {lane}"
