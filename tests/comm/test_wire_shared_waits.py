@@ -95,9 +95,9 @@ def brought(world, kind, k, size, n, made):
     if kind == "uneven":
         sent = n * (me + 1) * size
         return tensor(sent, numbers(k, me, sent)), tensor(n * size * (size + 1) // 2)
-    if kind == "inside":  # x is a part of what is filled, and another one than its own
+    if kind == "inside":  # x is a part of what is filled, and not the one that it goes to
         out = tensor(n * size)
-        return out.view(size, n)[(me + 1) % size].copy_(numbers(k, me, n)), out
+        return out[n // 2 : n // 2 + n].copy_(numbers(k, me, n)), out
     x = tensor(n, numbers(k, me, n))
     return x, tensor(n) if kind == "ring" else tensor(n * size)
 
@@ -133,32 +133,42 @@ def begin(wire, kind, x, out, n, root, wait):
 def calls(world, plan):
     """Make the calls of a plan; the first whose result is wrong.
 
-    What a call has read and written is overwritten as soon as it returns. What was promised to stay
+    What a call has read and written is overwritten as soon as it returns, or the wait for it does;
+    those without `wait` are waited for after the next call with it. What was promised to stay
     (`still`) is overwritten when a later call has shown that all are past it.
     """
     wire = world.split("all", [range(world.size)])
-    late, wrong = [], None
-    for k, (kind, n, made, wait) in enumerate(plan):
-        root = k % world.size
-        x, out = brought(world, kind, k, world.size, n, made)
-        work = begin(wire, kind, x, out, n, root, wait)
+    late, wrong, under_way = [], [], []
+
+    def finish(k, kind, n, x, out, work):
         work.wait()
         result = out.clone()
+        due = wanted(kind, k, world.rank, world.size, n, k % world.size)
+        if due is not None and not torch.equal(result.view(-1), due.view(-1)):
+            wrong.append(f"rank {world.rank}, call {k}: {plan[k]}")
+        out.fill_(POISON)
         if kind == "still":
             late.append(x)
-            out.fill_(POISON)
         else:
-            for each in (x, out):
-                each.fill_(POISON)
+            x.fill_(POISON)
         if kind == "barrier":
             for each in late:
                 each.fill_(POISON)
             late.clear()
-        due = wanted(kind, k, world.rank, world.size, n, root)
-        if due is not None and wrong is None and not torch.equal(result.view(-1), due.view(-1)):
-            wrong = f"rank {world.rank}, call {k}: {kind} of {n}, shared {made}, waits {wait}"
+
+    for k, (kind, n, made, wait) in enumerate(plan):
+        x, out = brought(world, kind, k, world.size, n, made)
+        call = (k, kind, n, x, out, begin(wire, kind, x, out, n, k % world.size, wait))
+        if not wait:
+            under_way.append(call)
+            continue
+        finish(*call)
+        while under_way:
+            finish(*under_way.pop(0))
+    while under_way:
+        finish(*under_way.pop(0))
     world.clear()
-    return wrong
+    return wrong[0] if wrong else None
 
 
 CALLS = [
