@@ -148,13 +148,15 @@ def calls(world, plan):
             wrong.append(f"rank {world.rank}, call {k}: {plan[k]}")
         out.fill_(POISON)
         if kind == "still":
-            late.append(x)
+            late.append((k, x))
         else:
             x.fill_(POISON)
         if kind == "barrier":
-            for each in late:
-                each.fill_(POISON)
-            late.clear()
+            # It came after these; all are past them.
+            for made, each in late:
+                if made < k:
+                    each.fill_(POISON)
+            late[:] = [(made, each) for made, each in late if made > k]
 
     for k, (kind, n, made, wait) in enumerate(plan):
         x, out = brought(world, kind, k, world.size, n, made)
