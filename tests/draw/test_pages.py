@@ -218,7 +218,7 @@ def opened(written: str, folder: Path) -> tuple[str, list[str]]:
 def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(tmp_path: Path) -> None:
     dom, console = opened(page(BOTH).replace("</body>", KEYS + "</body>"), tmp_path)
     assert console == []
-    said = re.search(r'id="said"[^>]*>(.*?)</p>', dom, re.S)
+    said = re.search(r'id="details"[^>]*>(.*?)</p>', dom, re.S)
     assert said
     assert said[1].startswith(
         "<b>1F0</b> forward of a piece on a microbatch: piece 1, microbatch 0"

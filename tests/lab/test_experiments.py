@@ -77,12 +77,12 @@ def empty(x: Any) -> bool:
 def test_whatever_a_rank_hands_over_is_judged(name: str, ranks: int) -> None:
     done = trial(name, ranks)
     for rank in {0, ranks - 1}:
-        for key, value in done.held[rank].items():
+        for key, value in done.values[rank].items():
             if empty(value):
                 continue
-            held = copy.copy(list(done.held))
-            held[rank] = held[rank] | {key: perturbed(value)}
-            claims = judge(done.entry.module, held, SMALL)
+            values = copy.copy(list(done.values))
+            values[rank] = values[rank] | {key: perturbed(value)}
+            claims = judge(done.entry.module, values, SMALL)
             assert not all(claim.holds for claim in claims), f"rank {rank}: nobody looks at {key}"
 
 
@@ -209,8 +209,8 @@ def test_every_experiment_has_a_story_and_shows_values_before_and_after(name: st
 def test_with_more_ranks_than_heads_ulysses_becomes_the_ring() -> None:
     done = trial("ulysses", 8)
     assert not failed(done)
-    assert {held["how"] for held in done.held} == {"ring"}
-    assert {held["how"] for held in trial("ulysses", 4).held} == {"ulysses"}
+    assert {values["how"] for values in done.values} == {"ring"}
+    assert {values["how"] for values in trial("ulysses", 4).values} == {"ulysses"}
 
 
 def test_the_reasons_of_a_refusal_reach_whoever_asked() -> None:
@@ -229,6 +229,6 @@ def test_the_numbers_of_one_f_one_b_and_hybrid_sharding_are_the_known_ones() -> 
         "The whole batch at once uses 1/4 of the cells. Counted here: 32 of 56, 16/28."
     ]
     whole = 8 * SMALL.layers * SMALL.width**2
-    inside, across = trial("hybrid-sharding", 4).held[0]["sent"]
+    inside, across = trial("hybrid-sharding", 4).values[0]["sent"]
     assert math.isclose(inside, 3 * whole * 1 / 2)
     assert math.isclose(across, 2 * 1 / 2 * whole / 2)

@@ -39,8 +39,8 @@ def chrome(picture: Picture) -> str:
                 events.append(_named("thread_sort_index", base + rank, where, sort_index=where))
                 events += [_span(picture, span, base, where, scale) for span in row]
         events += _memory(picture, timeline, base, scale)
-    said = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": picture.title}}
-    return json.dumps(said) + "\n"
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": picture.title}}
+    return json.dumps(trace) + "\n"
 
 
 def _span(picture: Picture, span: Span, base: int, thread: int, scale: float) -> dict[str, object]:

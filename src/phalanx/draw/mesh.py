@@ -56,13 +56,13 @@ class MeshPicture:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes and, where one has an inner grid, its parts."""
-        found: list[str] = []
+        names: list[str] = []
         for axis in self.mesh.axes:
-            found.append(axis.name)
-            found += [
+            names.append(axis.name)
+            names += [
                 n for n in axis.part_names if n != axis.name and 1 < self.mesh.of(n) < axis.size
             ]
-        return tuple(found)
+        return tuple(names)
 
     @cached_property
     def panels(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
@@ -199,12 +199,12 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
         axis = AXIS_OF.get(name, "")
         parts = picture.mesh.of(axis) if axis else 1
         if parts > 1:
-            said = (
+            words = (
                 f"{name}={size} is cut over {axis} into {parts // cut.copies} parts of {cut.length}"
             )
-            said += f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
+            words += f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
             padding = cut.length * (parts // cut.copies) - size
-            yield said + (f"; {padding} of padding at the end." if padding else ".")
+            yield words + (f"; {padding} of padding at the end." if padding else ".")
     if part.shard:
         axes = " and ".join(
             axis if "." in axis and axis in picture.axes else axis.split(".")[0]

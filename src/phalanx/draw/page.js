@@ -3,7 +3,7 @@
 // lanes and by the memory of every rank, so that what stands above each other happened together.
 const data = JSON.parse(document.getElementById("data").textContent);
 const canvas = document.getElementById("lanes");
-const said = document.getElementById("said");
+const details = document.getElementById("details");
 const ROW = 28, LANE = 18, GAP = 5, HEAD = 26, PAD = 10, MEMORY = 84;
 const FONT = "ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif";
 const MEMORY_COLOURS = ["#56b4e9", "#e69f00", "#2fb98f", "#cc79a7", "#0072b2", "#d55e00", "#f0e442", "#8c6bb1"];
@@ -70,9 +70,9 @@ function marks() {
   const least = (view.to - view.from) * 80 / Math.max(canvas.clientWidth - margin, 80);
   const power = 10 ** Math.floor(Math.log10(least));
   const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= least * (1 - 1e-9));
-  const found = [];
-  for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to + 1e-9 * step; i++) found.push(i * step);
-  return found.filter((time) => x(time) > margin - 1);
+  const times = [];
+  for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to + 1e-9 * step; i++) times.push(i * step);
+  return times.filter((time) => x(time) > margin - 1);
 }
 
 function grid(pen, tall) {
@@ -218,13 +218,13 @@ function find(px, py) {
 function choose(next) {
   if (String(next) === String(chosen)) return;
   chosen = next;
-  said.replaceChildren(chosen ? "" : HINT);
+  details.replaceChildren(chosen ? "" : HINT);
   if (chosen) {
     const track = data.tracks[chosen[0]], [start, end, , name, does] = track.spans[chosen[1]];
     const strong = document.createElement("b");
     strong.textContent = name;
     const where = `rank ${track.rank}, ${track.lane}` + (data.names.length ? `, ${data.names[track.source]}` : "");
-    said.append(strong, ` ${does} (${where})`, document.createElement("br"),
+    details.append(strong, ` ${does} (${where})`, document.createElement("br"),
       `start ${short(start)}${data.clock}, end ${short(end)}${data.clock}, takes ${short(end - start)}${data.clock}`);
   }
   draw();
@@ -293,7 +293,7 @@ canvas.addEventListener("pointermove", (event) => {
 document.getElementById("in").addEventListener("click", keys["+"]);
 document.getElementById("out").addEventListener("click", keys["-"]);
 document.getElementById("all").addEventListener("click", all);
-said.textContent = HINT;
+details.textContent = HINT;
 window.addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();

@@ -36,7 +36,7 @@ def frame(title: str, *body: str, narrow: bool = True) -> str:
         "body": content,
     }
     frame = (here / "page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], frame)
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], frame)
 
 
 def page(picture: Picture) -> str:
@@ -53,7 +53,7 @@ def timeline(picture: Picture) -> Html:
     ]
     spoken = {
         "aria-label": "Timeline: each rank's operations over time",
-        "aria-describedby": "said",
+        "aria-describedby": "details",
     }
     canvas = tag("canvas", id="lanes", tabindex=0, role="application", **spoken)
     return Html(
@@ -63,7 +63,7 @@ def timeline(picture: Picture) -> Html:
                 tag("div", *_legend(picture), cls="legend"),
                 tag("div", *buttons, tag("span", _HINT, cls="hint"), cls="tools"),
                 canvas,
-                tag("p", cls="said", id="said", aria_live="polite"),
+                tag("p", cls="details", id="details", aria_live="polite"),
                 tag("div", id="memory"),
                 _table(picture),
                 tag("script", _json(_data(picture)), type="application/json", id="data"),
@@ -115,11 +115,11 @@ def _span(picture: Picture, rank: int, span: Span) -> list[object]:
 
 def _memory(picture: Picture) -> list[dict[str, object]]:
     """For each rank: the kinds that it holds and [time, amounts...] wherever they change."""
-    found: list[dict[str, object]] = []
+    charts: list[dict[str, object]] = []
     for source, timeline in enumerate(picture.timelines):
         for rank, points in (timeline.memory or {}).items():
             kinds = sorted({k for _, held in points for k, amount in held.items() if amount > 0})
-            found.append(
+            charts.append(
                 {
                     "rank": rank,
                     "source": source,
@@ -127,7 +127,7 @@ def _memory(picture: Picture) -> list[dict[str, object]]:
                     "points": [[time, *(held.get(k, 0.0) for k in kinds)] for time, held in points],
                 }
             )
-    return [one for one in found if one["kinds"]]
+    return [one for one in charts if one["kinds"]]
 
 
 def _legend(picture: Picture) -> list[Html]:

@@ -44,7 +44,7 @@ def apart(spans: Sequence[Span]) -> list[tuple[Span, ...]]:
 
 @dataclass(frozen=True)
 class Picture:
-    """One timeline, or a prediction and the measurement of it, with what is to be said about it.
+    """One timeline, or a prediction and the measurement of it, with notes about it.
 
     `names` names the timelines where there are two. `held` are microbatches by rank, `notes` are
     sentences below the picture, `unit` what the timeline's memory counts, `clock` its time.
@@ -112,11 +112,11 @@ class Picture:
     @cached_property
     def places(self) -> dict[int, tuple[int, ...]]:
         """The pieces that each rank computes, lowest first."""
-        found: dict[int, set[int]] = {}
+        pieces_of: dict[int, set[int]] = {}
         for timeline in self.timelines:
             for rank, spans in timeline.computing.items():
-                found.setdefault(rank, set()).update(s.op.piece for s in spans)
-        return {rank: tuple(sorted(pieces)) for rank, pieces in found.items()}
+                pieces_of.setdefault(rank, set()).update(s.op.piece for s in spans)
+        return {rank: tuple(sorted(pieces)) for rank, pieces in pieces_of.items()}
 
     @cached_property
     def several(self) -> bool:
@@ -159,14 +159,14 @@ class Picture:
         """How long, how good, how much is held: one line for each timeline, one for what is held."""
         lines = []
         for name, t in zip(self.names, self.timelines, strict=False):
-            said = (
+            words = (
                 f"makespan {number(t.makespan)}{self.clock}, ideal {number(t.ideal)}{self.clock},"
                 f" bubble {100 * t.bubble_fraction:.1f} %"
             )
             exposed = max((t.exposed(rank) for rank in t.ranks), default=0.0)
             if exposed > 1e-12:
-                said += f", exposed communication up to {number(exposed)}{self.clock}"
-            lines.append(said if self.other is None else f"{name}: {said}")
+                words += f", exposed communication up to {number(exposed)}{self.clock}"
+            lines.append(words if self.other is None else f"{name}: {words}")
         if self.held:
             lines.append(f"held microbatches by stage: {' '.join(map(number, self.held))}")
         return tuple(lines)

@@ -1,6 +1,6 @@
 """A picture as text for a terminal: a row for every rank, cells as wide as their time.
 
-Kinds are told apart by their letter as well as by colour. What is wider than the terminal is folded
+Kinds are distinguished by their letter as well as by colour. What is wider than the terminal is folded
 into bands, one below the other; nothing runs over the edge.
 """
 
@@ -113,14 +113,14 @@ def _row(
         if start >= stop:
             continue
         out.append(_IDLE * (start - at))
-        said = _said(picture, cell, (left, right))
-        out.append(_painted(said, picture, track.rank, cell.op) if colour else said)
+        words = _words(picture, cell, (left, right))
+        out.append(_painted(words, picture, track.rank, cell.op) if colour else words)
         at = stop
     out.append(_IDLE * (right - at))
     return "".join(out)
 
 
-def _said(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
+def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     """The characters of the part of a cell that a window shows.
 
     A cell that is folded over two bands says its name where more of it is seen."""
@@ -151,12 +151,12 @@ def _parts(cell: _Cell, left: int, band: int) -> list[tuple[int, int]]:
     return [(a, b) for a, b in pairwise(edges) if b > a]
 
 
-def _painted(said: str, picture: Picture, rank: int, op: Op) -> str:
+def _painted(words: str, picture: Picture, rank: int, op: Op) -> str:
     paint = PAINTS[op.kind]
     ink = 15 if paint.ink == "#ffffff" else 16
     # Later pieces of a rank are underlined rather than lighter: 256 colours have no tints to spare.
     line = ";4" if picture.tint(rank, op) > 0.5 and op.kind in ops.COMPUTES else ""
-    return f"\x1b[38;5;{ink};48;5;{paint.terminal}{line}m{said}\x1b[0m"
+    return f"\x1b[38;5;{ink};48;5;{paint.terminal}{line}m{words}\x1b[0m"
 
 
 def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
@@ -165,9 +165,9 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
     marks = [" "] * (right - left)
     for time in ticks(begin + (left - 0.5) / scale, begin + right / scale, 9 / scale):
         column = round((time - begin) * scale) - left
-        said = f"╷{number(time)}{picture.clock}"
-        if 0 <= column <= len(marks) - len(said):
-            marks[column : column + len(said)] = said
+        words = f"╷{number(time)}{picture.clock}"
+        if 0 <= column <= len(marks) - len(words):
+            marks[column : column + len(words)] = words
     return "".join(marks)
 
 

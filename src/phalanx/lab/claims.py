@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Claim", "Claims", "Held", "LabError", "Results", "Size", "equal", "every"]
+__all__ = ["Claim", "Claims", "Values", "LabError", "Results", "Size", "equal", "every"]
 
 # What one rank returns for the check: tensors, numbers, text, or lists of them.
-Held = dict[str, Any]
-Results = Sequence[Held]
+Values = dict[str, Any]
+Results = Sequence[Values]
 
 
 class LabError(ValueError):
@@ -93,9 +93,9 @@ def every(
     within: float = 1e-10,
 ) -> Claims:
     """For each rank: what it returned as `name` is `want`, or `want(rank)`."""
-    for rank, held in enumerate(results):
+    for rank, values in enumerate(results):
         wanted = want(rank) if callable(want) else want
-        yield equal(f"rank {rank}: {says}", held[name], wanted, within=within)
+        yield equal(f"rank {rank}: {says}", values[name], wanted, within=within)
 
 
 def _flat(x: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from ..comm import RankFailed, World
 from ..comm.launch import workers
 from .catalogue import Entry, entry
-from .claims import Claim, Held, LabError, Results, Size
+from .claims import Claim, LabError, Results, Size, Values
 from .lab import Lab
 from .record import Record, Step
 
@@ -31,7 +31,7 @@ class Trial:
     ranks: int
     wire: str
     records: tuple[Record, ...]
-    held: tuple[Held, ...]
+    values: tuple[Values, ...]
     claims: tuple[Claim, ...]
 
     @property
@@ -68,23 +68,23 @@ def conduct(
                 error = LabError(f"{each.name}: {text}") if kind == "LabError" else failed
                 raise error from None
             records = tuple(record for record, _ in answers)
-            held = tuple(_unpacked(packed) for _, packed in answers)
-            yield Trial(each, size, ranks, wire, records, held, judge(each.module, held, size))
+            values = tuple(_unpacked(packed) for _, packed in answers)
+            yield Trial(each, size, ranks, wire, records, values, judge(each.module, values, size))
 
 
-def judge(module: str, held: Results, size: Size) -> tuple[Claim, ...]:
+def judge(module: str, values: Results, size: Size) -> tuple[Claim, ...]:
     """Every claim of an experiment about what its ranks returned."""
-    return tuple(importlib.import_module(module).check(list(held), size))
+    return tuple(importlib.import_module(module).check(list(values), size))
 
 
-def on_a_rank(world: World, module: str, size: Size) -> tuple[Record, Held]:
+def on_a_rank(world: World, module: str, size: Size) -> tuple[Record, Values]:
     """What one rank does: the experiment, recorded."""
     experiment = importlib.import_module(module)
     lab = Lab(world, size)
     with lab.memory:
-        held = experiment.run(lab)
+        values = experiment.run(lab)
     world.clear()
-    return lab.close(), _packed(held)
+    return lab.close(), _packed(values)
 
 
 def traced() -> bool:
@@ -101,9 +101,9 @@ def wire_for(wire: str) -> str:
 
 
 # Tensors go through a process's pipe as arrays: torch would pass on a file descriptor for each.
-def _packed(held: Held) -> Held:
-    return tree_map_only(Tensor, lambda x: x.detach().to("cpu").numpy().copy(), held)  # type: ignore[no-any-return]
+def _packed(values: Values) -> Values:
+    return tree_map_only(Tensor, lambda x: x.detach().to("cpu").numpy().copy(), values)  # type: ignore[no-any-return]
 
 
-def _unpacked(held: Held) -> Held:
-    return tree_map_only(numpy.ndarray, torch.from_numpy, held)  # type: ignore[no-any-return]
+def _unpacked(values: Values) -> Values:
+    return tree_map_only(numpy.ndarray, torch.from_numpy, values)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..comm import Group, Work, World
 from ..comm.base import Call
 from ..cost import Live
-from .claims import Held, Size
+from .claims import Size, Values
 from .mlp import Kept, backward, batch, forward
 from .record import Figure, Message, Record, Span, Step, value_of
 
@@ -91,7 +91,7 @@ class Lab:
         weights: list[Tensor],
         how: str = "",
         **state: Sequence[Tensor],
-    ) -> Held:
+    ) -> Values:
         """All steps, recorded before and after. `step` returns the loss, if this rank knows one,
         and the gradients that this rank has; it updates `weights` in place."""
         losses: list[float] = []
@@ -103,8 +103,8 @@ class Lab:
             self.shows("after", gradients=gradients, weights=weights, **state)
             losses += [] if loss is None else [loss.item()]
             first = first or gradients
-        held = {"losses": losses, "gradients": first, "weights": [w.detach() for w in weights]}
-        return {name + how: value for name, value in held.items()}
+        values = {"losses": losses, "gradients": first, "weights": [w.detach() for w in weights]}
+        return {name + how: value for name, value in values.items()}
 
     # ---- the recorder
 
@@ -189,18 +189,18 @@ def flows(call: Call, place: int, size: int) -> list[tuple[int, int, float]]:
         each = {"all_gather": x, "reduce_scatter": x / size, "all_reduce": 2 * x / size}[call.kind]
         return [(place, i, each) for i in others] + [(i, place, each) for i in others]
     if call.kind in ("broadcast", "scatter"):
-        found = [(root, i, x) for i in others] if place == root else [(root, place, x)]
+        moved = [(root, i, x) for i in others] if place == root else [(root, place, x)]
     elif call.kind in ("reduce", "gather"):
-        found = [(i, root, x) for i in others] if place == root else [(place, root, x)]
+        moved = [(i, root, x) for i in others] if place == root else [(place, root, x)]
     elif call.kind == "all_to_all":
         row = call.x[:1].numel() * call.x.element_size()
-        found = [(place, i, float(call.in_splits[i] * row)) for i in others]
-        found += [(i, place, float(call.out_splits[i] * row)) for i in others]
+        moved = [(place, i, float(call.in_splits[i] * row)) for i in others]
+        moved += [(i, place, float(call.out_splits[i] * row)) for i in others]
     elif call.kind in ("send", "receive"):
-        found = [(place, root, x) if call.kind == "send" else (root, place, x)]
+        moved = [(place, root, x) if call.kind == "send" else (root, place, x)]
     else:
-        found = []
-    return [(source, to, size) for source, to, size in found if source != to]
+        moved = []
+    return [(source, to, size) for source, to, size in moved if source != to]
 
 
 class _RecordedWork(Work):

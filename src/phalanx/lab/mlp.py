@@ -141,7 +141,7 @@ def trained(
     `part(all layers, rank)`; without `weights` only the gradients are compared.
     """
     alone = one_process(size, adam)
-    known = [held[f"losses{how}"] for held in results if held[f"losses{how}"]]
+    known = [values[f"losses{how}"] for values in results if values[f"losses{how}"]]
     mean = [sum(losses) / len(known) for losses in zip(*known, strict=True)]
     yield equal(f"the losses{how} are those of one process", mean, alone.losses)
     says = f"gradients{how} are those of one process"

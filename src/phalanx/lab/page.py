@@ -108,8 +108,8 @@ def _timeline(trial: Trial, title: str, steps: Sequence[tuple[int, Step]]) -> Ht
     rows = []
     for rank, step in steps:
         for lane, name in (("compute", f"rank {rank}"), ("messages", "  messages")):
-            found = [_bar(rank, span, start) for span in step.spans if span.lane == lane]
-            rows.append(Row(name, found, main=lane == "compute", gap=lane == "compute"))
+            drawn = [_bar(rank, span, start) for span in step.spans if span.lane == lane]
+            rows.append(Row(name, drawn, main=lane == "compute", gap=lane == "compute"))
         peak = max(size for _, size in memory[rank])
         levels = [(1e3 * (time - start), size) for time, size in memory[rank]]
         name = f"  at most {bytes_text(peak)}"

@@ -64,8 +64,8 @@ class Compared:
     rows: tuple[OpRow, ...]
     predicted: float  # seconds of the step
     measured: float  # of the step that the rows are of
-    usual: float | None = None  # the median of the run's steps, where enough were told
-    launched: bool = False  # a device that works behind its host: spans end when it was told to
+    usual: float | None = None  # the median of the run's steps, where there are enough
+    launched: bool = False  # a device that works behind its host: spans end when it is launched
 
     @property
     def summary(self) -> str:
@@ -78,23 +78,23 @@ class Compared:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the columns mean, as far as it concerns these rows."""
-        found = [
+        notes = [
             "Times are medians of one operation; ratio is measured / predicted; share is of the"
             " measured step."
         ]
         if self.launched:
-            found.append(
+            notes.append(
                 "On a GPU an operation is timed until it is launched, not until it is done: look at"
                 " the step."
             )
         if any(row.kind in _BESIDE for row in self.rows):
-            found.append(
+            notes.append(
                 "Gathers, sums and messages last until something needs them, with the computing"
                 " beside which they run: shares may add up to more than the step."
             )
         if any(row.predicted is None for row in self.rows):
-            found.append("-: a plan counts no time for it.")
-        return tuple(found)
+            notes.append("-: a plan counts no time for it.")
+        return tuple(notes)
 
     def figures(self) -> dict[str, object]:
         """The value as JSON."""
@@ -121,22 +121,22 @@ def _ms(seconds: float | None) -> str:
 
 def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
     """A row for each kind of operation that ran, in the order in which KINDS lists them."""
-    found: dict[str, list[Span]] = defaultdict(list)
+    spans: dict[str, list[Span]] = defaultdict(list)
     for span in timeline.spans:
-        found[span.op.kind].append(span)
+        spans[span.op.kind].append(span)
     ranks, whole = len(timeline.ranks), timeline.makespan
     rows = []
-    for kind in (k for k in KINDS if k in found):
-        seconds = [span.end - span.start for span in found[kind]]
+    for kind in (k for k in KINDS if k in spans):
+        seconds = [span.end - span.start for span in spans[kind]]
         # A few operations of a kind without a price would make a median that means nothing.
-        told = [_price(span.op, prices) for span in found[kind]]
-        known = [price for price in told if price is not None]
+        priced = [_price(span.op, prices) for span in spans[kind]]
+        known = [price for price in priced if price is not None]
         rows.append(
             OpRow(
                 kind,
                 KINDS[kind].name,
                 len(seconds) / ranks,
-                median(known) if len(known) == len(told) else None,
+                median(known) if len(known) == len(priced) else None,
                 median(seconds),
                 sum(seconds) / ranks / whole if whole else 0.0,
             )

@@ -41,7 +41,7 @@ class ReportError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Journal:
     """The records of a run, by event."""
 
     records: list[Record]
@@ -55,13 +55,13 @@ class _Told:
 
     def segments(self) -> list[list[Record]]:
         """The steps of each start."""
-        found: list[list[Record]] = []
+        starts: list[list[Record]] = []
         for record in self.records:
             if record["event"] == "start":
-                found.append([])
-            elif record["event"] == "step" and found:
-                found[-1].append(record)
-        return found
+                starts.append([])
+            elif record["event"] == "step" and starts:
+                starts[-1].append(record)
+        return starts
 
     def steps(self) -> list[Record]:
         """The steps that count: those done again after a restart only as they were last done."""
@@ -77,65 +77,65 @@ class _Told:
 def report(folder: Path, compared: Compared | None = None) -> str:
     """The page of a run's folder; with a comparison, also what a plan says of its step."""
     records = read_journal(folder / "metrics.jsonl")
-    told = _Told(records)
-    if not told.starts:
+    journal = _Journal(records)
+    if not journal.starts:
         raise ReportError(
             f"{folder} holds no run: metrics.jsonl with a start is missing."
             " Name the folder that `phalanx train` wrote, its `out`."
         )
     parts = {
-        "Loss": _loss(told),
-        "Step time": _curve(told, "step time", "ms", [("seconds", 1e3, "ms a step")]),
-        "Efficiency": _efficiency(told),
-        "Memory": _memory(told),
+        "Loss": _loss(journal),
+        "Step time": _curve(journal, "step time", "ms", [("seconds", 1e3, "ms a step")]),
+        "Efficiency": _efficiency(journal),
+        "Memory": _memory(journal),
         "One step, as measured": _timeline(folder),
         "Predicted against measured": compared.html() if compared else "",
-        "Mesh": _mesh(told.starts[-1]),
-        "What happened": _events(told),
+        "Mesh": _mesh(journal.starts[-1]),
+        "What happened": _events(journal),
         "Configuration": _configuration(folder),
-        "Versions": _versions(told),
+        "Versions": _versions(journal),
     }
     body = [text for title, part in parts.items() if part for text in (tag("h2", title), part)]
-    return frame(f"run {folder.resolve().name}", _summary(told), *body)
+    return frame(f"run {folder.resolve().name}", _summary(journal), *body)
 
 
 def _number(record: Record, name: str) -> float:
     value = record.get(name)
-    # What was not finite is told as text; a picture leaves it out.
+    # What was not finite is written as text; a picture leaves it out.
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _points(
     records: Sequence[Record], name: str, scale: float = 1.0
 ) -> tuple[tuple[float, float], ...]:
-    found = ((_number(r, "step"), _number(r, name) * scale) for r in records)
-    return tuple((x, y) for x, y in found if math.isfinite(x) and math.isfinite(y))
+    points = ((_number(r, "step"), _number(r, name) * scale) for r in records)
+    return tuple((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
 
 
-def _marks(told: _Told) -> list[tuple[float, str]]:
+def _marks(journal: _Journal) -> list[tuple[float, str]]:
     return [
         (
             _number(start, "step"),
             f"{'restart' if n else 'start'}: {start.get('layout') or 'one rank'}",
         )
-        for n, start in enumerate(told.starts)
+        for n, start in enumerate(journal.starts)
         if math.isfinite(_number(start, "step"))
     ]
 
 
-def _summary(told: _Told) -> Html:
-    last, steps = told.starts[-1], told.steps()
+def _summary(journal: _Journal) -> Html:
+    last, steps = journal.starts[-1], journal.steps()
     model = last.get("model")
     name = model.get("name", "") if isinstance(model, dict) else ""
     parameters = _number(last, "parameters")
-    ended = "ended" if told.of("end") and told.records[-1]["event"] == "end" else "not ended"
-    if told.records[-1]["event"] == "stop":
+    ended = "ended" if journal.of("end") and journal.records[-1]["event"] == "end" else "not ended"
+    if journal.records[-1]["event"] == "stop":
         ended = "stopped, can be resumed"
     at = _number(steps[-1], "step") if steps else _number(last, "step")
     lines = [
         f"{name}, {parameters:,.0f} parameters, on {last.get('data')}; step {at:.0f} of"
         f" {last.get('steps')}, {ended}",
-        f"{len(told.starts)} starts; the last as {last.get('layout') or 'one rank'} on"
+        f"{len(journal.starts)} starts; the last as {last.get('layout') or 'one rank'} on"
         f" {last.get('ranks')} ranks",
     ]
     if steps:
@@ -145,18 +145,18 @@ def _summary(told: _Told) -> Html:
             f" goodput {100 * _number(steps[-1], 'goodput'):.0f} %: the part of all time spent in steps that"
             " were kept"
         )
-    if checked := told.of("validation"):
+    if checked := journal.of("validation"):
         bits = _number(checked[-1], "bits_per_byte")
         more = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
         lines.append(f"validation loss {_number(checked[-1], 'loss'):.4f} nats per token{more}")
     return paragraphs(lines)
 
 
-def _lines(told: _Told, name: str, scale: float, words: str) -> list[Series]:
+def _lines(journal: _Journal, name: str, scale: float, words: str) -> list[Series]:
     """A line for each start; steps that a later start did again are faint."""
-    begins = [_number(start, "step") for start in told.starts]
+    begins = [_number(start, "step") for start in journal.starts]
     series = []
-    for n, segment in enumerate(told.segments()):
+    for n, segment in enumerate(journal.segments()):
         again = min([b for b in begins[n + 1 :] if math.isfinite(b)], default=math.inf)
         kept = [r for r in segment if _number(r, "step") <= again]
         lost = [r for r in segment if _number(r, "step") >= again]
@@ -167,37 +167,37 @@ def _lines(told: _Told, name: str, scale: float, words: str) -> list[Series]:
 
 
 def _drawn(
-    told: _Told, title: str, unit: str, series: Sequence[Series], *, zero: bool = True
+    journal: _Journal, title: str, unit: str, series: Sequence[Series], *, zero: bool = True
 ) -> Html:
     if not any(each.points for each in series):
         return paragraphs([f"{title}: nothing was recorded yet."])
     x, y = Axis("step", "{:.0f}".format, base=0), Axis(unit, base=0, zero=zero)
-    return tag("div", chart(title, series, x, y, marks=_marks(told)), cls="scroll")
+    return tag("div", chart(title, series, x, y, marks=_marks(journal)), cls="scroll")
 
 
-def _loss(told: _Told) -> Html:
-    series = _lines(told, "loss", 1.0, "training")
-    series.append(Series("validation", _points(told.of("validation"), "loss"), joined=False))
+def _loss(journal: _Journal) -> Html:
+    series = _lines(journal, "loss", 1.0, "training")
+    series.append(Series("validation", _points(journal.of("validation"), "loss"), joined=False))
     note = (
         "Dashed: where the run was started, and in which layout. Faint: steps that were repeated."
     )
-    return Html(paragraphs([note]) + _drawn(told, "loss", "nats per token", series, zero=False))
+    return Html(paragraphs([note]) + _drawn(journal, "loss", "nats per token", series, zero=False))
 
 
-def _curve(told: _Told, title: str, unit: str, of: Sequence[tuple[str, float, str]]) -> Html:
-    series = [line for name, scale, words in of for line in _lines(told, name, scale, words)]
-    return _drawn(told, title, unit, series)
+def _curve(journal: _Journal, title: str, unit: str, of: Sequence[tuple[str, float, str]]) -> Html:
+    series = [line for name, scale, words in of for line in _lines(journal, name, scale, words)]
+    return _drawn(journal, title, unit, series)
 
 
-def _efficiency(told: _Told) -> Html:
-    last = told.starts[-1]
+def _efficiency(journal: _Journal) -> Html:
+    last = journal.starts[-1]
     note = (
         f"Of a peak of {_number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
         " also counts recomputation. With full attention MFU would be higher by"
         f" {_more(last):.1f} %."
     )
-    drawn = _curve(told, "MFU and HFU", "%", [("mfu", 100, "MFU"), ("hfu", 100, "HFU")])
+    drawn = _curve(journal, "MFU and HFU", "%", [("mfu", 100, "MFU"), ("hfu", 100, "HFU")])
     return Html(paragraphs([note]) + drawn)
 
 
@@ -208,9 +208,9 @@ def _more(start: Record) -> float:
     return 100 * (_number(flops, "full") / _number(flops, "model") - 1)
 
 
-def _memory(told: _Told) -> Html:
-    found = told.of("memory")
-    ranks = found[-1].get("ranks") if found else None
+def _memory(journal: _Journal) -> Html:
+    measured = journal.of("memory")
+    ranks = measured[-1].get("ranks") if measured else None
     if not isinstance(ranks, list):
         return paragraphs(["Not measured yet."])
     kinds = ("weights", "optimizer", "gathered and gradients")
@@ -219,7 +219,7 @@ def _memory(told: _Told) -> Html:
         [rank, *(_bytes(_inside(one, how, k)) for k in kinds for how in ("promised", "measured"))]
         for rank, one in enumerate(ranks)
     ]
-    most = max((_number(s, "memory") for s in told.steps()), default=math.nan)
+    most = max((_number(s, "memory") for s in journal.steps()), default=math.nan)
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
         " measured. Activations are not included. The most that one rank used for everything,"
@@ -262,11 +262,11 @@ def _mesh(start: Record) -> Html:
     return tag("div", mesh_svg(picture), cls="scroll")
 
 
-def _events(told: _Told) -> Html:
-    begun = _number(told.starts[0], "time")
+def _events(journal: _Journal) -> Html:
+    begun = _number(journal.starts[0], "time")
     rows = [
         (f"{_number(r, 'time') - begun:.1f} s", r["event"], r.get("step", ""), " ".join(_words(r)))
-        for r in told.records
+        for r in journal.records
         if r["event"] not in ("step", "memory")
     ]
     return tag("div", table(("after", "event", "step", "details"), rows, left=True), cls="fold")
@@ -285,9 +285,9 @@ def _configuration(folder: Path) -> Html:
     return tag("pre", text)
 
 
-def _versions(told: _Told) -> Html:
+def _versions(journal: _Journal) -> Html:
     rows = []
-    for number, start in enumerate(told.starts, 1):
+    for number, start in enumerate(journal.starts, 1):
         versions = start.get("versions")
         words = versions.items() if isinstance(versions, dict) else ()
         rows.append((f"start {number}", ", ".join(f"{name} {value}" for name, value in words)))

@@ -55,13 +55,13 @@ def read_step(folder: Path) -> Step:
     except OSError as error:
         raise ReportError(f"cannot read {error.filename}: {error.strerror}. {_SHOWS}") from None
     try:
-        timeline, told = Timeline.from_json(text), _told(text)
+        timeline, header = Timeline.from_json(text), _header(text)
     except ValueError as error:
         raise ReportError(f"{file} cannot be read: {error}.") from None
     if not timeline.makespan:
         raise ReportError(f"{file} tells of no operation that took time. {_SHOWS}")
-    layout, number = Layout.parse(told[0]), told[1]
-    start, steps = _stretch(folder, told[0], number)
+    layout, number = Layout.parse(header[0]), header[1]
+    start, steps = _stretch(folder, header[0], number)
     shape = value(Shape, start["model"], f"{folder / 'metrics.jsonl'}, model")
     return Step(
         number,
@@ -76,9 +76,9 @@ def read_step(folder: Path) -> Step:
     )
 
 
-def _told(text: str) -> tuple[str, int]:
-    said = json.loads(text)
-    layout, step = said.get("layout"), said.get("step")
+def _header(text: str) -> tuple[str, int]:
+    record = json.loads(text)
+    layout, step = record.get("layout"), record.get("step")
     if not isinstance(layout, str) or not isinstance(step, int):
         raise ValueError("it does not say its layout and its step")
     return layout, step
@@ -165,30 +165,30 @@ def _prices(
     """Of one operation each: what computes as `costs_of` has it, messages by the site's wire."""
     layout, last = step.layout, step.shape.pieces - 1
     trios = {p: three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)}
-    found = dict(costs_of(trios).pieces)
+    prices = dict(costs_of(trios).pieces)
     weights = {p: t.weights for p, t in trios.items()}
     c = columns_of([choice.case], [0])
     if "weights" not in layout.offload:  # copies from the host are not priced
-        found |= {
+        prices |= {
             (ops.GATHER, p): float(gathering(c, site, np.asarray(w * stack.gathered_bytes))[0])
             for p, w in weights.items()
         }
-    found |= {
+    prices |= {
         (ops.REDUCE, p): float(summing(c, site, np.asarray(w * stack.reduce_bytes))[0])
         for p, w in weights.items()
     }
-    found |= {
+    prices |= {
         (ops.TIE, p): float(tying(c, site, np.asarray(w * stack.reduce_bytes))[0])
         for p, w in weights.items()
     }
-    found[ops.COUNT, -1] = float(counting(c, site)[0])
+    prices[ops.COUNT, -1] = float(counting(c, site)[0])
     sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
-    found |= {(ops.RECEIVE, p): sent for p in trios}
+    prices |= {(ops.RECEIVE, p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.
     most = _fullest(step.timeline, weights)
     if most:
-        found |= {(ops.UPDATE, p): choice.parts["update"] * w / most for p, w in weights.items()}
-    return found
+        prices |= {(ops.UPDATE, p): choice.parts["update"] * w / most for p, w in weights.items()}
+    return prices
 
 
 def _fullest(timeline: Timeline, weights: Mapping[int, float]) -> float:

@@ -11,7 +11,7 @@ alone. By the library: the same tensors are made on the meta device, and their b
 
 import torch
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import one_process, start
 
@@ -70,7 +70,7 @@ def adam_in_torch(weights: list[torch.Tensor]) -> tuple[float, int]:
     return sum(t.nbytes for t in (*leaves, *gradients, *states)) / count, count
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     library = by_library()
     lab.step("bytes, by hand and by the library")
     lab.shows("before", by_hand=list(BY_HAND.values()))

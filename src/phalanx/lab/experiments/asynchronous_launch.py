@@ -11,12 +11,12 @@ import time
 
 import torch
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import gradients_of, one_process, start
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     group, rank, last = lab.group, lab.rank, lab.n - 1
     with lab.doing("gradient"):
         gradient = gradients_of(start(lab.size), lab.rows(0))[1][0]

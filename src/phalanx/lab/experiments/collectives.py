@@ -9,13 +9,13 @@ own partners. That is why splitting a layer always costs a message in each direc
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered, scattered
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     group, rank, n = lab.group, lab.rank, lab.n
-    held: Held = {}
+    values: Values = {}
 
     def begin(name: str) -> Tensor:
         lab.step(name)
@@ -25,7 +25,7 @@ def run(lab: Lab) -> Held:
 
     def end(name: str, result: Tensor) -> None:
         lab.shows("after", result=result)
-        held[name] = result
+        values[name] = result
 
     x = begin("all-reduce")  # everyone gets the sum
     group.all_reduce(x)
@@ -63,7 +63,7 @@ def run(lab: Lab) -> Held:
     # The loss is the sum over ranks of weight_r . all_gather(x): its gradient comes back summed.
     begin("the gradient of an all-gather is a reduce-scatter")
     end("gradient", scattered(group, weight(rank, n)))
-    return held
+    return values
 
 
 def own(rank: int, n: int) -> Tensor:

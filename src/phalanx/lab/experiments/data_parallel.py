@@ -12,20 +12,20 @@ from functools import partial
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, equal, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, gradients_of, loss_of, start, trained, update
 
 FORMS = ("", " overlapped")
 
 
-def run(lab: Lab) -> Held:
-    held: Held = {}
+def run(lab: Lab) -> Values:
+    values: Values = {}
     for how in FORMS:
         weights, own = start(lab.size), list[Tensor]()
-        held |= lab.train(partial(train_step, lab, weights, own, bool(how)), weights, how)
-        held[f"own gradient{how}"] = own[0]
-    return held | {"sent": lab.sent()}
+        values |= lab.train(partial(train_step, lab, weights, own, bool(how)), weights, how)
+        values[f"own gradient{how}"] = own[0]
+    return values | {"sent": lab.sent()}
 
 
 def train_step(
@@ -62,11 +62,11 @@ def check(results: Results, size: Size) -> Claims:
     for how in FORMS:
         yield from trained(results, size, how=how)
         says = f"the first loss{how} is that of its own rows"
-        for rank, held in enumerate(results):
-            yield equal(f"rank {rank}: {says}", held[f"losses{how}"][0], own[rank][0])
+        for rank, values in enumerate(results):
+            yield equal(f"rank {rank}: {says}", values[f"losses{how}"][0], own[rank][0])
         says = f"its own gradient{how} is that of its rows"
         yield from every(results, f"own gradient{how}", says, lambda rank: own[rank][1][0])
-        losses = zip(*(held[f"losses{how}"] for held in results), strict=True)
+        losses = zip(*(values[f"losses{how}"] for values in results), strict=True)
         yield Claim(
             f"every rank has another loss{how}", all(len(set(each)) == n for each in losses)
         )

@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered
 from phalanx.lab.mlp import gradients_of, one_process, start
 
@@ -48,7 +48,7 @@ def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
     return [[first + i * stride for i in range(sizes[axis])] for first in firsts]
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     rank, n = lab.rank, lab.n
     sizes = shape_of(n)
     own = coordinates(rank, sizes)

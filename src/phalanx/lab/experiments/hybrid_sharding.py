@@ -10,7 +10,7 @@ the machine, and that is the point of the scheme.
 
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered, scattered
 from phalanx.lab.mlp import loss_of, start, trained, update
 
@@ -21,7 +21,7 @@ def grid(n: int) -> tuple[int, int]:
     return n // across, across
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     size, (k, m) = lab.size, grid(lab.n)
     inside = lab.split("inside", [range(i * k, (i + 1) * k) for i in range(m)])
     across = lab.split("across", [range(i, lab.n, k) for i in range(k)])
@@ -43,7 +43,7 @@ def run(lab: Lab) -> Held:
             update(shard, gradient)
         return loss, gradients
 
-    held = lab.train(train_step, shards)
+    values = lab.train(train_step, shards)
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
     if lab.rank == 0:
         title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
@@ -51,7 +51,7 @@ def run(lab: Lab) -> Held:
         rows_of = zip(("inside", "across"), sent, formulas(size, lab.n), thumb, strict=True)
         rows_ = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in rows_of]
         lab.table(title, ("group", "measured", "formula", "rule of thumb"), rows_)
-    return held | {"sent": sent}
+    return values | {"sent": sent}
 
 
 def formulas(size: Size, n: int) -> list[float]:

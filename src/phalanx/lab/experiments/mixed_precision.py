@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import backward, batch, forward, one_process, start
 
@@ -57,10 +57,10 @@ def narrow(size: Size) -> Size:
     return replace(size, width=min(size.width, 256))
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     size = narrow(lab.size)
     weights, x = start(size), batch(size, 0)[lab.part("batch")]
-    held: Held = {}
+    values: Values = {}
     for name, dtype in (("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16)):
         lab.step(f"{name}: no scale needed")
         lab.shows("before", weights=[w.to(dtype) for w in weights])
@@ -68,7 +68,7 @@ def run(lab: Lab) -> Held:
             gradients = gradients_in(dtype, weights, x, scale=1.0)
         for g in gradients:
             lab.group.all_reduce(g, "average")
-        held[name] = [g / SMALL for g in gradients]
+        values[name] = [g / SMALL for g in gradients]
         lab.shows("after", gradients=gradients)
 
     lab.step("fp16 without a scale: what becomes of small gradients")
@@ -88,13 +88,13 @@ def run(lab: Lab) -> Held:
         scale, skipped = scale / 2, skipped + 1
     for g in gradients:
         lab.group.all_reduce(g, "average")
-    held["fp16"] = [g / SMALL for g in gradients]
+    values["fp16"] = [g / SMALL for g in gradients]
     lab.shows("after", gradients=gradients, scale=scale, skipped=skipped)
     if lab.rank == 0:
         show(lab)
     precision = torch.get_float32_matmul_precision()
     tf32 = torch.backends.cuda.matmul.allow_tf32 or precision != "highest"
-    return held | {"lost": lost, "scale": scale, "skipped": skipped, "tf32 on": int(tf32)}
+    return values | {"lost": lost, "scale": scale, "skipped": skipped, "tf32 on": int(tf32)}
 
 
 def vanished(weights: Sequence[Tensor], x: Tensor) -> int:
@@ -145,10 +145,12 @@ def check(results: Results, size: Size) -> Claims:
     lost = [vanished(start(size), x) for x in rows]
     says = "gradients that fp16 lost without a scale"
     yield from every(results, "lost", says, lost.__getitem__)
-    for rank, held in enumerate(results):
-        yield Claim(f"rank {rank}: some were lost", held["lost"] > 0, f"{held['lost']}")
-        yield Claim(f"rank {rank}: the first scale was too high", held["skipped"] > 0)
-    halved = [first_scale(x) / 2 ** held["skipped"] for x, held in zip(rows, results, strict=True)]
+    for rank, values in enumerate(results):
+        yield Claim(f"rank {rank}: some were lost", values["lost"] > 0, f"{values['lost']}")
+        yield Claim(f"rank {rank}: the first scale was too high", values["skipped"] > 0)
+    halved = [
+        first_scale(x) / 2 ** values["skipped"] for x, values in zip(rows, results, strict=True)
+    ]
     yield from every(results, "scale", "each skip halved the scale", halved.__getitem__)
     yield from every(results, "scale", "all have the same scale", results[0]["scale"])
     yield from every(results, "tf32 on", "TF32 is off by default", 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Held, Results, Size
+from phalanx.lab.claims import Claims, Results, Size, Values
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, start, trained, update
 
@@ -52,7 +52,7 @@ class Receive(torch.autograd.Function):
         return None, None
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     rank, last = lab.rank, lab.n - 1
     weights = [w.requires_grad_() for w in start(lab.size)[lab.part("layers")]]
 
@@ -68,8 +68,8 @@ def run(lab: Lab) -> Held:
             gradients = updated(end, weights)
         return end if rank == last else None, gradients
 
-    held = lab.train(train_step, weights, RANKS)
-    return held | lab.train(*two_devices(lab.size), TWO)
+    values = lab.train(train_step, weights, RANKS)
+    return values | lab.train(*two_devices(lab.size), TWO)
 
 
 RANKS, TWO = ", a rank for each range of layers", ", one process with two devices"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered
 from phalanx.lab.mlp import gradients_of, one_process, start
 
@@ -41,7 +41,7 @@ def all_gather_text(group: Group, value: Any) -> list[Any]:
     return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     rank, n = lab.rank, lab.n
     loss, gradients = gradients_of(start(lab.size), lab.rows(0))
     row = gradients[0][0] / n

@@ -13,7 +13,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.experiments.pipeline import MICROBATCHES, Op, Stage, trained_in_stages
 from phalanx.lab.lab import Lab, gathered
 
@@ -59,11 +59,11 @@ class CountedStage(Stage):
         self.turns.append(self.now)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     stage = CountedStage(lab)
-    held = stage.train(order(lab.rank, lab.n, MICROBATCHES))
+    values = stage.train(order(lab.rank, lab.n, MICROBATCHES))
     counts = lab.size.steps * MICROBATCHES * 8 * (int(not stage.first) + int(not stage.last))
-    held |= {"sent": held["sent"] - counts, "turns": stage.turns}
+    values |= {"sent": values["sent"] - counts, "turns": stage.turns}
     cells = gathered(lab.group, torch.tensor(stage.turns)).view(lab.n, -1)
     if lab.rank == 0:
         used, count = cells.numel(), int(cells.max()) * lab.n
@@ -72,7 +72,7 @@ def run(lab: Lab) -> Held:
             f"{used // 2}/{count // 2}."
         )
         show(lab, cells.tolist())
-    return held
+    return values
 
 
 def show(lab: Lab, cells: list[list[int]]) -> None:
@@ -88,13 +88,13 @@ def show(lab: Lab, cells: list[list[int]]) -> None:
 def check(results: Results, size: Size) -> Claims:
     yield from trained_in_stages(results, size)
     n, m = len(results), MICROBATCHES
-    turns = max(max(held["turns"]) for held in results)
-    used = Fraction(sum(len(held["turns"]) for held in results), turns * n)
+    turns = max(max(values["turns"]) for values in results)
+    used = Fraction(sum(len(values["turns"]) for values in results), turns * n)
     says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
     yield Claim(says, used == Fraction(m, m + n - 1), str(used))
     yield from every(results, "most", "it kept P-p microbatches", lambda rank: min(n - rank, m))
-    for rank, held in enumerate(results):
-        taken = held["turns"]
+    for rank, values in enumerate(results):
+        taken = values["turns"]
         # The first forwards come down the diagonal; the last stage begins backward at once.
         says = f"rank {rank} began in turn p and ended as the pipeline drained"
         ends = [rank + 1, 2 * (m + n - 1) - rank]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from phalanx.comm import Group, World
 from phalanx.comm.launch import launch
 from phalanx.comm.tally import TallyWorld
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.conduct import traced, wire_for
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
@@ -42,7 +42,7 @@ def as_thread(world: World, size: Size) -> tuple[Tensor, Tensor]:
     return rank_code(inner(world), size)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     lab.step("as it is: among its peers")
     own, gradient = rank_code(lab.group, lab.size)
     lab.shows("before the message", gradient=own)

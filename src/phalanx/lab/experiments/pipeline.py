@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, trained, update
 
@@ -82,7 +82,7 @@ class Stage:
         if not self.first:
             self.send(g, self.lab.rank - 1)
 
-    def train(self, order: Sequence[Op]) -> Held:
+    def train(self, order: Sequence[Op]) -> Values:
         """All steps, each with these operations in this order."""
 
         def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
@@ -93,15 +93,15 @@ class Stage:
                 update(w, gradient)
             return self.loss if self.last else None, self.gradients
 
-        held = self.lab.train(train_step, self.weights)
-        return held | {"sent": self.lab.sent(), "most": self.most}
+        values = self.lab.train(train_step, self.weights)
+        return values | {"sent": self.lab.sent(), "most": self.most}
 
 
 def all_forwards_first() -> list[Op]:
     return [(kind, micro) for kind in "FB" for micro in range(MICROBATCHES)]
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     return Stage(lab).train(all_forwards_first())
 
 

@@ -9,7 +9,7 @@ space. It cannot fill the turns in which there is no work: that needs another or
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.experiments.pipeline import (
     MICROBATCHES,
     Stage,
@@ -45,13 +45,13 @@ class PostedStage(Stage):
         super().send(x, to)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     stage = PostedStage(lab)
-    held = stage.train(all_forwards_first())
+    values = stage.train(all_forwards_first())
     if lab.rank == 0:
         counts = " ".join(map(str, stage.in_flight[:MICROBATCHES]))
         lab.note(f"Receives open on rank 0 when it had computed each microbatch: {counts}.")
-    return held | {"in flight": stage.in_flight}
+    return values | {"in flight": stage.in_flight}
 
 
 def check(results: Results, size: Size) -> Claims:

@@ -7,12 +7,12 @@ only the order identifies them: the first one sent is the first one received.
 
 import torch
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import draw
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     group, rank, n = lab.group, lab.rank, lab.n
     factor = draw(rank, 4)
 

@@ -20,7 +20,7 @@ import torch.distributed
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import gradients_of, one_process, start
 
@@ -28,9 +28,9 @@ dist: Any = torch.distributed  # its type stubs leave out the stores
 PATIENCE = timedelta(seconds=30)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     group, rank, n = lab.group, lab.rank, lab.n
-    held: Held = {}
+    values: Values = {}
     lab.step("choice of the backend")
     choice = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= n else "gloo"
     lab.shows("before", gpus=torch.cuda.device_count(), ranks=n)
@@ -54,16 +54,16 @@ def run(lab: Lab) -> Held:
             read = [store.get(key).decode() for key in keys]
             store.add("counted", 1)
             group.barrier()  # now everyone has added
-            held[name] = "; ".join(read) + f"; {store.add('counted', 0)} counted"
-            lab.shows("after", read=held[name])
+            values[name] = "; ".join(read) + f"; {store.add('counted', 0)} counted"
+            lab.shows("after", read=values[name])
 
         lab.step("a new group on the TCP store: all-reduce of the gradient")
         gradient = gradients_of(start(lab.size), lab.rows(0))[1][0] / n
         lab.shows("before", gradient=gradient)
-        held["gradient"] = all_reduced(gradient, stores["TCPStore"][0], rank, n)
+        values["gradient"] = all_reduced(gradient, stores["TCPStore"][0], rank, n)
         lab.shows("after", gradient=gradient)
         group.barrier()  # rank 0's port and file stay until nobody needs them
-    return held
+    return values
 
 
 def all_reduced(x: Tensor, store: Any, rank: int, n: int) -> Tensor:

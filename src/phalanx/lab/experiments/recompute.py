@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, equal, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Kept, backward, draw, forward, loss_of
 
@@ -93,7 +93,7 @@ def step(chain: Chain, x: Tensor, way: str) -> None:
                 g = chain.backward(i, g, chain.forward(x, i, i + 1)[1][0])
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     lab.step("forwards and memory: each rank measures some of the ways")
     lab.shows("before", ways=len(JOBS))
     counted = torch.zeros(len(JOBS), 2, dtype=torch.float64)
@@ -147,9 +147,9 @@ def show(lab: Lab, measured: list[tuple[float, ...]]) -> None:
 
 
 def check(results: Results, size: Size) -> Claims:
-    for rank, held in enumerate(results):
+    for rank, values in enumerate(results):
         for (way, depth), gradient in zip(
-            JOBS[rank :: len(results)], held["gradients"], strict=True
+            JOBS[rank :: len(results)], values["gradients"], strict=True
         ):
             weights = [w.requires_grad_() for w in Chain(depth).weights]
             x = draw(1, ROWS, WIDTH)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group, Work
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import draw
 
@@ -28,7 +28,7 @@ def whole(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     return draw(1, *shape), draw(2, *shape), draw(3, *shape)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     q, k, v = (x[:, lab.part("batch")].contiguous() for x in whole(lab.size))
     lab.step("forward: n rounds")
     lab.shows("before", q=q, k=k, v=v)

@@ -9,7 +9,7 @@ means is then not the mean over samples. So sums and counts are all-reduced, and
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, equal, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import draw, gradients_of, start, update
 
@@ -27,7 +27,7 @@ def samples(size: Size) -> Tensor:
     return draw(20_000, 2 * size.batch + size.batch // 2 + 1, size.width)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     data, weights = samples(lab.size), start(lab.size)
     losses, means = [], []
     first: list[Tensor] = []
@@ -77,7 +77,7 @@ def check(results: Results, size: Size) -> Claims:
     half = len(chosen) // EPOCHS
     for epoch in range(EPOCHS):
         mine = [
-            part for held in results for part in held["seen"][epoch * half : (epoch + 1) * half]
+            part for values in results for part in values["seen"][epoch * half : (epoch + 1) * half]
         ]
         says = f"epoch {epoch}: every sample was used once"
         yield equal(says, torch.cat(mine).sort().values, torch.arange(len(data)))

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.experiments.process_groups import from_rank_0
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import gradients_of, one_process, start, trained, update
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     group, weights = lab.group, start(lab.size)
     loaded: list[Tensor] = []
     saved = torch.zeros(1, dtype=torch.int64)
@@ -55,8 +55,8 @@ def run(lab: Lab) -> Held:
         lab.shows("after", weights=weights, bytes_of_the_file=int(saved))
         lab.step("training continues from the file")
 
-    held = lab.train(train_step, weights)
-    return held | {"loaded": loaded, "bytes": int(saved)}
+    values = lab.train(train_step, weights)
+    return values | {"loaded": loaded, "bytes": int(saved)}
 
 
 def check(results: Results, size: Size) -> Claims:
@@ -68,7 +68,7 @@ def check(results: Results, size: Size) -> Claims:
         else start(size)
     )
     yield from every(results, "loaded", "it loaded what was saved", there)
-    for rank, held in enumerate(results):
-        header = held["bytes"] - size.bytes
+    for rank, values in enumerate(results):
+        header = values["bytes"] - size.bytes
         says = f"rank {rank}: the file is the weights and a header of {header} bytes"
         yield Claim(says, 8 < header < 200 * size.layers + 64 and header % 8 == 0)

@@ -11,7 +11,7 @@ pinned memory; without one, the device is a second copy in the host's memory.
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import loss_of, start, trained, update
 
@@ -38,7 +38,7 @@ class Device:
         return gradient.to("cpu", copy=True)
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     host = start(lab.size)
     device, last = Device(host), lab.size.layers - 1
 
@@ -63,8 +63,8 @@ def run(lab: Lab) -> Held:
             update(w, gradient)
         return loss, gradients
 
-    held = lab.train(train_step, host)
-    return held | {"most": device.most, "copied": [device.copied_in, device.copied_out]}
+    values = lab.train(train_step, host)
+    return values | {"most": device.most, "copied": [device.copied_in, device.copied_out]}
 
 
 def check(results: Results, size: Size) -> Claims:

@@ -10,12 +10,12 @@ each layer, each of (n-1)/n of the activations.
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered, scattered
 from phalanx.lab.mlp import batch, loss_of, start, trained, update
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     columns = lab.part("width")
     weights = [w[:, columns].clone() for w in start(lab.size)]
     to_input: list[Tensor] = []
@@ -37,8 +37,8 @@ def run(lab: Lab) -> Held:
         to_input.append(g)
         return loss, gradients
 
-    held = lab.train(train_step, weights)
-    return held | {"sent": lab.sent(), "to input": to_input[0]}
+    values = lab.train(train_step, weights)
+    return values | {"sent": lab.sent(), "to input": to_input[0]}
 
 
 def check(results: Results, size: Size) -> Claims:

@@ -10,7 +10,7 @@ al. 2019). If the number of layers is odd, every rank computes the whole last la
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, trained, update
 
@@ -23,7 +23,7 @@ def shard(w: Tensor, layer: int, size: Size, rank: int, n: int) -> Tensor:
     return w[:, part] if layer + 1 < size.layers else w
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     size, group = lab.size, lab.group
     weights = [shard(w, i, size, lab.rank, lab.n).clone() for i, w in enumerate(start(size))]
 

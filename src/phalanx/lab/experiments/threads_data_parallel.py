@@ -18,12 +18,12 @@ import time
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, gradients_of, start, trained, update
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     size, n = lab.size, lab.n
     lab.step("rank 0 drives all devices, the other ranks wait")
     weights = start(size)
@@ -57,8 +57,8 @@ def run(lab: Lab) -> Held:
             f"{n} threads over {n} devices: {1e3 * threaded:.0f} ms, {copied:,} bytes through the "
             f"first device. One rank for each: {1e3 * took:.0f} ms, {lab.sent():,.0f} bytes each."
         )
-    held = {"sent": lab.sent(), "copied": copied, "weights by rank": by_rank}
-    return held | {"losses": losses, "gradients": first, "weights": weights}
+    values = {"sent": lab.sent(), "copied": copied, "weights by rank": by_rank}
+    return values | {"losses": losses, "gradients": first, "weights": weights}
 
 
 def replicated(

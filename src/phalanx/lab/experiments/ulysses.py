@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.experiments import ring_attention
 from phalanx.lab.experiments.ring_attention import HEADS, attention_of_one_process, whole
 from phalanx.lab.lab import Lab
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     group, n = lab.group, lab.n
     if HEADS % n:
         lab.note(f"{n} ranks and {HEADS} heads: a head cannot be split, so the ring is used.")
@@ -46,8 +46,8 @@ def run(lab: Lab) -> Held:
         gs = p * (gp - (gp * p).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
     gq, gk, gv = (to_tokens(group, x) for x in (gs @ k, gs.mT @ q, p.mT @ g))
     lab.shows("after", gradient_q=gq, gradient_k=gk, gradient_v=gv)
-    held = {"out": out, "loss": loss, "q": gq, "k": gk, "v": gv}
-    return held | {"sent": lab.sent(), "how": "ulysses"}
+    values = {"out": out, "loss": loss, "q": gq, "k": gk, "v": gv}
+    return values | {"sent": lab.sent(), "how": "ulysses"}
 
 
 def to_heads(group: Group, x: Tensor) -> Tensor:

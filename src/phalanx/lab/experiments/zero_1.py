@@ -10,12 +10,12 @@ messages, so ZeRO-1 sends exactly what data parallel sends, 2(n-1)/n of the weig
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered, scattered
 from phalanx.lab.mlp import Adam, gradients_of, start, trained
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     rank, n = lab.rank, lab.n
     flat = padded(start(lab.size), n)
     weights = layers_of(flat, lab.size)  # views
@@ -33,14 +33,14 @@ def run(lab: Lab) -> Held:
         lab.group.all_gather(flat, part)
         return loss, [summed]
 
-    held = lab.train(train_step, weights, state=[adam.m, adam.v])
-    held |= {"state": adam.m.numel() + adam.v.numel(), "sent": lab.sent()}
+    values = lab.train(train_step, weights, state=[adam.m, adam.v])
+    values |= {"state": adam.m.numel() + adam.v.numel(), "sent": lab.sent()}
     lab.note(
         f"Rank {rank} sent {lab.sent() / lab.size.steps:,.0f} bytes a step; 2(n-1)/n of the weights "
         f"are {2 * (n - 1) / n * flat.nbytes:,.0f}. Its state takes "
         f"{adam.m.nbytes + adam.v.nbytes:,} bytes of {2 * flat.nbytes:,}."
     )
-    return held | {"gradients": layers_of(gathered(lab.group, *held["gradients"]), lab.size)}
+    return values | {"gradients": layers_of(gathered(lab.group, *values["gradients"]), lab.size)}
 
 
 def padded(parts: list[Tensor], n: int) -> Tensor:

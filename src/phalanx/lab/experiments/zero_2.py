@@ -8,7 +8,7 @@ short; they balance only if the layers divide by the ranks.
 
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Held, Results, Size, every
+from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Adam, loss_of, one_process, start, trained
 
@@ -22,7 +22,7 @@ def owned(size: Size, rank: int, n: int) -> list[int]:
     return [layer for layer in range(size.layers) if owner(layer, size, n) == rank]
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     size, rank, n = lab.size, lab.rank, lab.n
     weights = start(size)
     states = {layer: Adam(size.width, size.width) for layer in owned(size, rank, n)}
@@ -48,12 +48,12 @@ def run(lab: Lab) -> Held:
             lab.group.broadcast(w, owner(layer, size, n))
         return loss, [gradients[layer] for layer in sorted(gradients)]
 
-    held = lab.train(train_step, weights)
+    values = lab.train(train_step, weights)
     lab.note(
         f"Rank {rank} sent {lab.sent() / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
         f"{2 * (n - 1) / n * size.bytes:,.0f}. It had gradients of {most:,} of {size.bytes:,} bytes."
     )
-    return held | {"gradient bytes": most, "sent": lab.sent()}
+    return values | {"gradient bytes": most, "sent": lab.sent()}
 
 
 def check(results: Results, size: Size) -> Claims:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.claims import Claim, Claims, Held, Results, Size, equal, every
+from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.experiments.zero_2 import owned, owner
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Adam, loss_of, start, trained
@@ -48,7 +48,7 @@ class Layers:
             del self.here[layer]
 
 
-def run(lab: Lab) -> Held:
+def run(lab: Lab) -> Values:
     size, n = lab.size, lab.n
     layers, last = Layers(lab), size.layers - 1
     states = {layer: Adam(size.width, size.width) for layer in layers.mine}
@@ -74,14 +74,14 @@ def run(lab: Lab) -> Held:
             state.update(layers.here[layer], gradients[layer])
         return loss, [gradients[layer] for layer in layers.mine]
 
-    held = lab.train(train_step, list(layers.here.values()))
+    values = lab.train(train_step, list(layers.here.values()))
     lab.note(
         f"Rank {lab.rank} received {lab.received() / size.steps:,.0f} bytes a step and sent "
         f"{lab.sent() / size.steps:,.0f}; 3(n-1)/n of the weights are "
         f"{3 * (n - 1) / n * size.bytes:,.0f}. It had {layers.most} layers at most, of {size.layers}."
     )
-    held |= {"present": len(layers.here), "most": layers.most}
-    return held | {"sent": lab.sent(), "received": lab.received()}
+    values |= {"present": len(layers.here), "most": layers.most}
+    return values | {"sent": lab.sent(), "received": lab.received()}
 
 
 def check(results: Results, size: Size) -> Claims:
@@ -92,10 +92,10 @@ def check(results: Results, size: Size) -> Claims:
     )
     says = "it has only its own layers again"
     yield from every(results, "present", says, lambda rank: len(mine[rank]))
-    for rank, held in enumerate(results):
+    for rank, values in enumerate(results):
         says = f"rank {rank}: it had its own layers and at most two others"
-        fits = held["most"] <= len(mine[rank]) + 2
-        yield Claim(says, fits, f"{held['most']} of {size.layers}")
+        fits = values["most"] <= len(mine[rank]) + 2
+        yield Claim(says, fits, f"{values['most']} of {size.layers}")
 
     def broadcasts(layers: list[int]) -> int:
         """Every layer once in forward and once in backward, the last layer only once."""
@@ -110,5 +110,8 @@ def check(results: Results, size: Size) -> Claims:
 
     yield from every(results, "received", "it received weights twice, gradients once", received)
     yield from every(results, "sent", "it sent its own layers twice, gradients once", sent)
-    total, formula = sum(held["sent"] for held in results), (3 * size.layers - 1) * (n - 1) * unit
+    total, formula = (
+        sum(values["sent"] for values in results),
+        (3 * size.layers - 1) * (n - 1) * unit,
+    )
     yield equal("together: 3(n-1)/n of the weights a rank, less the last layer", total, formula)
