@@ -54,6 +54,7 @@ def test_zero3_of_four_layers_reduces_computes_and_gathers_side_by_side() -> Non
     layout = Layout.parse("dp2 zero3")
     costs = Costs({"F": 4, "B": 8, "G": 4, "S": 4, "U": 4}, share=dict.fromkeys(range(4), 0.25))
     drawn = text(Picture("zero3", simulate(build(layout, [range(4)]), costs)))
+    # 1S has waited for 3S, so 3U follows it; the last updates have nothing left to compute beside.
     assert drawn.splitlines()[3:6] == [
         "rank 0   ····0F0 1F0 2F0 3F0 3B0──── 2B0──── 1B0──── 3U─ 0B0──── 2U─ 1U─ 0U─",
         "  gather 0G─ 1G─ 2G─ 3G─ 2G#1········1G#1····0G#1····························",

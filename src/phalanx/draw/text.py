@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from ..program import Op, Span, ops
+from ..program import KINDS, Op, Span, ops
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import change, number, ticks, wrapped
 
@@ -55,7 +55,8 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
 
 def _scale(picture: Picture, room: int) -> float:
     """Columns per unit of time: labels fit where they can, and one band is better than two."""
-    spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
+    # Updates are short beside forwards and backwards, and do not set the scale.
+    spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
     spans = spans or [s for t in picture.tracks for s in t.spans]
     if not spans:
         return 1.0
@@ -77,7 +78,7 @@ def _scale(picture: Picture, room: int) -> float:
 
 def _band(picture: Picture, scale: float, room: int, columns: int) -> int:
     """How many columns one band has: bands alike, each a whole number of shortest cells."""
-    spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
+    spans = [s for t in picture.tracks for s in t.spans if s.op.kind in ops.COMPUTES]
     cell = min(room, max(1, round(min((s.end - s.start for s in spans), default=1.0) * scale)))
     room -= room % cell
     fair = -(-columns // -(-columns // room))
@@ -131,7 +132,7 @@ def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
         return "─" * size
     for name in picture.names_of(cell.op):
         need = len(name)
-        if cell.op.kind in ops.COMPUTES:
+        if KINDS[cell.op.kind].lane == ops.COMPUTE:
             # A number alone tells no kind; and where names begin with a number, a blank parts them.
             need = size + 1 if name.isdigit() else need + picture.several
         if need <= size:
@@ -190,7 +191,7 @@ def _narrow(picture: Picture, scale: float) -> set[str]:
         s.op.kind
         for track in picture.tracks
         for s in track.spans
-        if s.op.kind in ops.COMPUTES
+        if KINDS[s.op.kind].lane == ops.COMPUTE
         and (s.end - s.start) * scale < len(f"{s.op.kind}{s.op.index}") - 0.5
     }
 

@@ -1,7 +1,7 @@
 """The operations of a training step, and the step itself as one value: a list of them per rank.
 
 An operation prints as `2F0` (piece 2, forward, microbatch 0) and parses back. A program saves as
-text that a person can edit. What must come before what is told in `needs.py` only.
+text that a person can edit. What must come before what is in `state.py` and `graph.py` only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A timeline: which operation ran where, from when to when. `simulate` and `perform` both make one,
+"""A timeline: which operation ran where, from when to when. `simulate` and the executor both make one,
 so that a prediction and a measurement can be laid over each other."""
 
 from __future__ import annotations
