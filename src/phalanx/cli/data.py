@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..draw import text_table
 from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
@@ -84,8 +85,12 @@ def _show(said: argparse.Namespace) -> int:
     vocab = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an untold vocabulary"
     known = corpus.bytes_per_token
     say(f"{corpus.name}: {vocab}" + (f", {known:.2f} bytes of text a token" if known else ""))
-    for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        say(f"  {name:10}  {stream.size:>15,} tokens in {len(stream.starts) - 1:,} documents")
+    streams = {"train": corpus.train, "validation": corpus.validation}
+    rows = [
+        (name, f"{stream.size:,}", f"tokens in {len(stream.starts) - 1:,} documents")
+        for name, stream in streams.items()
+    ]
+    say(text_table((), rows, left="lrl", indent=2), end="")
     return 0
 
 

@@ -39,7 +39,8 @@ def _peak(device: Device, dtype: str) -> str:
 def device_text(device: Device) -> str:
     """One device: what follows from its data file, and where every number there is from."""
     lines = [device.title, ""]
-    lines += [f"  {dtype:5} {tera(device.peak(dtype)):>16}" for dtype in device.dtypes]
+    peaks = [(dtype, tera(device.peak(dtype))) for dtype in device.dtypes]
+    lines += text_table((), peaks, indent=2).splitlines()
     lines.append(
         f"  {device.memory.kind}: {size(device.memory.bytes)} at {rate(device.memory.bandwidth)}"
     )
@@ -64,12 +65,10 @@ def device_text(device: Device) -> str:
     lines += ["", "Stated, with its source:"]
     by_source: dict[str, list[str]] = {}
     for place, number in device.stated().items():
-        by_source.setdefault(device.source(place), []).append(f"{place} = {number:g}")
+        by_source.setdefault(device.source(place), []).append(f"{place}\xa0=\xa0{number:g}")
     for source, numbers in by_source.items():
-        lines += [
-            f"  {source}:",
-            *wrap(", ".join(numbers), 96, initial_indent="    ", subsequent_indent="    "),
-        ]
+        filled = wrap(", ".join(numbers), 96, initial_indent="    ", subsequent_indent="    ")
+        lines += [f"  {source}:", *(line.replace("\xa0", " ") for line in filled)]
     return "\n".join(lines)
 
 
@@ -95,12 +94,12 @@ def clusters_text(clusters: Sequence[Cluster]) -> str:
     for c in clusters:
         sizes = " x ".join(str(level.size or "...") for level in c.levels)
         lines += [f"{c.name}: {c.kind.title}, {sizes}"]
+        rows = []
         for level in c.levels:
             share = f", {level.share:.2g} of the link" if level.share != 1 else ""
-            lines.append(
-                f"  {level.name:12} {level.size or '...':>5} by {link(level.link).title}:"
-                f" {rate(level.bandwidth)} a device in one direction{share}"
-            )
+            speed = f"{rate(level.bandwidth)} a device in one direction{share}"
+            rows.append((level.name, level.size or "...", f"by {link(level.link).title}: {speed}"))
+        lines += text_table((), rows, left="lrl", indent=2).splitlines()
         lines += _totals(c) if c.size else []
         lines += [f"  {c.source}", ""]
     return "\n".join(lines).rstrip()
@@ -110,7 +109,7 @@ def _totals(cluster: Cluster) -> list[str]:
     t = cluster.totals()
     cores = f", {t['cores'] / 1e6:.3g}M cores, {t['matrix_cores'] / 1e6:.3g}M matrix cores"
     return [
-        f"  together     {t['devices']:,} devices{cores if t['cores'] else ''},"
+        f"  together: {t['devices']:,} devices{cores if t['cores'] else ''},"
         f" {size(t['memory'])}, {tera(t['flops'])} in bf16"
     ]
 
