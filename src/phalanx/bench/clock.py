@@ -125,10 +125,8 @@ class Clock:
         once = sum(first * n for first, n in zip(firsts, calls, strict=True))
         times = max(1, min(repeats, int(limit / max(once, 1e-9))))
         read = [
-            self.read(work, n)
-            for _ in range(times)
-            for work, n in zip(works, calls, strict=True)
-        ]  # fmt: skip
+            self.read(work, n) for _ in range(times) for work, n in zip(works, calls, strict=True)
+        ]
         slowest = self.agree(read)
         return tuple(
             Timing(tuple(slowest[i :: len(works)]), calls[i], warmed) for i in range(len(works))

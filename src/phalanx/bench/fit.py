@@ -71,9 +71,17 @@ def fit(samples: Sequence[Sample], wire: str, form: str = "ring") -> Curve:
     first = ordered[0]
     latency, slope = _line(rows)
     line = Curve(
-        first.op, wire, first.ranks, form, latency, 1 / slope, 0.0,
-        first.bytes, ordered[-1].bytes, first.apart,
-    )  # fmt: skip
+        first.op,
+        wire,
+        first.ranks,
+        form,
+        latency,
+        1 / slope,
+        0.0,
+        first.bytes,
+        ordered[-1].bytes,
+        first.apart,
+    )
     line = replace(line, error=_off(line, ordered))
     if _squares(line, ordered) < NEAR**2 * len(ordered):
         return line

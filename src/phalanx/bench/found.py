@@ -18,9 +18,12 @@ from ..plan import Device, MachineError, device_named
 __all__ = ["DTYPES", "Found", "dtype_of", "find", "products_in"]
 
 DTYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
-    "tf32": torch.float32, "fp64": torch.float64,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 @dataclass(frozen=True)

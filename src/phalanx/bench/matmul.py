@@ -127,9 +127,17 @@ def _measured(found: Found, product: Product, limit: float, repeats: int) -> Pro
     (timing,) = clock.measure(multiply, repeats=repeats, limit=limit)
     claimed = sorted(clock.claimed(multiply) for _ in range(min(3, len(timing.readings))))
     return Product(
-        product.name, product.dtype, product.m, product.n, product.k,
-        timing.median, timing.least, timing.most, len(timing.readings), claimed[len(claimed) // 2],
-    )  # fmt: skip
+        product.name,
+        product.dtype,
+        product.m,
+        product.n,
+        product.k,
+        timing.median,
+        timing.least,
+        timing.most,
+        len(timing.readings),
+        claimed[len(claimed) // 2],
+    )
 
 
 def judged(rate: float, peak: float, what: str = "the catalogue's peak") -> str:

@@ -99,11 +99,19 @@ def measure_block(
 
 def _block(shape: Shape) -> nn.Module:
     return Decoder(
-        vocab=8, hidden=shape.hidden, layers=1, heads=shape.heads, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, ffn=shape.ffn, sequence=shape.sequence,
-        norm="layer" if shape.norm == "layer" else "rms", rope_theta=shape.rope_theta,
-        gated=shape.gated, qk_norm=shape.qk_norm,
-    ).layers[0]  # fmt: skip
+        vocab=8,
+        hidden=shape.hidden,
+        layers=1,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        sequence=shape.sequence,
+        norm="layer" if shape.norm == "layer" else "rms",
+        rope_theta=shape.rope_theta,
+        gated=shape.gated,
+        qk_norm=shape.qk_norm,
+    ).layers[0]
 
 
 def _iteration(

@@ -46,9 +46,10 @@ def run(argv: list[str]) -> int:
             complain(str(failed))
             return 1
     parser = Parser(
-        "phalanx bench", "Measures this machine; every result is checked or has its method told.",
+        "phalanx bench",
+        "Measures this machine; every result is checked or has its method told.",
         _EPILOG,
-    )  # fmt: skip
+    )
     parser.add_argument("bench", choices=benches, metavar="BENCH", help=", ".join(benches))
     parser.add_argument("--json", action="store_true", help="every bench takes it")
     parser.read(argv)
@@ -206,8 +207,10 @@ def _matmul(argv: list[str]) -> int:
     if said.out:
         _write(said.out, products_chart(done, found))
     if said.json:
-        rows = [asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
-                for p in done]  # fmt: skip
+        rows = [
+            asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
+            for p in done
+        ]
         print_json({"device": found.name, "known": found.entry is not None, "products": rows})
     else:
         say(products_summary(done, found, len(squares) + len(wide)), end="")
@@ -265,10 +268,13 @@ def _mfu(argv: list[str]) -> int:
     ]
     if said.json:
         peak = found.peak(dtype)
-        rows = [asdict(x) | {"mfu": x.share(peak) if peak else None,
-                             "of_best_measured": x.share(best)} for x in done]  # fmt: skip
-        print_json({"device": found.name, "peak": peak or None, "best_measured": best,
-                    "iterations": rows})  # fmt: skip
+        rows = [
+            asdict(x) | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
+            for x in done
+        ]
+        print_json(
+            {"device": found.name, "peak": peak or None, "best_measured": best, "iterations": rows}
+        )
     else:
         say(iterations_text(done, found, best), end="")
     return 0

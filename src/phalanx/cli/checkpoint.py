@@ -83,13 +83,20 @@ def _show(said: argparse.Namespace) -> int:
                 size *= n
             numbers += size
     figures: dict[str, object] = {
-        "path": str(found[0]), "step": progress.step, "sequences": progress.cursor,
-        "seed": progress.seed, "layout": progress.layout,
-        "shape": progress.shape.name if progress.shape else None, "parameters": numbers,
-        "tensors": kinds, "files": len(manifest.files),
-        "bytes": sum(file.size for file in manifest.files), "optimizer": manifest.optimizer,
-        "updates": manifest.updates, "versions": dict(manifest.versions),
-    }  # fmt: skip
+        "path": str(found[0]),
+        "step": progress.step,
+        "sequences": progress.cursor,
+        "seed": progress.seed,
+        "layout": progress.layout,
+        "shape": progress.shape.name if progress.shape else None,
+        "parameters": numbers,
+        "tensors": kinds,
+        "files": len(manifest.files),
+        "bytes": sum(file.size for file in manifest.files),
+        "optimizer": manifest.optimizer,
+        "updates": manifest.updates,
+        "versions": dict(manifest.versions),
+    }
     if said.json:
         print_json(figures | {"older": [str(path) for path in found[1:]]})
         return 0

@@ -59,10 +59,13 @@ def _prepare(said: argparse.Namespace) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
         prepare(
-            Path(said.source), Path(said.out), vocabulary,
-            share=said.held_out, field=said.field,
+            Path(said.source),
+            Path(said.out),
+            vocabulary,
+            share=said.held_out,
+            field=said.field,
             told=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
+        )
     said.source = said.out
     return _show(said)
 

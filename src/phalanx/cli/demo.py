@@ -96,10 +96,16 @@ class _Demo:
             f"   All {len(truth)} losses {verdict}: the largest relative difference is {off:.1e}.\n"
         )
         return {
-            "first": FIRST, "then": THEN, "killed": killed, "first_loss": losses.get(1),
-            "last_loss": losses.get(STEPS), "fell": fell, "largest_difference": off,
-            "agrees": off < CLOSE, "report": str(self.page()),
-        }  # fmt: skip
+            "first": FIRST,
+            "then": THEN,
+            "killed": killed,
+            "first_loss": losses.get(1),
+            "last_loss": losses.get(STEPS),
+            "fell": fell,
+            "largest_difference": off,
+            "agrees": off < CLOSE,
+            "report": str(self.page()),
+        }
 
     def run_of(self, layout: str, out: Path | None = None) -> Run:
         return Run.parse(_RUN, "demo", (f"layout={layout}", f"out={out or self.out}"))

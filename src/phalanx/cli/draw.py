@@ -76,8 +76,12 @@ def _parser() -> Parser:
     add("--seq", type=int, metavar="N", help="tokens of a sequence (default: the shape's)")
     add = parser.add_argument_group("all of them").add_argument
     add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R G S T U ...")
-    add("--memory-limit", type=float, metavar="N",
-        help="searched: microbatches a stage may hold; recompute fit: pieces")  # fmt: skip
+    add(
+        "--memory-limit",
+        type=float,
+        metavar="N",
+        help="searched: microbatches a stage may hold; recompute fit: pieces",
+    )
     add("--clip", action="store_true", help="clip gradients: all agree before any update")
     add("--repeat", type=int, default=1, metavar="N", help="N steps, one after the other")
     add("--width", type=int, metavar="N", help="columns of the text (default: the terminal's)")

@@ -93,11 +93,13 @@ def _rows(groups: Sequence[Timed], before: Stack, after: Stack) -> list[dict[str
         for i, trial in enumerate(group.trials):
             found.append(
                 {
-                    "run": trial.name, "layout": str(trial.case.layout), "seconds": trial.seconds,
+                    "run": trial.name,
+                    "layout": str(trial.case.layout),
+                    "seconds": trial.seconds,
                     "before": float(old[i] / trial.seconds - 1),
                     "after": float(new[i] / trial.seconds - 1),
                 }
-            )  # fmt: skip
+            )
     return found
 
 
