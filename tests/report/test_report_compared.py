@@ -87,7 +87,7 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Pa
     found = compared_of(text, place)
     assert found.predicted == pytest.approx(choice.step)
     # The rows of one operation alone tell its own price; the update needs its rank's other ones.
-    sums = dict.fromkeys("FBGSN", 0.0)
+    sums = dict.fromkeys("FBGSHN", 0.0)
     for span in step.timeline.spans:
         if span.op.kind in sums:
             alone = Timeline((span._replace(start=0.0, end=1.0),))
@@ -95,8 +95,9 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Pa
             sums[row.kind] += row.predicted or 0.0
     parts = choice.parts
     assert sums["F"] + sums["B"] == pytest.approx(parts["compute"] + parts["tensor"])
-    assert sums["G"] + sums["S"] + sums["N"] == pytest.approx(parts["data"])
+    assert sums["G"] + sums["S"] + sums["H"] + sums["N"] == pytest.approx(parts["data"])
     assert (sums["G"] > 0) == bool(step.layout.zero)
+    assert (sums["H"] > 0) == (text == "dp2x2 zero1")
     # Blocks are alike and most of the units: the median update is a block's.
     (update,) = (row for row in found.rows if row.kind == "U")
     block, all_ = SHAPE.parameters(1), sum(map(SHAPE.parameters, range(SHAPE.pieces)))

@@ -27,6 +27,7 @@ __all__ = [
     "gathering",
     "held_by_stage",
     "summing",
+    "summing_replicas",
     "tying",
 ]
 
@@ -247,11 +248,17 @@ def gathering(c: Columns, site: Site, size: Numbers) -> Numbers:
 
 def summing(c: Columns, site: Site, size: Numbers) -> Numbers:
     """Seconds in which gradients of so many bytes are summed: over all copies, or sharded over
-    those that share and then what is left over their replicas."""
+    those that share."""
     whole = site.wire.seconds("all_reduce", size, c.replicas * c.shards, c.shard_apart)
     cut = site.wire.seconds("reduce_scatter", size, c.shards, c.shard_apart)
+    alone = site.wire.seconds("all_reduce", size, c.replicas, c.replica_apart)
+    return np.where(c.zero >= 1, np.where(c.shards > 1, cut, alone), whole)
+
+
+def summing_replicas(c: Columns, site: Site, size: Numbers) -> Numbers:
+    """Seconds in which the sharded sums of gradients of so many bytes are summed over replicas."""
     rest = site.wire.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
-    return np.where(c.zero >= 1, cut + rest, whole)
+    return np.where((c.zero >= 1) & (c.shards > 1), rest, 0.0)
 
 
 def tying(c: Columns, site: Site, size: Numbers) -> Numbers:
@@ -276,7 +283,8 @@ def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Nu
     m = c.microbatches
     # ---- gradients summed: once a step, or after every microbatch
     often = np.where(c.reduce_micro, m, 1.0)
-    summed = summing(c, site, weights * stack.reduce_bytes) * often
+    size = weights * stack.reduce_bytes
+    summed = (summing(c, site, size) + summing_replicas(c, site, size)) * often
     backward = of(1, "inputs", "compute") + of(1, "weights_", "compute")
     window = often * c.most * backward
     seen = summed - np.minimum(stack.hides_data * summed, window)

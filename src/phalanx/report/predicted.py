@@ -16,7 +16,7 @@ from ..layout import Layout, Shape
 from ..layout.journal import read_journal
 from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
-from ..plan.estimate import counting, gathering, summing, tying
+from ..plan.estimate import counting, gathering, summing, summing_replicas, tying
 from ..plan.kinds import Weigh
 from ..plan.price import costs_of
 from ..plan.priced import Priced, Three
@@ -173,12 +173,10 @@ def _prices(
             (ops.GATHER, p): float(gathering(c, site, np.asarray(w * stack.gathered_bytes))[0])
             for p, w in weights.items()
         }
+    sums = {ops.REDUCE: summing, ops.REDUCE_REPLICAS: summing_replicas, ops.TIE: tying}
     prices |= {
-        (ops.REDUCE, p): float(summing(c, site, np.asarray(w * stack.reduce_bytes))[0])
-        for p, w in weights.items()
-    }
-    prices |= {
-        (ops.TIE, p): float(tying(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        (kind, p): float(seconds(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        for kind, seconds in sums.items()
         for p, w in weights.items()
     }
     prices[ops.COUNT, -1] = float(counting(c, site)[0])
