@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ..comm import RankFailed
-from ..lab import NAMES, Size, Trial, as_json, conduct, entry, listing, page, text, verdict
+from ..lab import NAMES, Size, Trial, as_json, claims_text, conduct, entry, listing, page, text
 from .usage import Parser, UsageError, complain, print_json, save, say
 
 __all__ = ["run"]
 
 _EPILOG = """\
   phalanx lab                               lists the experiments
-  phalanx lab zero-3 --ranks 2              runs one, shows what each rank held, checks it
+  phalanx lab zero-3 --ranks 2              runs one, shows the values of each rank, checks them
   phalanx lab pipeline --wire gloo          the same with a process for each rank
-  phalanx lab all --html lab.html           runs all into one narrated page
+  phalanx lab all --html lab.html           runs all, writes one page
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
 
@@ -37,9 +37,11 @@ def run(argv: list[str]) -> int:
         for trial in conduct(names, size, ranks=said.ranks, wire=said.wire):
             trials.append(trial)
             if not said.json:
-                short = (said.html or said.names == ["all"]) and not said.verbose and trial.holds
-                line = f"{trial.entry.name:24}{verdict(trial)}\n"
-                say(line if short else text(trial, verbose=said.verbose), end="", flush=True)
+                if said.html or said.names == ["all"]:
+                    name = f"{trial.entry.name:24}"
+                    say(name + claims_text(trial, verbose=said.verbose), end="", flush=True)
+                else:
+                    say(text(trial, verbose=said.verbose), end="", flush=True)
     except RankFailed as failed:
         complain(str(failed))
         return 1
@@ -57,7 +59,12 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="experiments, or all; none: list them")
     add("--ranks", type=int, default=4, metavar="N", help="how many ranks (default 4)")
-    add("--wire", choices=("threads", "gloo"), default="threads", help="what carries messages")
+    add(
+        "--wire",
+        choices=("threads", "gloo"),
+        default="threads",
+        help="the transport: ranks are threads, or processes with gloo",
+    )
     default = Size()
     add(
         "--batch", type=int, default=default.batch, metavar="N", help="rows of a step (default 128)"

@@ -4,7 +4,7 @@ from .catalogue import NAMES, Entry, entry
 from .claims import Claim, LabError, Size
 from .conduct import Trial, conduct
 from .page import page
-from .show import as_json, listing, text, verdict
+from .show import as_json, claims_text, listing, text
 
 __all__ = [
     "NAMES",
@@ -14,10 +14,10 @@ __all__ = [
     "Size",
     "Trial",
     "as_json",
+    "claims_text",
     "conduct",
     "entry",
     "listing",
     "page",
     "text",
-    "verdict",
 ]

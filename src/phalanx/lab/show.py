@@ -11,7 +11,7 @@ from .claims import Claim
 from .conduct import Trial
 from .record import Figure, Message, Step
 
-__all__ = ["as_json", "bytes_text", "conditions", "listing", "text", "verdict"]
+__all__ = ["as_json", "bytes_text", "claims_text", "conditions", "listing", "text", "verdict"]
 
 
 def listing() -> str:
@@ -55,9 +55,14 @@ def text(trial: Trial, *, verbose: bool = False) -> str:
     with `verbose` all claims."""
     parts = [f"{trial.entry.name}: {trial.entry.title}\n{conditions(trial)}\n"]
     parts += ["".join(_step(title, steps)) for title, steps in trial.steps()]
+    return "\n".join([*parts, claims_text(trial, verbose=verbose)])
+
+
+def claims_text(trial: Trial, *, verbose: bool = False) -> str:
+    """How many claims hold, and those that do not; with `verbose` all."""
     shown = trial.claims if verbose else trial.failed
     lines = [verdict(trial), *(f"  {'ok  ' if c.holds else 'FAIL'} {_claim(c)}" for c in shown)]
-    return "\n".join([*parts, "\n".join(lines) + "\n"])
+    return "\n".join(lines) + "\n"
 
 
 def _claim(claim: Claim) -> str:

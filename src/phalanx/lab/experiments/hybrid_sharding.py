@@ -47,10 +47,12 @@ def run(lab: Lab) -> Values:
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
     if lab.rank == 0:
         title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
-        thumb = (3 * size.bytes, size.bytes)
-        rows_of = zip(("inside", "across"), sent, formulas(size, lab.n), thumb, strict=True)
-        rows_ = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in rows_of]
-        lab.table(title, ("group", "measured", "formula", "rule of thumb"), rows_)
+        numbers = zip(sent, formulas(size, lab.n), (3 * size.bytes, size.bytes), strict=True)
+        table = [
+            (name, *(f"{number:,.0f}" for number in row))
+            for name, row in zip(("inside", "across"), numbers, strict=True)
+        ]
+        lab.table(title, ("group", "measured", "formula", "rule of thumb"), table)
     return values | {"sent": sent}
 
 
