@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,10 @@ FILES: dict[str, str | bytes] = {
         "def escapes(*a): raise ValueError('\\x1b]0;owned\\x07')\n"
     ),
     f"{ESC.replace('/', '')}.toml": "steps = many\n",
+    "afile": "no folder\n",
+    "raw.bin": bytes(range(200, 256)) * 3,
+    "text.txt": "some text to prepare\n",
+    "log.jsonl": '{"layout": 1, "verdict": 2}\n',
 }  # fmt: skip
 
 # What is typed, and what the answer must contain: the place, and the way out.
@@ -221,6 +226,129 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["plan", "--batch-tokens", "9" * 400], ("--batch-tokens", "4M")),
     (["plan", "--cluster", "this", "--machine", "deep.toml"], ("deep.toml", "more than 32 deep")),
     (["data", "show", "missing"], ("missing",)),
+    # Names of what there is to choose from.
+    (["verify", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["verify", "--axes", "dp zz"], ("--axes", "'zz'", "dp pp cp tp")),
+    (["verify", "--axes", ""], ("--axes names nothing", "dp pp cp tp")),
+    (["verify", "--dtype", ESC], ("--dtype", r"\x1b", "'float64'")),
+    (["verify", "--optimizer", "lion"], ("--optimizer", "'adamw'")),
+    (["verify", "--part", "5/4"], ("--part 5/4", "write 1/4")),
+    (["verify", "--model", "zz"], ("'zz'", "gqa", "FILE.py:Class")),
+    (["verify", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["verify", "--model", "pipe.py:Net"], ("pipe.py", "a named pipe")),
+    (["verify", "--layouts", "dp2 tp3"], ("tp=3", "Nearest")),
+    (["bench", "collectives", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["bench", "collectives", "--ops", "zz"], ("--ops zz", "all_reduce")),
+    (["bench", "collectives", "--groups", "2x9", "--ranks", "2"], ("--groups '2x9'", "fits the 2")),
+    (["bench", "matmul", "--device", "tpu"], ("--device", "'tpu'", "'cuda'")),
+    (["bench", "matmul", "--dtype", "fp32,zz"], ("--dtype", "'zz'", "bf16")),
+    (["bench", "matmul", "--model", "zz"], ("'zz'", "Shapes are")),
+    (["bench", "mfu", "--dtype", "zz"], ("--dtype", "'zz'", "'bf16'")),
+    (["bench", "overlap", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["lab", "zero-3", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["doctor", "--device", "tpu"], ("--device", "'tpu'", "'cuda'")),
+    (["doctor", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["doctor", "--model", "zz"], ("'zz'", "Shapes are")),
+    (["doctor", "topology", "text.txt"], ("nvidia-smi topo -m", "GPU0")),
+    (["doctor", "topology", "pipe.txt"], ("pipe.txt", "a named pipe")),
+    (["train", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["train", "data=pipe.txt"], ("pipe.txt holds no tokens", "phalanx data prepare")),
+    (["weigh", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["weigh", "--model", "missing.py:Net"], ("missing.py", "Write FILE.py:Net")),
+    (["plan", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
+    (["plan", "--stack", "pipe.toml"], ("pipe.toml", "a named pipe")),
+    (["plan", "calibrate", "missing", "--cluster", "h100x8"], ("missing/metrics.jsonl", "no such file")),
+    (
+        ["checkpoint", "export", "folder.svg", "--out", "x", "--dtype", "int8"],
+        ("--dtype", "'INT8'", "'BF16'"),
+    ),
+    (
+        ["checkpoint", "export", "folder.svg", "--out", "x", "--family", "bert"],
+        ("--family", "'bert'", "'llama'"),
+    ),
+    (
+        ["checkpoint", "import", "folder.svg", "--out", "x"],
+        ("folder.svg/config.json", "No such file", "model.safetensors"),
+    ),
+    (["checkpoint", "import", "afile", "--out", "x"], ("no folder afile", "config.json")),
+    (
+        ["checkpoint", "show", "fifo-manifest"],
+        ("fifo-manifest/manifest.json", "a named pipe", "checkpoint in it"),
+    ),
+    (["checkpoint", "show", "folder-manifest"], ("folder-manifest/manifest.json", "a folder")),
+    (["checkpoint", "verify", "socket-manifest"], ("socket-manifest/manifest.json", "not a regular file")),
+    (["data", "show", "afile"], ("afile holds no tokens", "phalanx data prepare")),
+    (["data", "verify", "afile"], ("afile is no prepared corpus", "phalanx data prepare")),
+    (["data", "verify", "raw.bin"], ("raw.bin is no prepared corpus", "index.json")),
+    (["data", "verify", "folder.svg"], ("folder.svg is no prepared corpus", "index.json")),
+    (
+        ["data", "prepare", "text.txt", "--out", "x", "--tokenizer", "pipe.json"],
+        ("pipe.json", "not a regular file"),
+    ),
+    (["report", "afile"], ("no folder afile", "`out` of a run")),
+    # Numbers beyond what one machine starts, holds or counts.
+    (["verify", "--ranks", "99999"], ("--ranks is 99,999", "1 to 64", "--layouts")),
+    (["verify", "--layouts", "dp99999"], ("--layouts", "99,999", "1 to 256")),
+    (["verify", "--steps", "9999999"], ("--steps is 1 to 10,000",)),
+    (
+        ["bench", "collectives", "--sizes", "1:99999999999999"],
+        ("--sizes", "this machine has", "Write smaller"),
+    ),
+    (["bench", "collectives", "--sizes", "9" * 5000], ("is not a size", "512M")),
+    (["bench", "collectives", "--sizes", "1K:4K:" + "9" * 5000], ("not a range of sizes", "FIRST:LAST")),
+    (["bench", "collectives", "--ranks", "99999"], ("--ranks is 99,999", "2 to 256")),
+    (["bench", "matmul", "--sizes", "9999999999"], ("--sizes 9999999999", "1 to 1,048,576")),
+    (["bench", "matmul", "--sizes", "512:9999999999"], ("--sizes 512:", "1 to 1,048,576")),
+    (["bench", "matmul", "--sizes", "9" * 5000], ("--sizes 999", "1 to 1,048,576")),
+    (["bench", "matmul", "--threads", "999999"], ("--threads is 999,999", "1 to 4,096")),
+    (
+        ["bench", "mfu", "--width", "1048576", "--layers", "1000"],
+        ("1,000 layers", "this machine has", "Write less"),
+    ),
+    (["bench", "mfu", "--batch", "16777216"], ("a batch of 16,777,216", "Write less")),
+    (["bench", "overlap", "--size", "999999"], ("--size 999999", "this machine has")),
+    (["bench", "overlap", "--copy", "99999G"], ("--copy 99999G", "this machine has", "as 32M")),
+    (["lab", "--ranks", "99999"], ("--ranks is 99,999", "1 to 256")),
+    (["lab", "zero-3", "--ranks", "99999"], ("--ranks is 99,999", "1 to 256")),
+    (["lab", "zero-3", "--width", "999999"], ("this machine has", "Write less --width")),
+    (["doctor", "--ranks", "99999"], ("--ranks is 99,999", "2 to 256")),
+    (["train", "layout=dp300", "batch=300"], ("300 ranks", "one machine starts 256", "torchrun")),
+    (["plan", "cost", "--tokens", "9" * 21, "--price", "1"], ("--tokens 999", "such as 4M")),
+    (["plan", "cost", "--tokens", "999999999T", "--price", "1"], ("--tokens 999999999T", "Write less")),
+    (["plan", "--batch-tokens", "99999T"], ("--batch-tokens 99999T", "16,777,216 sequences")),
+    (["draw", "mesh", "dp2", "--weight", "heads=" + "9" * 5000], ("is not a dim", "heads=4096")),
+    (["draw", "mesh", "dp2", "--weight", "heads=2/" + "9" * 5000], ("is not a dim", "heads=4096")),
+    # Where a command will write: tried before its work.
+    (["doctor", "--out", "afile/x.toml"], ("--out: cannot write afile/x.toml", "another file")),
+    (["lab", "all", "--html", "afile/x.html"], ("--html: cannot write afile/x.html", "another file")),
+    (["verify", "--record", "afile/x"], ("--record: cannot write afile/x", "another file")),
+    (["verify", "--record", "folder.svg"], ("--record: cannot write folder.svg", "directory")),
+    (["verify", "--log", "afile/x"], ("--log: cannot write into afile", "another folder")),
+    (["verify", "--log", "pipe.json"], ("--log: cannot read pipe.json", "a named pipe")),
+    (["verify", "--log", "log.jsonl"], ("log.jsonl line 1", "no verdict", "another log")),
+    (["bench", "collectives", "--out", "afile/x.svg"], ("--out: cannot write afile/x.svg", "another file")),
+    (["bench", "matmul", "--out", "x.png"], ("--out x.png", "use .svg")),
+    (["report", "folder.svg", "--out", "afile/x"], ("--out: cannot write afile/x", "another file")),
+    (["draw", "1f1b", "--out", "afile/x.svg", "--layers", "9000"], ("--out: cannot write afile/x.svg",)),
+    (["draw", "mesh", "dp2", "--out", "afile/x.svg"], ("--out: cannot write afile/x.svg",)),
+    (["draw", "run", "empty.json", "--out", "afile/x.svg"], ("--out: cannot write afile/x.svg",)),
+    (["plan", "--out", "afile/x.toml"], ("--out: cannot write afile/x.toml", "another file")),
+    (["plan", "--page", "afile/x.html"], ("--page: cannot write afile/x.html", "another file")),
+    (["plan", "--page", "x.png"], ("--page x.png", "use .html")),
+    (
+        ["plan", "calibrate", "missing", "--cluster", "h100x8", "--out", "afile/x.toml"],
+        ("--out: cannot write",),
+    ),
+    (
+        ["data", "prepare", "text.txt", "--out", "afile/x"],
+        ("--out: cannot write into afile/x", "another folder"),
+    ),
+    (["checkpoint", "import", "folder.svg", "--out", "afile/x"], ("--out: cannot write into afile/x",)),
+    (
+        ["checkpoint", "export", "folder.svg", "--out", "nul\0"],
+        ("--out: cannot write into", "no folder can have this name"),
+    ),
+    (["demo", "--out", "afile/x"], ("--out: cannot write into afile/x", "another folder")),
 ]  # fmt: skip
 
 
@@ -240,6 +368,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (root / "dangling").symlink_to("nowhere")
     (root / "full.svg").symlink_to("/dev/full")
     (root / "folder.svg").mkdir()
+    for name in ("fifo-manifest", "folder-manifest", "socket-manifest"):
+        (root / name).mkdir()
+    os.mkfifo(root / "fifo-manifest" / "manifest.json")
+    (root / "folder-manifest" / "manifest.json").mkdir()
+    with socket.socket(socket.AF_UNIX) as door:
+        here = os.open(root / "socket-manifest", os.O_RDONLY)
+        door.bind(f"/proc/self/fd/{here}/manifest.json")  # a path of a socket is at most 107 long
+        os.close(here)
     (root / "piped").mkdir()
     os.mkfifo(root / "piped" / "metrics.jsonl")
     (root / "linked").mkdir()
@@ -304,7 +440,24 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
         ["train", "model=syntax.py:Net"], ["train", "out=good.toml/run"],
         ["train", "layout=recompute:fit"], ["train", "model=405b", "layout=dp2"],
         ["draw", "1f1b", "--stages", "999999999"], ["check", "fsdp8", "--model", "Llama-3-8B"],
-        ["checkpoint", "show", "missing"], ["data", "show", "missing"],
+        ["checkpoint", "show", "missing"], ["checkpoint", "verify", "fifo-manifest"],
+        ["checkpoint", "export", "folder.svg", "--out", "x", "--dtype", "int8"],
+        ["checkpoint", "import", "folder.svg", "--out", "x"],
+        ["data", "show", "missing"], ["data", "show", "afile"], ["data", "verify", "afile"],
+        ["data", "prepare", "text.txt", "--out", "afile/x"],
+        ["verify", "--wire", "zz"], ["verify", "--axes", "zz"], ["verify", "--model", "syntax.py:Net"],
+        ["verify", "--layouts", "dp2 tp3"], ["verify", "--log", "afile/x"],
+        ["bench", "collectives", "--sizes", "1:99999999999999"], ["bench", "matmul", "--dtype", "zz"],
+        ["bench", "mfu", "--batch", "16777216"], ["bench", "overlap", "--wire", "zz"],
+        ["lab", "nothing"], ["lab", "zero-3", "--ranks", "99999"],
+        ["doctor", "--out", "afile/x.toml"], ["doctor", "topology", "text.txt"],
+        ["doctor", "devices", "zz"], ["doctor", "clusters", "zz"], ["doctor", "hierarchy", "zz"],
+        ["weigh", "--model", "syntax.py:Net"], ["plan", "--model", "syntax.py:Net"],
+        ["plan", "--stack", "pipe.toml"], ["plan", "cost", "--tokens", "zz", "--price", "1"],
+        ["plan", "calibrate", "missing", "--cluster", "h100x8"],
+        ["report", "afile"], ["report", "folder.svg"], ["demo", "--out", "afile/x"],
+        ["draw", "mesh", "zz"], ["draw", "run", "empty.json"], ["draw", "recompute", "--layers", "0"],
+        ["train", "data=pipe.txt"], ["train", "--wire", "zz"], ["zz"],
     ],
     ids=" ".join,
 )  # fmt: skip

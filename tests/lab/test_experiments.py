@@ -21,7 +21,7 @@ from phalanx.comm import CommError, RankFailed
 from phalanx.comm.base import Call
 from phalanx.comm.settle import settle
 from phalanx.lab import NAMES, LabError, Size, Trial, conduct, entry
-from phalanx.lab.conduct import judge
+from phalanx.lab.trial import judge
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FILES = Path(phalanx.lab.__file__).parent / "experiments"

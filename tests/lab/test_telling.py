@@ -179,7 +179,7 @@ def test_a_claim_that_fails_is_exit_code_1(
     def false(*_: Any, **__: Any) -> Iterator[Trial]:
         yield replace(trials[0], claims=(Claim("two is three", False, "2, not 3"),))
 
-    monkeypatch.setattr(verb, "conduct", false)
+    monkeypatch.setattr("phalanx.lab.trial.conduct", false)
     assert verb.run(["collectives", *FLAGS]) == 1
     assert verb.run(["collectives", *FLAGS, "--json"]) == 1
     assert "FAIL two is three" in capsys.readouterr().out

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from phalanx.comm import World, launch
 from phalanx.lab import Size
 from phalanx.lab.claims import equal
-from phalanx.lab.conduct import traced, wire_for
 from phalanx.lab.lab import Lab, Memory
 from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
 from phalanx.lab.record import value_of
+from phalanx.lab.trial import traced, wire_for
 from phalanx.models import DeepMlp
 
 SMALL = Size(batch=8, width=16, layers=3, steps=2)

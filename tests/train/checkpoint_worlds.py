@@ -17,7 +17,7 @@ from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.checkpoint import Saver, load
 from phalanx.train.checkpoint_manifest import Progress
 from phalanx.train.program import program_of
-from phalanx.verify.cases import SHAPES, batch_of
+from phalanx.verify import SHAPES, batch_of
 
 # Odd sizes that no tp divides: padding in the vocabulary and in the ffn; tied over stages.
 SHAPE = dataclasses.replace(SHAPES["gpt"], layers=2, vocab=37, ffn=23, batch=6, sequence=6)

@@ -30,7 +30,7 @@ from phalanx.train.checkpoint_file import CheckpointError, write_file
 from phalanx.train.checkpoint_model import table_of
 from phalanx.train.checkpoint_read import Reader, hash_tensors, read_manifest, verify_checkpoint
 from phalanx.train.rank import batches_of
-from phalanx.verify.cases import SHAPES
+from phalanx.verify import SHAPES
 
 # Heads wider than hidden / heads, fewer key heads, an odd vocabulary.
 BASE = Shape(

@@ -21,7 +21,7 @@ from phalanx.train.checkpoint_read import (
     read_manifest,
     verify_checkpoint,
 )
-from phalanx.verify.cases import SHAPES
+from phalanx.verify import SHAPES
 
 # Two key and value heads over four places: copies that are written once.
 GQA = replace(SHAPES["gqa"], layers=4, batch=8, sequence=8, vocab=38, ffn=22)

@@ -9,7 +9,6 @@ from .matmul import Product, decoder_products, judged, measure_products, square_
 from .mfu import Iteration, Mlp, measure_block, measure_mlp
 from .overlap import Overlap, measure_copies, measure_messages
 from .stores import measure_stores
-from .topology import Topology, TopologyError, parse_topology, read_topology
 
 __all__ = [
     "DTYPES",
@@ -25,8 +24,6 @@ __all__ = [
     "Product",
     "Sample",
     "Timing",
-    "Topology",
-    "TopologyError",
     "WrongResult",
     "decoder_products",
     "examine",
@@ -42,8 +39,6 @@ __all__ = [
     "measure_mlp",
     "measure_products",
     "measure_stores",
-    "parse_topology",
-    "read_topology",
     "square_products",
     "topology_of",
 ]

@@ -11,7 +11,7 @@ import torch
 
 from ..comm import choose, workers
 from ..layout import Shape
-from ..plan import Hidden, Machine, Rate
+from ..plan import Hidden, Machine, Rate, Topology, TopologyError, read_topology
 from .clock import Clock
 from .collectives import OPERATIONS, Ask, Sample, WrongResult, measure_collectives
 from .fit import fit_all
@@ -19,7 +19,6 @@ from .found import Found
 from .matmul import decoder_products, measure_products, square_products
 from .overlap import measure_copies, measure_messages
 from .stores import measure_stores
-from .topology import Topology, TopologyError, read_topology
 
 __all__ = ["Examination", "examine", "topology_of"]
 

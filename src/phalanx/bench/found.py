@@ -13,17 +13,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..layout.choices import DEVICES, PRODUCTS
 from ..plan import Device, MachineError, device_named
 
 __all__ = ["DTYPES", "Found", "dtype_of", "find", "products_in"]
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "fp64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in PRODUCTS.items()}
 
 
 @dataclass(frozen=True)
@@ -57,8 +52,8 @@ class Found:
 def find(kind: str = "auto") -> Found:
     """This machine's devices of a kind; `auto` takes GPUs where there are any."""
     cuda = torch.cuda.is_available()
-    if kind not in ("auto", "cpu", "cuda"):
-        raise MachineError(f"there is no kind of device {kind!r}; use auto, cpu or cuda.")
+    if kind not in DEVICES:
+        raise MachineError(f"there is no kind of device {kind!r}; use {', '.join(DEVICES)}.")
     if kind == "cuda" and not cuda:
         raise MachineError("torch sees no GPU here; leave --device out, or use --device cpu.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,18 +1,21 @@
-"""What would end a run within its first seconds, seen before torch is loaded and a process started."""
+"""What would end a command within its first seconds, seen before torch is loaded and a process
+started."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from ..layout import Layout, Run, RunError, Shape, stage_pieces
+from ..layout.choices import LOCAL_RANKS
 from ..layout.files import open_regular, reason
 from ..layout.legal import legal
 from ..layout.strict import Mistake
 from ..program import build, check, schedule
+from .outputs import unmakable
+from .usage import UsageError
 
-__all__ = ["refuse_before"]
+__all__ = ["machine_memory", "refuse_before", "refuse_large", "refuse_ranks"]
 
 GIB = 2**30
 _LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # then ranks stand on other machines too
@@ -25,13 +28,42 @@ def refuse_before(run: Run) -> None:
     if layout is not None:
         _refuse_schedule(layout, shape)
     wrong = []
+    launched = any(name in os.environ for name in _LAUNCHERS)
+    if layout is not None and not launched and layout.ranks > LOCAL_RANKS:
+        what = (
+            f"layout = {run.layout!r} has {layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
+        )
+        raise RunError("run", [Mistake("layout", what, "Start more with torchrun or Slurm")])
     if not _has_gpu():
         wrong += _fitting(run, layout)
-        if shape is not None and not any(name in os.environ for name in _LAUNCHERS):
+        if shape is not None and not launched:
             wrong += _memory(run, shape, layout)
     wrong = wrong or _folders(run)
     if wrong:
         raise RunError("run", wrong)
+    if run.data != "python":
+        from ..train.data import open_corpus
+
+        open_corpus(run.data)
+
+
+def refuse_ranks(ranks: int | None, least: int = 1, flag: str = "--ranks") -> None:
+    """Raise if one machine cannot start so many ranks."""
+    if ranks is not None and not least <= ranks <= LOCAL_RANKS:
+        raise UsageError(
+            f"{flag} is {ranks:,}; one machine starts {least} to {LOCAL_RANKS}. Write as many."
+        )
+
+
+def refuse_large(need: float, what: str, way_out: str) -> None:
+    """Raise if this machine cannot hold so many bytes."""
+    # What a GPU holds is not known without torch; none has a TiB.
+    have = max(machine_memory(), 2.0**40 if _has_gpu() else 0)
+    if need > have:
+        raise UsageError(
+            f"{what} takes {need / GIB:,.0f} GiB at the least, and this machine has"
+            f" {have / GIB:,.0f} GiB. {way_out}."
+        )
 
 
 def _has_gpu() -> bool:
@@ -57,7 +89,7 @@ def _fitting(run: Run, layout: Layout | None) -> list[Mistake]:
 def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     """Why this machine cannot hold all ranks: by the least that they hold, so a run that is refused
     here could not have begun."""
-    have = _machine_memory()
+    have = machine_memory()
     zero = 3 if layout is None else layout.zero
     copies = 1 if layout is None else layout.copies
     wide = 8 if layout and layout.precision == "fp64" else 4
@@ -89,40 +121,29 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     return []
 
 
-def _machine_memory() -> float:
+def machine_memory() -> float:
+    """Bytes that this machine has."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _folders(run: Run) -> list[Mistake]:
-    """Try to make the run's folders and to append to its journal. What was made for that is removed:
-    a run that is refused later leaves nothing behind."""
-    made: list[Path] = []
-    try:
-        for name, folder in (("out", Path(run.out)), ("checkpoint.dir", run.checkpoints)):
-            missing = [p for p in (folder, *folder.parents) if not p.exists()]
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                made += missing
-            except OSError as error:
-                what = f"{name} = {str(folder)!r} cannot be made: {reason(error)}"
-                return [Mistake(name, what, "Name another folder")]
-        return _journal(Path(run.out, "metrics.jsonl"))
-    finally:
-        for folder in sorted(made, key=lambda p: len(p.parts), reverse=True):
-            with suppress(OSError):
-                folder.rmdir()
+    """Try to make the run's folders and to append to its journal: a run that is refused later leaves
+    nothing behind."""
+    for name, folder in (("out", Path(run.out)), ("checkpoint.dir", run.checkpoints)):
+        if why := unmakable(folder):
+            what = f"{name} = {str(folder)!r} cannot be made: {why}"
+            return [Mistake(name, what, "Name another folder")]
+    return _journal(Path(run.out, "metrics.jsonl"))
 
 
 def _journal(path: Path) -> list[Mistake]:
-    new = not os.path.lexists(path)
+    if not os.path.lexists(path):
+        return []
     try:
         # A link is not followed: in a folder from elsewhere it could lead to any file of the user's.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        open_regular(path, flags).close()
+        open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW).close()
     except OSError as error:
         why = "it is a link" if path.is_symlink() else reason(error)
         what = f"{str(path)!r} cannot be written: {why}"
         return [Mistake("out", what, "Remove it, or name another folder")]
-    if new:
-        path.unlink()
     return []

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..layout import Shape
+from ..layout.choices import DEVICES, PRODUCTS, WIRES
+from ..plan.curve import FACTORS
+from ..plan.size import bytes_of, sizes_of
+from .before import refuse_large, refuse_ranks
+from .outputs import try_file
 from .usage import Parser, UsageError, complain, print_json, say
 
 if TYPE_CHECKING:
@@ -15,7 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_WIRES = ("threads", "shared", "gloo", "nccl", "auto")
+_SUMMED = tuple(name for name in PRODUCTS if name != "tf32")
+_TRAINED = tuple(name for name in PRODUCTS if name != "fp64")
+_LONGEST = 1 << 20  # the side of a matrix product
+_THREADS = 4096
 
 _EPILOG = """\
   phalanx bench collectives --ranks 2 --sizes 1K:64M --out bandwidth.svg
@@ -38,11 +48,13 @@ def run(argv: list[str]) -> int:
         "overlap": _overlap,
     }
     if argv and argv[0] in benches:
-        from ..comm import RankFailed
-
         try:
             return benches[argv[0]](argv[1:])
-        except RankFailed as failed:
+        except RuntimeError as failed:
+            from ..comm import RankFailed
+
+            if not isinstance(failed, RankFailed):
+                raise
             complain(str(failed))
             return 1
     parser = Parser(
@@ -60,10 +72,6 @@ def run(argv: list[str]) -> int:
 
 
 def _collectives(argv: list[str]) -> int:
-    from ..bench import growths
-    from ..bench.tell import as_json, collectives_chart, collectives_text
-    from ..plan.size import sizes_of
-
     parser = _parser("collectives", "Times collectives, checks their results, fits curves.")
     add = parser.add_argument
     add("--ranks", type=int, metavar="N", help="default: the GPUs, else 2")
@@ -72,15 +80,28 @@ def _collectives(argv: list[str]) -> int:
         "--sizes", default="1K:64M", help="1K:512M (steps of 4), 1K:64M:2 or 1K,64K; default 1K:64M"
     )
     add("--groups", metavar="N,NxD", help="group sizes; 2x4: 2 ranks 4 apart; default --ranks")
-    add("--dtype", default="fp32", help="bf16, fp16, fp32, fp64")
-    add("--wire", default="auto", help=", ".join(_WIRES))
+    add("--dtype", default="fp32", choices=_SUMMED, help="default fp32")
+    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
     add("--repeats", type=int, default=7)
     add("--limit", type=float, default=4.0, help="seconds for an operation at a size")
     add("--total", type=float, default=600.0, help="seconds after which no larger size is begun")
     add("--out", metavar="FILE.svg", help="bandwidth over size, with what was fitted")
     said = parser.read(argv)
+    refuse_ranks(said.ranks, 2)
+    sizes, ops = sizes_of(said.sizes), _operations(said.ops)
+    if said.repeats < 1 or not said.limit > 0:
+        raise UsageError("--repeats is 1 or more, --limit more than 0.")
+    # Each rank has what it sends, what it receives, and what should have come.
+    need = 3.0 * max(sizes) * (said.ranks or 2)
+    refuse_large(need, f"--sizes {said.sizes[:60]}", "Write smaller sizes, as 1K:64M")
+    if said.groups and said.ranks:
+        _groups(said.groups, said.ranks)
+    try_file(said.out, formats=(".svg",))
+    from ..bench import growths
+    from ..bench.tell import as_json, collectives_chart, collectives_text
+
     world = _World(said.ranks, said.wire)
-    ask = _ask(said, world.ranks, sizes_of(said.sizes))
+    ask = _ask(said, world.ranks, sizes, ops)
     found = world.run("measure_collectives", ask)
     if found is None:
         return 0
@@ -94,18 +115,20 @@ def _collectives(argv: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def _ask(said: argparse.Namespace, ranks: int, sizes: tuple[int, ...]) -> Any:
+def _operations(text: str) -> tuple[str, ...]:
+    ops = tuple(FACTORS) if text == "all" else tuple(text.split(","))
+    unknown = [op for op in ops if op not in FACTORS]
+    if unknown:
+        raise UsageError(f"--ops {unknown[0][:60]}: there are {', '.join(FACTORS)}.")
+    return ops
+
+
+def _ask(said: argparse.Namespace, ranks: int, sizes: tuple[int, ...], ops: tuple[str, ...]) -> Any:
     import torch
 
-    from ..bench import OPERATIONS, Ask
+    from ..bench import Ask
     from ..bench.found import dtype_of
 
-    ops = tuple(OPERATIONS) if said.ops == "all" else tuple(said.ops.split(","))
-    unknown = [op for op in ops if op not in OPERATIONS]
-    if unknown:
-        raise UsageError(f"--ops {unknown[0]}: there are {', '.join(OPERATIONS)}.")
-    if said.repeats < 1 or said.limit <= 0:
-        raise UsageError("--repeats is 1 or more, --limit more than 0.")
     dtype = dtype_of(said.dtype, "cpu")
     if 2 * ranks > 2 / torch.finfo(dtype).eps:
         raise UsageError(
@@ -144,7 +167,7 @@ class _World:
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         self.ranks = self.place.size if self.place else ranks or max(gpus, 2)
         if self.ranks < 2:
-            raise UsageError(f"--ranks is {self.ranks}; a collective needs 2 ranks or more.")
+            raise UsageError("the launcher has started 1 rank; a collective needs 2 or more.")
         if self.place and ranks not in (None, self.ranks):
             raise UsageError(f"--ranks {ranks}: the launcher has started {self.ranks}.")
         self.asked = wire
@@ -170,11 +193,6 @@ class _World:
 
 
 def _matmul(argv: list[str]) -> int:
-    from ..bench import decoder_products, find, measure_products, square_products
-    from ..bench.found import dtype_of
-    from ..bench.tell import PRODUCT_HEAD, product_line, products_chart, products_summary
-    from ..layout import Shape
-
     parser = _parser("matmul", "Times matrix products: TFLOP/s and hardware utilisation (HFU).")
     _add_device(parser)
     add = parser.add_argument
@@ -187,6 +205,15 @@ def _matmul(argv: list[str]) -> int:
     add("--limit", type=float, default=60.0, help="seconds; what would pass them is left out")
     add("--out", metavar="FILE.svg", help="rate over size")
     said = parser.read(argv)
+    _refuse_device(said)
+    lengths = _lengths(said.sizes)
+    if said.tokens < 0 or not said.limit > 0:
+        raise UsageError("--tokens is 1 or more, --limit more than 0.")
+    try_file(said.out, formats=(".svg",))
+    from ..bench import decoder_products, find, measure_products, square_products
+    from ..bench.found import dtype_of
+    from ..bench.tell import PRODUCT_HEAD, product_line, products_chart, products_summary
+
     found = find(said.device)
     gpu = found.kind == "cuda"
     _threads(said.threads)
@@ -194,7 +221,7 @@ def _matmul(argv: list[str]) -> int:
     for dtype in dtypes:
         dtype_of(dtype, found.kind)
     shape = Shape.load(said.model or ("8b" if gpu else "124m"))
-    squares = square_products(dtypes, _lengths(said.sizes))
+    squares = square_products(dtypes, lengths)
     wide = decoder_products(shape, said.tokens or (8192 if gpu else 512), dtypes)
     done = []
     if not said.json:
@@ -220,8 +247,11 @@ def _matmul(argv: list[str]) -> int:
 def _lengths(text: str) -> list[int]:
     first, colon, last = text.partition(":")
     parts = [first, last] if colon else text.split(",")
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise UsageError(f"--sizes {text}: write 512:32768 or 512,768,4096.")
+    # A limit on digits: Python itself refuses to read very many.
+    if not all(re.fullmatch("[0-9]{1,7}", part) and 0 < int(part) <= _LONGEST for part in parts):
+        raise UsageError(
+            f"--sizes {text[:60]}: write 512:32768 or 512,768,4096, numbers of 1 to {_LONGEST:,}."
+        )
     if not colon:
         return sorted({int(part) for part in parts})
     found = [int(first)]
@@ -234,14 +264,10 @@ def _lengths(text: str) -> list[int]:
 
 
 def _mfu(argv: list[str]) -> int:
-    from ..bench import Mlp, find, measure_block, measure_mlp, measure_products, square_products
-    from ..bench.tell import iterations_text
-    from ..layout import Shape
-
     parser = _parser("mfu", "Times whole iterations: model FLOPs utilisation (MFU).")
     _add_device(parser)
     add = parser.add_argument
-    add("--dtype", help="bf16, fp16, tf32, fp32; default bf16 on a GPU, fp32 on a CPU")
+    add("--dtype", choices=_TRAINED, help="default bf16 on a GPU, fp32 on a CPU")
     add("--layers", type=int, default=8, help="of the MLP")
     add("--width", type=int, help="of the MLP; default 8192 on a GPU, 1024 on a CPU")
     add("--rows", type=int, help="of the MLP; default its width")
@@ -250,13 +276,29 @@ def _mfu(argv: list[str]) -> int:
     add("--seq", type=int, help="their length; default 4096 on a GPU, 512 on a CPU")
     add("--limit", type=float, default=20.0, help="seconds for each")
     said = parser.read(argv)
+    _refuse_device(said)
+    least = (said.layers, said.width, said.rows, said.batch, said.seq)
+    if min(1 if x is None else x for x in least) < 1 or not said.limit > 0:
+        raise UsageError(
+            "--layers, --width, --rows, --batch and --seq are 1 or more, --limit more than 0."
+        )
+    wide = said.width or 1024
+    # Weights and their gradients, and what each layer keeps, two bytes a number.
+    need = 2.0 * said.layers * wide * (2 * wide + (said.rows or wide))
+    refuse_large(
+        need, f"an MLP of {said.layers:,} layers", "Write less --width, --layers or --rows"
+    )
+    shape = Shape.load(said.model or "124m")
+    kept = 2.0 * said.batch * (said.seq or 512) * shape.hidden
+    refuse_large(kept, f"a batch of {said.batch:,}", "Write less --batch or --seq")
+    from ..bench import Mlp, find, measure_block, measure_mlp, measure_products, square_products
+    from ..bench.tell import iterations_text
+
     found = find(said.device)
     gpu = found.kind == "cuda"
     _threads(said.threads)
     dtype = said.dtype or ("bf16" if gpu else "fp32")
     width = said.width or (8192 if gpu else 1024)
-    if min(said.layers, width, said.rows or 1, said.batch, said.seq or 1) < 1:
-        raise UsageError("--layers, --width, --rows, --batch and --seq are 1 or more.")
     products = square_products([dtype], (2048, 4096, 8192) if gpu else (512, 1024, 2048))
     best = max(p.rate for p in measure_products(found, products, limit=said.limit))
     mlp = Mlp(said.layers, width, said.rows or width)
@@ -284,20 +326,30 @@ def _mfu(argv: list[str]) -> int:
 
 
 def _overlap(argv: list[str]) -> int:
-    from ..bench import find, measure_copies
-    from ..bench.tell import overlaps_text
-    from ..plan.size import bytes_of
-
     parser = _parser("overlap", "How much of a copy or a message disappears behind a product.")
     _add_device(parser)
     add = parser.add_argument
     add("--size", type=int, help="N of the product; default 16384 on a GPU, 1024 on a CPU")
     add("--copy", default="", help="bytes of the copy; default 1G on a GPU, 32M on a CPU")
-    add("--dtype", help="default bf16 on a GPU, fp32 on a CPU")
+    add("--dtype", choices=PRODUCTS, help="default bf16 on a GPU, fp32 on a CPU")
     add("--ranks", type=int, metavar="N", help="for the message; default the GPUs, else 2")
-    add("--wire", default="auto", help=", ".join(_WIRES))
+    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
     add("--limit", type=float, default=20.0, help="seconds for each")
     said = parser.read(argv)
+    _refuse_device(said)
+    refuse_ranks(said.ranks, 2)
+    if (said.size is not None and said.size < 1) or not said.limit > 0:
+        raise UsageError("--size is 1 or more, --limit more than 0.")
+    ranks = said.ranks or 2
+    refuse_large(
+        6.0 * (said.size or 1024) ** 2 * ranks, f"--size {said.size}", "Write a smaller one"
+    )
+    if said.copy:
+        need = 2.0 * bytes_of(said.copy) * ranks
+        refuse_large(need, f"--copy {said.copy[:60]}", "Write fewer bytes, as 32M")
+    from ..bench import find, measure_copies
+    from ..bench.tell import overlaps_text
+
     found = find(said.device)
     gpu = found.kind == "cuda"
     _threads(said.threads)
@@ -333,16 +385,29 @@ def _parser(name: str, description: str) -> Parser:
 
 
 def _add_device(parser: Parser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="default auto")
     parser.add_argument("--threads", type=int, help="of the CPU; default those torch takes")
+
+
+def _refuse_device(said: argparse.Namespace) -> None:
+    """Refuse precisions, models and threads that no device has."""
+    if said.threads is not None and not 1 <= said.threads <= _THREADS:
+        raise UsageError(f"--threads is {said.threads:,}; write 1 to {_THREADS:,}.")
+    for dtype in (said.dtype or "fp32").split(","):
+        if dtype not in PRODUCTS:
+            raise UsageError(
+                f"--dtype: there is no precision {dtype[:60]!r}; use {', '.join(PRODUCTS)}."
+            )
+        if dtype == "tf32" and said.device == "cpu":
+            raise UsageError("--dtype tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
+    if getattr(said, "model", ""):
+        Shape.load(said.model)
 
 
 def _threads(count: int | None) -> None:
     if count is not None:
         import torch
 
-        if count < 1:
-            raise UsageError(f"--threads is {count}; at least 1 computes.")
         torch.set_num_threads(count)
 
 

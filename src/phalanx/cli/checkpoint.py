@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..draw import text_table
+from ..layout.choices import FAMILIES, STORED
+from ..layout.files import open_regular, reason
 from ..layout.run import CHECKPOINTS
+from .outputs import try_folder
 from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
@@ -32,17 +36,20 @@ def run(argv: list[str]) -> int:
     parser.add_argument("source", metavar="DIR", help="a run, a checkpoint, or weights to import")
     parser.add_argument("--out", metavar="DIR", help="where exported or imported weights go")
     parser.add_argument(
-        "--family", default="", metavar="NAME", help="mistral, where llama is meant"
+        "--family", default="", choices=FAMILIES, help="mistral, where llama is meant"
     )
-    parser.add_argument("--dtype", default="", metavar="TYPE", help="of the export: F32, BF16, F16")
+    parser.add_argument("--dtype", default="", type=str.upper, choices=STORED, help="of the export")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     said = parser.read(argv)
     if said.what in ("export", "import") and not said.out:
         raise UsageError(f"phalanx checkpoint {said.what} DIR needs --out DIR.")
+    try_folder(said.out)
     verbs = {"show": _show, "verify": _verify, "export": _export, "import": _import}
     return verbs[said.what](said)
 
 
+_NAME = "Name a run's `out`, or one checkpoint in it."
+_THEIRS = "Name a folder with config.json and model.safetensors."
 _NONE = (
     f"{{path}} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
     " name a run's `out`, or one checkpoint in it."
@@ -52,11 +59,11 @@ _NONE = (
 def _checkpoints(source: str) -> list[Path]:
     path = Path(source)
     if not path.is_dir():
-        raise UsageError(
-            f"{path} holds no checkpoint: there is no such folder. Name a run's `out`, or one"
-            " checkpoint in it."
-        )
-    if not any(path.glob("manifest.json")) and not any(path.rglob("step-*")):
+        raise UsageError(f"{path} holds no checkpoint: there is no such folder. {_NAME}")
+    named = [next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)]
+    if os.path.lexists(path / "manifest.json"):
+        _refuse_irregular(path / "manifest.json")
+    elif not any(named):
         raise UsageError(_NONE.format(path=path))
     from ..train.checkpoint import steps
 
@@ -66,6 +73,13 @@ def _checkpoints(source: str) -> list[Path]:
     if not found:
         raise UsageError(_NONE.format(path=path))
     return found
+
+
+def _refuse_irregular(file: Path, way_out: str = _NAME) -> None:
+    try:
+        open_regular(file).close()
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {reason(error)}. {way_out}") from None
 
 
 def _show(said: argparse.Namespace) -> int:
@@ -133,11 +147,14 @@ def _export(said: argparse.Namespace) -> int:
     if faults:
         say("\n".join(faults))
         return 1
-    files = export_weights(path, Path(said.out), family=said.family, dtype=said.dtype.upper())
+    files = export_weights(path, Path(said.out), family=said.family, dtype=said.dtype)
     return _written(said, files)
 
 
 def _import(said: argparse.Namespace) -> int:
+    if not Path(said.source).is_dir():
+        raise UsageError(f"there is no folder {said.source}. {_THEIRS}")
+    _refuse_irregular(Path(said.source, "config.json"), _THEIRS)
     from ..train.checkpoint_exchange import import_weights
 
     # Where a run looks for what it goes on from.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from ..draw import text_table
+from .outputs import try_folder
 from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
@@ -40,15 +42,16 @@ def run(argv: list[str]) -> int:
 
 
 def _prepare(said: argparse.Namespace) -> int:
+    if not said.out:
+        raise UsageError("phalanx data prepare SRC needs --out DIR.")
+    if not 0 <= said.held_out < 1:
+        raise UsageError(f"--held-out is {said.held_out}; a share from 0 to below 1 belongs there.")
+    try_folder(said.out)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..train.data import open_vocabulary, prepare
 
-    if not said.out:
-        raise UsageError("phalanx data prepare SRC needs --out DIR.")
-    if not 0 <= said.held_out < 1:
-        raise UsageError(f"--held-out is {said.held_out}; a share from 0 to below 1 belongs there.")
     vocabulary = open_vocabulary(Path(said.tokenizer) if said.tokenizer else None, said.end)
     columns = (
         TextColumn("{task.description}"),
@@ -99,8 +102,15 @@ def _show(said: argparse.Namespace) -> int:
 
 def _verify(said: argparse.Namespace) -> int:
     from ..train.data import verify_form
+    from ..train.data.form import INDEX
 
-    faults = verify_form(Path(said.source))
+    path = Path(said.source)
+    if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):
+        raise UsageError(
+            f"{path} is no prepared corpus: it has no {INDEX}. `phalanx data prepare` makes one of"
+            " text; other forms have no checksums to verify."
+        )
+    faults = verify_form(path)
     if said.json:
         print_json({"sound": not faults, "faults": faults})
     else:

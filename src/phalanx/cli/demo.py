@@ -14,6 +14,7 @@ from typing import Any
 
 from ..layout import Layout
 from ..layout.run import Run
+from .outputs import try_folder
 from .usage import Parser, print_json, say
 
 __all__ = ["run"]
@@ -49,6 +50,8 @@ def run(argv: list[str]) -> int:
     said = parser.read(argv)
     begun = time.monotonic()
     out = Path(said.out)
+    for folder in (out, _alone(out)):
+        try_folder(str(folder))
     for old in (out, _alone(out)):
         if (old / "metrics.jsonl").is_file():  # only what an earlier demo has written
             shutil.rmtree(old)

@@ -9,13 +9,17 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..draw import Bars, Part, bars
+from ..layout import Shape
+from ..layout.choices import DEVICES, WIRES
 from ..plan.size import rate, seconds, size
+from .before import refuse_ranks
 from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
+from .outputs import try_file
 from .usage import Parser, UsageError, complain, print_json, read, say, write
 
 if TYPE_CHECKING:
-    from ..bench import Found, Topology
-    from ..plan import Machine, Place, Store
+    from ..bench import Found
+    from ..plan import Machine, Place, Store, Topology
 
 __all__ = ["run"]
 
@@ -44,9 +48,9 @@ def run(argv: list[str]) -> int:
         "name", nargs="?", metavar="NAME", help="a device, a cluster, or a recorded topology's file"
     )
     add("--out", metavar="FILE", help="machine.toml, or .svg with hierarchy")
-    add("--device", default="auto", help="auto, cpu, cuda")
+    add("--device", default="auto", choices=DEVICES, help="default auto")
     add("--ranks", type=int, default=0, metavar="N", help="of the largest group measured")
-    add("--wire", default="auto", help="threads, shared, gloo, nccl, auto")
+    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
     add("--model", default="124m", metavar="SHAPE", help="whose products are measured")
     add("--limit", type=float, default=60.0, help="seconds for all measurements of --out, about")
     add("--with-host", action="store_true", help="write the host's name into the file")
@@ -65,17 +69,18 @@ def run(argv: list[str]) -> int:
 
 
 def _here(said: argparse.Namespace) -> int:
+    if not said.limit > 0:
+        raise UsageError("--limit is more than 0.")
+    refuse_ranks(said.ranks or None, 2)
+    Shape.load(said.model)
+    if said.out and not said.out.endswith(".toml"):
+        raise UsageError(f"--out {said.out}: a machine file is .toml.")
+    try_file(said.out)
     from ..bench import WrongResult, examine, find
     from ..bench.doctor import Examination, topology_of
     from ..comm import RankFailed
-    from ..layout import Shape
 
-    if said.limit <= 0 or said.ranks < 0 or said.ranks == 1:
-        raise UsageError("--limit is more than 0, --ranks 2 or more.")
-    if said.out and not said.out.endswith(".toml"):
-        raise UsageError(f"--out {said.out}: a machine file is .toml.")
     found = find(said.device)
-    Shape.load(said.model)
     if not said.out:
         return _look(said, found, topology_of(found))
     asked = Examination(said.limit, said.ranks, said.wire, said.model, with_host=said.with_host)
@@ -169,7 +174,7 @@ def _measured(machine: Machine) -> list[str]:
 
 
 def _topology(said: argparse.Namespace) -> int:
-    from ..bench import parse_topology, read_topology
+    from ..plan import parse_topology, read_topology
 
     found = parse_topology(read(said.name, "topology")) if said.name else read_topology()
     if said.json:

@@ -9,6 +9,7 @@ from ..draw import Picture, chrome, page, svg, text
 from ..layout import Layout, LayoutError
 from ..program import SCHEDULES, Sizes, Timeline, check, repeat, simulate
 from . import draw_mesh, draw_recompute, draw_run
+from .outputs import try_file
 from .step import Step, of_file, of_layout, of_schedule
 from .usage import Parser, UsageError, print_json, say, screen, write
 
@@ -42,6 +43,8 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["run"]:
         return draw_run.run(argv[1:])
     said = _parser().read(argv)
+    try_file(said.out, formats=(*_FORMATS, ".txt"))
+    screen(said.width)
     step = _step(said)
     picture = _picture(step, said)
     if said.out:

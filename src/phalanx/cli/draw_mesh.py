@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..draw import MeshPicture, mesh_svg, mesh_text
+from .outputs import try_file
 from .usage import Parser, UsageError, print_json, say, screen, write
 
 __all__ = ["run"]
@@ -24,6 +25,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--out", metavar="FILE.svg", help="write the picture as SVG")
     parser.add_argument("--json", action="store_true", help="ranks, groups and parts as JSON")
     said = parser.read(argv)
+    try_file(said.out, formats=(".svg",))
     picture = MeshPicture.parse(" ".join(said.layout), said.weight)
     if picture.mesh.size > 4096:
         raise UsageError(

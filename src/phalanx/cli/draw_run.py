@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..draw import Picture, chrome, page, svg, text
 from ..program import Recorded, Timeline, check
+from .outputs import try_file
 from .usage import Parser, print_json, read, say, screen, write
 
 __all__ = ["run"]
@@ -29,6 +30,7 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help=".svg, .html or .json (a trace)")
     parser.add_argument("--json", action="store_true", help="figures and both timelines as JSON")
     said = parser.read(argv)
+    try_file(said.out, formats=_FORMATS)
     recorded = Recorded.parse(read(said.file, "recorded step"))
     proof = check(recorded.program)
     predicted, measured = recorded.predicted(), recorded.measured()

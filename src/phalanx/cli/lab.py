@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from ..comm import RankFailed
-from ..lab import NAMES, Size, Trial, as_json, claims_text, conduct, entry, listing, page, text
+from typing import TYPE_CHECKING
+
+from ..lab import NAMES, Size, entry, listing
+from .before import refuse_large, refuse_ranks
+from .outputs import try_file
 from .usage import Parser, UsageError, complain, print_json, save, say
+
+if TYPE_CHECKING:
+    from ..lab import Trial
 
 __all__ = ["run"]
 
@@ -20,6 +26,7 @@ Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usag
 def run(argv: list[str]) -> int:
     """List the experiments, or run those that are named."""
     said = _parser().read(argv)
+    refuse_ranks(said.ranks)
     if not said.names:
         if said.html:
             raise UsageError("--html needs an experiment's name, or all.")
@@ -28,10 +35,19 @@ def run(argv: list[str]) -> int:
         else:
             say(listing(), end="")
         return 0
-    if said.ranks < 1:
-        raise UsageError(f"--ranks is {said.ranks}; a world has 1 rank or more.")
     names = list(NAMES) if said.names == ["all"] else said.names
+    for name in names:
+        entry(name)
     size = Size(said.batch, said.width, said.layers, said.steps)
+    # Weights, gradients and what they are compared with; what each layer keeps.
+    need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
+    refuse_large(
+        need, f"an MLP of {size.layers:,} layers", "Write less --width, --batch or --layers"
+    )
+    try_file(said.html, "--html")
+    from ..comm import RankFailed
+    from ..lab import as_json, claims_text, conduct, page, text
+
     trials: list[Trial] = []
     try:
         for trial in conduct(names, size, ranks=said.ranks, wire=said.wire):

@@ -13,6 +13,7 @@ from pathlib import Path
 from ..cost import weighs
 from ..layout import LayoutError, Run, Shape
 from ..layout.layout import PRECISIONS
+from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, MachineError, cluster
 from ..plan.local import local_stack, site_of_machine
 from ..plan.refused import size
@@ -20,6 +21,7 @@ from ..plan.rivals import rivals
 from ..plan.search import Plan, search
 from ..plan.site import Site, site_of
 from ..plan.stack import stack
+from .outputs import try_file
 from .plan_figures import Asked, figures
 from .plan_tell import told
 from .usage import Parser, UsageError, print_json, say, write
@@ -28,7 +30,6 @@ __all__ = ["asked_of", "asking", "count", "run"]
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
-_OWN = re.compile(r".+\.py:\w+")
 _EPILOG = """\
 Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
 
@@ -55,6 +56,8 @@ def run(argv: list[str]) -> int:
     said = parser.read(argv)
     if said.top < 1:
         raise UsageError(f"--top {said.top}: write 1 or more.")
+    try_file(said.out, formats=(".toml",))
+    try_file(said.page, "--page", (".html",))
     asked = asked_of(said)
     if said.explain is not None:
         from .plan_explain import explain
@@ -165,7 +168,7 @@ def asked_of(said: argparse.Namespace) -> Asked:
         raise UsageError("--seq is 1 or more.")
     if said.precision not in (None, *PRECISIONS):
         raise UsageError(f"--precision {said.precision}: choose {', '.join(PRECISIONS)}.")
-    own = said.model if _OWN.fullmatch(said.model) else ""
+    own = said.model if names_source(said.model) else ""
     shape = _own(own) if own else Shape.load(said.model)
     site, kind = _site(said)
     sequence = said.seq or shape.sequence
@@ -189,6 +192,7 @@ def asked_of(said: argparse.Namespace) -> Asked:
 
 def _own(text: str) -> Shape:
     """Only its file knows the sizes of somebody's own model, and running it needs torch."""
+    refuse_broken(text, LayoutError)
     from ..parallel import load_model
 
     shape = load_model(text).shape
@@ -218,15 +222,25 @@ def count(text: str, flag: str) -> int:
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
     if not found or float(found[1]) == 0:
         raise UsageError(f"{flag} {text[:60]}: write a number such as 4M, 512k or 4194304.")
-    return int(float(found[1]) * _LETTERS[found[2].upper()])
+    number = int(float(found[1]) * _LETTERS[found[2].upper()])
+    if number > TOKENS:
+        raise UsageError(f"{flag} {text[:60]} is more than {TOKENS:,}. Write less.")
+    return number
 
 
+SEQUENCES = 1 << 24  # of a step, as in a run file
+TOKENS = 10**18  # of a run
 _LETTERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
 def _sequences(text: str, sequence: int) -> int:
     """Sequences of a step. 4M is what engineers call 2^22 when sequences are powers of two."""
     tokens = count(text, "--batch-tokens")
+    if tokens > sequence * SEQUENCES:
+        raise UsageError(
+            f"--batch-tokens {text[:60]} is more than {SEQUENCES:,} sequences of {sequence:,}"
+            " tokens. Write less."
+        )
     binary = re.fullmatch(r"(\d+)([kKM])", text)
     if tokens % sequence and binary:
         tokens = int(binary[1]) * 2 ** (10 if binary[2] in "kK" else 20)

@@ -16,6 +16,7 @@ from ..plan.local import local_stack, site_of_machine
 from ..plan.site import Site, site_of
 from ..plan.stack import FITTED, Stack, stack
 from ..plan.toml import dump
+from .outputs import try_file
 from .usage import Parser, UsageError, print_json, say, write
 
 __all__ = ["run"]
@@ -48,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
     said = parser.read(list(argv))
     if said.cluster and said.machine:
         raise UsageError("--cluster and --machine both say where the runs ran; name one.")
+    try_file(said.out, formats=(".toml",))
     trials = [read_run(Path(folder)) for folder in said.runs]
     groups = [_timed(those, said) for those in by_model(trials)]
     before = _begin(said, groups[0].site, trials)

@@ -44,6 +44,7 @@ def run(argv: list[str]) -> int:
     add("--json", action="store_true")
     said = parser.read(argv)
     _refuse(said)
+    tokens = count(said.tokens, "--tokens")
     asked = asked_of(said)
     choice = _choice(asked, said.layout)
     if choice is None:
@@ -51,7 +52,7 @@ def run(argv: list[str]) -> int:
         return 1
     saving = said.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
     spent = spending(
-        tokens=count(said.tokens, "--tokens"),
+        tokens=tokens,
         batch_tokens=asked.tokens,
         step=choice.step,
         devices=asked.site.ranks,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout.files import reason, write_text
+from .outputs import try_file
 from .usage import Parser, UsageError, flags, print_json, save, say
 
 if TYPE_CHECKING:
@@ -49,9 +50,12 @@ def run(argv: list[str]) -> int:
     add("--model", metavar="FILE.py:Class", help="your own model of the run: its file is run")
     add("--json", action="store_true", help="where it is, as JSON, and the comparison")
     said = parser.read(argv)
+    try_file(said.out)
     from ..report import report
 
     folder = Path(said.folder)
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}. Name the `out` of a run.")
     out = Path(said.out) if said.out else folder / "report.html"
     compared = _compared(folder, said)
     page = report(folder, compared)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape
+from ..layout.choices import WIRES
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
 from .before import refuse_before
@@ -49,7 +50,7 @@ def run(argv: list[str]) -> int:
     add("said", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
     add("--ranks", type=int, metavar="N", help="local processes; one a GPU, or 2 without any")
     add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
-    add("--wire", default="auto", help="auto, shared, gloo, nccl, threads")
+    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
     add("--print-config", action="store_true", help="print the whole run file and end")
     add("--schema", action="store_true", help="print the run file's JSON Schema and end")
     add("--json", action="store_true", help="only what became of the run, as JSON")

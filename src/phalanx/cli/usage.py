@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -21,7 +21,7 @@ from ..layout.mesh import RANKS
 
 __all__ = [
     "OutputError", "Parser", "UsageError", "complain", "flags", "print_json", "read", "report", "save",
-    "say", "screen", "silence", "write",
+    "say", "screen", "silence", "suffix_of", "write",
 ]  # fmt: skip
 
 Drawn = TypeVar("Drawn")
@@ -114,10 +114,15 @@ def write(
     path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn, flag: str = "--out"
 ) -> None:
     """Write a picture, or anything else, in the format that the file's suffix names."""
+    save(path, formats[suffix_of(path, tuple(formats), flag)](drawn))
+
+
+def suffix_of(path: str, formats: Sequence[str], flag: str = "--out") -> str:
+    """The suffix of a file to write, if it is one of these."""
     suffix = Path(path).suffix
     if suffix not in formats:
         raise UsageError(f"{flag} {path}: the suffix says the format; use {', '.join(formats)}.")
-    save(path, formats[suffix](drawn))
+    return suffix
 
 
 def screen(width: int | None) -> tuple[int, bool]:

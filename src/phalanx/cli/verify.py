@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape, legal, nearest
+from ..layout.cases import AXES, SHAPES, covering, every_layout
+from ..layout.choices import DTYPES, OPTIMIZERS, WIRES
+from ..layout.files import open_regular, reason
+from ..layout.source import names_source, refuse_broken
+from .before import refuse_ranks
+from .outputs import try_file, try_folder
 from .usage import Parser, UsageError, print_json, say
 
 if TYPE_CHECKING:
@@ -18,6 +25,9 @@ if TYPE_CHECKING:
     from ..verify import Verdict
 
 __all__ = ["run"]
+
+STEPS = 10_000
+MOST = 64  # ranks of which all layouts are listed: there are some hundred thousand
 
 _EPILOG = """\
 Exit code 0: every layout that was compared agrees with one process; 1: one does not; 2: wrong usage,
@@ -46,10 +56,10 @@ def run(argv: list[str]) -> int:
     add("--axes", default="dp pp cp tp", help="the axes that --ranks enumerates")
     add("--layouts", metavar="TEXT", help="these layouts instead, separated by ;")
     add("--cover", type=int, metavar="N", help="a subset of N or more that covers all pairs")
-    add("--wire", default="threads", help="threads, gloo, shared, nccl, auto")
+    add("--wire", default="threads", choices=WIRES, help="what carries messages; default threads")
     add("--steps", type=int, default=3)
-    add("--dtype", default="float64", help="float64, float32, bfloat16, float16")
-    add("--optimizer", default="adamw", help="adamw, sgd (with momentum)")
+    add("--dtype", default="float64", choices=DTYPES, help="default float64")
+    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
     add("--dropout", type=float, default=0.0, metavar="RATE", help="of the built-in models")
     add("--packed", action="store_true", help="sequences packed with documents")
     add("--seed", type=int, default=0)
@@ -60,20 +70,19 @@ def run(argv: list[str]) -> int:
     add("--faults", action="store_true", help="put seeded faults in, and see each one caught")
     add("--json", action="store_true")
     said = parser.read(argv)
+    _check(said)
     if said.faults:
         return _faults(said)
     return _verify(said)
 
 
 def _verify(said: argparse.Namespace) -> int:
+    shape, make = _model(said.model)
+    layouts, log = _part(_layouts(said, shape), said), _log(said, shape)
+    if layouts:
+        _enough(said, shape, make, layouts)
     from ..verify import verify
 
-    _check(said)
-    shape, make = _model(said.model)
-    if make and said.dropout:
-        raise UsageError("--dropout is for the built-in models; write the rate into your own.")
-    layouts, log = _part(_layouts(said, shape), said, shape)
-    _enough(said, shape, make, layouts)
     verdicts = []
     for verdict in verify(
         shape, layouts,
@@ -122,19 +131,41 @@ def _print(verdict: Verdict) -> None:
 
 def _check(said: argparse.Namespace) -> None:
     """Refuse what has no meaning, before anything is loaded."""
-    from ..verify.verify import DTYPES, OPTIMIZERS
-
-    if said.ranks < 1 or said.steps < 1:
-        raise UsageError("--ranks and --steps are 1 or more.")
-    for flag, word, words in (
-        ("--dtype", said.dtype, DTYPES), ("--optimizer", said.optimizer, OPTIMIZERS),
-    ):  # fmt: skip
-        if word not in words:
-            raise UsageError(f"{flag} {word}: choose {', '.join(words)}.")
+    if not 1 <= said.steps <= STEPS or (said.cover is not None and said.cover < 1):
+        raise UsageError(f"--steps is 1 to {STEPS:,}, --cover 1 or more.")
+    if not 1 <= said.ranks <= MOST:
+        raise UsageError(
+            f"--ranks is {said.ranks:,}; all layouts of 1 to {MOST} ranks can be told. Name larger"
+            " ones with --layouts."
+        )
+    if not said.axes.split() or (wrong := [x for x in said.axes.split() if x not in AXES]):
+        shown = repr(wrong[0][:60]) if said.axes.split() else "nothing"
+        raise UsageError(f"--axes names {shown}; choose of {' '.join(AXES)}.")
+    if said.part and not _parts(said.part):
+        raise UsageError(f"--part {said.part[:60]}: write 1/4, 2/4, 3/4 or 4/4.")
     if not 0 <= said.dropout < 1:
         raise UsageError(f"--dropout is {said.dropout}; a rate is 0 or more and less than 1.")
     if said.memory is not None and not said.memory > 0:
         raise UsageError(f"--memory is {said.memory}; write how many GiB may be used.")
+    if names_source(said.model):
+        refuse_broken(said.model, LayoutError)
+        if said.dropout:
+            raise UsageError("--dropout is for the built-in models; write the rate into your own.")
+    try_file(said.record, "--record")
+    if said.log:
+        try_folder(str(Path(said.log).parent), "--log")
+        _refuse_irregular(Path(said.log))
+
+
+def _refuse_irregular(log: Path) -> None:
+    """A log is read before it is written: no pipe, no folder."""
+    if not os.path.lexists(log):
+        return
+    try:
+        open_regular(log).close()
+    except OSError as error:
+        raise UsageError(f"--log: cannot read {log}: {reason(error)}. Name another file.") from None
+    try_file(str(log), "--log")
 
 
 def _enough(
@@ -146,8 +177,6 @@ def _enough(
     """Refuse what would not fit into memory: the system would kill it half way."""
     from ..verify.memory import GIB, available, needed
 
-    if not layouts:
-        return
     parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
     need = needed(
         shape, parameters, layouts,
@@ -164,10 +193,9 @@ def _enough(
 
 
 def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    from ..parallel.model import load_model
-    from ..verify import SHAPES
+    if names_source(name):
+        from ..parallel.model import load_model
 
-    if re.fullmatch(r".+\.py:\w+", name):
         make = partial(load_model, name)
         shape = make().shape
         if shape is None:
@@ -186,12 +214,14 @@ def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
 
 
 def _layouts(said: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
-    from ..verify import covering, every_layout
-
     if said.layouts is None:
         every = every_layout(shape, said.ranks, axes=said.axes)
         return covering(every, said.cover) if said.cover else every
     named = Layout.parse_many(said.layouts)
+    refuse_ranks(
+        max((layout.ranks for layout in named), default=1),
+        flag="--layouts: the most ranks of a layout",
+    )
     wrong = []
     for layout in named:
         broken = legal(layout, shape)
@@ -203,23 +233,28 @@ def _layouts(said: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
     return tuple(replace(x, precision="fp64") if said.dtype == "float64" else x for x in named)
 
 
-def _part(
-    layouts: Iterable[Layout], said: argparse.Namespace, shape: Shape
-) -> tuple[list[Layout], Path | None]:
-    """Every n-th layout, so that each part has its share of the large ones, and where it is told."""
-    chosen = list(layouts)
-    log = Path(said.log) if said.log else None
-    if said.part:
-        found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", said.part)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
-            raise UsageError(f"--part {said.part}: write 1/4, 2/4, 3/4 or 4/4.")
-        part, parts = int(found[1]), int(found[2])
-        chosen = chosen[part - 1 :: parts]
-        default = f"{shape.name}-{said.ranks}-{said.dtype}-{said.wire}-{part}of{parts}.jsonl"
-        log = log or Path("runs", "verify", default)
-    if log:
-        log.parent.mkdir(parents=True, exist_ok=True)
-    return chosen, log
+def _parts(text: str) -> tuple[int, int] | None:
+    """The part and the number of parts that I/N says."""
+    found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text)
+    return (int(found[1]), int(found[2])) if found and 1 <= int(found[1]) <= int(found[2]) else None
+
+
+def _part(layouts: Sequence[Layout], said: argparse.Namespace) -> list[Layout]:
+    """Every n-th layout, so that each part has its share of the large ones."""
+    part, parts = _parts(said.part or "") or (1, 1)
+    return list(layouts[part - 1 :: parts])
+
+
+def _log(said: argparse.Namespace, shape: Shape) -> Path | None:
+    """Where verdicts are told, in a folder that is made."""
+    if not said.log and not said.part:
+        return None
+    part = str(said.part).replace("/", "of")
+    default = f"{shape.name}-{said.ranks}-{said.dtype}-{said.wire}-{part}.jsonl"
+    log = Path(said.log) if said.log else Path("runs", "verify", default)
+    try_folder(str(log.parent), "--log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log
 
 
 def _faults(said: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from textwrap import wrap
 from ..cost import Pieces, cut_of, weighs
 from ..draw import text_table
 from ..layout import Layout, LayoutError, Shape, legal, nearest
+from ..layout.source import names_source, refuse_broken
 from ..program import Load, Weighed, ops
 from .usage import Parser, UsageError, print_json, say
 
@@ -44,7 +44,9 @@ def run(argv: list[str]) -> int:
     if said.target not in ("cuda", "cpu"):
         raise UsageError(f"--target {said.target}: choose cuda or cpu.")
     layout = Layout.parse(" ".join(said.layout))
-    own = re.fullmatch(r".+\.py:\w+", said.model)
+    own = names_source(said.model)
+    if own:
+        refuse_broken(said.model, LayoutError)
     shape = _own(said.model) if own else Shape.load(said.model)
     _refuse(layout, shape, said.sequence)
     cut = cut_of(layout)

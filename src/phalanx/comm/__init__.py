@@ -13,8 +13,9 @@ from phalanx.comm.base import (
     World,
 )
 from phalanx.comm.join import join
-from phalanx.comm.launch import WIRES, Run, choose, launch, workers
+from phalanx.comm.launch import Run, choose, launch, workers
 from phalanx.comm.tally import Message, Tally, TallyWorld
+from phalanx.layout.choices import WIRES
 
 __all__ = [
     "Group",

@@ -14,8 +14,7 @@ from phalanx.comm.base import CommMisuse
 from phalanx.comm.devices import Devices
 from phalanx.comm.pool import Pool
 from phalanx.comm.threads import run_threads
-
-WIRES = ("auto", "threads", "shared", "gloo", "nccl")
+from phalanx.layout.choices import WIRES
 
 
 class Run(Protocol):

@@ -4,6 +4,7 @@ and which part of a weight it holds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,9 +109,11 @@ class MeshPicture:
 def _dim(word: str) -> tuple[str, int, int]:
     name, equals, size = word.partition("=")
     size, _, unit = size.partition("/")
-    if not equals or not size.isdigit() or not (unit or "1").isdigit() or name not in _DIMS:
+    digits = re.compile("[0-9]{1,18}")  # below 2 ** 63
+    numbers = digits.fullmatch(size) and digits.fullmatch(unit or "1")
+    if not equals or not numbers or name not in _DIMS:
         raise LayoutError(
-            f"{word!r} is not a dim of a weight. Write heads=4096, or heads=4096/128 where 128 are one"
+            f"{word[:60]!r} is not a dim of a weight. Write heads=4096, or heads=4096/128 where 128 are one"
             f" head; dims are {', '.join(_DIMS)}."
         )
     if not int(size) or not int(unit or 1):

@@ -7,9 +7,10 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..draw import text_table
 from .claims import LabError
 
-__all__ = ["NAMES", "Entry", "entry"]
+__all__ = ["NAMES", "Entry", "entry", "listing"]
 
 _NAMES = """
     collectives point-to-point objects process-groups one-process asynchronous-launch
@@ -60,3 +61,8 @@ def entry(name: str) -> Entry:
     source = path.read_text(encoding="utf-8")
     title, _, story = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
     return Entry(name, f"{__package__}.experiments.{stem}", title, story.strip(), source)
+
+
+def listing() -> str:
+    """All experiments, a line each."""
+    return text_table((), [(name, entry(name).title) for name in NAMES], left="ll")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Claim", "Claims", "Values", "LabError", "Results", "Size", "equal", "every"]
 
@@ -69,6 +69,8 @@ def equal(says: str, got: Any, want: Any, *, within: float = 1e-10) -> Claim:
     Ranks add in another order than one process, which costs some 1e-16 of the largest number. A
     mistake in what is added costs at least 1e-3.
     """
+    import torch
+
     if isinstance(got, str) or isinstance(want, str):
         return Claim(says, got == want, f"{got!r}" if got == want else f"{got!r}, not {want!r}")
     ours, theirs = _flat(got), _flat(want)
@@ -100,7 +102,9 @@ def every(
 
 def _flat(x: Any) -> Tensor:
     """Any nest of numbers and tensors as one float64 vector."""
-    if isinstance(x, Tensor):
+    import torch
+
+    if isinstance(x, torch.Tensor):
         return x.detach().to("cpu", torch.float64).reshape(-1)
     if isinstance(x, Sequence):
         return torch.cat([_flat(part) for part in x]) if x else torch.empty(0, dtype=torch.float64)

@@ -6,17 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from ..draw import text_table
-from .catalogue import NAMES, entry
 from .claims import Claim
-from .conduct import Trial
 from .record import Figure, Message, Step
+from .trial import Trial
 
-__all__ = ["as_json", "bytes_text", "claims_text", "conditions", "listing", "text", "verdict"]
-
-
-def listing() -> str:
-    """All experiments, a line each."""
-    return text_table((), [(name, entry(name).title) for name in NAMES], left="ll")
+__all__ = ["as_json", "bytes_text", "claims_text", "conditions", "text", "verdict"]
 
 
 def as_json(trial: Trial) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from .files import open_regular, reason
 
-__all__ = ["load_source", "running", "syntax_error"]
+__all__ = ["load_source", "names_source", "refuse_broken", "running", "syntax_error"]
 
 Refusal = Callable[[str], Exception]
 LIMIT = 1 << 24  # bytes of a source file
@@ -26,6 +27,30 @@ LIMIT = 1 << 24  # bytes of a source file
 def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tuple[Any, ...]:
     """What a file of the user's calls by these names; the file is run once for each call."""
     name = names[0]
+    _refuse_unreadable(path, name, error)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None:
+        raise error(f"{path} is no Python file. Write FILE.py:{name}.")
+    module = importlib.util.module_from_spec(spec)
+    with running(path, error):
+        spec.loader.exec_module(module)
+    return tuple(_named(module, name, path, error) for name in names)
+
+
+def names_source(text: str) -> bool:
+    """Whether a text is FILE.py:NAME."""
+    return re.fullmatch(r".+\.py:\w+", text) is not None
+
+
+def refuse_broken(text: str, error: Refusal) -> None:
+    """Raise if there is no file of FILE.py:NAME, or if it is no Python. It is not run."""
+    path, _, name = text.rpartition(":")
+    _refuse_unreadable(path, name, error)
+    if wrong := syntax_error(path):
+        raise error(f"{wrong}. Mend it there.")
+
+
+def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
     try:
         with open_regular(Path(path)) as file:
             large = len(file.read(LIMIT + 1)) > LIMIT
@@ -35,13 +60,6 @@ def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tup
         raise error(f"cannot read {path}: {reason(wrong)}. Name a file of Python code.") from None
     if large:
         raise error(f"cannot read {path}: it has more than {LIMIT:,} bytes. Name a source file.")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None:
-        raise error(f"{path} is no Python file. Write FILE.py:{name}.")
-    module = importlib.util.module_from_spec(spec)
-    with running(path, error):
-        spec.loader.exec_module(module)
-    return tuple(_named(module, name, path, error) for name in names)
 
 
 def _named(module: ModuleType, name: str, path: str | Path, error: Refusal) -> Any:

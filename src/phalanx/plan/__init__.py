@@ -6,6 +6,7 @@ from .hierarchy import Place, hierarchy
 from .link import Cluster, Level, Link, cluster, clusters, link, links
 from .machine import Hidden, Machine, Rate, Store
 from .toml import MachineError
+from .topology import Topology, TopologyError, parse_topology, read_topology
 
 __all__ = [
     "Chip",
@@ -21,6 +22,8 @@ __all__ = [
     "Place",
     "Rate",
     "Store",
+    "Topology",
+    "TopologyError",
     "bus_factor",
     "cluster",
     "clusters",
@@ -30,4 +33,6 @@ __all__ = [
     "hierarchy",
     "link",
     "links",
+    "parse_topology",
+    "read_topology",
 ]

@@ -13,9 +13,9 @@ _BINARY = ("", "K", "M", "G", "T", "P")
 
 def bytes_of(text: str) -> int:
     """`1K` is 1,024 bytes, `64M` 64 MiB."""
-    found = re.fullmatch(r"(\d+)([KMGT]?)(?:i?B)?", text.strip())
+    found = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:i?B)?", text.strip())
     if not found or not int(found[1]):
-        raise MachineError(f"{text!r} is not a size; write 4096, 64K, 512M or 1G.")
+        raise MachineError(f"{text[:60]!r} is not a size; write 4096, 64K, 512M or 1G.")
     return int(found[1]) << 10 * _BINARY.index(found[2])
 
 
@@ -25,10 +25,12 @@ def sizes_of(text: str) -> tuple[int, ...]:
         return tuple(sorted({bytes_of(part) for part in text.split(",")}))
     first, last, *step = text.split(":")
     low, high = bytes_of(first), bytes_of(last)
-    factor = int(step[0]) if len(step) == 1 and step[0].isdigit() else 0 if step else 4
+    factor = (
+        int(step[0]) if len(step) == 1 and re.fullmatch("[0-9]{1,9}", step[0]) else 0 if step else 4
+    )
     if low > high or factor < 2:
         raise MachineError(
-            f"{text!r} is not a range of sizes; write FIRST:LAST or FIRST:LAST:STEP."
+            f"{text[:60]!r} is not a range of sizes; write FIRST:LAST or FIRST:LAST:STEP."
         )
     found = [low]
     while found[-1] * factor <= high:

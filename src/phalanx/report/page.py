@@ -27,11 +27,15 @@ from ..draw import (
     timeline,
 )
 from ..layout import Layout
+from ..layout.files import read_text
 from ..layout.journal import read_journal
 from ..program import Timeline
 from .compared import Compared
 
-__all__ = ["ReportError", "report"]
+__all__ = ["DRAWN", "TIMELINE", "ReportError", "report"]
+
+TIMELINE = 1 << 26  # bytes of a measured step
+DRAWN = 4096  # ranks of a mesh
 
 Record = dict[str, Any]
 
@@ -102,7 +106,10 @@ def report(folder: Path, compared: Compared | None = None) -> str:
 def _number(record: Record, name: str) -> float:
     value = record.get(name)
     # What was not finite is written as text; a picture leaves it out.
-    return float(value) if isinstance(value, int | float) else math.nan
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
 
 
 def _points(
@@ -247,8 +254,8 @@ def _timeline(folder: Path) -> Html:
     if not path.is_file():
         return paragraphs(["Not measured yet."])
     try:
-        seconds = Timeline.from_json(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+        seconds = Timeline.from_json(read_text(path, "timeline", ReportError, TIMELINE))
+    except ValueError as error:
         return paragraphs([f"{path.name} cannot be read: {error}"])
     spans = tuple(s._replace(start=1e3 * s.start, end=1e3 * s.end) for s in seconds.spans)
     return timeline(Picture("a measured step", Timeline(spans), clock=" ms"))
@@ -259,6 +266,8 @@ def _mesh(start: Record) -> Html:
         picture = MeshPicture(Layout.parse(str(start.get("layout", ""))))
     except ValueError as error:
         return paragraphs([str(error)])
+    if picture.mesh.size > DRAWN:
+        return paragraphs([f"{picture.title}, too many for a picture."])
     return tag("div", mesh_svg(picture), cls="scroll")
 
 
@@ -281,7 +290,10 @@ def _words(record: Record) -> Iterator[str]:
 
 def _configuration(folder: Path) -> Html:
     path = folder / "run.toml"
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        text = read_text(path, "run file", ReportError) if path.is_file() else ""
+    except ReportError as error:
+        return paragraphs([str(error)])
     return tag("pre", text)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..layout import Layout, Shape
+from ..layout.files import read_text
 from ..layout.journal import read_journal
 from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
@@ -26,7 +27,7 @@ from ..plan.stack import Stack
 from ..plan.toml import value
 from ..program import Timeline, ops
 from .compared import Compared, compare
-from .page import ReportError
+from .page import TIMELINE, ReportError
 
 __all__ = ["Step", "predicted", "read_step"]
 
@@ -50,10 +51,9 @@ class Step:
 def read_step(folder: Path) -> Step:
     """The step that a run's timeline.json tells. Nothing in the folder is run."""
     file = folder / "timeline.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"cannot read {error.filename}: {error.strerror}. {_SHOWS}") from None
+    if not file.exists():
+        raise ReportError(f"cannot read {file}: No such file or directory. {_SHOWS}")
+    text = read_text(file, "timeline", ReportError, TIMELINE)
     try:
         timeline, header = Timeline.from_json(text), _header(text)
     except ValueError as error:
@@ -62,7 +62,10 @@ def read_step(folder: Path) -> Step:
         raise ReportError(f"{file} tells of no operation that took time. {_SHOWS}")
     layout, number = Layout.parse(header[0]), header[1]
     start, steps = _stretch(folder, header[0], number)
-    shape = value(Shape, start["model"], f"{folder / 'metrics.jsonl'}, model")
+    where, model = folder / "metrics.jsonl", start.get("model")
+    if not isinstance(model, dict) or not isinstance(start.get("sequence", 0), int):
+        raise ReportError(f"{where}: its start has no model, or no sequence. {_SHOWS}")
+    shape = value(Shape, model, f"{where}, model")
     return Step(
         number,
         layout,

@@ -2,17 +2,27 @@
 
 `launch(train, ranks, Run.load("run.toml"), "dp2 pp2 1f1b:4", wire="gloo")` is a whole run: `launch`
 and `join` are of `phalanx.comm`, `Run` of `phalanx.layout`.
+
+What needs torch is imported when it is asked for: a corpus is opened without it. So no file here may
+have the name of something below.
 """
 
-from .checkpoint import Loaded, Saved, Saver, load, save, steps
-from .checkpoint_exchange import export_weights, import_weights
-from .checkpoint_file import CheckpointError
-from .checkpoint_manifest import Manifest, Progress
-from .checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .data import Batches, Corpus, DataError, open_corpus, prepare
-from .executor import Executor, StepResult
-from .loop import Outcome, TrainError, train
-from .optimizer import AdamW, Optimizer, Sgd
+
+if TYPE_CHECKING:
+    from .checkpoint import Loaded, Saved, Saver, load, save
+    from .checkpoint_exchange import export_weights, import_weights
+    from .checkpoint_file import CheckpointError
+    from .checkpoint_manifest import Manifest, Progress
+    from .checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
+    from .executor import Executor, StepResult
+    from .loop import Outcome, TrainError, train
+    from .optimizer import AdamW, Optimizer, Sgd
 
 __all__ = [
     "AdamW",
@@ -39,7 +49,24 @@ __all__ = [
     "prepare",
     "read_manifest",
     "save",
-    "steps",
     "train",
     "verify_checkpoint",
 ]
+
+_WITH_TORCH = {
+    "checkpoint": "Loaded Saved Saver load save",
+    "checkpoint_exchange": "export_weights import_weights",
+    "checkpoint_file": "CheckpointError",
+    "checkpoint_manifest": "Manifest Progress",
+    "checkpoint_read": "hash_tensors read_manifest verify_checkpoint",
+    "executor": "Executor StepResult",
+    "loop": "Outcome TrainError train",
+    "optimizer": "AdamW Optimizer Sgd",
+}
+_FILES = {name: file for file, names in _WITH_TORCH.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
+from ..layout.choices import FAMILIES
 from ..parallel import build_model
 from .checkpoint import commit, steps
 from .checkpoint_file import (
@@ -34,16 +35,12 @@ from .checkpoint_read import Reader, read_manifest
 from .data.folder import Fields, Folder, write_text
 from .lock import hold_run
 
-__all__ = ["FAMILIES", "export_weights", "import_weights"]
+__all__ = ["export_weights", "import_weights"]
 
 INDEX, CONFIG, ONE = "model.safetensors.index.json", "config.json", "model.safetensors"
 LIMIT = 64 << 20  # bytes of an index
 SHARD = 4 << 30  # bytes of a file
 
-FAMILIES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
 _OUTER = {
     "embed.tokens": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head",
 }  # fmt: skip

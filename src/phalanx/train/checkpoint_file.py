@@ -20,6 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ..layout.choices import STORED
 from .data.folder import Fields, Folder, parse_json
 
 __all__ = [
@@ -31,7 +32,7 @@ CHUNK = 16 << 20
 HEADER = 100_000_000  # bytes; the limit of the safetensors library
 DIMS = 8
 # Numbers that weights are made of. Others are no part of a model, so they are refused.
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in STORED.items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _SUM = re.compile(r"[0-9a-f]{64}")
 

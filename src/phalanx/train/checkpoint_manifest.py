@@ -12,15 +12,15 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from itertools import combinations
 
+import numpy as np
 import torch
 
 from ..layout import Shape
-from .checkpoint_file import DTYPES, CheckpointError, File
+from .checkpoint_file import DIMS, DTYPES, CheckpointError, File
 from .data.folder import Fields, parse_json
 
 __all__ = ["StoredBox", "Logical", "Manifest", "MANIFEST", "Piece", "Progress"]
@@ -206,6 +206,8 @@ def _is_loss_scale(kept: object) -> bool:
 
 def _logical(said: Fields, files: tuple[File, ...]) -> Logical:
     shape = said.wholes("shape")
+    if len(shape) > DIMS:
+        said.refuse(f"'shape' has {len(shape):,} dims; at most {DIMS} can be right.")
     pieces = tuple(_piece(each, len(shape), len(files)) for each in said.objects("pieces"))
     found = Logical(said.text("kind"), said.text("name"), said.text("dtype"), shape, pieces)
     if found.dtype not in DTYPES or not _KIND.fullmatch(found.kind):
@@ -263,11 +265,22 @@ def _check_cover(tensor: Logical, said: Fields) -> None:
     if len(boxes) > 1024:
         said.refuse(f"{tensor.title}: {len(boxes)} parts; at most 1024 can be right.")
     held = sum(math.prod(b - a for a, b in box) for box in boxes)
-    if held != math.prod(tensor.shape) or any(meet(a, b) for a, b in combinations(boxes, 2)):
+    if held != math.prod(tensor.shape) or _any_meet(boxes):
         said.refuse(
             f"{tensor.title}: its parts hold {held:,} numbers, each once; its shape"
             f" {list(tensor.shape)} has {math.prod(tensor.shape):,}."
         )
+
+
+def _any_meet(boxes: Sequence[Box]) -> bool:
+    """Whether any two boxes have something in common."""
+    # All pairs at once: as many as a manifest may have would take Python half a minute.
+    both = np.ones((len(boxes), len(boxes)), bool)
+    for dim in zip(*boxes, strict=True):
+        starts, stops = np.array(dim, np.int64).T
+        both &= starts[:, None] < stops
+    both &= both.T
+    return int(both.sum()) > len(boxes)
 
 
 def meet(a: Iterable[Span], b: Iterable[Span]) -> Box | None:

@@ -1,6 +1,7 @@
 """Floor 7: proof that a layout gives the gradients of one process."""
 
-from .cases import SHAPES, batch_of, covering, every_layout
+from ..layout.cases import SHAPES, covering, every_layout
+from .cases import batch_of
 from .compare import Difference, compare
 from .reference import Step, Trace, reference
 from .verify import Verdict, verify

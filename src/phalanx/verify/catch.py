@@ -8,9 +8,10 @@ from functools import partial
 import torch
 
 from ..comm.launch import workers
+from ..layout.cases import SHAPES
 from ..parallel import Precision, build_model
 from . import faults_of_order as _enters_more  # noqa: F401
-from .cases import SHAPES, batch_of
+from .cases import batch_of
 from .faults import Fault
 from .trial import Setting, join, program_in, train_layout
 from .verify import judge, truth_of

@@ -20,6 +20,8 @@ import torch
 from ..comm import RankFailed
 from ..comm.launch import Run, workers
 from ..layout import Layout, LayoutError, Shape
+from ..layout.choices import DTYPES
+from ..layout.files import read_text
 from ..parallel import Model, Precision, build_model, refuse_unfit
 from ..program import ProgramError, Recorded, Timeline
 from ..train.optimizer import AdamW, Sgd
@@ -33,8 +35,8 @@ __all__ = ["OPTIMIZERS", "Truth", "Verdict", "judge", "truth_of", "verify"]
 
 # What opens a world of so many ranks.
 Worlds = Callable[[int], AbstractContextManager[Run]]
+LOG = 1 << 26  # bytes of a log of verdicts
 NUDGED = 6  # trainings with a unit in the last place changed, to see what that does
-DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Unlike the defaults, so that an option that is ignored shows.
 OPTIMIZERS: dict[str, AdamW | Sgd] = {
     "adamw": AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
@@ -200,5 +202,13 @@ def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
 def _logged(log: Path | None) -> dict[str, Verdict]:
     if log is None or not log.exists():
         return {}
-    verdicts = (Verdict(**json.loads(line)) for line in log.read_text().splitlines() if line)
-    return {v.layout: v for v in verdicts}
+    known: dict[str, Verdict] = {}
+    for number, line in enumerate(read_text(log, "log", LayoutError, LOG).splitlines(), 1):
+        try:
+            verdict = Verdict(**json.loads(line))
+        except (ValueError, TypeError, RecursionError):
+            raise LayoutError(
+                f"{log} line {number} is no verdict. Remove the line, or name another log."
+            ) from None
+        known[verdict.layout] = verdict
+    return known

@@ -17,9 +17,9 @@ from phalanx.comm import Group, World
 from phalanx.comm.launch import launch
 from phalanx.comm.tally import TallyWorld
 from phalanx.lab.claims import Claims, Results, Size, Values, every
-from phalanx.lab.conduct import traced, wire_for
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
+from phalanx.lab.trial import traced, wire_for
 
 
 def rank_code(group: Group, size: Size) -> tuple[Tensor, Tensor]:

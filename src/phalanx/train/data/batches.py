@@ -10,21 +10,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from .corpus import Corpus, DataError, Stream
 from .order import Permutation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Batches"]
 
 IGNORED = -100  # a target that counts nothing, as in torch's cross entropy
 PADDING = -1  # the document of what is not there
 
-Batch = dict[str, Tensor]
+Batch = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Batches:
         return loss / math.log(2) / known if known else None
 
     def _stacked(self, stream: Stream, numbers: list[int]) -> Batch:
+        import torch  # a corpus is opened and shown without it
+
         shape = (len(numbers), self.sequence)
         made = {
             "tokens": np.zeros(shape, np.int64),

@@ -20,9 +20,9 @@ from ..draw import (
     table,
     tag,
 )
-from .conduct import Trial
 from .record import Figure, Span, Step
 from .show import bytes_text, conditions, value_rows, verdict
+from .trial import Trial
 
 __all__ = ["page"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.bench import Topology, TopologyError, parse_topology
+from phalanx.plan import Topology, TopologyError, parse_topology
 
 FOLDER = Path(__file__).parent / "recordings"
 

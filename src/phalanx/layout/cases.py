@@ -1,0 +1,129 @@
+"""What layouts are compared on when nothing is named: small shapes with every awkward trait, and
+all legal layouts up to a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+from .layout import Layout
+from .legal import legal
+from .mesh import Axis, LayoutError, Mesh
+from .shape import Shape
+
+__all__ = ["AXES", "SHAPES", "covering", "every_layout"]
+
+AXES = ("dp", "pp", "cp", "tp")
+_SMALL = Shape(
+    "small", layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12, batch=25
+)
+SHAPES: dict[str, Shape] = {
+    # Two key and value heads (replicated under tp4), odd vocabulary, Llama's parts.
+    "gqa": replace(_SMALL, name="gqa"),
+    # Tied head, learned positions, biases, LayerNorm, GELU: GPT-2's parts; an odd sequence length.
+    "gpt": replace(
+        _SMALL, name="gpt", kv_heads=4, norm="layer", positions="learned", gated=False,
+        tied=True, bias="all", sequence=11,
+    ),
+    # Norms of q and k, biases of q, k and v; 7 blocks, which no number of stages divides.
+    "qwen": replace(_SMALL, name="qwen", qk_norm=True, bias="qkv", layers=7),
+    # Biases and learned positions of an odd width: vector kernels end in a remainder everywhere.
+    "odd": replace(
+        _SMALL, name="odd", layers=3, hidden=33, head_dim=9, ffn=44, sequence=11,
+        norm="layer", positions="learned", gated=False, bias="all",
+    ),
+    "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
+}  # fmt: skip
+
+
+def every_layout(shape: Shape, ranks: int, *, axes: str = "dp pp cp tp") -> tuple[Layout, ...]:
+    """All legal layouts of 1 to `ranks` ranks over these axes, each once."""
+    found: dict[Layout, None] = {}
+    for layout in _all(shape, ranks, set(axes.split())):
+        if not legal(layout, shape):
+            found[layout] = None
+    return tuple(found)
+
+
+def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
+    for dp, pp, cp, tp in _grids(ranks, [name in axes for name in AXES]):
+        for inner, ulysses in product(_divisors(dp), _divisors(cp)):
+            mesh = Mesh((
+                Axis("dp", (dp // inner, inner)), Axis("pp", (pp,)),
+                Axis("cp", (cp // ulysses, ulysses)), Axis("tp", (tp,)),
+            ))  # fmt: skip
+            if inner == 1 and dp > 1:
+                continue
+            for zero, seq, order, recompute in product(
+                range(4), (False, True), _orders(pp), _recomputes(axes)
+            ):
+                if zero == 0 and inner != dp:
+                    continue
+                schedule, chunks, m = order
+                try:
+                    yield Layout(
+                        mesh, seq, zero, schedule, chunks, m, recompute=recompute, precision="fp64"
+                    )
+                except LayoutError:
+                    continue
+
+
+def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
+    """The sizes of the axes whose product is at most `ranks`; an axis that is not free has one."""
+    if not free:
+        yield ()
+        return
+    for size in range(1, ranks + 1) if free[0] else (1,):
+        for others in _grids(ranks // size, free[1:]):
+            yield size, *others
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _orders(pp: int) -> list[tuple[str, int, int]]:
+    """(schedule, chunks, microbatches): 3, which no number of stages here divides."""
+    if pp == 1:
+        return [("accum", 1, 1), ("accum", 1, 3)]
+    names = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    return [
+        ("naive", 1, 1),
+        *((name, 1, 3) for name in names),
+        ("interleaved", 2, 3),
+        ("zb-v", 2, 3),
+        ("searched", 1, 3),
+    ]
+
+
+def _recomputes(axes: set[str]) -> tuple[str, ...]:
+    return ("none", "all", "every=2") if "pp" in axes else ("none",)
+
+
+def _features(x: Layout) -> dict[str, object]:
+    return {
+        "dp": x.dp, "shard": x.mesh.of("dp.shard"), "pp": x.pp, "ring": x.mesh.of("cp.ring"),
+        "ulysses": x.mesh.of("cp.ulysses"), "tp": x.tp, "seq": x.seq, "zero": x.zero,
+        "order": (x.schedule, x.chunks, x.microbatches), "recompute": x.recompute,
+    }  # fmt: skip
+
+
+def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
+    """Few of these layouts in which every two choices that occur together still do; at least so
+    many, filled up evenly."""
+    pairs = {
+        x: set(combinations(sorted(_features(x).items(), key=lambda f: f[0]), 2)) for x in layouts
+    }
+    missing = set().union(*pairs.values())
+    chosen: dict[Layout, None] = {}
+    while missing:
+        best = max(layouts, key=lambda x: len(pairs[x] & missing))
+        chosen[best] = None
+        missing -= pairs[best]
+    step = max(1, len(layouts) // max(1, least))
+    for x in layouts[::step]:
+        if len(chosen) >= least:
+            break
+        chosen[x] = None
+    return tuple(chosen)
