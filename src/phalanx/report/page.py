@@ -32,10 +32,10 @@ from ..layout.journal import read_journal
 from ..program import Timeline
 from .compared import Compared
 
-__all__ = ["DRAWN", "TIMELINE", "ReportError", "report"]
+__all__ = ["MOST_RANKS", "TIMELINE", "ReportError", "report"]
 
 TIMELINE = 1 << 26  # bytes of a measured step
-DRAWN = 4096  # ranks of a mesh
+MOST_RANKS = 4096  # ranks of a mesh
 
 Record = dict[str, Any]
 
@@ -266,7 +266,7 @@ def _mesh(start: Record) -> Html:
         picture = MeshPicture(Layout.parse(str(start.get("layout", ""))))
     except ValueError as error:
         return paragraphs([str(error)])
-    if picture.mesh.size > DRAWN:
+    if picture.mesh.size > MOST_RANKS:
         return paragraphs([f"{picture.title}, too many for a picture."])
     return tag("div", mesh_svg(picture), cls="scroll")
 
