@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.comm.shared import SharedWorld
+from phalanx.comm.shm.local import SharedWorld
 from phalanx.layout import Layout, Shape
 from phalanx.models import Decoder
 from phalanx.parallel import build_model, count_valid, microbatches

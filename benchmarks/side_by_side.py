@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.arena import Reserved
-from phalanx.comm.shared import SharedWorld
+from phalanx.comm.shm.arena import Reserved
+from phalanx.comm.shm.local import SharedWorld
 from phalanx.cost.live import Live
 
 Step = Callable[[], object]

@@ -12,11 +12,11 @@ import threading
 
 import torch
 
-from phalanx.comm import arena as arenas
-from phalanx.comm import local
-from phalanx.comm.arena import Arena, Extent, Reserved
 from phalanx.comm.base import World
-from phalanx.comm.table import Table
+from phalanx.comm.shm import arena as arenas
+from phalanx.comm.shm import local
+from phalanx.comm.shm.arena import Arena, Extent, Reserved
+from phalanx.comm.shm.table import Table
 
 CHUNK = 1 << 16
 

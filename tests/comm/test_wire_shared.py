@@ -12,7 +12,8 @@ import torch
 from conftest import threads_of
 from wire_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
 
-from phalanx.comm import OPS, CommMisuse, arena, launch, workers
+from phalanx.comm import OPS, CommMisuse, launch, workers
+from phalanx.comm.shm import arena
 
 SIZES = (0, 1, 7, 64, 1000, 20_000)
 

@@ -10,12 +10,13 @@ import torch
 from stage import CHUNK, perform
 from wire_cases import one_process
 
-from phalanx.comm import CommError, little, table
-from phalanx.comm.arena import LINE, Arena, Extent
+from phalanx.comm import CommError
 from phalanx.comm.base import Call
-from phalanx.comm.local import SharedWire
-from phalanx.comm.rounds import LITTLE
-from phalanx.comm.table import Inbox, Letters, Outbox, Table
+from phalanx.comm.shm import little, table
+from phalanx.comm.shm.arena import LINE, Arena, Extent
+from phalanx.comm.shm.local import SharedWire
+from phalanx.comm.shm.rounds import LITTLE
+from phalanx.comm.shm.table import Inbox, Letters, Outbox, Table
 
 F = torch.float32
 # Elements: within the small sums, within a chunk, and several chunks.

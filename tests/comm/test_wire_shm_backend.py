@@ -46,7 +46,7 @@ def one_process(size):
 
 def joined(world, place, fn):
     """What fn returns in a process group over backend shm."""
-    import phalanx.comm.shared  # noqa: F401 - it registers the backend
+    import phalanx.comm.shm.backend  # noqa: F401 - it registers the backend
 
     store = dist.FileStore(os.path.join(place, "store"), world.size)
     dist.init_process_group("shm", store=store, rank=world.rank, world_size=world.size)
@@ -192,7 +192,7 @@ def apart(fn, size, *args):
 
 
 def _apart(fn, rank, size, place, results, args):
-    import phalanx.comm.shared  # noqa: F401
+    import phalanx.comm.shm.backend  # noqa: F401
 
     torch.set_num_threads(1)
     results.put((rank, fn(rank, size, os.path.join(place, "store"), *args)))
@@ -246,7 +246,7 @@ def test_what_a_rank_sent_before_it_exited_arrives():
 
 
 def one_in_another_container(rank, size, path, what):
-    from phalanx.comm import shared
+    from phalanx.comm.shm import backend as shared
 
     if rank == 1:
         place = shared._where() | {what: "elsewhere"}
@@ -272,7 +272,7 @@ def one_waits_elsewhere(rank, size):
     a, b = dist.new_group(list(range(size))), dist.new_group(list(range(size)))
     x, y = torch.full((3_000_000,), 1.0), torch.ones(3)
     if rank == 0:
-        from phalanx.comm import shared
+        from phalanx.comm.shm import backend as shared
 
         # Nothing but the wait in group b moves the call of group a.
         shared._progress.add = lambda work: None

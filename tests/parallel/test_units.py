@@ -11,7 +11,7 @@ import torch
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.comm.shared import SharedWorld
+from phalanx.comm.shm.local import SharedWorld
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
 from phalanx.parallel.local import hold

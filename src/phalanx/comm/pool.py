@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.arena import Extent, Reserved
 from phalanx.comm.base import RankFailed, Report, World
-from phalanx.comm.local import SharedWorld
 from phalanx.comm.process import ProcessWorld, file_store
+from phalanx.comm.shm.arena import Extent, Reserved
+from phalanx.comm.shm.local import SharedWorld
 
 # Seconds in which the others may say how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.

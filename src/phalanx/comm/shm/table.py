@@ -23,9 +23,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from phalanx.comm import rounds
-from phalanx.comm.arena import LINE, PAGE, Arena, whole
 from phalanx.comm.base import Call, CommError, Work
+from phalanx.comm.shm import rounds
+from phalanx.comm.shm.arena import LINE, PAGE, Arena, whole
 
 # Words of a note: the length of its text comes first; then the text begins after the counts. Texts
 # are compared by their digest, and read when it differs.

@@ -19,7 +19,7 @@ from phalanx.comm.base import Call
 from phalanx.comm.settle import reduce_into
 
 if TYPE_CHECKING:
-    from phalanx.comm.table import Table
+    from phalanx.comm.shm.table import Table
 
 # Up to here everyone sums everything: reading it all is cheaper than a second round.
 LITTLE = 1 << 15

@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from phalanx.comm.arena import Arena, Extent, forget
 from phalanx.comm.base import Call, CommError, CommMisuse, Group, Work, World
-from phalanx.comm.little import Little
 from phalanx.comm.settle import settle
-from phalanx.comm.table import Done, Inbox, Letters, Line, Outbox, Table
-from phalanx.comm.watch import Watch
+from phalanx.comm.shm.arena import Arena, Extent, forget
+from phalanx.comm.shm.little import Little
+from phalanx.comm.shm.table import Done, Inbox, Letters, Line, Outbox, Table
+from phalanx.comm.shm.watch import Watch
 
 
 class Ongoing(Work):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.base import HALVES, Call, Group, check
-from phalanx.comm.rounds import LITTLE
 from phalanx.comm.settle import STEPS, reduce_into
-from phalanx.comm.table import Table, keep_order
+from phalanx.comm.shm.rounds import LITTLE
+from phalanx.comm.shm.table import Table, keep_order
 
 
 class Plan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Shared memory as a backend of torch.distributed: `import phalanx.comm.shared` registers `shm`.
+"""Shared memory as a backend of torch.distributed: `import phalanx.comm.shm.backend` registers `shm`.
 
     dist.init_process_group("shm")   # or "cpu:shm,cuda:nccl"; all ranks on one machine
 
@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.arena import Extent, Reserved
 from phalanx.comm.base import Call, CommError, CommMisuse, Work
-from phalanx.comm.local import Ongoing, SharedWire, SharedWorld
-from phalanx.comm.table import Done, Line
-from phalanx.comm.watch import CommTimeout
+from phalanx.comm.shm.arena import Extent, Reserved
+from phalanx.comm.shm.local import Ongoing, SharedWire, SharedWorld
+from phalanx.comm.shm.table import Done, Line
+from phalanx.comm.shm.watch import CommTimeout
 
 __all__ = ["SharedGroup", "SharedWorld"]
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from phalanx.comm.arena import Arena
 from phalanx.comm.base import CommError
+from phalanx.comm.shm.arena import Arena
 
 # Words of a rank's page, and where the text of its failure begins.
 STATE, PID, DOING, BROKEN = 0, 1, 2, 3
