@@ -13,7 +13,7 @@ from phalanx.layout import Layout, Run
 from phalanx.train import Saver, hash_tensors, verify_checkpoint
 from phalanx.train.loop import _Loop
 from phalanx.train.rank import Rank
-from phalanx.verify.verify import EXACT
+from phalanx.verify.compare import EXACT
 
 LAYOUTS = (
     "",
