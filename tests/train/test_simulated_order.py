@@ -9,6 +9,7 @@ graph, or the other way round, is a difference.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -20,8 +21,10 @@ from phalanx.comm.base import Call
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, microbatches
+from phalanx.parallel.data import Then
 from phalanx.parallel.groups import open_groups
 from phalanx.parallel.local import hold
+from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
 from phalanx.train import AdamW, Executor
 from phalanx.train.program import program_of
@@ -85,6 +88,23 @@ class Timed(Work):
         group.clock.now = max(group.clock.now, log[calls.index(self)][1])
 
 
+class Copies(CopyLane):
+    """Copies to or from the host that take `delay` each."""
+
+    def __init__(self, clock: Clock, delay: float) -> None:
+        super().__init__(torch.device("cpu"))
+        self.clock, self.delay, self.free = clock, delay, 0.0
+
+    def begin(self, copy: Callable[[], None]) -> Work:
+        work = super().begin(copy)
+        self.free = end = max(self.free, self.clock.now) + self.delay
+
+        def copied() -> None:
+            self.clock.now = max(self.clock.now, end)
+
+        return Then(work, copied)
+
+
 GROUPS = {
     "gather": ops.GATHER, "reduce": ops.REDUCE, "replica": ops.REDUCE_REPLICAS, "tie": ops.TIE,
     "count": ops.COUNT, "everyone": ops.AGREE, "activations": "send", "gradients": "send",
@@ -114,6 +134,7 @@ def timed_step(
     executor = Executor(
         held, program, world.rank, AdamW(), width=SHAPES[shape].hidden, clip=float(agree)
     )
+    executor.out, executor.back = (Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD))
     executor.checked, executor.clock = True, lambda: clock.now
     for kind, plain in list(executor.handlers.items()):
         if ops.KINDS[kind].lane == ops.COMPUTE:
@@ -137,14 +158,15 @@ def _by_op(spans: tuple[Span, ...], rank: int, lane: str) -> dict[str, tuple[flo
 
 
 FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "S": 0.9, "H": 0.4, "T": 0.5,
-        "N": 0.1, "A": 0.3, "send": 0.3}  # fmt: skip
-SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "send": 2.5}
+        "N": 0.1, "A": 0.3, "O": 0.6, "Z": 0.8, "send": 0.3}  # fmt: skip
+SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "O": 4.0, "Z": 3.0, "send": 2.5}
 LAYOUTS = (
     ("gqa", "dp2"), ("gqa", "dp2 zero3 accum:2"), ("gqa", "dp2 zero2 accum:3 prefetch:2"),
     ("gqa", "dp2x2 zero2 accum:2"), ("gqa", "dp2x2 zero3"), ("gqa", "pp2 1f1b:3"),
     ("gqa", "pp2 zb-v:3"), ("gqa", "dp2 pp2 zero3 1f1b:3 gather:micro"),
     ("gqa", "pp2 zb-h2:4 recompute:every=2"), ("gpt", "dp2 pp2 zero1 1f1b:2"),
-    ("gpt", "pp2 zb-h1:3 reduce:micro"),
+    ("gpt", "pp2 zb-h1:3 reduce:micro"), ("gqa", "pp2 gpipe:3 offload:activations"),
+    ("gqa", "accum:3 offload:activations,weights"),
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ between; anything else, when activations are offloaded, as a box whose content c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +22,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from ..comm import regions
+from ..comm import Work, regions
 from .data import Unit, storage_of
 from .recompute import contexts
 from .tensor import RowLinear
 
-__all__ = ["Box", "Piece"]
+__all__ = ["Box", "CopyLane", "Piece"]
 
 
 class _Packed(NamedTuple):
@@ -48,19 +49,70 @@ class Box:
 
     def content(self) -> Tensor:
         assert self.tensor is not None, "backward needs activations that are on the host"
+        _uses(self.tensor)
         return self.tensor
 
+    @torch.no_grad()
     def leave(self) -> None:
         assert self.tensor is not None
+        _uses(self.tensor)
         # On a machine without a GPU the host copy is a copy all the same, so the way is tested.
-        self.host = torch.empty_like(self.tensor, device="cpu", pin_memory=self.tensor.is_cuda)
-        self.host.copy_(self.tensor, non_blocking=True)
+        host = torch.empty_like(self.tensor, device="cpu", pin_memory=self.tensor.is_cuda)
+        self.host = host.copy_(self.tensor, non_blocking=True)
         self.tensor = None
 
+    @torch.no_grad()
     def come_back(self) -> None:
         assert self.host is not None
         self.tensor = self.host.to(self.device, non_blocking=True)
         self.host = None
+
+
+def _uses(tensor: Tensor) -> None:
+    """The allocator gives this memory to nobody before the current stream is past this point."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+class CopyLane:
+    """Copies between the device and the host in one direction, one after the other, beside
+    computing: on a stream of their own, or without a GPU on a thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.cuda.Stream  # its stubs are not typed
+        self.stream = stream(device) if device.type == "cuda" else None
+        self.thread = ThreadPoolExecutor(1)  # which starts with its first copy
+
+    def begin(self, copy: Callable[[], None]) -> Work:
+        """Begin a copy of what the device has computed so far."""
+        if self.stream is None:
+            return _OnThread(self.thread.submit(copy))
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            copy()
+        return _OnStream(self.stream.record_event())
+
+
+class _OnThread(Work):
+    def __init__(self, copying: Future[None]) -> None:
+        self.copying = copying
+
+    def wait(self) -> None:
+        self.copying.result()
+
+    def done(self) -> bool:
+        return self.copying.done()
+
+
+class _OnStream(Work):
+    def __init__(self, copied: Any) -> None:  # a torch.cuda.Event, whose stubs are not typed
+        self.copied = copied
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self.copied)
+
+    def done(self) -> bool:
+        return bool(self.copied.query())
 
 
 class _Due(NamedTuple):

@@ -23,7 +23,7 @@ from ..parallel import Unit, count_valid
 from ..parallel.batch import edge_shape
 from ..parallel.data import Precision, Then
 from ..parallel.local import Holding
-from ..parallel.pieces import Box
+from ..parallel.pieces import Box, CopyLane
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
@@ -83,6 +83,7 @@ class Executor:
         self.updates = {n: optimizer.of(u) for n, u in holding.units.items()}
         self.width, self.clip, self.time_cut = width, clip, time_cut
         self.scaling = scaling
+        self.out, self.back = CopyLane(holding.pool.device), CopyLane(holding.pool.device)
         self.precision = next((u.precision for u in holding.units.values()), Precision())
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
@@ -156,6 +157,7 @@ class Executor:
         """Raise if what this rank holds after an operation is not what the program says."""
         units, pieces = self.holding.units, self.holding.pieces
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
+        copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
         away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
         there = {**state.kept, **state.away} if self._trains else {}
         # The first piece has no input to keep.
@@ -177,10 +179,13 @@ class Executor:
             ),
             "kept activations": ({*kept}, {*there} - inputs),
             "inputs of segments": (
-                {k for k in (*self.segments, *self.away) if restarts(self.at, *k)},
-                inputs,
+                {k for k in (*self.segments, *self.away) if restarts(self.at, *k)} - copied,
+                inputs - copied,
             ),
-            "activations on the host": (away | {*self.away}, {*state.away} & {*there}),
+            "activations on the host": (
+                (away | {*self.away}) - copied,
+                ({*state.away} & {*there}) - copied,
+            ),
         }
         for what, (here, said) in held.items():
             if here != said:
@@ -281,23 +286,27 @@ class Executor:
     def _weight_gradient(self, op: Op) -> None:
         self.holding.pieces[op.piece].weight_gradient(op.index)
 
-    def _leave(self, op: Op) -> None:
+    def _leave(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.segments:  # recomputed later: its input is all that was kept
             self.away[key] = Box(self.segments.pop(key))
-            self.away[key].leave()
-        elif (
-            Op(ops.RECOMPUTE, *key) not in self.at
-        ):  # the first piece, recomputed, keeps nothing at all
-            self.holding.pieces[op.piece].leave(op.index)
+            return self.out.begin(self.away[key].leave)
+        if Op(ops.RECOMPUTE, *key) in self.at:
+            return Work()  # the first piece, recomputed, keeps nothing at all
+        return self.out.begin(partial(self.holding.pieces[op.piece].leave, op.index))
 
-    def _come_back(self, op: Op) -> None:
+    def _come_back(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.away:
-            self.away[key].come_back()
-            self.segments[key] = self.away.pop(key).content()
-        elif Op(ops.RECOMPUTE, *key) not in self.at:
-            self.holding.pieces[op.piece].come_back(op.index)
+            box = self.away.pop(key)
+
+            def back() -> None:
+                self.segments[key] = box.content()
+
+            return Then(self.back.begin(box.come_back), back)
+        if Op(ops.RECOMPUTE, *key) in self.at:
+            return Work()
+        return self.back.begin(partial(self.holding.pieces[op.piece].come_back, op.index))
 
     def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
         if to in self.holding.pieces:
