@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Layout, Shape
+from ..layout.layout import SCHEDULES as CHUNKS
 from .pipes import blocks_of, on_ranks
 from .site import Numbers
 
 __all__ = ["SCHEDULES", "Case", "Columns", "case_of", "columns_of"]
 
-# Codes of the schedules, in columns.
-SCHEDULES = ("accum", "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "searched")
+# A column holds a schedule's number among these names.
+SCHEDULES = tuple(CHUNKS)
 
 
 @dataclass(frozen=True)
