@@ -14,8 +14,7 @@ from checkpoint_worlds import Run, run, saved_twice
 
 from phalanx.train import checkpoint
 from phalanx.train.checkpoint import CheckpointError, steps
-from phalanx.train.checkpoint_manifest import Manifest
-from phalanx.train.checkpoint_read import hash_tensors, verify_checkpoint
+from phalanx.train.checkpoint_manifest import Manifest, hash_tensors, verify_checkpoint
 
 FIRST = "rank-00000.safetensors"
 
@@ -71,7 +70,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a stale manifest": (_copy("manifest.json"), "it belongs to another checkpoint"),
     "no manifest": (lambda f: (newest(f) / "manifest.json").unlink(), "No such file"),
     "half a manifest": (
-        lambda f: os.truncate(newest(f) / "manifest.json", 5000), "not usable JSON",
+        lambda f: os.truncate(newest(f) / "manifest.json", 5000), "is not JSON",
     ),
     "an edited manifest": (_edit, "was changed after it was written"),
 }  # fmt: skip
@@ -163,7 +162,7 @@ def test_a_full_disk_on_one_rank_is_decided_alike_and_what_was_before_stays(
 def test_a_full_disk_on_the_first_rank_alone_is_decided_alike(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, text: str, *, durable: bool) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     monkeypatch.setattr(checkpoint, "write_text", full)
@@ -212,7 +211,7 @@ def test_killed_at_any_moment_of_a_save_the_newest_sound_one_is_there(
         each.saver(there, keep=1).save(each.progress)
         return int(loaded.progress.step)
 
-    for name in ("fsync", "open", "rename", "mkdir", "rmdir", "unlink"):
+    for name in ("fsync", "open", "rename", "replace", "mkdir", "rmdir", "unlink"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
     moments = 0
     for moment in range(1, 400):

@@ -27,8 +27,8 @@ from phalanx.models import Decoder, RopeScaling
 from phalanx.train import checkpoint_exchange
 from phalanx.train.checkpoint_exchange import export_weights, family_of, import_weights
 from phalanx.train.checkpoint_file import CheckpointError, write_file
+from phalanx.train.checkpoint_manifest import Reader, hash_tensors, read_manifest, verify_checkpoint
 from phalanx.train.checkpoint_model import table_of
-from phalanx.train.checkpoint_read import Reader, hash_tensors, read_manifest, verify_checkpoint
 from phalanx.train.rank import batches_of
 from phalanx.verify import SHAPES
 
@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file that is not there": (index("other.safetensors"), "No such file"),
     "pickled weights": (pickled, "pickled weights .* are not opened"),
     "a link out": (linked, "link out of its folder"),
-    "a truncated file": (lambda f: os.truncate(f / "model.safetensors", 9000), "its header tells"),
+    "a truncated file": (lambda f: os.truncate(f / "model.safetensors", 9000), "its header describes"),
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from checkpoint_worlds import Run, run, saved_twice
 from phalanx.train import checkpoint
 from phalanx.train.checkpoint import CheckpointError
 from phalanx.train.checkpoint_file import chunk_sums
-from phalanx.train.checkpoint_read import verify_checkpoint
+from phalanx.train.checkpoint_manifest import verify_checkpoint
 
 FIRST = "rank-00000.safetensors"
 
@@ -123,12 +123,12 @@ DEEP = b'{"a":' * 30_000
 HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a pickle for a file": (lambda p: forge(p, PICKLE), "is no safetensors file"),
     "a pickle for the manifest": (
-        lambda p: (p / "manifest.json").write_bytes(PICKLE), "is not text|not usable JSON",
+        lambda p: (p / "manifest.json").write_bytes(PICKLE), "is not text|is not JSON",
     ),
     "a name that climbs": (named("../../etc/passwd.safetensors"), "names are plain"),
     "an absolute name": (named("/etc/passwd"), "names are plain"),
     "a name with a zero": (named("rank\x00.safetensors"), "names are plain"),
-    "one name twice": (named("rank-00001.safetensors"), "said once"),
+    "one name twice": (named("rank-00001.safetensors"), "are there once"),
     "a pickle's name": (named("data.pkl"), "names are plain"),
     "a link out": (link("/etc/passwd"), "link out of its folder"),
     "a link to a device": (link("/dev/zero"), "link out of its folder"),
@@ -140,9 +140,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a header that is no text": (lambda p: header(p, id, raw=b"\xff\xfe"), "header is not text"),
     "a header without end": (
-        lambda p: forge(p, len(DEEP).to_bytes(8, "little") + DEEP), "not usable JSON",
+        lambda p: forge(p, len(DEEP).to_bytes(8, "little") + DEEP), "more than 32 deep",
     ),
-    "a key twice": (lambda p: header(p, id, raw=b'{"a":{},"a":{}}'), "a key is said twice"),
+    "a key twice": (lambda p: header(p, id, raw=b'{"a":{},"a":{}}'), "a key is there twice"),
     "tensors that overlap": (
         lambda p: header(p, lambda s: list(s.values())[1].update(
             data_offsets=[0, list(s.values())[1]["data_offsets"][1]

@@ -15,7 +15,7 @@ from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
 from phalanx.parallel import build_model, start
 from phalanx.train import AdamW, Sgd
 from phalanx.train.checkpoint import CheckpointError, steps
-from phalanx.train.checkpoint_read import (
+from phalanx.train.checkpoint_manifest import (
     Reader,
     hash_tensors,
     read_manifest,
@@ -203,6 +203,6 @@ def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -
     for name, weight in weights.items():
         assert torch.equal(weight, start(model, name, 0, torch.float64)), name
     (rows,) = (t for t in manifest.tensors if t.title == "weight/embed.tokens.weight")
-    assert sorted(group.box[0] for group in rows.groups()) == [(0, 3), (3, 6), (6, 9)]
+    assert sorted(part[0].box[0] for part in rows.parts()) == [(0, 3), (3, 6), (6, 9)]
     resaved(tmp_path / "cut", "dp2 zero3", tmp_path / "again", shape=shape)
     assert hash_tensors(tmp_path / "again" / "step-00000000") == hash_tensors(path)

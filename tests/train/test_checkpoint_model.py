@@ -19,9 +19,8 @@ from phalanx.layout.strict import toml_value
 from phalanx.parallel import build_model
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_file import CheckpointError
-from phalanx.train.checkpoint_manifest import Manifest
+from phalanx.train.checkpoint_manifest import Manifest, read_manifest
 from phalanx.train.checkpoint_model import Identity, differing_sizes, table_of
-from phalanx.train.checkpoint_read import read_manifest
 
 PLAIN = {"layers": 3, "hidden": 16, "heads": 2, "ffn": 24, "vocab": 256, "sequence": 32}
 # Each changes what the model computes. Most leave every weight's name and shape as they were.
@@ -117,7 +116,7 @@ def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(saved: Pat
     same = Identity.of(build_model(shape), shape)
     assert same.differences(old) == []
     assert same.notices(old) == [
-        "the checkpoint does not tell its model's shape: only weights were compared"
+        "the checkpoint has no shape of its model: only weights were compared"
     ]
     fewer = replace(shape, layers=2)
     wrong = Identity.of(build_model(fewer), fewer).differences(old)

@@ -114,12 +114,12 @@ def test_a_preparation_goes_on_where_it_was_stopped(
     marks = 0
     plain = module.write_text
 
-    def off(path: Path, text: str) -> None:
+    def off(path: Path, text: str, **options: bool) -> None:
         nonlocal marks
         marks += 1
         if marks == after:
             raise Power
-        plain(path, text)
+        plain(path, text, **options)
 
     monkeypatch.setattr(module, "write_text", off)
     with pytest.raises(Power):
@@ -247,9 +247,9 @@ def _offsets(out: Path) -> None:
 
 
 LIES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no JSON": (lambda out: (out / "index.json").write_text("{"), "not usable JSON"),
-    "a list": (lambda out: (out / "index.json").write_text("[]"), "an object belongs"),
-    "deep": (lambda out: (out / "index.json").write_text("[" * 200_000), "not usable JSON"),
+    "no JSON": (lambda out: (out / "index.json").write_text("{"), "is not JSON"),
+    "a list": (lambda out: (out / "index.json").write_text("[]"), "is not a JSON object"),
+    "deep": (lambda out: (out / "index.json").write_text("[" * 200_000), "more than 32 deep"),
     "huge index": (lambda out: (out / "index.json").write_text(" " * (2 << 20)), "at most"),
     "no text": (lambda out: (out / "index.json").write_bytes(b"\x80\x04."), "not text"),
     "other format": (lambda out: _index(out, format="pickle"), "this reads"),

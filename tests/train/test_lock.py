@@ -26,7 +26,7 @@ from phalanx.cli.train import _passed_on
 from phalanx.comm import RankFailed
 from phalanx.train import lock
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_read import verify_checkpoint
+from phalanx.train.checkpoint_manifest import verify_checkpoint
 from phalanx.train.lock import RunLocked, hold_as_rank, hold_run
 
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"

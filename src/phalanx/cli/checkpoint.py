@@ -84,7 +84,7 @@ def _refuse_irregular(file: Path, way_out: str = _NAME) -> None:
 
 def _show(said: argparse.Namespace) -> int:
     found = _checkpoints(said.source)
-    from ..train.checkpoint_read import read_manifest
+    from ..train.checkpoint_manifest import read_manifest
 
     manifest = read_manifest(found[0])
     progress, kinds = manifest.progress, dict[str, int]()
@@ -127,7 +127,7 @@ def _show(said: argparse.Namespace) -> int:
 
 def _verify(said: argparse.Namespace) -> int:
     paths = _checkpoints(said.source)
-    from ..train.checkpoint_read import verify_checkpoint
+    from ..train.checkpoint_manifest import verify_checkpoint
 
     verdicts = {str(path): verify_checkpoint(path) for path in paths}
     if said.json:
@@ -140,7 +140,7 @@ def _verify(said: argparse.Namespace) -> int:
 
 def _export(said: argparse.Namespace) -> int:
     from ..train.checkpoint_exchange import export_weights
-    from ..train.checkpoint_read import verify_checkpoint
+    from ..train.checkpoint_manifest import verify_checkpoint
 
     path = _checkpoints(said.source)[0]
     faults = verify_checkpoint(path)

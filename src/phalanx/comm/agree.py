@@ -17,6 +17,7 @@ from phalanx.comm.base import CommError, CommMisuse, Group, World
 
 MOST = 12  # differences that are told; one wrong file may make hundreds
 LONGEST = 200  # characters of a value that is told
+ERROR = 4000  # characters of one rank's error that all hear of
 FAILED = "failed"  # the fact of a rank that could not begin
 
 
@@ -63,21 +64,57 @@ def _hear_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]]:
 
 def exchange(group: Group, text: str) -> list[str]:
     """The texts of all members, in group order, on every member."""
-    raw = bytearray(text.encode("utf-8", "replace"))
-    mine = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    mine, counts = _padded(group, text)
+    if not len(mine):
+        return [""] * group.size
+    whole = mine.new_empty(group.size * len(mine))
+    group.all_gather(whole, mine)
+    rows = whole.cpu().view(group.size, len(mine))
+    return [_text(row[:n]) for row, n in zip(rows, counts, strict=True)]
+
+
+def gather_texts(group: Group, text: str, root: int = 0) -> list[str]:
+    """The texts of all members, in group order, on the root; nothing elsewhere."""
+    mine, counts = _padded(group, text)
+    outs = [torch.empty_like(mine) for _ in counts] if group.rank == root else None
+    group.gather(outs, mine, root)
+    return [_text(out[:n]) for out, n in zip(outs or [], counts, strict=False)]
+
+
+def broadcast_text(group: Group, text: str, root: int = 0) -> str:
+    """The root's text, on every member."""
+    mine = _packed(text if group.rank == root else "").to(group.device)
+    size = torch.tensor([mine.numel()], device=group.device)
+    group.broadcast(size, root)
+    whole = mine if group.rank == root else mine.new_empty(int(size))
+    group.broadcast(whole, root)
+    return _text(whole)
+
+
+def errors_of(group: Group, error: str) -> list[str]:
+    """What went wrong on any member, the same list on all; empty when nothing did."""
+    errors = exchange(group, error[:ERROR])
+    return [f"rank {rank}: {each}" for rank, each in enumerate(errors) if each]
+
+
+def _padded(group: Group, text: str) -> tuple[Tensor, list[int]]:
+    """This member's text, as long as the longest, and the length of each member's."""
+    mine = _packed(text).to(group.device)
     sizes = torch.empty(group.size, dtype=torch.int64, device=group.device)
-    group.all_gather(sizes, torch.tensor([len(raw)], device=group.device))
+    group.all_gather(sizes, torch.tensor([mine.numel()], device=group.device))
     counts: list[int] = sizes.tolist()
-    padded = torch.zeros(max(counts), dtype=torch.uint8, device=group.device)
-    padded[: len(raw)] = mine.to(group.device)
-    whole = torch.empty(group.size * max(counts), dtype=torch.uint8, device=group.device)
-    group.all_gather(whole, padded)
-    rows = whole.cpu().view(group.size, max(counts))
-    return [_text(row[:count]) for row, count in zip(rows, counts, strict=True)]
+    padded = mine.new_zeros(max(counts))
+    padded[: mine.numel()] = mine
+    return padded, counts
+
+
+def _packed(text: str) -> Tensor:
+    raw = bytearray(text.encode("utf-8", "replace"))
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def _text(row: Tensor) -> str:
-    return bytes(row.numpy()).decode()
+    return bytes(row.cpu().numpy()).decode()
 
 
 def not_alike(found: Sequence[str]) -> str:

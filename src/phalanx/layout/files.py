@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 __all__ = [
     "DEPTH", "SMALL", "large_number", "open_regular", "parse_json", "parse_toml", "printable",
-    "read_text", "reason", "unwritable", "write_text",
+    "read_text", "reason", "sync_folder", "unwritable", "write_text",
 ]  # fmt: skip
 
 Refusal = Callable[[str], Exception]
@@ -100,17 +100,33 @@ def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -
         ) from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """The file has this text or what it had before. A link in its place is replaced, not followed."""
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """The file has this text or what it had before; when `durable`, it is on the disk on return. A link
+    in its place is replaced, not followed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    beside.unlink(missing_ok=True)  # of a killed process that had the same number
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """What was created, renamed or removed in a folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def parse_toml(text: str, where: str, error: Refusal) -> dict[str, Any]:
@@ -127,13 +143,19 @@ def parse_toml(text: str, where: str, error: Refusal) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
-    """The object that a JSON text is; NaN and infinity are refused."""
+    """The object that a JSON text is; NaN, infinity and a key written twice are refused."""
 
     def constant(word: str) -> NoReturn:
         raise ValueError(f"{word} is not a number")
 
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            raise ValueError("a key is there twice")
+        return table
+
     try:
-        found = json.loads(text, parse_constant=constant)
+        found = json.loads(text, parse_constant=constant, object_pairs_hook=once)
     except RecursionError:
         raise error(f"{where}: {_TOO_DEEP}") from None
     except ValueError as wrong:

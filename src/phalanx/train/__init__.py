@@ -18,8 +18,13 @@ if TYPE_CHECKING:
     from .checkpoint import Loaded, Saved, Saver, load, save
     from .checkpoint_exchange import export_weights, import_weights
     from .checkpoint_file import CheckpointError
-    from .checkpoint_manifest import Manifest, Progress
-    from .checkpoint_read import hash_tensors, read_manifest, verify_checkpoint
+    from .checkpoint_manifest import (
+        Manifest,
+        Progress,
+        hash_tensors,
+        read_manifest,
+        verify_checkpoint,
+    )
     from .executor import Executor, StepResult
     from .loop import Outcome, TrainError, train
     from .optimizer import AdamW, Optimizer, Sgd
@@ -57,8 +62,7 @@ _WITH_TORCH = {
     "checkpoint": "Loaded Saved Saver load save",
     "checkpoint_exchange": "export_weights import_weights",
     "checkpoint_file": "CheckpointError",
-    "checkpoint_manifest": "Manifest Progress",
-    "checkpoint_read": "hash_tensors read_manifest verify_checkpoint",
+    "checkpoint_manifest": "Manifest Progress hash_tensors read_manifest verify_checkpoint",
     "executor": "Executor StepResult",
     "loop": "Outcome TrainError train",
     "optimizer": "AdamW Optimizer Sgd",

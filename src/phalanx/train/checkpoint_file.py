@@ -1,8 +1,10 @@
-"""One file of tensors in the safetensors format, written with a checksum per chunk and read with
-every number of its header doubted.
+"""One file of tensors in the safetensors format: written with a checksum for each 16 MiB, and read only
+after its header has been checked.
 
-The format is eight bytes of length, a JSON header, raw numbers. We write and read it ourselves, so
-that checksums are made as the bytes leave, and a range of a tensor is read without the rest.
+The format is eight bytes with the header's length, a JSON header, raw numbers. Two things keep us from
+the library's own writer and reader. Its `save_file` (0.8) renames a temporary file of mode 0600 over
+whatever has the name, without fsync. Its reader maps the file, so a file that is cut while it is read
+kills the process with SIGBUS, and it accepts a header that names a tensor twice.
 """
 
 from __future__ import annotations
@@ -21,12 +23,7 @@ import torch
 from torch import Tensor
 
 from ..layout.choices import STORED
-from .data.folder import Fields, Folder, parse_json
-
-__all__ = [
-    "CHUNK", "DTYPES", "CheckpointError", "File", "Stored", "chunk_sums", "read_header", "read_into",
-    "write_file",
-]  # fmt: skip
+from .folder import Fields, Folder, parse_json
 
 CHUNK = 16 << 20
 HEADER = 100_000_000  # bytes; the limit of the safetensors library
@@ -50,12 +47,12 @@ class File:
     chunks: tuple[str, ...]
 
     @classmethod
-    def parse(cls, said: Fields) -> File:
-        sums = tuple(str(each) for each in said.list("chunks"))
-        found = cls(said.text("name"), said.whole("size", 8), sums)
-        if len(sums) != -(-found.size // CHUNK) or not all(map(_SUM.fullmatch, sums)):
-            said.refuse(f"{len(sums)} checksums are not those of {found.size:,} bytes.")
-        return found
+    def parse(cls, fields: Fields) -> File:
+        sums = tuple(str(each) for each in fields.list("chunks"))
+        file = cls(fields.text("name"), fields.whole("size", 8), sums)
+        if len(sums) != -(-file.size // CHUNK) or not all(map(_SUM.fullmatch, sums)):
+            fields.refuse(f"{len(sums)} checksums are not those of {file.size:,} bytes.")
+        return file
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,15 @@ class Stored:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def size(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
 
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> File:
-    """Write host tensors to a new file; it is on the disk when this returns."""
+    """Write contiguous host tensors to a new file; it is on the disk when this returns."""
     sums: list[str] = []
     digest, room, size = hashlib.sha256(), CHUNK, 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -82,10 +83,9 @@ def write_file(
         for block in _blocks(tensors, metadata):
             left = block
             while left:
-                part = left[:room]
-                _put(file, part)
-                digest.update(part)
-                left, room, size = left[len(part) :], room - len(part), size + len(part)
+                written = file.write(left[:room])  # perhaps not all of it
+                digest.update(left[:written])
+                left, room, size = left[written:], room - written, size + written
                 if not room:
                     sums.append(digest.hexdigest())
                     digest, room = hashlib.sha256(), CHUNK
@@ -95,28 +95,20 @@ def write_file(
     return File(path.name, size, tuple(sums))
 
 
-def header_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The length and the header of a file with these tensors."""
-    said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, x in tensors.items():
-        end = offset + x.numel() * x.element_size()
-        said[name] = {
-            "dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, end],
-        }  # fmt: skip
-        offset = end
-    text = json.dumps(said, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the numbers stand aligned
-    return len(text).to_bytes(8, "little") + text
-
-
 def _blocks(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> Iterator[memoryview]:
-    yield memoryview(header_of(tensors, metadata))
-    for x in tensors.values():
-        if x.numel():
-            yield raw_bytes(x)
+    """The bytes of a file: length, header, numbers."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, x in tensors.items():
+        start, end = end, end + x.numel() * x.element_size()
+        entry = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
+        header[name] = entry
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    yield from (raw_bytes(x) for x in tensors.values() if x.numel())
 
 
 def raw_bytes(x: Tensor) -> memoryview:
@@ -124,13 +116,8 @@ def raw_bytes(x: Tensor) -> memoryview:
     return x.view(-1).view(torch.uint8).numpy().data
 
 
-def _put(file: BinaryIO, part: memoryview) -> None:
-    while part:
-        part = part[file.write(part) :]
-
-
 def chunk_sums(file: BinaryIO) -> Iterator[str]:
-    """The checksum of each chunk of a file, from where it stands."""
+    """The checksum of each chunk of a file, from its current position."""
     while True:
         digest, left = hashlib.sha256(), CHUNK
         while left and (block := file.read(min(left, 1 << 20))):
@@ -150,57 +137,57 @@ def read_header(folder: Folder, name: str) -> dict[str, Stored]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(HEADER, size - 8):
             folder.refuse(
-                name, f"is no safetensors file: it has {size:,} bytes and says that its header has"
-                f" {length:,}."
-            )  # fmt: skip
+                name,
+                f"is no safetensors file: it has {size:,} bytes and says that its header has"
+                f" {length:,}.",
+            )
         try:
             text = file.read(length).decode()
         except UnicodeDecodeError:
             folder.refuse(name, "is no safetensors file: its header is not text.")
     header = parse_json(text, str(folder.path / name), folder.error)
-    begin = 8 + length
-    found, spans = dict[str, Stored](), []
-    for key in header.said:
-        if key == "__metadata__":
-            continue
-        found[key], end = _stored(header.object(key), begin)
-        spans.append((found[key].offset, end, key))
-    at = begin
-    for start, end, key in sorted(spans):
-        if start != at:
-            what = "shares bytes with the one before" if start < at else "leaves bytes unclaimed"
-            folder.refuse(name, f"tensor {key[:80]!r} {what}: it begins at {start:,}, not {at:,}.")
-        at = end
+    tensors = {
+        key: _stored(header.object(key), 8 + length)
+        for key in header.values
+        if key != "__metadata__"
+    }
+    at = 8 + length
+    for key, stored in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].size)):
+        if stored.offset != at:
+            what = "shares bytes with" if stored.offset < at else "leaves bytes unclaimed after"
+            folder.refuse(
+                name,
+                f"tensor {key[:80]!r} {what} the one before: it begins at {stored.offset:,}, not {at:,}.",
+            )
+        at += stored.size
     if at != size:
-        folder.refuse(name, f"has {size:,} bytes; its header tells of {at:,}.")
-    return found
+        folder.refuse(name, f"has {size:,} bytes; its header describes {at:,}.")
+    return tensors
 
 
-def _stored(said: Fields, begin: int) -> tuple[Stored, int]:
-    dtype, shape = said.text("dtype"), said.wholes("shape")
-    start, end = said.wholes("data_offsets", 2)
+def _stored(fields: Fields, begin: int) -> Stored:
+    dtype, shape = fields.text("dtype"), fields.wholes("shape")
+    start, end = fields.wholes("data_offsets", 2)
     if dtype not in DTYPES:
-        said.refuse(f"numbers of type {dtype[:20]!r}; a model has {', '.join(DTYPES)}.")
+        fields.refuse(f"numbers of type {dtype[:20]!r}; a model has {', '.join(DTYPES)}.")
     if len(shape) > DIMS:
-        said.refuse(f"{len(shape)} dims; at most {DIMS} can be right.")
+        fields.refuse(f"{len(shape)} dims; at most {DIMS} can be right.")
     stored = Stored(dtype, shape, begin + start)
-    if end - start != stored.numel * DTYPES[dtype].itemsize:
-        said.refuse(
-            f"shape {list(shape)} of {dtype} takes {stored.numel * DTYPES[dtype].itemsize:,} bytes,"
-            f" and {end - start:,} are given."
+    if end - start != stored.size:
+        fields.refuse(
+            f"shape {list(shape)} of {dtype} takes {stored.size:,} bytes, and {end - start:,} are"
+            " given."
         )
-    return stored, begin + end
+    return stored
 
 
 def read_into(file: BinaryIO, offset: int, out: Tensor) -> None:
     """Fill a flat host tensor with the file's bytes from `offset`."""
-    if not out.numel():
-        return
-    left = raw_bytes(out)
+    left = raw_bytes(out) if out.numel() else None
     while left:
-        got = os.preadv(file.fileno(), [left], offset)
-        if not got:
+        count = os.preadv(file.fileno(), [left], offset)
+        if not count:
             raise CheckpointError(
                 f"{file.name}: ended {len(left):,} bytes early while it was read."
             )
-        left, offset = left[got:], offset + got
+        left, offset = left[count:], offset + count

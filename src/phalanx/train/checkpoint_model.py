@@ -2,7 +2,7 @@
 
 Sizes that change no weight's shape change what a model computes all the same (heads, rope, eps), so
 the shape is compared key by key. What is written into the manifest for this is `record`; the tensors
-of the optimizer are compared in `checkpoint_holding.py`.
+of the optimizer are compared in `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from ..layout import Shape
 from ..parallel import Model
 from .checkpoint_manifest import WEIGHT, Manifest
 
-__all__ = ["Identity", "differing_sizes", "own_model", "table_of"]
-
 # Keys of a shape that belong to a run or describe: they may change from start to start.
 _FREE = {"name", "source", "batch"}
+LINES = 5  # of weights that an error names; another model may differ in every one
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,21 @@ class Identity:
         file = Path(own.rpartition(":")[0])
         source = hashlib.sha256(file.read_bytes()).hexdigest() if own else ""
         return cls(
-            shape, {name: tuple(weight.shape) for name, weight in model.weights.items()},
-            tuple(name for name, _ in model.pieces), model.tied, dict(model.counts), own, source,
-        )  # fmt: skip
+            shape,
+            {name: tuple(weight.shape) for name, weight in model.weights.items()},
+            tuple(name for name, _ in model.pieces),
+            model.tied,
+            dict(model.counts),
+            own,
+            source,
+        )
 
     @property
     def record(self) -> dict[str, object]:
         """What the manifest keeps beside the shape and the tensors, as JSON gives it back."""
-        said = {
-            "pieces": self.pieces, "tied": self.tied, "counts": self.counts,
-            "own": self.own, "source": self.source,
-        }  # fmt: skip
-        found: dict[str, object] = json.loads(json.dumps(said))
-        return found
+        keys = ("pieces", "tied", "counts", "own", "source")
+        record: dict[str, object] = json.loads(json.dumps({k: getattr(self, k) for k in keys}))
+        return record
 
     def differences(self, manifest: Manifest) -> list[str]:
         """Why a checkpoint is of another model: each key with both values, then weights by name.
@@ -72,30 +73,23 @@ class Identity:
             for key in ("pieces", "tied", "counts")
             if key in there and there[key] != here[key] and not wrong
         ]
-        return wrong or self._weights(manifest)
-
-    def _weights(self, manifest: Manifest) -> list[str]:
-        there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
-        wrong = [f"has no weight {name}" for name in self.weights if name not in there]
+        if wrong:
+            return wrong
+        wrong = weight_differences(manifest, self.weights)
         wrong += [
-            f"has a weight {name[:80]!r}, the model none"
-            for name in there
-            if name not in self.weights
+            f"has a weight {each.name[:80]!r}, the model none"
+            for each in manifest.tensors
+            if each.kind == WEIGHT and each.name not in self.weights
         ]
-        wrong += [
-            f"{name} is {list(there[name])}, the model's is {list(shape)}"
-            for name, shape in self.weights.items()
-            if name in there and there[name] != shape
-        ]
-        more = f"and {len(wrong) - 5} weights more"
-        return wrong if len(wrong) <= 5 else [*wrong[:5], more]
+        more = f"and {len(wrong) - LINES} weights more"
+        return wrong if len(wrong) <= LINES else [*wrong[:LINES], more]
 
     def notices(self, manifest: Manifest) -> list[str]:
         """What is not known to be another model, and yet not known to be the same."""
         there = _record(manifest)
         own, source = own_model(manifest), str(there.get("source", ""))
         if manifest.progress.shape is None:
-            return ["the checkpoint does not tell its model's shape: only weights were compared"]
+            return ["the checkpoint has no shape of its model: only weights were compared"]
         if there and own != self.own:
             was = repr(own[:200]) if own else "the built-in one"
             now = repr(self.own) if self.own else "the built-in one"
@@ -110,6 +104,18 @@ class Identity:
                 " still computes the same"
             ]
         return []
+
+
+def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Which of these weights a checkpoint does not have, or in another shape."""
+    there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
+    return [
+        f"{name} is {list(there[name])}, the model's is {list(shape)}"
+        if name in there
+        else f"has no weight {name}"
+        for name, shape in weights.items()
+        if there.get(name) != shape
+    ]
 
 
 def differing_sizes(there: Shape, here: Shape) -> list[str]:
@@ -128,8 +134,11 @@ def differing_sizes(there: Shape, here: Shape) -> list[str]:
 def table_of(shape: Shape) -> dict[str, Any]:
     """A shape as the table of sizes that a run file's `model` is, without what is by default."""
     plain = {f.name: f.default for f in fields(shape) if f.default is not MISSING}
-    said = asdict(shape)
-    return {key: value for key, value in said.items() if key not in plain or plain[key] != value}
+    return {
+        key: value
+        for key, value in asdict(shape).items()
+        if key not in plain or plain[key] != value
+    }
 
 
 def own_model(manifest: Manifest) -> str:
@@ -138,8 +147,8 @@ def own_model(manifest: Manifest) -> str:
 
 
 def _record(manifest: Manifest) -> Mapping[str, object]:
-    found = manifest.progress.config.get("model")
-    return found if isinstance(found, dict) else {}
+    record = manifest.progress.config.get("model")
+    return record if isinstance(record, dict) else {}
 
 
 def _short(value: object) -> str:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from ..comm import World
+from ..comm.agree import broadcast_text, errors_of, gather_texts
 from ..layout import Layout
 from ..layout.run import Run
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver, load
-from .checkpoint_agree import agree, hear, tell
 from .checkpoint_file import CheckpointError
 from .checkpoint_manifest import Progress
 from .executor import StepResult
@@ -96,7 +96,7 @@ def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
                 remove_stale_stop(run, begun)
             except (RunLocked, OSError) as error:
                 refusal = str(error)
-        if refusal := tell(start, refusal):
+        if refusal := broadcast_text(start, refusal):
             raise RunLocked(refusal)
         yield
 
@@ -269,7 +269,7 @@ class _Loop:
             self.teller.event("skip", step=step + 1, why="a float16 gradient overflowed")
             return
         found = self.rank.first_bad()
-        said = agree(self.everyone, "" if found is None else f"{found[0]:06} {found[1]}")
+        said = errors_of(self.everyone, "" if found is None else f"{found[0]:06} {found[1]}")
         whos: dict[str, list[str]] = {}
         for who, _, what in (each.partition(": ") for each in said):
             whos.setdefault(what, []).append(who)
@@ -294,9 +294,9 @@ class _Loop:
             Span(s.rank, s.lane, s.op, s.start - begun, s.end - begun)
             for s in result.timeline.spans
         )
-        parts = hear(self.everyone, json.dumps(Timeline(spans).to_json()))
+        parts = gather_texts(self.everyone, json.dumps(Timeline(spans).to_json()))
         self.teller.timeline(step + 1, str(self.rank.layout), parts)
-        held = hear(self.everyone, json.dumps(self.rank.memory()))
+        held = gather_texts(self.everyone, json.dumps(self.rank.memory()))
         self.teller.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
 
     # ---- after a step

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..folder import Folder
 from .corpus import HELD_OUT, Corpus, DataError, Stream, map_file, parts
-from .folder import Folder
 
 __all__ = ["open_megatron", "open_plain", "open_plain_pair"]
 

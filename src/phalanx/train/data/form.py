@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...layout.files import write_text
+from ..folder import Fields, Folder
 from .corpus import Corpus, DataError, Stream, map_file
-from .folder import Fields, Folder, write_text
 
 __all__ = ["INDEX", "SPLITS", "dtype_for", "open_form", "verify_form", "write_index"]
 
@@ -54,7 +55,7 @@ def write_index(
         "format": FORMAT, "version": VERSION, "dtype": dtype, "vocab": vocab,
         "tokenizer": tokenizer, "end": end, "splits": splits,
     }  # fmt: skip
-    write_text(path / INDEX, json.dumps(said, indent=1) + "\n")
+    write_text(path / INDEX, json.dumps(said, indent=1) + "\n", durable=True)
 
 
 def open_form(path: Path) -> Corpus:

@@ -17,8 +17,9 @@ from typing import BinaryIO
 
 import numpy as np
 
+from ...layout.files import write_text
+from ..folder import Fields, Folder
 from .corpus import DataError, held_out
-from .folder import Fields, Folder, write_text
 from .form import DTYPES, INDEX, SPLITS, dtype_for, write_index
 from .sources import Document, Source, documents, find_sources
 from .vocabulary import Vocabulary
@@ -109,7 +110,7 @@ def _begun(out: Path, key: str) -> Progress:
         if any(not each.name.startswith(".") for each in out.iterdir()):
             raise DataError(f"{out} holds something else; choose an empty or new folder.")
         # At once, so that a start that is stopped before its first mark can be gone on with.
-        write_text(out / PROGRESS, json.dumps(asdict(Progress(key))) + "\n")
+        write_text(out / PROGRESS, json.dumps(asdict(Progress(key))) + "\n", durable=True)
     done = _parse(Folder(out, DataError).json(PROGRESS, LIMIT))
     if done.key != key:
         raise DataError(
@@ -201,4 +202,4 @@ class _Writer:
                 file.flush()
                 os.fsync(file.fileno())
         self.marked = self.done.read
-        write_text(self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n")
+        write_text(self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n", durable=True)

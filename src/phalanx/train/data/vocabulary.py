@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..folder import Folder
 from .corpus import DataError
-from .folder import Folder
 
 __all__ = ["Bytes", "Tokenizer", "Vocabulary", "open_vocabulary"]
 
