@@ -20,7 +20,7 @@ from phalanx.layout import Layout
 from phalanx.models import Decoder
 from phalanx.parallel import Precision, build_model, start
 from phalanx.verify import SHAPES, batch_of
-from phalanx.verify.trial import Setting, join, train_layout
+from phalanx.verify.trial import Setting, join, program_in, train_layout
 
 RATE, SEED, STEP = 0.25, 11, 4
 Words = NDArray[np.uint64]
@@ -104,7 +104,9 @@ def test_dropout_drops_what_the_formula_says_in_every_layout(name: str, text: st
     layout = Layout.parse(f"{text} fp64")
     make = partial(build_model, SHAPES[name], dropout=RATE)
     setting = Setting(lambda step: batch(name), steps=1, precision=wide)
-    (step,) = join(launch(train_layout, layout.ranks, layout, make, setting, wire="threads"), 1)
+    program = program_in(layout, make, setting)
+    seen = launch(train_layout, layout.ranks, layout, program, make, setting, wire="threads")
+    (step,) = join(seen, 1).steps
     assert step.mismatches == ()
     assert step.loss == pytest.approx(loss, rel=1e-12)
     assert step.gradients.keys() == gradients.keys()

@@ -180,6 +180,11 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
     whole = torch.empty(size)  # the model's own rule
     with torch.no_grad():
         model.draw(name, whole, generator)
+        for _, piece in model.pieces if model.draw is Model.draw else ():
+            for module in piece.modules():
+                row = module.padding_idx if isinstance(module, nn.Embedding) else None
+                if row is not None and module.weight is model.weights[name]:
+                    whole[row] = 0.0  # the default rule starts it as torch does
     return whole
 
 
