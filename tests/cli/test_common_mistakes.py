@@ -6,6 +6,7 @@ Each row is a command somebody has typed, or a file somebody has been given. The
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -372,10 +373,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (root / name).mkdir()
     os.mkfifo(root / "fifo-manifest" / "manifest.json")
     (root / "folder-manifest" / "manifest.json").mkdir()
-    with socket.socket(socket.AF_UNIX) as door:
-        here = os.open(root / "socket-manifest", os.O_RDONLY)
-        door.bind(f"/proc/self/fd/{here}/manifest.json")  # a path of a socket is at most 107 long
-        os.close(here)
+    _socket(root / "socket-manifest" / "manifest.json")
     (root / "piped").mkdir()
     os.mkfifo(root / "piped" / "metrics.jsonl")
     (root / "linked").mkdir()
@@ -385,6 +383,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield root
     os.chdir(before)
     assert (root / "good.toml").read_text() == FILES["good.toml"]
+
+
+def _socket(path: Path) -> None:
+    here = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(f"/proc/self/fd/{here}/{path.name}")  # a path of a socket is at most 107 long
+    os.close(here)
 
 
 def _name(row: tuple[list[str], tuple[str, ...]]) -> str:
@@ -471,6 +476,120 @@ def test_a_mistake_is_told_before_torch_is_loaded(argv: list[str], folder: Path)
     )
     assert done.stdout.split() == ["False", "2"]
     _is_clean(done.stderr)
+
+
+def test_torchrun_starts_the_package_as_a_module(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+        "--local-addr", "127.0.0.1", "-m", "phalanx", "train",
+        "model={layers=1,hidden=16,heads=2,ffn=16,vocab=256}", "batch=2", "sequence=8", "steps=2",
+        "validation.batches=0", "layout=dp2", f"out={tmp_path / 'run'}", "--wire", "gloo",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (start,) = [r for r in map(json.loads, lines) if r["event"] == "start"]
+    assert (start["ranks"], start["layout"]) == (2, "dp2")
+    assert [r["step"] for r in map(json.loads, lines) if r["event"] == "step"] == [1, 2]
+
+
+def _manifest(tensors: int, parts: int, dims: int = 1, seed: int = 0) -> str:
+    """A manifest whose tensors are `parts` rows each; with 9 dims, or other keys, none of ours."""
+    ones = [1] * (dims - 1)
+    rows = [
+        {"file": 0, "key": ESC, "offset": 8, "box": [[4 * i, 4 * i + 4], *([0, 1] for _ in ones)],
+         "local": [4, *ones], "start": 0, "stop": 4}
+        for i in range(parts)
+    ]  # fmt: skip
+    names = [{"kind": "weight", "name": f"{ESC}{t}", "dtype": "F32", "shape": [4 * parts, *ones],
+              "pieces": rows} for t in range(tensors)]  # fmt: skip
+    body = {
+        "format": "phalanx-checkpoint", "version": 1, "step": 1, "cursor": 0, "seed": seed,
+        "data": ESC, "layout": ESC, "shape": None, "config": {}, "state": {}, "optimizer": ESC,
+        "updates": None, "versions": {ESC: ESC}, "tensors": names,
+        "files": [{"name": "a.safetensors", "size": 1024, "chunks": ["0" * 64]}],
+    }  # fmt: skip
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body})
+
+
+def test_a_manifest_of_many_parts_is_read(tmp_path: Path, capsys: Capture) -> None:
+    """All pairs of parts are compared at once: one after another they outlast this test's minute."""
+    (tmp_path / "manifest.json").write_text(text := _manifest(160, 1024))
+    assert len(text) > 10e6
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    _is_clean(shown)
+    assert "160" in shown
+
+
+def test_what_a_manifest_names_cannot_steer_the_terminal(tmp_path: Path, capsys: Capture) -> None:
+    step = tmp_path / f"step-{1:08}"
+    step.mkdir()
+    (step / "manifest.json").write_text(_manifest(1, 2))
+    (step / f"{ESC.replace('/', '')}.safetensors").touch()
+    assert main(["checkpoint", "show", str(tmp_path)]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    _is_clean(shown.out + shown.err)
+    assert r"\x1b]0;owned" in shown.out
+
+
+def test_a_tensor_of_nine_dims_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "manifest.json").write_text(_manifest(1, 2, dims=9))
+    assert main(["checkpoint", "show", str(tmp_path)]) == 2
+    assert "9 dims; at most 8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
+def test_a_rank_file_that_is_none_is_damage(kind: str, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "manifest.json").write_text(_manifest(1, 2))
+    file = tmp_path / "a.safetensors"
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        _socket(file)
+    assert main(["checkpoint", "verify", str(tmp_path)]) == 1
+    assert "a.safetensors" in capsys.readouterr().out
+
+
+def test_the_report_of_a_folder_from_elsewhere_is_a_page(tmp_path: Path, capsys: Capture) -> None:
+    """Pipes, sparse files, ranks beyond any picture, numbers beyond any float, names with escapes."""
+    run = tmp_path / ESC.replace("/", "")
+    run.mkdir()
+    start = {"event": "start", "step": 0, "layout": "dp200000", "model": {"name": ESC}, "data": ESC}
+    step = {"event": "step", "step": 1, "loss": 10**400, "seconds": 1, "tokens_per_second": 1}
+    lines = [json.dumps(each) + "\n" for each in (start, step)]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    with (run / "timeline.json").open("wb") as file:
+        file.truncate(10**12)
+    with (run / "run.toml").open("wb") as file:
+        file.truncate(10**12)
+    assert main(["report", str(run)]) == 0
+    _is_clean(capsys.readouterr().out)
+    page = (run / "report.html").read_text()
+    assert len(page) < 1 << 20
+    assert "too many for a picture" in page
+    assert "1,000,000,000,000 bytes" in page
+    (run / "timeline.json").unlink()
+    os.mkfifo(run / "timeline.json")
+    assert main(["report", str(run), "--cluster", "h100x8"]) == 2
+    told = capsys.readouterr().err
+    _is_clean(told)
+    assert "a named pipe" in told
+
+
+@pytest.mark.parametrize("verb", ["verify", "train", "plan", "doctor", "report", "checkpoint"])
+def test_the_prose_of_help_is_as_wide_as_the_terminal(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main([verb, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # An example is indented, and stands on one line so that it can be copied.
+    assert not [line for line in lines if len(line) > 60 and not line.startswith("  ")]
 
 
 def test_the_package_runs_as_a_module_with_the_command_s_exit_codes(folder: Path) -> None:

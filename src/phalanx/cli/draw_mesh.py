@@ -8,6 +8,8 @@ from .usage import Parser, UsageError, print_json, say, screen, write
 
 __all__ = ["run"]
 
+MOST = 4096  # ranks of a picture
+
 _EPILOG = """\
   phalanx draw mesh "dp2 pp2 tp2"
   phalanx draw mesh "dp2 tp4 zero3" --weight "kv=1024/128 embed=4096"
@@ -27,9 +29,9 @@ def run(argv: list[str]) -> int:
     said = parser.read(argv)
     try_file(said.out, formats=(".svg",))
     picture = MeshPicture.parse(" ".join(said.layout), said.weight)
-    if picture.mesh.size > 4096:
+    if picture.mesh.size > MOST:
         raise UsageError(
-            f"{picture.mesh.size} ranks are too many for a picture; draw 4096 or fewer."
+            f"{picture.mesh.size} ranks are too many for a picture; draw {MOST} or fewer."
         )
     if said.out:
         write(said.out, {".svg": mesh_svg}, picture)

@@ -12,7 +12,9 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import NoReturn, TypeVar
 
 from ..layout.files import printable, read_text, reason
@@ -35,7 +37,19 @@ class OutputError(Exception):
     """Standard output cannot be written to, and why."""
 
 
+TEXT = 1 << 26  # bytes of a program, a recorded step, a topology
 _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps prose to the terminal; indented lines are examples and stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for prose, group in groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+            block = list(group)
+            lines += wrap(" ".join(block), width) if prose else block
+        return "\n".join(indent + line for line in lines)
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +61,7 @@ class Parser(argparse.ArgumentParser):
             description=description,
             epilog=epilog,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
         )
 
     def error(self, message: str) -> NoReturn:
@@ -90,8 +104,8 @@ def flags(said: argparse.Namespace, names: Iterable[str]) -> list[str]:
     return [f"--{n.replace('_', '-')}" for n in names if getattr(said, n) not in (None, False)]
 
 
-def read(path: str, what: str, limit: int = 1 << 26) -> str:
-    """The text of a user's file, of at most 64 MiB if nothing else is said."""
+def read(path: str, what: str, limit: int = TEXT) -> str:
+    """The text of a user's file."""
     return read_text(path, what, UsageError, limit)
 
 

@@ -1,0 +1,55 @@
+"""docs/limits.md states the limits that the code has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from phalanx.cli import bench, draw_mesh, plan, usage
+from phalanx.cli import verify as verify_command
+from phalanx.layout import choices, files, journal, layout, mesh, shape, source
+from phalanx.report import page
+from phalanx.train import checkpoint_manifest as manifest
+from phalanx.train.data import form
+from phalanx.verify.verify import LOG
+
+PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+LIMITS = {
+    "ranks of a layout": mesh.RANKS,
+    "ranks that one command starts on this machine": choices.LOCAL_RANKS,
+    "ranks of which `verify --ranks` lists all layouts": verify_command.MOST,
+    "ranks in `draw mesh`": draw_mesh.MOST,
+    "ranks in the mesh of `report`": page.MOST_RANKS,
+    "microbatches of a step": layout.MICROBATCHES,
+    **{f"`{name}` of a model": most for name, most in shape._MOST.items()},
+    "steps of `verify`": verify_command.STEPS,
+    "side of a product of `bench matmul`": bench._LONGEST,
+    "sequences of a step in `plan`": plan.SEQUENCES,
+    "tokens of a run in `plan cost`": plan.TOKENS,
+    "tables or lists inside each other, in TOML and JSON": files.DEPTH,
+    "whole number in TOML and JSON": files.INTEGER - 1,
+    "bytes of a TOML file": files.SMALL,
+    "bytes of a program, a recorded step or a topology": usage.TEXT,
+    "bytes of a Python file of your own": source.LIMIT,
+    "bytes of a run's `timeline.json`": page.TIMELINE,
+    "bytes of a run's `metrics.jsonl`": journal.LIMIT,
+    "bytes of one line of it": journal.LINE,
+    "bytes of a log of `verify`": LOG,
+    "bytes of a checkpoint's manifest": manifest.LIMIT,
+    "dims of a tensor in a checkpoint": manifest.DIMS,
+    "parts of a tensor in a checkpoint": manifest.PARTS,
+    "bytes of a corpus's `index.json`": form.LIMIT,
+}
+
+
+def rows() -> list[str]:
+    return [f"| {what} | {most:,} |" for what, most in LIMITS.items()]
+
+
+def test_the_page_of_limits_states_those_of_the_code() -> None:
+    stated = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    assert stated == rows()
+
+
+if __name__ == "__main__":
+    head = PAGE.read_text().partition("|---|---|\n")
+    PAGE.write_text(head[0] + head[1] + "\n".join(rows()) + "\n")
