@@ -24,7 +24,7 @@ from phalanx.train.data import (
     open_corpus,
     open_vocabulary,
     prepare,
-    verify_form,
+    verify_prepared,
 )
 
 TEXTS = {f"{n:02}.txt": f"This is document {n}. " * (n + 1) + "ünïcode\n" for n in range(60)}
@@ -53,7 +53,7 @@ def both(corpus: Corpus) -> list[bytes]:
 
 def made(source: Path, out: Path, share: float = 0.2) -> Corpus:
     prepare(source, out, Bytes(), share=share)
-    assert verify_form(out) == []
+    assert verify_prepared(out) == []
     return open_corpus(out)
 
 
@@ -297,7 +297,7 @@ def test_other_projects_files_that_lie_are_refused(tmp_path: Path) -> None:
     head = np.zeros(256, "<i4")
     head[:3] = 20240520, 1, 1 << 30
     (tmp_path / "c.bin").write_bytes(head.tobytes() + b"1234")
-    with pytest.raises(DataError, match="its header tells of"):
+    with pytest.raises(DataError, match="numbers of uint16 are"):
         open_corpus(tmp_path / "c.bin")
     documents = [[1, 2], [3]]
     megatron(tmp_path / "m", documents)
@@ -307,7 +307,7 @@ def test_other_projects_files_that_lie_are_refused(tmp_path: Path) -> None:
         (9, b"\x07", "has version 7"),
         (17, b"\x06", "dtype 6"),
         (18, b"\xff" * 7, "would be right"),
-        (34, b"\x09", "tells of"),
+        (34, b"\x09", "numbers of int32 are"),
         (42, b"\x04", "do not follow"),
         (58, b"\x01", "must rise"),
     ):

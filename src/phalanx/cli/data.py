@@ -67,7 +67,7 @@ def _prepare(said: argparse.Namespace) -> int:
             vocabulary,
             share=said.held_out,
             field=said.field,
-            told=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     said.source = said.out
     return _show(said)
@@ -101,8 +101,8 @@ def _show(said: argparse.Namespace) -> int:
 
 
 def _verify(said: argparse.Namespace) -> int:
-    from ..train.data import verify_form
-    from ..train.data.form import INDEX
+    from ..train.data import verify_prepared
+    from ..train.data.token_files import INDEX
 
     path = Path(said.source)
     if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):
@@ -110,7 +110,7 @@ def _verify(said: argparse.Namespace) -> int:
             f"{path} is no prepared corpus: it has no {INDEX}. `phalanx data prepare` makes one of"
             " text; other forms have no checksums to verify."
         )
-    faults = verify_form(path)
+    faults = verify_prepared(path)
     if said.json:
         print_json({"sound": not faults, "faults": faults})
     else:

@@ -66,7 +66,7 @@ def data_checksum(corpus: Corpus) -> str:
     64 MiB in 1,024 blocks, evenly spread, so that terabytes do not delay a start."""
     digest = hashlib.sha256(f"{corpus.vocab} {corpus.fingerprint}".encode())
     for stream in (corpus.train, corpus.validation):
-        for array in (stream.tokens, stream.starts, stream.places):
+        for array in (stream.tokens, stream.starts, stream.origins):
             if array is not None:
                 digest.update(f"{array.dtype} {array.size}".encode())
                 for block in _blocks(array):

@@ -1,13 +1,17 @@
 """What there is to learn from: text to token files, token files to the batches of steps."""
 
-from .batches import Batches
-from .corpus import HELD_OUT, Corpus, DataError, Stream
-from .form import open_form, verify_form
-from .library import open_library
-from .open import open_corpus
-from .order import Permutation
-from .prepare import prepare
-from .vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
+from .batches import Batches, Permutation
+from .prepare import Bytes, Tokenizer, Vocabulary, open_vocabulary, prepare
+from .token_files import (
+    HELD_OUT,
+    Corpus,
+    DataError,
+    Stream,
+    open_corpus,
+    open_library,
+    open_prepared,
+    verify_prepared,
+)
 
 __all__ = [
     "HELD_OUT",
@@ -20,9 +24,9 @@ __all__ = [
     "Tokenizer",
     "Vocabulary",
     "open_corpus",
-    "open_form",
     "open_library",
+    "open_prepared",
     "open_vocabulary",
     "prepare",
-    "verify_form",
+    "verify_prepared",
 ]

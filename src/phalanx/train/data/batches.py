@@ -3,28 +3,32 @@
 A sequence is `sequence` neighbouring tokens of the stream; the last one is padded. The order of
 sequences is a permutation that each epoch computes anew, so that to go on after a stop is an
 integer, and every layout sees the same tokens.
+
+The permutation is computed, so that nothing is stored and any of its elements can be asked for. A
+Feistel network permutes the numbers of 2k bits; one that leaves 0..size-1 is sent through again until
+it is back (cycle walking: Black and Rogaway 2002), which takes four rounds on average at most.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .corpus import Corpus, DataError, Stream
-from .order import Permutation
+from .token_files import Corpus, DataError, Stream
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Batches"]
-
 IGNORED = -100  # a target that counts nothing, as in torch's cross entropy
 PADDING = -1  # the document of what is not there
+ROUNDS = 8
+_WORD = (1 << 64) - 1
 
 Batch = dict[str, "Tensor"]
 
@@ -80,8 +84,8 @@ class Batches:
             raise DataError(f"step {step} is before the first sequence.")
         taken = []
         for row in range(*(rows or slice(None)).indices(self.size)):
-            epoch, place = divmod(first + row, total)
-            taken.append(_order(total, self.seed, epoch)[place])
+            epoch, index = divmod(first + row, total)
+            taken.append(_order(total, self.seed, epoch)[index])
         return self._stacked(self.corpus.train, taken)
 
     @property
@@ -103,24 +107,24 @@ class Batches:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per byte of text, where the bytes are known."""
-        known = self.corpus.bytes_per_token
-        return loss / math.log(2) / known if known else None
+        size = self.corpus.bytes_per_token
+        return loss / math.log(2) / size if size else None
 
     def _stacked(self, stream: Stream, numbers: list[int]) -> Batch:
         import torch  # a corpus is opened and shown without it
 
-        shape = (len(numbers), self.sequence)
-        made = {
+        shape = (len(numbers), self.sequence)  # of each array: (sequences, time)
+        arrays = {
             "tokens": np.zeros(shape, np.int64),
             "targets": np.full(shape, IGNORED, np.int64),
             "positions": np.zeros(shape, np.int64),
             "documents": np.full(shape, PADDING, np.int64),
         }
         for row, number in enumerate(numbers):
-            self._fill(stream, number, {name: x[row] for name, x in made.items()})
+            self._fill(stream, number, {name: x[row] for name, x in arrays.items()})
         if not self.masks:
-            del made["documents"]
-        return {name: torch.from_numpy(x) for name, x in made.items()}
+            del arrays["documents"]
+        return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
     def _fill(self, stream: Stream, number: int, row: dict[str, NDArray[np.int64]]) -> None:
         start = number * self.sequence
@@ -128,7 +132,7 @@ class Batches:
         if stop - start < 2:
             return  # a row of padding
         tokens, documents = stream.read(start, stop)
-        self._known(tokens)
+        self._refuse_unknown(tokens)
         held = min(self.sequence, len(tokens))
         follows = tokens[1:]
         time = np.arange(held)
@@ -142,7 +146,7 @@ class Batches:
         row["positions"][:held] = time
         row["documents"][:held] = documents[:held]
 
-    def _known(self, tokens: NDArray[np.int64]) -> None:
+    def _refuse_unknown(self, tokens: NDArray[np.int64]) -> None:
         least, most = int(tokens.min()), int(tokens.max())
         limit = self.vocab or self.corpus.vocab or 1 << 31
         if least < 0 or most >= limit:
@@ -160,3 +164,37 @@ def _sequences(stream: Stream, sequence: int) -> int:
 @lru_cache(maxsize=4)
 def _order(size: int, seed: int, epoch: int) -> Permutation:
     return Permutation(size, seed, epoch)
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The numbers 0 to size - 1 in an order that (seed, epoch) decide."""
+
+    size: int
+    seed: int
+    epoch: int
+
+    @cached_property
+    def _keys(self) -> tuple[int, ...]:
+        digest = hashlib.sha512(f"order:{self.seed}:{self.epoch}".encode()).digest()
+        return tuple(int.from_bytes(digest[8 * n : 8 * n + 8], "big") for n in range(ROUNDS))
+
+    def __getitem__(self, index: int) -> int:
+        if not 0 <= index < self.size:
+            raise IndexError(f"element {index} of a permutation of {self.size}")
+        half = max(1, ((self.size - 1).bit_length() + 1) // 2)
+        mask = (1 << half) - 1
+        while True:
+            left, right = index >> half, index & mask
+            for key in self._keys:
+                left, right = right, left ^ (_mixed(right ^ key) & mask)
+            index = left << half | right
+            if index < self.size:
+                return index
+
+
+def _mixed(x: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea and Flood 2014): every bit depends on every bit."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
+    return x ^ x >> 31

@@ -1,0 +1,367 @@
+"""Files of tokens: our own (docs/data-format.md), nanoGPT's and llm.c's `.bin`, Megatron's `.bin` with
+`.idx`, and the text that every machine has. Each is opened as a corpus: documents in a row, one part to
+train on and one held out.
+
+Tokens are mapped and not read. Text becomes tokens in `prepare.py`; sequences are cut from a corpus in
+`batches.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...layout.files import write_text
+from ..folder import Fields, Folder
+
+HELD_OUT = 0.05
+Tokens = NDArray[np.generic]
+
+
+class DataError(ValueError):
+    """Data that cannot be used, or not so: the file, what is wrong with it, the way out."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Documents one after another. Document d is `starts[d]` to `starts[d + 1]` of the stream.
+
+    `tokens` may hold other documents too; then `origins[d]` says where document d begins in it.
+    """
+
+    tokens: Tokens
+    starts: NDArray[np.int64]
+    origins: NDArray[np.int64] | None = None
+
+    @property
+    def size(self) -> int:
+        refuse_cut(self.starts)
+        return int(self.starts[-1])
+
+    def read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """These tokens, and the number of each one's document."""
+        refuse_cut(self.tokens)
+        refuse_cut(self.starts)
+        first, last = np.searchsorted(self.starts, (start, stop - 1), "right") - 1
+        edges = np.clip(self.starts[first : last + 2], start, stop)
+        documents = np.repeat(np.arange(first, last + 1), np.diff(edges))
+        if self.origins is None:
+            return self.tokens[start:stop].astype(np.int64), documents
+        shift = self.origins[first : last + 1] - self.starts[first : last + 1]
+        runs = zip(shift, edges, edges[1:], strict=False)
+        parts = [self.tokens[by + a : by + b].astype(np.int64) for by, a, b in runs if a < b]
+        return np.concatenate(parts), documents
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """What there is to learn from. `vocab` is 0 where the files do not say it.
+
+    `fingerprint` differs for different tokens: a run that goes on with others says so.
+    `bytes_per_token` is of the held-out part: it turns a loss per token into bits per byte.
+    """
+
+    name: str
+    train: Stream
+    validation: Stream
+    vocab: int
+    fingerprint: str
+    bytes_per_token: float | None = None
+
+
+def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
+    """The corpus at a path: `python` (the library's text), a prepared folder, a folder with
+    nanoGPT's train.bin and val.bin, a `.bin`, or a `.bin` with its `.idx`.
+
+    `share` is how much is held out where the files do not say.
+    """
+    if source == "python":
+        return open_library(share)
+    path = Path(source)
+    if (path / INDEX).is_file():
+        return open_prepared(path)
+    if (path / "train.bin").is_file() and (path / "val.bin").is_file():
+        (train, first), (validation, second) = (_bin(path / f"{n}.bin") for n in ("train", "val"))
+        mark = hashlib.sha256((first + second).encode()).hexdigest()
+        return Corpus(str(path), _whole(train), _whole(validation), 0, mark)
+    if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file():
+        return _open_megatron(path, share)
+    if path.suffix == ".bin" and path.is_file():
+        tokens, mark = _bin(path)
+        # These files have no documents: runs of 64 Ki tokens stand for them.
+        ends = np.append(np.arange(0, len(tokens), RUN), len(tokens))
+        return Corpus(str(path), *_numbered(tokens, ends, share), 0, mark)
+    what = "is not there" if not path.exists() else "holds no tokens that are known"
+    raise DataError(
+        f"{path} {what}. Text becomes tokens by `phalanx data prepare {path} --out DIR`; read as"
+        " they are: DIR, .bin with .idx, .bin, a folder with train.bin and val.bin, or 'python'."
+    )
+
+
+def map_file(
+    folder: Folder, name: str, dtype: np.dtype[Any], count: int, offset: int = 0
+) -> NDArray[Any]:
+    """So many numbers of a file, from a byte to its end, mapped and not read."""
+    with folder.open(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != offset + count * dtype.itemsize:
+            folder.refuse(
+                name,
+                f"has {size:,} bytes; {count:,} numbers of {dtype} are {count * dtype.itemsize:,},"
+                f" from byte {offset:,} on.",
+            )
+        if not count:
+            return np.empty(0, dtype)
+        mapped: np.memmap[Any, Any] = np.memmap(file, dtype, "r", offset, (count,))
+        mapped.filename = str(folder.path / name)  # numpy knows it for a path only
+        return mapped
+
+
+def refuse_cut(mapped: NDArray[Any]) -> None:
+    """Refuse a mapped file that was cut since: reading what is gone would kill the process (SIGBUS)."""
+    mapping: Any = getattr(mapped, "_mmap", None)
+    if not isinstance(mapped, np.memmap) or mapping is None:
+        return
+    wanted, size = mapped.offset + mapped.nbytes, mapping.size()
+    if size < wanted:
+        raise DataError(
+            f"{mapped.filename}: has {size:,} bytes, and had {wanted:,} when it was opened: it was cut"
+            " while in use. Make it whole again, and the same command goes on."
+        )
+
+
+def held_out(name: str, share: float = HELD_OUT) -> bool:
+    """Whether the document of that name is held out: the same answer wherever it lies."""
+    number = int.from_bytes(hashlib.sha256(name.encode("utf-8", "replace")).digest()[:8], "big")
+    return number < share * 2**64
+
+
+def _split(
+    tokens: Tokens, ends: NDArray[np.int64], names: Sequence[str], share: float
+) -> tuple[Stream, Stream]:
+    """The two parts of documents that lie mixed in one array. `ends` has a 0 before it all."""
+    chosen = np.fromiter((held_out(name, share) for name in names), bool, len(names))
+
+    def part(mask: NDArray[np.bool_]) -> Stream:
+        starts = np.concatenate(([0], np.cumsum(np.diff(ends)[mask]))).astype(np.int64)
+        return Stream(tokens, starts, ends[:-1][mask])
+
+    return part(~chosen), part(chosen)
+
+
+def _whole(tokens: Tokens) -> Stream:
+    """All tokens as one document."""
+    return Stream(tokens, np.array((0, len(tokens)), np.int64))
+
+
+def _numbered(tokens: Tokens, ends: NDArray[np.int64], share: float) -> tuple[Stream, Stream]:
+    """The two parts of documents that have numbers for names."""
+    return _split(tokens, ends, [str(n) for n in range(len(ends) - 1)], share)
+
+
+# ---- our own files: a JSON index, raw little-endian tokens, document offsets
+
+INDEX = "index.json"
+FORMAT, VERSION = "phalanx-tokens", 1
+SPLITS = ("train", "validation")
+DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(f"<{n}") for n in ("u1", "u2", "u4")}
+LIMIT = 1 << 20  # bytes of an index
+
+
+def dtype_for(vocab: int) -> str:
+    """The narrowest type that holds every token."""
+    return next((name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4")
+
+
+def write_index(
+    path: Path, *, vocab: int, tokenizer: str, end: int | None, text_bytes: dict[str, int]
+) -> None:
+    """Close a folder whose tokens and offsets are written: count, checksum, say what they are."""
+    folder, dtype = Folder(path, DataError), dtype_for(vocab)
+    splits = {
+        name: {
+            "tokens": (path / f"{name}.tokens").stat().st_size // DTYPES[dtype].itemsize,
+            "documents": (path / f"{name}.documents").stat().st_size // 8 - 1,
+            "text_bytes": text_bytes[name],
+            "tokens_sha256": folder.sha256(f"{name}.tokens"),
+            "documents_sha256": folder.sha256(f"{name}.documents"),
+        }
+        for name in SPLITS
+    }
+    index: dict[str, object] = {"format": FORMAT, "version": VERSION, "dtype": dtype}
+    index |= {"vocab": vocab, "tokenizer": tokenizer, "end": end, "splits": splits}
+    write_text(path / INDEX, json.dumps(index, indent=1) + "\n", durable=True)
+
+
+def open_prepared(path: Path) -> Corpus:
+    """The corpus of a prepared folder. Sizes and offsets are checked here, checksums by
+    `verify_prepared`."""
+    folder = Folder(path, DataError)
+    text = folder.text(INDEX, LIMIT)
+    index = _index(folder)
+    train, validation = (_stream(folder, index, name) for name in SPLITS)
+    held = index.object("splits").object("validation")
+    count, text_bytes = held.whole("tokens"), held.whole("text_bytes")
+    return Corpus(
+        str(path),
+        train,
+        validation,
+        vocab=index.whole("vocab", 1),
+        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        bytes_per_token=text_bytes / count if count else None,
+    )
+
+
+def _stream(folder: Folder, index: Fields, name: str) -> Stream:
+    split = index.object("splits").object(name)
+    tokens = map_file(folder, f"{name}.tokens", DTYPES[index.text("dtype")], split.whole("tokens"))
+    documents = split.whole("documents")
+    starts = map_file(folder, f"{name}.documents", np.dtype("<i8"), documents + 1)
+    if starts[0] != 0 or starts[-1] != len(tokens) or bool((np.diff(starts) < 0).any()):
+        folder.refuse(
+            f"{name}.documents",
+            f"the documents' offsets must rise from 0 to {len(tokens):,}, the number of tokens.",
+        )
+    return Stream(tokens, starts)
+
+
+def verify_prepared(path: Path) -> list[str]:
+    """What is wrong with a prepared folder, every byte of it read; nothing when it is sound."""
+    try:
+        open_prepared(path)
+        folder = Folder(path, DataError)
+        splits = _index(folder).object("splits")
+        return [
+            f"{path / f'{name}.{what}'}: its checksum is not that of the index; prepare it again."
+            for name in SPLITS
+            for what in ("tokens", "documents")
+            if folder.sha256(f"{name}.{what}") != splits.object(name).text(f"{what}_sha256")
+        ]
+    except DataError as error:
+        return [str(error)]
+
+
+def _index(folder: Folder) -> Fields:
+    index = folder.json(INDEX, LIMIT)
+    if index.text("format") != FORMAT or index.whole("version") != VERSION:
+        index.refuse(
+            f"is {index.text('format')!r} of version {index.whole('version')};"
+            f" this reads {FORMAT!r} of version {VERSION}."
+        )
+    if index.text("dtype") not in DTYPES:
+        index.refuse(f"'dtype' is {index.text('dtype')!r}; choose {', '.join(DTYPES)}.")
+    if index.whole("vocab", 1) > 1 << 8 * DTYPES[index.text("dtype")].itemsize:
+        index.refuse(f"tokens of type {index.text('dtype')} cannot name {index.whole('vocab')}.")
+    return index
+
+
+# ---- nanoGPT and llm.c
+
+RUN = 1 << 16
+# llm.c's headers: 256 int32, of which the first three are magic, version and the number of tokens.
+LLM_C: dict[tuple[int, int], np.dtype[Any]] = {
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
+HEADER = 1024
+
+
+def _bin(path: Path) -> tuple[Tokens, str]:
+    """The tokens of a `.bin`, and what tells it from another without reading it whole."""
+    folder = Folder(path.parent, DataError)
+    with folder.open(path.name) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(HEADER)
+    mark = hashlib.sha256(head + str(size).encode()).hexdigest()
+    magic, version, count = struct.unpack_from("<3i", head) if len(head) == HEADER else (0, 0, 0)
+    if (magic, version) in LLM_C:
+        if count < 1:
+            folder.refuse(path.name, f"its header has a count of {count:,} tokens.")
+        return map_file(folder, path.name, LLM_C[magic, version], count, HEADER), mark
+    if size % 2 or not size:
+        folder.refuse(path.name, f"has {size:,} bytes; uint16 tokens are an even number.")
+    return map_file(folder, path.name, np.dtype("<u2"), size // 2), mark
+
+
+# ---- Megatron-LM's IndexedDataset
+
+MEGATRON = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
+}
+
+
+def _open_megatron(path: Path, share: float) -> Corpus:
+    """A `.bin` with the `.idx` beside it."""
+    folder = Folder(path.parent, DataError)
+    name = f"{path.stem}.idx"
+    with folder.open(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(34)
+        if len(head) < 34 or head[:9] != MEGATRON:
+            folder.refuse(name, "is no Megatron index: it does not begin with MMIDIDX.")
+        version, code, sequences, count = struct.unpack_from("<QBQQ", head, 9)
+        if version != 1 or code not in MEGATRON_DTYPES:
+            folder.refuse(name, f"has version {version} and dtype {code}; 1 and integers are read.")
+        wanted = 34 + 12 * sequences + 8 * count
+        # Before anything is allocated: counts in a header are what anybody can write.
+        if count < 1 or size not in (wanted, wanted + sequences):
+            folder.refuse(
+                name,
+                f"has {sequences:,} sequences, {count:,} documents and {size:,} bytes;"
+                f" {wanted:,} would be right.",
+            )
+        content = head + file.read(wanted - 34)
+    # Of each sequence its length and its first byte, then where documents begin.
+    lengths = np.frombuffer(content, "<i4", sequences, 34)
+    pointers = np.frombuffer(content, "<i8", sequences, 34 + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", count, 34 + 12 * sequences)
+    dtype = MEGATRON_DTYPES[code]
+    offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    if bool((lengths < 0).any()):
+        folder.refuse(name, "a sequence has a negative length.")
+    tokens = map_file(folder, f"{path.stem}.bin", dtype, int(offsets[-1]))
+    if bool((pointers != offsets[:-1] * dtype.itemsize).any()):
+        folder.refuse(name, "its sequences do not follow one another in the file.")
+    right = documents[0] == 0 and documents[-1] == sequences
+    if not right or bool((np.diff(documents) < 0).any()):
+        folder.refuse(name, f"its documents must rise from 0 to {sequences:,} sequences.")
+    mark = hashlib.sha256(content).hexdigest()
+    return Corpus(str(path), *_numbered(tokens, offsets[documents], share), 0, mark)
+
+
+# ---- the text that every machine has: the Python standard library, bytes as tokens
+
+BYTES = 256
+# What is installed beside the library differs from machine to machine; tests are mostly data.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+@lru_cache(maxsize=2)
+def open_library(share: float = HELD_OUT) -> Corpus:
+    """The library's modules, each a document: about 10 MB."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, below, files in os.walk(root):
+        below[:] = sorted(set(below) - _LEFT_OUT)
+        paths += [Path(folder, file) for file in sorted(files) if file.endswith(".py")]
+    texts = {p.relative_to(root).as_posix(): p.read_bytes() for p in paths if p.is_file()}
+    if not texts:
+        raise DataError(f"no text of the Python library is in {root}; name a file or folder.")
+    whole = b"".join(texts.values())
+    ends = np.cumsum([0, *map(len, texts.values())])
+    streams = _split(np.frombuffer(whole, np.uint8), ends, list(texts), share)
+    mark = hashlib.sha256(whole).hexdigest()
+    return Corpus("python", *streams, BYTES, mark, bytes_per_token=1.0)
