@@ -10,12 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from phalanx.layout import Axis, Layout, LayoutError, Mesh, Shape
+from phalanx.plan import MachineError
 from phalanx.plan.columns import Case
 from phalanx.plan.device import Device, device, devices
 from phalanx.plan.link import Cluster, Level, cluster
 from phalanx.plan.site import Site, site_of
 from phalanx.plan.stack import Stack, stack_named
-from phalanx.plan.toml import MachineError
 
 __all__ = ["Row", "read_table"]
 

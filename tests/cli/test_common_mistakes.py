@@ -94,7 +94,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["train", "dotted.toml"], ("dotted.toml", "more than 32 deep", "Nest less")),
     (["train", "digits.toml"], ("digits.toml", "more than 4,300 digits")),
     (["train", "hex.toml"], ("hex.toml", "'steps'", "beyond 64 bits")),
-    (["train", "keys.toml"], ("keys.toml line 1:", "key0", "49,980 more keys")),
+    (["train", "keys.toml"], ("keys.toml line 1:", "key0", "49,980 more mistakes")),
     (["train", "large.toml"], ("large.toml", "1,048,577 bytes", "at most 1,048,576")),
     (["train", "sparse.toml"], ("sparse.toml", "1,000,000,000,000 bytes", "at most 1,048,576")),
     (["train", "escapes.toml"], ("escapes.toml", r"\x1b[2Jkey", "Keys here are")),

@@ -46,11 +46,14 @@ def test_a_shape_with_mistakes_is_refused_with_all_of_them() -> None:
     text = 'layers = "four"\nhiden = 8\nheads = true\nnorm = "layer"'
     with pytest.raises(LayoutError) as caught:
         Shape.parse(text, "mine")
-    for part in ("'mine'", "'hiden', nearest is 'hidden'", "layers = 'four'", "heads = True"):
+    for part in (
+        "'mine' has 4 mistakes", "line 2: hiden = 8", "Did you mean 'hidden'", "hidden is missing",
+        'line 1: layers = "four" is text', "line 3: heads = true is true or false",
+    ):  # fmt: skip
         assert part in str(caught.value)
-    with pytest.raises(LayoutError, match="kv_heads=3 does not divide heads=4"):
+    with pytest.raises(LayoutError, match="kv_heads = 3 does not divide heads = 4"):
         Shape.parse("layers=1\nhidden=8\nheads=4\nkv_heads=3\nvocab=5", "x")
-    with pytest.raises(LayoutError, match="vocab=0: must be 1 or more"):
+    with pytest.raises(LayoutError, match="vocab is missing"):
         Shape.parse("layers=1\nhidden=8", "x")
     with pytest.raises(LayoutError, match="is not TOML"):
         Shape.parse("layers", "x")
@@ -63,3 +66,14 @@ def test_a_person_s_own_file_is_a_shape(tmp_path) -> None:  # type: ignore[no-un
     path.write_text("layers = 2\nhidden = 8\nheads = 2\nvocab = 11\n")
     shape = Shape.load(str(path))
     assert (shape.name, shape.kv_heads, shape.head_dim, shape.ffn) == ("small", 2, 4, 32)
+
+
+def test_a_shape_that_a_program_makes_is_checked_like_a_file() -> None:
+    with pytest.raises(LayoutError) as caught:
+        Shape("x", layers=0, hidden=8, norm="batch", vocab=5, eps=0.0)
+    for part in ("layers = 0 is out of bounds", 'norm = "batch" is unknown', "eps = 0.0 is out"):
+        assert part in str(caught.value)
+    with pytest.raises(LayoutError, match=r"rope_low = 4\.0 is not below rope_high = 4\.0"):
+        Shape("x", 1, 8, vocab=5, rope_low=4.0)
+    with pytest.raises(LayoutError, match="heads = 16 is more than hidden = 8"):
+        Shape("x", 1, 8, vocab=5, heads=16)

@@ -12,12 +12,12 @@ import pytest
 from by_hand import block, embed, head
 
 from phalanx.layout import Layout, Shape
+from phalanx.layout.codec import dump
 from phalanx.plan import MachineError, cluster
 from phalanx.plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from phalanx.plan.columns import case_of
 from phalanx.plan.site import site_of
 from phalanx.plan.stack import Stack, stack
-from phalanx.plan.toml import dump
 from phalanx.program import Weighed
 
 SHAPE = Shape(

@@ -9,13 +9,12 @@ import pytest
 from by_hand import pieces
 
 from phalanx.layout import Layout, Shape
-from phalanx.plan import cluster, device
+from phalanx.plan import MachineError, cluster, device
 from phalanx.plan.columns import Case, columns_of
 from phalanx.plan.estimate import estimate
 from phalanx.plan.price import trio
 from phalanx.plan.site import Chip, site_of
 from phalanx.plan.stack import Stack, stack, stack_named, stacks
-from phalanx.plan.toml import MachineError
 from phalanx.program import Costs, Product, build, simulate
 
 SHAPE = Shape(

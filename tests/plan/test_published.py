@@ -15,9 +15,9 @@ from by_hand import pieces
 import planner_score
 from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape
+from phalanx.plan import MachineError
 from phalanx.plan.fit import fit
 from phalanx.plan.stack import FITTED, stack
-from phalanx.plan.toml import MachineError
 from published.predict import groups_of
 from published.score import score
 from published.table import read_table

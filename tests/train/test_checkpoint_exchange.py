@@ -20,9 +20,9 @@ from phalanx.cli.checkpoint import run as command
 from phalanx.cli.train import run as train_command
 from phalanx.cli.usage import UsageError
 from phalanx.layout import Shape
+from phalanx.layout.codec import toml_value
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
-from phalanx.layout.strict import toml_value
 from phalanx.models import Decoder, RopeScaling
 from phalanx.train import checkpoint_exchange
 from phalanx.train.checkpoint_exchange import export_weights, family_of, import_weights

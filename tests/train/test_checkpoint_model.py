@@ -15,7 +15,7 @@ from phalanx.cli.main import main
 from phalanx.cli.usage import UsageError
 from phalanx.comm import RankFailed
 from phalanx.layout import Shape
-from phalanx.layout.strict import toml_value
+from phalanx.layout.codec import toml_value
 from phalanx.parallel import build_model
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_file import CheckpointError

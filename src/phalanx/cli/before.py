@@ -8,9 +8,10 @@ from pathlib import Path
 
 from ..layout import Layout, Run, RunError, Shape, stage_pieces
 from ..layout.choices import LOCAL_RANKS
+from ..layout.codec import Mistake
 from ..layout.files import open_regular, reason
 from ..layout.legal import legal
-from ..layout.strict import Mistake
+from ..layout.source import names_source
 from ..program import build, check, schedule
 from .outputs import unmakable
 from .usage import UsageError
@@ -72,7 +73,7 @@ def _has_gpu() -> bool:
 
 def _refuse_schedule(layout: Layout, shape: Shape | None) -> None:
     """A schedule of the user's own is run once here; ranks would each say what is wrong with it."""
-    if ".py:" not in layout.schedule:
+    if not names_source(layout.schedule):
         return
     schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
     if shape is not None and layout.recompute != "fit" and not legal(layout, shape):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ..draw import Picture, chrome, page, svg, text
 from ..layout import Layout, LayoutError
+from ..layout.source import names_source
 from ..program import SCHEDULES, Sizes, Timeline, check, repeat, simulate
 from . import draw_mesh, draw_recompute, draw_run
 from .outputs import try_file
@@ -121,7 +122,7 @@ def _step(said: argparse.Namespace) -> Step:
 def _is_layout(text: str) -> bool:
     """Whether a text that is no schedule's name reads as a layout."""
     try:
-        return not Layout.parse(text).schedule.endswith(".py") and ".py:" not in text
+        return not names_source(Layout.parse(text).schedule)
     except LayoutError:
         return " " in text
 

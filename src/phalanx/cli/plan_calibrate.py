@@ -10,12 +10,12 @@ from pathlib import Path
 
 from ..cost import cut_of, weighs
 from ..draw import text_table
+from ..layout.codec import dump
 from ..plan import Machine, cluster
 from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from ..plan.local import local_stack, site_of_machine
 from ..plan.site import Site, site_of
 from ..plan.stack import FITTED, Stack, stack
-from ..plan.toml import dump
 from .outputs import try_file
 from .usage import Parser, UsageError, print_json, say, write
 
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     before = _begin(said, groups[0].site, trials)
     after = calibrated(before, groups)
     if said.out:
-        write(said.out, {".toml": dump}, after)
+        write(said.out, {".toml": partial(dump, short=True)}, after)
     rows = _rows(groups, before, after)
     if said.json:
         print_json({"runs": rows, "stack": {name: getattr(after, name) for name in FITTED}})

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from ..layout import Layout, LayoutError, Mesh, Shape, legal, nearest, stage_pieces
+from ..layout.source import names_source
 from ..program import KINDS, SCHEDULES, Costs, Program, Sizes, build, check, ops, schedule
 from .usage import UsageError, flags, read
 
@@ -73,7 +74,7 @@ def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
 
 def of_schedule(name: str, said: argparse.Namespace) -> Step:
     """The step of a bare schedule: its stages are the only ranks."""
-    if name not in (*SCHEDULES, "searched") and ".py:" not in name:
+    if name not in (*SCHEDULES, "searched") and not names_source(name):
         schedule(name, 1, 1)  # refuses it, with the nearest name
     stages = _count("stages", said.stages, 1 if name == "accum" else 4)
     microbatches = _count("microbatches", said.microbatches, 8)

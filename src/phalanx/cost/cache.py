@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape
+from ..layout.source import split_name
 from ..program import Attention, Load, Message, Product, Weighed, at_rows
 from .cut import cut_of
 
@@ -105,7 +106,7 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
             felt["sequence"] = 0  # then it is only the default of the one that is asked for
         said = {"shape": felt, "sequence": sequence or model.sequence}
     else:
-        path, _, name = model.rpartition(":")
+        path, name = split_name(model)
         text = Path(path).read_text() if Path(path).is_file() else path
         said = {"file": text, "class": name, "sequence": sequence}
     said |= {"target": target, "source": _source()}

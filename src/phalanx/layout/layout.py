@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from .mesh import AXES, Axis, LayoutError, Mesh
+from .source import OWN, names_source
 
 __all__ = ["PRECISIONS", "SCHEDULES", "Layout"]
 
@@ -33,7 +34,7 @@ _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
 _N = "[0-9]{1,6}"  # a number in a word: int() takes digits of other scripts and endless ones too
 _SCHEDULE = re.compile(
     rf"(?:(?P<name>zb-h[12]|[a-z0-9-]*[a-z])(?P<chunks>(?:{_N})?)"
-    rf"|(?P<own>[^\s;]+\.py:\w+)(?:/(?P<own_chunks>{_N}))?)"
+    rf"|(?P<own>{OWN})(?:/(?P<own_chunks>{_N}))?)"
     rf"(?::(?P<m>{_N}))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
@@ -291,7 +292,7 @@ def _check_values(x: Layout) -> None:
     wrong += [f"prefetch={x.prefetch}: write 0 or more"] * (x.prefetch < 0)
     if not _RECOMPUTE.fullmatch(x.recompute):
         wrong.append(f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit")
-    if x.schedule not in SCHEDULES and ".py:" not in x.schedule:
+    if x.schedule not in SCHEDULES and not names_source(x.schedule):
         wrong.append(f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function")
     least, most = SCHEDULES.get(x.schedule, (1, 64))
     if not least <= x.chunks <= most:

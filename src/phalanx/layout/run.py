@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .codec import Document, FileError, Mistake, Reader, dump, key, schema, table
 from .files import read_text
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
-from .shape import Shape
-from .source import syntax_error
-from .strict import Mistake, Said, dump, key, read, schema, section
+from .shape import Shape, ShapeError
+from .source import names_source, split_name, syntax_error
 
 __all__ = [
     "CHECKPOINTS",
@@ -35,19 +34,12 @@ __all__ = [
     "run_schema",
 ]
 
-_OWN = re.compile(r".+\.py:\w+")
 BYTES = 256  # the vocabulary of the built-in data
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, if nothing else is said
 
 
-class RunError(ValueError):
+class RunError(FileError):
     """A run file that cannot be run: every mistake in it."""
-
-    def __init__(self, name: str, mistakes: list[Mistake]) -> None:
-        self.mistakes = tuple(mistakes)
-        count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
-        said = "\n".join("- " + str(m).replace("\n", "\n  ") for m in mistakes)
-        super().__init__(f"{name} has {count}.\n{said}")
 
 
 @dataclass(frozen=True)
@@ -60,16 +52,16 @@ class OptimizerChoice:
         "cosine", "how it falls: cosine, linear, wsd, constant",
         choices=("cosine", "linear", "wsd", "constant"),
     )  # fmt: skip
-    warmup: int = key(0, "steps in which it rises to the highest", least=0)
-    fall: int = key(0, "steps of the fall at the end, of wsd; 0: a tenth of all", least=0)
-    least: float = key(0.1, "where it ends, as a part of the highest", least=0, most=1)
+    warmup: int = key(0, "steps in which it rises to the highest", minimum=0)
+    fall: int = key(0, "steps of the fall at the end, of wsd; 0: a tenth of all", minimum=0)
+    least: float = key(0.1, "where it ends, as a part of the highest", minimum=0, maximum=1)
     betas: tuple[float, float] = key(
-        (0.9, 0.95), "memory of adamw's averages", least=0, most=0.999999
+        (0.9, 0.95), "memory of adamw's averages", minimum=0, maximum=0.999999
     )
     eps: float = key(1e-8, "what adamw adds below the fraction", above=0)
-    momentum: float = key(0.0, "memory of sgd", least=0, most=0.999999)
-    decay: float = key(0.1, "weight decay; norms and biases have none", least=0)
-    clip: float = key(1.0, "the longest gradient; 0 clips nothing", least=0)
+    momentum: float = key(0.0, "memory of sgd", minimum=0, maximum=0.999999)
+    decay: float = key(0.1, "weight decay; norms and biases have none", minimum=0)
+    clip: float = key(1.0, "the longest gradient; 0 clips nothing", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -77,8 +69,8 @@ class Checkpoints:
     """When the run is saved, and where."""
 
     dir: str = key("", "folder of the checkpoints; empty: checkpoints in `out`")
-    every: int = key(0, "steps between saves; 0: only at the end", least=0)
-    keep: int = key(2, "how many are kept", least=2)
+    every: int = key(0, "steps between saves; 0: only at the end", minimum=0)
+    keep: int = key(2, "how many are kept", minimum=2)
     asynchronous: bool = key(False, "write while training goes on", name="async")
     on_disk_full: str = key("stop", "stop, or go on without saving", choices=("stop", "go-on"))
 
@@ -87,7 +79,7 @@ class Checkpoints:
 class Metrics:
     """What is told while the run goes on. metrics.jsonl in `out` is always written."""
 
-    every: int = key(1, "steps between lines", least=1)
+    every: int = key(1, "steps between lines", minimum=1)
     tensorboard: bool = key(False, "also to TensorBoard, if installed")
     wandb: bool = key(False, "also to Weights & Biases, if installed")
     trackio: bool = key(False, "also to trackio, if installed")
@@ -97,16 +89,16 @@ class Metrics:
 class Validation:
     """The loss on the held-out part."""
 
-    every: int = key(0, "steps between validations; 0: only at the end", least=0)
-    batches: int = key(8, "how many batches of the held-out part; 0: none at all", least=0)
+    every: int = key(0, "steps between validations; 0: only at the end", minimum=0)
+    batches: int = key(8, "how many batches of the held-out part; 0: none at all", minimum=0)
 
 
 @dataclass(frozen=True)
 class Profile:
     """A closer look at some steps."""
 
-    start: int = key(3, "the first step looked at", least=0)
-    steps: int = key(0, "how many are traced by torch.profiler", least=0)
+    start: int = key(3, "the first step looked at", minimum=0)
+    steps: int = key(0, "how many are traced by torch.profiler", minimum=0)
     nvtx: bool = key(False, "NVTX ranges named by operation")
 
 
@@ -122,23 +114,25 @@ class Run:
         "python", "python (its own library's text), or a path that `phalanx data` knows"
     )
     masks: bool = key(True, "documents are kept apart in attention")
-    batch: int = key(0, "sequences of a step over all ranks; 0: the shape's", least=0, most=1 << 24)
-    sequence: int = key(0, "tokens of a sequence; 0: the shape's", least=0, most=1 << 28)
-    steps: int = key(100, "how long", least=1, most=10**12)
-    seed: int = key(0, "start of the weights and order of the data", least=0, most=2**62 - 1)
+    batch: int = key(
+        0, "sequences of a step over all ranks; 0: the shape's", minimum=0, maximum=1 << 24
+    )
+    sequence: int = key(0, "tokens of a sequence; 0: the shape's", minimum=0, maximum=1 << 28)
+    steps: int = key(100, "how long", minimum=1, maximum=10**12)
+    seed: int = key(0, "start of the weights and order of the data", minimum=0, maximum=2**62 - 1)
     out: str = key("", "the run's folder; empty: runs/ and the file's name")
     machine: str = key(
         "",
         "what `phalanx doctor --out FILE.toml` wrote: the peak rate; empty: measured at the start",
     )
     memory: float = key(
-        0.0, "GiB that a rank may hold, for recompute:fit; 0: four fifths of its GPU's", least=0
+        0.0, "GiB that a rank may hold, for recompute:fit; 0: four fifths of its GPU's", minimum=0
     )
-    optimizer: OptimizerChoice = section(OptimizerChoice, "how weights are updated")
-    checkpoint: Checkpoints = section(Checkpoints, "when the run is saved")
-    metrics: Metrics = section(Metrics, "what is told")
-    validation: Validation = section(Validation, "the loss on the held-out part")
-    profile: Profile = section(Profile, "a closer look at some steps")
+    optimizer: OptimizerChoice = table(OptimizerChoice, "how weights are updated")
+    checkpoint: Checkpoints = table(Checkpoints, "when the run is saved")
+    metrics: Metrics = table(Metrics, "what is told")
+    validation: Validation = table(Validation, "the loss on the held-out part")
+    profile: Profile = table(Profile, "a closer look at some steps")
 
     @classmethod
     def parse(
@@ -152,16 +146,16 @@ class Run:
 
         Where they name no model, `adopt` may give the run another than the default.
         """
-        said = Said(text, overrides, name)
-        run, mistakes = read(cls, said.table, said.where)
-        mistakes = [*said.mistakes, *mistakes]
+        document = Document(text, name, overrides)
+        reader = Reader(cls, document.place, _IN_THE_LAYOUT)
+        run = reader.table(cls, document.table)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
-        if adopt is not None and "model" not in said.table:
+        if adopt is not None and "model" not in document.table:
             run = adopt(run)
-        mistakes += [m._replace(place=said.where(m.place) or name) for m in _misfits(run)]
-        if mistakes:
+        misfits = [m._replace(place=document.place(m.place) or name) for m in _misfits(run)]
+        if mistakes := [*document.mistakes, *reader.mistakes, *misfits]:
             raise RunError(name, list(dict.fromkeys(mistakes)))
-        return run
+        return run  # type: ignore[no-any-return]
 
     @classmethod
     def load(cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None) -> Run:
@@ -180,14 +174,14 @@ class Run:
     @property
     def own(self) -> str:
         """FILE.py:Class when the model is the user's own, else empty."""
-        return self.model if isinstance(self.model, str) and _OWN.fullmatch(self.model) else ""
+        return self.model if isinstance(self.model, str) and names_source(self.model) else ""
 
     @cached_property
     def shape(self) -> Shape:
         """The sizes of a built-in model, with the batch and the sequence of this run. Only its file
         knows those of the user's own: see `sized`."""
         if isinstance(self.model, dict):
-            return self.sized(Shape.of(self.model, "model"))
+            return self.sized(Shape.of(self.model))
         return self.sized(Shape.load(self.model))
 
     def sized(self, plain: Shape) -> Shape:
@@ -207,14 +201,27 @@ class Run:
 
 
 Adopt = Callable[[Run], Run]
+# What others keep in a key of its own, and where a layout has it.
+_IN_THE_LAYOUT = {
+    **dict.fromkeys(("precision", "dtype", "amp", "mixed_precision", "bf16", "fp16", "fp32", "tf32"),
+                    'Write layout="bf16", or fp16, tf32, fp32, fp64, as in layout="dp2 bf16"'),
+    **dict.fromkeys(("microbatch", "microbatches", "micro_batch", "micro_batch_size", "accum",
+                     "gradient_accumulation", "gradient_accumulation_steps", "accumulation"),
+                    'Write layout="accum:4" to cut the batch into 4 microbatches; with pp it is 1f1b:4'),
+    **dict.fromkeys(("fsdp", "zero", "zero_stage", "ddp", "hsdp", "sharding"),
+                    'Write layout="dp8 zero3" for FSDP over 8 ranks, layout="dp8" for DDP'),
+    **dict.fromkeys(("tp", "tensor_parallel", "pp", "pipeline_parallel", "dp", "data_parallel", "cp",
+                     "context_parallel", "sp", "ep"), 'Write layout="dp2 pp2 tp2"'),
+    **dict.fromkeys(("recompute", "activation_checkpointing", "gradient_checkpointing"),
+                    'Write layout="recompute:all", or recompute:selective'),
+    **dict.fromkeys(("offload", "cpu_offload"), 'Write layout="offload:activations"'),
+}  # fmt: skip
 _WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
 
 
 def run_schema() -> dict[str, Any]:
     """The JSON Schema of the run file."""
-    made = schema(Run, "phalanx run file")
-    made["properties"]["model"] |= {"type": ["string", "object"]}
-    return made
+    return schema(Run, "phalanx run file")
 
 
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
@@ -238,7 +245,15 @@ def _misfits(run: Run) -> Iterator[Mistake]:
     yield from _files(run)
     shape, layout = None, None
     try:
+        if isinstance(run.model, dict):  # read here once more, for the keys of its mistakes
+            reader = Reader(Shape)
+            reader.table(Shape, {"name": "model", **run.model}, "model.")
+            yield from reader.mistakes
         shape = None if run.own else run.shape
+    except ShapeError as error:
+        for wrong in () if isinstance(run.model, dict) else error.mistakes:
+            what = f"model = {run.model!r}: {wrong.place}: {wrong.what}"
+            yield Mistake("model", what, wrong.way_out)
     except LayoutError as error:
         what = f"model = {run.model!r}: {str(error).rstrip('.')}"
         yield Mistake("model", what, "See `phalanx check --help`")
@@ -298,7 +313,7 @@ def _files(run: Run) -> Iterator[Mistake]:
             yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
     for name, folder in (("out", run.out), ("checkpoint.dir", run.checkpoint.dir)):
         yield from _folder(name, folder)
-    file = run.own.rpartition(":")[0]
+    file = split_name(run.own)[0]
     if file and not Path(file).is_file():
         what = f"model = {run.own!r}: there is no file {file}"
         yield Mistake("model", what, "See docs/bring-your-model.md")

@@ -6,33 +6,18 @@ The weights themselves are not told here; a model's own module and rule table sa
 from __future__ import annotations
 
 import difflib
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import parse_toml, read_text
+from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
 from .mesh import LayoutError
 
-__all__ = ["Shape"]
+__all__ = ["Shape", "ShapeError"]
 
 _FOLDER = Path(__file__).parent / "shapes"
-_CHOICES = {
-    "kind": ("decoder", "mlp"),
-    "norm": ("rms", "layer"),
-    "positions": ("rope", "learned"),
-    "bias": ("none", "qkv", "all"),
-}
-
-
-# The most that a size may be: tenfold of any model trained, and still quick to count.
-_MOST = {
-    "layers": 10_000, "hidden": 1 << 20, "heads": 1 << 16, "kv_heads": 1 << 16, "head_dim": 1 << 16,
-    "ffn": 1 << 23, "vocab": 1 << 26, "sequence": 1 << 28, "batch": 1 << 24,
-}  # fmt: skip
-SHOWN = 20  # mistakes of one file
 
 # Names under which the shapes that ship with phalanx are published.
 _LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
@@ -45,41 +30,42 @@ _PUBLISHED = {
 }
 
 
-def _nearest(key: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(key[:60], known, 1, 0)[0]
+class ShapeError(FileError, LayoutError):
+    """Sizes that no model can have: every mistake in them."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder, or of the deep MLP (then only name, layers, hidden and batch count)."""
 
+    # The highest values are tenfold of any model trained, and still quick to count.
     name: str
-    layers: int
-    hidden: int
-    kind: str = "decoder"
-    heads: int = 1
-    kv_heads: int = 0  # 0: as many as heads
-    head_dim: int = 0  # 0: hidden / heads
-    ffn: int = 0
-    vocab: int = 0
-    sequence: int = 1
-    batch: int = 8  # sequences (rows of an MLP) of one step, over all ranks
-    norm: str = "rms"
-    positions: str = "rope"
-    rope_theta: float = 10000.0
-    # Llama 3.1's stretch of rope to longer sequences; a factor of 1 stretches nothing.
-    rope_factor: float = 1.0
-    rope_low: float = 1.0
-    rope_high: float = 4.0
-    rope_original: int = 8192  # the sequence length of the first training
-    gated: bool = True
-    tied: bool = False
-    bias: str = "none"
-    qk_norm: bool = False
-    eps: float = 1e-5
+    layers: int = key(description="transformer blocks", minimum=1, maximum=10_000)
+    hidden: int = key(description="width of the residual stream", minimum=1, maximum=1 << 20)
+    kind: str = key("decoder", choices=("decoder", "mlp"))
+    heads: int = key(1, "query heads", minimum=1, maximum=1 << 16)
+    kv_heads: int = key(0, "key and value heads; 0: as many as heads", minimum=0, maximum=1 << 16)
+    head_dim: int = key(0, "0: hidden / heads", minimum=0, maximum=1 << 16)
+    ffn: int = key(0, "width of the MLP; 0: 4 hidden", minimum=0, maximum=1 << 23)
+    vocab: int = key(0, "tokens of the vocabulary", minimum=0, maximum=1 << 26)
+    sequence: int = key(1, "tokens of a sequence", minimum=1, maximum=1 << 28)
+    batch: int = key(8, "sequences of a step over all ranks", minimum=1, maximum=1 << 24)
+    norm: str = key("rms", choices=("rms", "layer"))
+    positions: str = key("rope", choices=("rope", "learned"))
+    rope_theta: float = key(10000.0, above=0)
+    rope_factor: float = key(1.0, "Llama 3.1's scaling of RoPE; 1: none", minimum=1)
+    rope_low: float = key(1.0, "its low_freq_factor", above=0)
+    rope_high: float = key(4.0, "its high_freq_factor", above=0)
+    rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
+    gated: bool = key(True, "SwiGLU; false: GELU")
+    tied: bool = key(False, "the output weight is the embedding")
+    bias: str = key("none", choices=("none", "qkv", "all"))
+    qk_norm: bool = key(False, "RMSNorm of queries and keys")
+    eps: float = key(1e-5, "of the norms", above=0)
     source: str = ""
 
     def __post_init__(self) -> None:
+        mistakes = out_of_bounds(self)
         fill = object.__setattr__
         if not self.kv_heads:
             fill(self, "kv_heads", self.heads)
@@ -87,36 +73,22 @@ class Shape:
             fill(self, "head_dim", self.hidden // max(self.heads, 1))
         if not self.ffn:
             fill(self, "ffn", self.hidden if self.kind == "mlp" else 4 * self.hidden)
-        optional = {"vocab"} if self.kind == "mlp" else set()
-        wrong = [
-            f"{f.name}={getattr(self, f.name)}: must be 1 or more"
-            for f in fields(self)
-            if f.type == "int" and f.name not in optional and getattr(self, f.name) < 1
-        ]
-        wrong += [
-            f"{key}={getattr(self, key)!r}: choose {', '.join(allowed)}"
-            for key, allowed in _CHOICES.items()
-            if getattr(self, key) not in allowed
-        ]
-        if self.rope_factor < 1 or not 0 < self.rope_low < self.rope_high:
-            wrong.append(
-                f"rope_factor={self.rope_factor}, rope_low={self.rope_low},"
-                f" rope_high={self.rope_high}: the factor is 1 or more, and 0 < low < high"
-            )
-        wrong += [
-            f"{key}={str(getattr(self, key))[:30]}: must be {most:,} or less"
-            for key, most in _MOST.items()
-            if getattr(self, key) > most
-        ]
-        wrong += [
-            f"{key}={getattr(self, key)}: must be finite and more than 0"
-            for key in ("eps", "rope_theta")
-            if not 0 < getattr(self, key) < math.inf
-        ]
-        if self.kv_heads > 0 and self.heads % self.kv_heads:
-            wrong.append(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
-        if wrong:
-            raise LayoutError(f"shape {self.name!r}: " + "; ".join(wrong) + ".")
+        if mistakes := mistakes or list(self._conflicts()):
+            raise ShapeError(f"shape {self.name!r}", mistakes)
+
+    def _conflicts(self) -> Iterator[Mistake]:
+        """Sizes that are each right, and do not fit together."""
+        if not self.head_dim:
+            what = f"heads = {self.heads} is more than hidden = {self.hidden}"
+            yield Mistake("heads", what, "Write fewer heads, or head_dim")
+        if not self.vocab and self.kind == "decoder":
+            yield Mistake("vocab", "vocab is missing", "Write how many tokens the model knows")
+        if self.rope_low >= self.rope_high:
+            what = f"rope_low = {self.rope_low} is not below rope_high = {self.rope_high}"
+            yield Mistake("rope_low", what, "Write rope_low = 1.0 and rope_high = 4.0")
+        if self.heads % self.kv_heads:
+            what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
+            yield Mistake("kv_heads", what, "Write a divisor")
 
     @property
     def pieces(self) -> int:
@@ -177,7 +149,7 @@ class Shape:
     def load(cls, name: str) -> Shape:
         """The shape of a name that ships with phalanx, or of somebody's TOML file."""
         if name.endswith(".toml"):
-            return cls.parse(read_text(name, "shape", LayoutError), Path(name).stem)
+            return load(cls, name, "shape", ShapeError, name=Path(name).stem)
         known = cls._known(name)
         if known:
             path = _FOLDER / f"{known}.toml"
@@ -200,31 +172,9 @@ class Shape:
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:
         """A shape from TOML; unknown keys and wrong types are refused, all at once."""
-        return cls.of(parse_toml(text, f"shape {name!r}", LayoutError), name)
+        return parse(cls, text, f"shape {name!r}", ShapeError, name=name)
 
     @classmethod
-    def of(cls, said: Mapping[str, Any], name: str) -> Shape:
+    def of(cls, table: Mapping[str, Any], name: str = "model") -> Shape:
         """A shape from a table of its sizes."""
-        kinds: dict[str, type | tuple[type, ...]] = {
-            "int": int,
-            "str": str,
-            "bool": bool,
-            "float": (int, float),
-        }
-        known = {f.name: kinds[str(f.type)] for f in fields(cls)}
-        wrong = [
-            f"unknown key {key[:60]!r}, nearest is {_nearest(key, known)!r}"
-            for key in list(said)[: len(known) + SHOWN]
-            if key not in known
-        ]
-        wrong += [
-            f"{key} = {repr(value)[:60]} is a {type(value).__name__}"
-            for key, value in said.items()
-            if key in known
-            and (not isinstance(value, known[key]) or (type(value) is bool) != (known[key] is bool))
-        ]
-        wrong += [f"key {key!r} is missing" for key in ("layers", "hidden") if key not in said]
-        if wrong:
-            more = "; and more" if len(wrong) > SHOWN or len(said) > len(known) + SHOWN else ""
-            raise LayoutError(f"shape {name!r}: " + "; ".join(wrong[:SHOWN]) + f"{more}.")
-        return cls(**{"name": name, **said})
+        return decode(cls, {"name": name, **table}, f"shape {name!r}", ShapeError)

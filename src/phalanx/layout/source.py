@@ -1,7 +1,8 @@
-"""Python files of the user's own: a schedule, a model. They are run, because the user named them.
+"""Python files of the user's own, named as FILE.py:NAME: a schedule, a model. They are run, because
+the user named them.
 
-What goes wrong in such a file is told in one sentence with its file and line; the traceback of our
-own code around it would hide that.
+What goes wrong in such a file is reported in one sentence with its file and line; the traceback of
+our own code around it would hide that.
 """
 
 from __future__ import annotations
@@ -18,14 +19,28 @@ from typing import Any
 
 from .files import open_regular, reason
 
-__all__ = ["load_source", "names_source", "refuse_broken", "running", "syntax_error"]
+__all__ = [
+    "OWN", "load_source", "names_source", "refuse_broken", "running", "split_name", "syntax_error",
+]  # fmt: skip
 
 Refusal = Callable[[str], Exception]
+OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
 LIMIT = 1 << 24  # bytes of a source file
 
 
+def split_name(text: str) -> tuple[str, str]:
+    """FILE.py and NAME of FILE.py:NAME; both are empty if the text is anything else."""
+    file, _, name = text.rpartition(":") if names_source(text) else ("", "", "")
+    return file, name
+
+
+def names_source(text: str) -> bool:
+    """Whether a text is FILE.py:NAME."""
+    return re.fullmatch(OWN, text) is not None
+
+
 def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tuple[Any, ...]:
-    """What a file of the user's calls by these names; the file is run once for each call."""
+    """What a user's file defines by these names; the file is run once for each call."""
     name = names[0]
     _refuse_unreadable(path, name, error)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
@@ -37,14 +52,9 @@ def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tup
     return tuple(_named(module, name, path, error) for name in names)
 
 
-def names_source(text: str) -> bool:
-    """Whether a text is FILE.py:NAME."""
-    return re.fullmatch(r".+\.py:\w+", text) is not None
-
-
 def refuse_broken(text: str, error: Refusal) -> None:
     """Raise if there is no file of FILE.py:NAME, or if it is no Python. It is not run."""
-    path, _, name = text.rpartition(":")
+    path, name = split_name(text)
     _refuse_unreadable(path, name, error)
     if wrong := syntax_error(path):
         raise error(f"{wrong}. Mend it there.")
@@ -63,9 +73,9 @@ def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
 
 
 def _named(module: ModuleType, name: str, path: str | Path, error: Refusal) -> Any:
-    found = getattr(module, name, None)
-    if callable(found):
-        return found
+    defined = getattr(module, name, None)
+    if callable(defined):
+        return defined
     own = [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
     has = f"It has {', '.join(own[:8])}." if own else "It defines nothing that can be called."
     raise error(f"{path} has no function or class {name!r}. {has}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
-from ..layout.source import load_source, running
+from ..layout.source import load_source, running, split_name
 from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
 
 __all__ = ["Model", "build_model", "load_model", "start"]
@@ -154,7 +154,7 @@ def _rope_scaling(shape: Shape) -> RopeScaling | None:
 def load_model(text: str) -> Model:
     """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
     told by the file's `describe(model)`, which returns a `Model`."""
-    path, _, name = text.rpartition(":")
+    path, name = split_name(text)
     kind, describe = load_source(path, (name, "describe"), LayoutError)
     with torch.device("meta"), running(path, LayoutError):
         made: Model = describe(kind())

@@ -1,11 +1,10 @@
 """Floor 2: what machines are, by their makers' word and as measured. No torch."""
 
 from .curve import Curve, bus_factor
-from .device import Chip, Device, Memory, device, device_named, devices
+from .device import Chip, Device, MachineError, Memory, device, device_named, devices
 from .hierarchy import Place, hierarchy
 from .link import Cluster, Level, Link, cluster, clusters, link, links
 from .machine import Hidden, Machine, Rate, Store
-from .toml import MachineError
 from .topology import Topology, TopologyError, parse_topology, read_topology
 
 __all__ = [

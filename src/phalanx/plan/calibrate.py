@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from ..layout import Layout, Shape
+from ..layout.codec import decode
 from ..layout.journal import read_journal
 from .columns import Case, case_of, columns_of
+from .device import MachineError, MachineFileError
 from .estimate import Estimates, estimate
 from .fit import fit
 from .kinds import PieceKinds, Weigh
@@ -26,7 +28,6 @@ from .local import crowded
 from .price import RawTrio, raw_trio
 from .site import Site
 from .stack import Stack
-from .toml import MachineError, value
 
 __all__ = ["Timed", "Trial", "by_model", "calibrated", "read_run"]
 
@@ -119,10 +120,10 @@ def _steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _shape(start: Mapping[str, Any], file: Path) -> Shape:
-    said = start.get("model")
-    if not isinstance(said, dict):
+    model = start.get("model")
+    if not isinstance(model, dict):
         raise MachineError(f"{file} does not tell the sizes of its model.")
-    return value(Shape, said, f"{file}, model")
+    return decode(Shape, model, f"{file}, model", MachineFileError)
 
 
 def by_model(trials: Sequence[Trial]) -> list[list[Trial]]:

@@ -12,12 +12,23 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from .toml import MachineError, parse
+from ..layout.codec import FileError, parse
 
-__all__ = ["MACHINES", "Chip", "Device", "Memory", "device", "device_named", "devices"]
+__all__ = [
+    "MACHINES", "Chip", "Device", "MachineError", "MachineFileError", "Memory", "device",
+    "device_named", "devices",
+]  # fmt: skip
 
 MACHINES = Path(__file__).parent / "machines"
 _OTHERS = ("links", "clusters")
+
+
+class MachineError(ValueError):
+    """What is wrong with a machine, a device or a cluster that was named or described."""
+
+
+class MachineFileError(FileError, MachineError):
+    """A file about machines that cannot be used: every mistake in it."""
 
 
 @dataclass(frozen=True)
@@ -112,19 +123,19 @@ class Device:
         return dict(_numbers(self, ""))
 
 
-def _numbers(said: object, place: str) -> list[tuple[str, float]]:
-    if isinstance(said, bool | str):
+def _numbers(value: object, place: str) -> list[tuple[str, float]]:
+    if isinstance(value, bool | str):
         return []
-    if isinstance(said, int | float):
-        return [(place, float(said))] if said else []
-    if isinstance(said, Mapping):
-        items = list(said.items())
-    elif is_dataclass(said):
-        items = [(f.name, getattr(said, f.name)) for f in fields(said)]
+    if isinstance(value, int | float):
+        return [(place, float(value))] if value else []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif is_dataclass(value):
+        items = [(f.name, getattr(value, f.name)) for f in fields(value)]
     else:
         return []
     dot = f"{place}." if place else ""
-    return [found for key, x in items for found in _numbers(x, f"{dot}{key}")]
+    return [number for key, x in items for number in _numbers(x, f"{dot}{key}")]
 
 
 @cache
@@ -133,7 +144,8 @@ def devices() -> dict[str, Device]:
     paths = sorted(path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS)
     return {
         path.stem: replace(
-            parse(Device, path.read_text(encoding="utf-8"), path.name), name=path.stem
+            parse(Device, path.read_text(encoding="utf-8"), path.name, MachineFileError),
+            name=path.stem,
         )
         for path in paths
     }

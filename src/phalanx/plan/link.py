@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from .device import MACHINES, Device, device
-from .toml import MachineError, value
+from ..layout.codec import decode
+from .device import MACHINES, Device, MachineError, MachineFileError, device
 
 __all__ = ["Cluster", "Level", "Link", "cluster", "clusters", "link", "links"]
 
@@ -104,8 +104,8 @@ class Cluster:
 def links() -> dict[str, Link]:
     """Every link of the catalogue, by name."""
     return {
-        name: replace(value(Link, said, f"links.toml, {name}"), name=name)
-        for name, said in _tables("links").items()
+        name: decode(Link, {**table, "name": name}, f"links.toml, {name}", MachineFileError)
+        for name, table in _tables("links").items()
     }
 
 
@@ -121,8 +121,8 @@ def link(name: str) -> Link:
 def clusters() -> dict[str, Cluster]:
     """Every family of clusters, by name; the outermost level of most has no size yet."""
     return {
-        name: replace(value(Cluster, said, f"clusters.toml, {name}"), name=name)
-        for name, said in _tables("clusters").items()
+        name: decode(Cluster, {**table, "name": name}, f"clusters.toml, {name}", MachineFileError)
+        for name, table in _tables("clusters").items()
     }
 
 

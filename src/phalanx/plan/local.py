@@ -15,11 +15,11 @@ import numpy as np
 
 from ..program import Attention, Product
 from .columns import Columns
+from .device import MachineError
 from .estimate import Estimates
 from .machine import Machine, Rate
 from .site import HOST_LINK, Numbers, Site
 from .stack import Stack, stack
-from .toml import MachineError
 
 __all__ = ["Curves", "Measured", "crowded", "local_stack", "site_of_machine"]
 

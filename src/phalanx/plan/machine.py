@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..layout.codec import dump, key, load, parse
 from .curve import Curve
-from .device import Device, device
-from .toml import MachineError, dump, load, parse
+from .device import Device, MachineError, MachineFileError, device
 
 __all__ = ["Hidden", "Machine", "Rate", "Store"]
 
@@ -17,10 +17,10 @@ class Rate:
     """One shape of matrix product, (m, k) @ (k, n), and how fast it went."""
 
     dtype: str
-    m: int
-    n: int
-    k: int
-    flops: float  # a second
+    m: int = key(minimum=1)
+    n: int = key(minimum=1)
+    k: int = key(minimum=1)
+    flops: float = key(description="floating-point operations a second", above=0)
 
     @property
     def seconds(self) -> float:
@@ -32,7 +32,7 @@ class Store:
     """A way of moving bytes that is no link: the device's memory, host to device."""
 
     name: str
-    bandwidth: float  # bytes read and written a second
+    bandwidth: float = key(description="bytes read and written a second", minimum=0)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Hidden:
     """How much of the shorter of two activities disappears behind the longer."""
 
     name: str
-    part: float  # 1: all of it; 0: none; below 0: together takes longer than one after the other
+    # 1: all of it; 0: none; below 0: together takes longer than one after the other
+    part: float = key(description="how much of the shorter is hidden", maximum=1)
 
 
 @dataclass(frozen=True)
@@ -48,36 +49,36 @@ class Machine:
     """One machine on one day. Every number was measured there, by `method`."""
 
     name: str
-    date: str  # 2026-01-31
-    method: str
-    device: str  # what the driver or the system calls it
-    kind: str  # "cpu" or "cuda"
-    count: int  # devices; a CPU is one
-    cores: int
-    memory: float  # bytes of one device
-    host: str = ""  # only if its user wants it told
-    catalogue: str = ""  # the device's name in the catalogue; "": unknown there
-    threads: int = 1  # of the process that measured matrix products
+    date: str = key(description="as 2026-01-31")
+    method: str = key()
+    device: str = key(description="its name, as the driver or the system gives it")
+    kind: str = key(description="cpu or cuda", choices=("cpu", "cuda"))
+    count: int = key(description="devices; a CPU is one", minimum=1)
+    cores: int = key(minimum=1)
+    memory: float = key(description="bytes of one device", above=0)
+    host: str = key("", "the host's name, only if its user wants it in the file")
+    catalogue: str = key("", "the device's name in the catalogue; empty: unknown there")
+    threads: int = key(1, "of the process that measured matrix products", minimum=1)
     torch: str = ""
-    launch: float = 0.0  # seconds to start an operation that does next to nothing
+    launch: float = key(0.0, "seconds to start an operation that does next to nothing", minimum=0)
     stores: tuple[Store, ...] = ()
     rates: tuple[Rate, ...] = ()
     hidden: tuple[Hidden, ...] = ()
     curves: tuple[Curve, ...] = ()
-    links: tuple[str, ...] = ()  # kinds of links between devices, as the driver names them
+    links: tuple[str, ...] = key((), "kinds of links between devices, as the driver names them")
 
     @classmethod
     def parse(cls, text: str, name: str = "the machine") -> Machine:
         """The machine that TOML describes; unknown keys and wrong types are refused together."""
-        return parse(cls, text, name)
+        return parse(cls, text, name, MachineFileError)
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        return load(cls, Path(path), "machine file")
+        return load(cls, path, "machine file", MachineFileError)
 
     def text(self) -> str:
         """The file: `parse` reads it back."""
-        return dump(self)
+        return dump(self, short=True)
 
     @property
     def entry(self) -> Device | None:

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program import Attention, Product
-from .device import Device
+from .device import Device, MachineError
 from .link import Cluster, link
-from .toml import MachineError
 
 __all__ = ["Chip", "Hop", "Network", "Numbers", "Site", "Group", "site_of"]
 

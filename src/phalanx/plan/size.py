@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .toml import MachineError
+from .device import MachineError
 
 __all__ = ["bytes_of", "rate", "seconds", "size", "sizes_of", "tera"]
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from .toml import MachineError, load, value
+from ..layout.codec import decode, key, load
+from .device import MachineError, MachineFileError
 
 __all__ = ["FITTED", "Stack", "stack", "stack_named", "stacks"]
 
@@ -33,35 +34,37 @@ FITTED: dict[str, tuple[float, float]] = {
 class Stack:
     """One software stack. The first six numbers are fitted on runs, the others are facts of it."""
 
-    speed: float = 0.85  # of the best product's rate
-    attention: float = 1.0  # of the flash kernel's rate
-    traffic: float = 0.6  # of the bytes that operations move when nothing is fused
-    hides_data: float = 0.8  # part of data-parallel messages that computing may hide
-    hides_tensor: float = 0.0  # part of tensor- and context-parallel messages that it may hide
-    host: float = 1.0  # of the time to start every operation on its own
+    speed: float = key(0.85, "of the best product's rate", minimum=0)
+    attention: float = key(1.0, "of the flash kernel's rate", minimum=0)
+    traffic: float = key(0.6, "of the bytes that operations move when nothing is fused", minimum=0)
+    hides_data: float = key(0.8, "part of data-parallel messages that is hidden", minimum=0)
+    hides_tensor: float = key(0.0, "part of tensor- and context-parallel ones", minimum=0)
+    host: float = key(1.0, "of the time to start every operation on its own", minimum=0)
     by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    frameworks: tuple[str, ...] = ()  # what tables call it: beginnings of names
-    fused_attention: bool = True  # no scores in memory
-    regathers: bool = False  # with `seq`: what columns take is kept in parts, and gathered again
-    repeats: float = 0.0  # part of the products that `selective` computes again besides the rest
-    member_host: float = 0.0  # seconds that starting a message takes for each rank of its group
-    pipe_host: float = 1.0  # how much slower a pipeline starts its operations
-    strain: float = 0.0  # time that is added, as a part of the step, where memory is nearly full
-    hides_pipe: float = 0.0  # part of the sends between stages that overlaps with computing
-    gathers_hidden: bool = False  # weights gathered after an update while the next step begins
-    balanced: bool = False  # stages weigh embedding and head as blocks; else blocks are even
-    weight_bytes: float = 2.0  # of a parameter that computing reads
-    gradient_bytes: float = 4.0
-    reduce_bytes: float = 4.0  # of a gradient on the wire
-    optimizer_bytes: float = 12.0  # float32 copy and two averages
-    gathered_bytes: float = 2.0  # of a weight on the wire
-    tells_first: bool = False  # the memory that its log tells is that of a pipeline's first rank,
-    tells_gib: bool = False  # in GB of 2^30 bytes
-    kept: float = 1.0  # of the weighed bytes that forward keeps
-    scratch: float = 1.0  # of the weighed bytes that come and go
-    context: float = 1.5e9  # bytes that no tensor holds: driver, communicators
-    reserve: float = 1.04  # what an allocator holds for each byte in use
-    error: float = 0.12  # of step time: the median of what runs of stacks that no fit saw have
+    frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
+    fused_attention: bool = key(True, "no scores in memory")
+    regathers: bool = key(
+        False, "with `seq`: column-parallel inputs are kept sharded, and gathered again"
+    )
+    repeats: float = key(0.0, "part of the products that `selective` computes again too")
+    member_host: float = key(0.0, "seconds to start a message, for each rank of its group")
+    pipe_host: float = key(1.0, "how much slower a pipeline starts its operations")
+    strain: float = key(0.0, "part of the step that is added where memory is nearly full")
+    hides_pipe: float = key(0.0, "part of the sends between stages that computing hides")
+    gathers_hidden: bool = key(False, "weights are gathered while the next step begins")
+    balanced: bool = key(False, "stages weigh embedding and head as blocks; else blocks are even")
+    weight_bytes: float = key(2.0, "of a parameter that computing reads")
+    gradient_bytes: float = key(4.0, "of a gradient that is kept")
+    reduce_bytes: float = key(4.0, "of a gradient on the wire")
+    optimizer_bytes: float = key(12.0, "float32 copy and two averages")
+    gathered_bytes: float = key(2.0, "of a weight on the wire")
+    tells_first: bool = key(False, "its log has the memory of a pipeline's first rank")
+    tells_gib: bool = key(False, "the GB of its log are 2^30 bytes")
+    kept: float = key(1.0, "of the weighed bytes that forward keeps")
+    scratch: float = key(1.0, "of the weighed bytes that come and go")
+    context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
+    reserve: float = key(1.04, "what an allocator holds for each byte in use")
+    error: float = key(0.12, "of step time: the median over runs that no fit saw")
     source: str = ""
     name: str = ""
 
@@ -73,17 +76,17 @@ class Stack:
 @cache
 def stacks() -> dict[str, Stack]:
     """Every stack that is known, by name."""
-    said = tomllib.loads((Path(__file__).parent / "stacks.toml").read_text(encoding="utf-8"))
+    tables = tomllib.loads((Path(__file__).parent / "stacks.toml").read_text(encoding="utf-8"))
     return {
-        name: replace(value(Stack, each, f"stacks.toml, {name}"), name=name)
-        for name, each in said.items()
+        name: decode(Stack, {**table, "name": name}, f"stacks.toml, {name}", MachineFileError)
+        for name, table in tables.items()
     }
 
 
 def stack(name: str) -> Stack:
     """The stack of that name, or of a file that ends in .toml: what `plan calibrate` writes."""
     if name.endswith(".toml"):
-        return load(Stack, Path(name), "stack file")
+        return load(Stack, name, "stack file", MachineFileError)
     known = stacks()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..layout.layout import SCHEDULES as CHUNKS
-from ..layout.source import load_source, running
+from ..layout.source import load_source, running, split_name
 from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 from .program import MOST, Op, Program, ProgramError
 
@@ -240,8 +240,8 @@ def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
 def _function(name: str) -> Schedule:
     if name in SCHEDULES:
         return SCHEDULES[name]
-    path, colon, attribute = name.rpartition(":")
-    if colon and path.endswith(".py"):
+    path, attribute = split_name(name)
+    if path:
         (own,) = load_source(path, (attribute,), ProgramError)
         return own  # type: ignore[no-any-return]
     near = difflib.get_close_matches(name, [*SCHEDULES, "searched"], n=1, cutoff=0.4)

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..layout import Layout, Shape
+from ..layout.codec import decode
 from ..layout.files import read_text
 from ..layout.journal import read_journal
 from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
+from ..plan.device import MachineFileError
 from ..plan.estimate import counting, gathering, summing, summing_replicas, tying
 from ..plan.kinds import Weigh
 from ..plan.price import costs_of
@@ -24,7 +26,6 @@ from ..plan.priced import Priced, Three
 from ..plan.search import Choice, judge
 from ..plan.site import Site
 from ..plan.stack import Stack
-from ..plan.toml import value
 from ..program import Timeline, ops
 from .compared import Compared, compare
 from .page import TIMELINE, ReportError
@@ -65,7 +66,7 @@ def read_step(folder: Path) -> Step:
     where, model = folder / "metrics.jsonl", start.get("model")
     if not isinstance(model, dict) or not isinstance(start.get("sequence", 0), int):
         raise ReportError(f"{where}: its start has no model, or no sequence. {_SHOWS}")
-    shape = value(Shape, model, f"{where}, model")
+    shape = decode(Shape, model, f"{where}, model", MachineFileError)
     return Step(
         number,
         layout,

@@ -20,6 +20,7 @@ import numpy as np
 from ..comm.join import versions
 from ..layout import Layout, Shape
 from ..layout.run import Run
+from ..layout.source import split_name
 from ..parallel import Model
 from ..program import Program
 from .data import Corpus
@@ -46,14 +47,13 @@ def facts_of(
     if run.checkpoint.dir:
         keys["checkpoint.dir"] = os.path.abspath(run.checkpoint.dir)
     weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
-    schedule = layout.schedule.rpartition(":")[0]
     return {
         **keys,
         **versions(),
-        "model file": _file(run.own.rpartition(":")[0]),
-        "model class": run.own.rpartition(":")[2],
+        "model file": _file(split_name(run.own)[0]),
+        "model class": split_name(run.own)[1],
         "model's weights": _checksum("\n".join(weights)),
-        "schedule file": _file(schedule if schedule.endswith(".py") else ""),
+        "schedule file": _file(split_name(layout.schedule)[0]),
         "machine file": _file(run.machine),
         "data": data_checksum(corpus),
         # With recompute:fit ranks first settle how much memory there is.

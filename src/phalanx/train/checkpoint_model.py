@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layout import Shape
+from ..layout.source import split_name
 from ..parallel import Model
 from .checkpoint_manifest import WEIGHT, Manifest
 
@@ -41,7 +42,7 @@ class Identity:
 
     @classmethod
     def of(cls, model: Model, shape: Shape, own: str = "") -> Identity:
-        file = Path(own.rpartition(":")[0])
+        file = Path(split_name(own)[0])
         source = hashlib.sha256(file.read_bytes()).hexdigest() if own else ""
         return cls(
             shape,
@@ -99,7 +100,7 @@ class Identity:
             ]
         if self.own and source and source != self.source:
             return [
-                f"{self.own.rpartition(':')[0]} has changed since the checkpoint was made (sha256"
+                f"{split_name(self.own)[0]} has changed since the checkpoint was made (sha256"
                 f" {self.source[:12]}, was {source[:12]}): names and sizes are equal, see that it"
                 " still computes the same"
             ]

@@ -178,7 +178,7 @@ class _Loop:
             tokens=self.rank.shape.batch * self.rank.tokens,
             layout=str(self.rank.layout), ranks=self.rank.world.size,
             model=asdict(self.rank.shape), sequence=self.run_.tokens(self.rank.shape),
-            own=self.run_.model if ".py:" in self.run_.model else "", parameters=self.rank.parameters,
+            own=self.run_.own, parameters=self.rank.parameters,
             data=self.rank.batches.corpus.name, held=self._memory_parts(),
         )  # fmt: skip
         done, stopped = start, False

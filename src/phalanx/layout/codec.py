@@ -1,0 +1,548 @@
+"""Frozen dataclasses from TOML and back: run files, shapes, measured machines, stacks.
+
+Reading is strict. All mistakes of a file are reported at once, each with its line, the value and a
+way out. The types of a dataclass's fields say what a file may hold: numbers, text, nested tables,
+lists of tables, mappings, optional values. `key` adds what a value means and its bounds. Printing
+and the JSON Schema come from the same fields. What a file's keys mean together is for its class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from functools import cached_property
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+
+from .files import DEPTH, parse_toml, read_text, unwritable
+
+__all__ = [
+    "Document", "FileError", "Mistake", "Reader", "decode", "dump", "every_key", "key", "load",
+    "out_of_bounds", "parse", "schema", "table", "toml_value",
+]  # fmt: skip
+
+SHOWN = 20  # mistakes of one file beyond which only their number is reported
+T = TypeVar("T")
+
+_KINDS: dict[Any, tuple[str, str, str]] = {  # what it is called, an example, JSON Schema's name
+    int: ("a whole number", "100", "integer"),
+    float: ("a number", "0.1", "number"),
+    bool: ("true or false", "true", "boolean"),
+    str: ("text", '"text"', "string"),
+    tuple: ("a list", "[]", "array"),
+    list: ("a list", "[]", "array"),
+    dict: ("a table", "{}", "object"),
+    NoneType: ("nothing", "", "null"),
+}  # fmt: skip
+_BOUNDS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
+_NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
+_PATH = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
+_LINE = re.compile(rf"\s*(?:(\[\[?)\s*({_PATH})\s*\]|({_PATH})\s*=)")
+
+
+class Mistake(NamedTuple):
+    """One thing that is wrong with a file: where, what, and how to write it."""
+
+    place: str
+    what: str
+    way_out: str
+
+    def __str__(self) -> str:
+        place = f"{self.place}: " if self.place else ""
+        return f"{place}{self.what}. {self.way_out}"
+
+
+class FileError(ValueError):
+    """A file that cannot be used: every mistake in it."""
+
+    def __init__(self, name: str, mistakes: Sequence[Mistake]) -> None:
+        self.mistakes = tuple(mistakes)
+        count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "a mistake"
+        lines = "\n".join("- " + str(m).replace("\n", "\n  ") for m in mistakes)
+        super().__init__(f"{name} has {count}.\n{lines}")
+
+
+def key(
+    default: Any = MISSING,
+    description: str = "",
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] = (),
+    name: str = "",
+) -> Any:
+    """A field with its meaning and bounds. `name` is its key in a file, if that is another."""
+    bounds = {"minimum": minimum, "maximum": maximum, "above": above}
+    more = {"description": description, "choices": choices, "name": name}
+    return field(default=default, metadata=bounds | more)
+
+
+def table(cls: type[T], description: str) -> T:
+    """A field that is a table of keys, all with defaults."""
+    made: T = field(default=cls(), metadata={"description": description})
+    return made
+
+
+# ---- the text, and where each key stands in it
+
+
+class Document:
+    """The table that a file's text and the `key=value` arguments after it make, and the line or
+    argument of each key."""
+
+    def __init__(self, text: str, file: str = "", overrides: tuple[str, ...] = ()) -> None:
+        self.mistakes: list[Mistake] = []
+        self.table: dict[str, Any] = {}
+        self._text, self._file = "", file
+        self._arguments: dict[str, str] = {}
+        try:
+            self.table = parse_toml(text, "this", ValueError)
+            self._text = text
+        except ValueError as error:
+            self._refuse(file, str(error), "See docs/training.md")
+        for override in overrides:
+            self._override(override)
+
+    def _refuse(self, place: str, text: str, way_out: str, name: str = "") -> None:
+        what, _, rest = text.rstrip(".").partition(". ")
+        self.mistakes.append(Mistake(place, name + what, rest or way_out))
+
+    def _override(self, argument: str) -> None:
+        name, equals, text = argument.partition("=")
+        path = name.strip().split(".")
+        if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in path):
+            what = f"{_cut(argument, 60)!r} sets nothing"
+            way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
+            self.mistakes.append(Mistake("argument", what, way_out))
+            return
+        if len(path) > DEPTH:
+            what = f"a key of {len(path)} parts; there is none of more than two"
+            self.mistakes.append(Mistake("argument", what, "Write key=value, as in steps=100"))
+            return
+        inner = self.table
+        for part in path[:-1]:
+            if not isinstance(inner.get(part), dict):
+                inner[part] = {}
+            inner = inner[part]
+        try:
+            inner[path[-1]] = _argument_value(text.strip())
+        except ValueError as error:
+            self._refuse("argument", str(error), "Write less", f"{name[:60]}: ")
+        self._arguments[".".join(path)] = f"argument {_cut(argument, 100)!r}"
+
+    def place(self, path: str) -> str:
+        """The line or the argument that sets a key, or else the table that the key is in."""
+        while path:
+            for name, argument in self._arguments.items():
+                if path == name or name.startswith(path + "."):
+                    return argument
+            if path in self._lines:
+                return f"{self._file} line {self._lines[path]}".strip()
+            path = re.sub(r"(^|\.)[^.\[]*$|\[[0-9]+\]$", "", path)
+        return self._file
+
+    @cached_property
+    def _lines(self) -> dict[str, int]:
+        """The line of each key and table; `rates[1].m` is a key of the second [[rates]]."""
+        found: dict[str, int] = {}
+        lists: dict[str, int] = {}
+        current = ""
+        for number, line in enumerate(self._text.splitlines(), 1):
+            match = _LINE.match(line)
+            if not match:
+                continue
+            path = "" if match[1] else current
+            parts = [part.strip("\"' \t") for part in re.findall(_NAME, match[2] or match[3])]
+            for part in parts:
+                if path in lists:
+                    path += f"[{lists[path]}]"
+                path = f"{path}.{part}".lstrip(".")
+                found.setdefault(path, number)
+            if match[1] == "[[":
+                lists[path] = lists.get(path, -1) + 1
+                path += f"[{lists[path]}]"
+                found[path] = number
+            current = path if match[1] else current
+        return found
+
+
+def _argument_value(text: str) -> Any:
+    """A value as TOML reads it, or else the text itself: nobody wants to quote in a shell."""
+    if re.fullmatch(r"[+-]?[0-9_]{20,}", text):
+        raise ValueError("it is a whole number beyond 64 bits. Write less")
+    try:
+        return parse_toml(f"x = {text}", "this", ValueError)["x"]
+    except ValueError as error:
+        if "is not TOML" not in str(error):
+            raise
+        return text
+
+
+# ---- from a table to a value
+
+
+def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
+    """The value that a user's file holds; `what` is how an error names the kind of file."""
+
+    def refuse(why: str) -> FileError:
+        return error(str(path), [Mistake("", why.rstrip("."), "Name a file that can be read")])
+
+    return parse(cls, read_text(path, what, refuse), str(path), error, **given)
+
+
+def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: Any) -> T:
+    """The value that TOML text holds. `given` are values of keys that the text leaves out."""
+    document = Document(text, file)
+    reader = Reader(cls, document.place)
+    value = reader.table(cls, given | document.table)
+    if mistakes := document.mistakes or reader.mistakes:
+        raise error(file, mistakes)
+    made: T = value
+    return made
+
+
+def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[FileError]) -> T:
+    """The value of a table that no text stands behind: from JSON, or from inside another file."""
+    reader = Reader(cls, lambda path: "")
+    value = reader.table(cls, table)
+    if reader.mistakes:
+        raise error(name, reader.mistakes)
+    made: T = value
+    return made
+
+
+_WRONG: Any = object()  # in place of a value with a mistake
+
+
+class Reader:
+    """Reads tables into values of a file's class, and collects the mistakes.
+
+    `place` says where a key stands. `pointers` are ways out for keys that are not ours, by name:
+    old ones, and those of other libraries.
+    """
+
+    def __init__(
+        self,
+        root: type,
+        place: Callable[[str], str] = str,
+        pointers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._root, self._place, self._pointers = root, place, pointers or {}
+        self._found: list[Mistake] = []
+        self._more = 0
+
+    @property
+    def mistakes(self) -> list[Mistake]:
+        more = Mistake(
+            self._place(""), f"{self._more:,} more mistakes", "Mend the first ones first"
+        )
+        return [*self._found, more] if self._more else self._found
+
+    def _wrong(self, path: str, what: str, way_out: str) -> Any:
+        if len(self._found) < SHOWN:
+            self._found.append(Mistake(self._place(path), what, way_out))
+        else:
+            self._more += 1
+        return _WRONG
+
+    def table(self, cls: Any, said: Mapping[str, Any], prefix: str = "") -> Any:
+        """The instance, with defaults in place of values with mistakes; if it cannot be made, the
+        mistakes say why."""
+        hints = get_type_hints(cls)
+        known = {_name(f): f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        before = len(self._found) + self._more
+        for name, value in said.items():
+            if name in known:
+                one = known[name]
+                read = self.value(hints[one.name], value, prefix + name, one.metadata)
+                values |= {} if read is _WRONG else {one.name: read}
+            elif len(self._found) < SHOWN:
+                self._unknown(cls, prefix + name, value)
+            else:
+                self._more += 1
+        for name, one in known.items():
+            if _required(one) and name not in said:
+                way_out = _way_out(hints[one.name], prefix + name)
+                self._wrong(prefix + name, f"{prefix}{name} is missing", way_out)
+        if any(_required(one) and one.name not in values for one in known.values()):
+            return _WRONG
+        try:
+            return cls(**values)
+        except FileError as error:  # values that are each right, and do not fit together
+            for mistake in error.mistakes if before == len(self._found) + self._more else ():
+                self._wrong(prefix + mistake.place, prefix + mistake.what, mistake.way_out)
+            return _WRONG
+
+    def value(self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]) -> Any:
+        """The value of a field as its type wants it."""
+        parts = get_args(hint)
+        shown = f"{path} = {_shown(value)}"
+        if isinstance(value, str) and (bad := unwritable(value)):
+            return self._wrong(path, f"{shown} has the character {bad}", "Leave it out")
+        if not _fits(value, hint):
+            return self._wrong(path, f"{shown} is {_kind(value)}", _way_out(hint, path))
+        if isinstance(hint, UnionType):
+            part = next(part for part in parts if _fits(value, part))
+            return self.value(part, value, path, limits)
+        if is_dataclass(hint):
+            return self.table(hint, value, f"{path}.")
+        if _plain(hint) is tuple:
+            kinds = parts[:1] * len(value) if parts[-1] is ... else parts
+            items = [
+                self.value(kind, item, f"{path}[{i}]", {})
+                for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+            ]
+            value = _WRONG if any(item is _WRONG for item in items) else tuple(items)
+        elif parts and _plain(hint) is dict:
+            inner = {k: self.value(parts[1], item, f"{path}.{k}", {}) for k, item in value.items()}
+            value = _WRONG if any(item is _WRONG for item in inner.values()) else inner
+        if value is not _WRONG and (problem := _problem(value, path, limits)):
+            return self._wrong(path, *problem)
+        return float(value) if hint is float else value
+
+    def _unknown(self, cls: Any, path: str, value: Any) -> None:
+        path = _cut(path, 80)
+        prefix, _, last = path.rpartition(".")
+        every = list(every_key(self._root))
+        names = [f"{prefix}.{_name(one)}".lstrip(".") for one in fields(cls)]
+        leaves = {name.rpartition(".")[2]: name for name in reversed(every)}
+        near = difflib.get_close_matches(path, names, 1, 0.6)
+        near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
+        near = [leaves[last]] if last in leaves else near
+        way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
+        for name in (path, last.lower()):
+            way_out = self._pointers.get(name, way_out)
+        self._wrong(path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out)
+
+
+def out_of_bounds(value: Any) -> list[Mistake]:
+    """What is wrong with the fields of an instance that a program made, each by itself."""
+    found = (
+        (one, _problem(getattr(value, one.name), _name(one), one.metadata)) for one in fields(value)
+    )
+    return [Mistake(_name(one), *problem) for one, problem in found if problem]
+
+
+def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a value of the right type, and how to write it; None if nothing is."""
+    choices = limits.get("choices")
+    if choices and value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1, 0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        return f"{path} = {_shown(value)} is unknown", f"Choose {', '.join(choices)}.{hint}"
+    low, high, above = (limits.get(name) for name in _BOUNDS)
+    for number in value if isinstance(value, tuple) else (value,):
+        if number is None or isinstance(number, str):
+            continue
+        if (low is not None and number < low) or (high is not None and number > high):
+            first, last = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (low, high or 0))
+            bounds = f"{first} or more" if high is None else f"{first} to {last}"
+        elif above is not None and not above < number < math.inf:
+            bounds = f"more than {above:g}"
+        else:
+            continue
+        return f"{path} = {_shown(value)} is out of bounds", f"Write {bounds}"
+    return None
+
+
+# ---- fields and their types
+
+
+def _name(one: Field[Any]) -> str:
+    name: str = one.metadata.get("name") or one.name
+    return name
+
+
+def _required(one: Field[Any]) -> bool:
+    return one.default is MISSING and one.default_factory is MISSING
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default_factory() if one.default_factory is not MISSING else one.default
+
+
+def _plain(hint: Any) -> Any:
+    """The Python type that TOML has for a field's type."""
+    plain = get_origin(hint) or hint
+    return dict if plain is Mapping or is_dataclass(plain) else plain
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, not counting what lists and tables hold."""
+    if isinstance(hint, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    plain, parts = _plain(hint), get_args(hint)
+    if hint is Any or plain is NoneType:
+        return hint is Any or value is None
+    if plain is tuple:
+        count = None if parts[-1] is ... else len(parts)
+        return isinstance(value, list | tuple) and count in (None, len(value))
+    if isinstance(value, bool) or plain is bool:
+        return isinstance(value, bool) and plain is bool
+    if plain is float:
+        return isinstance(value, int | float) and abs(value) < math.inf
+    return isinstance(value, plain)
+
+
+def _way_out(hint: Any, path: str) -> str:
+    """How to write a value of a type."""
+    if is_dataclass(hint):
+        return f"It is a table; write {', '.join(every_key(hint, f'{path}.'))}"
+    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
+    if not isinstance(hint, UnionType):
+        kinds = [hint]
+    called, example, _ = _KINDS[_plain(kinds[0])]
+    if len(kinds) > 1:
+        return "Write " + " or ".join(_KINDS[_plain(kind)][0] for kind in kinds)
+    if kinds[0] == tuple[float, float]:
+        called, example = "two numbers", "[0.9, 0.95]"
+    return f"Write {called}, as in {path} = {example}"
+
+
+def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
+    """All keys of a file, dotted."""
+    hints = get_type_hints(cls)
+    for one in fields(cls):
+        if is_dataclass(hints[one.name]):
+            yield from every_key(hints[one.name], f"{prefix}{_name(one)}.")
+        else:
+            yield prefix + _name(one)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) < length else text[: length - 3] + "..."
+
+
+def _shown(value: Any) -> str:
+    return _cut(json.dumps(value, default=str), 60)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "no finite number"
+    return _KINDS[type(value)][0] if type(value) in _KINDS else "a date"
+
+
+# ---- from a value to text
+
+
+def dump(value: Any, *, short: bool = False) -> str:
+    """The TOML file that reads back as this value, with what each key means.
+
+    A short one has no comments and no keys that have their default, and floats have six digits:
+    more than any clock gives.
+    """
+    return "\n".join(_lines(value, "", short)).strip() + "\n"
+
+
+def _lines(value: Any, path: str, short: bool) -> Iterator[str]:
+    """Plain keys first, then tables, then lists of tables: the order that TOML demands."""
+    items = list(_items(value, short))
+    for name, item, description in items:
+        comment = f"  # {description}" if description else ""
+        if not _tables(item):
+            # TOML has no word for nothing: the key stands in a comment.
+            unset = "# " if item is None else ""
+            yield f"{unset}{_quoted(name)} = {toml_value(item, short)}{comment}"
+    for name, item, description in items:
+        inner = ".".join(filter(None, (path, _quoted(name))))
+        comment = f"  # {description}" if description else ""
+        if not _tables(item):
+            continue
+        if isinstance(item, tuple):
+            for one in item:
+                yield from ("", f"[[{inner}]]", *_lines(one, inner, short))
+        else:
+            yield from ("", f"[{inner}]{comment}", *_lines(item, inner, short))
+
+
+def _items(value: Any, short: bool) -> Iterator[tuple[str, Any, str]]:
+    """Name, value and description of what is printed of a table."""
+    if isinstance(value, Mapping):
+        yield from ((name, item, "") for name, item in value.items())
+        return
+    for one in fields(value):
+        item = getattr(value, one.name)
+        if not short:
+            yield _name(one), item, one.metadata.get("description", "")
+        elif item is not None and (_required(one) or item != _default(one)):
+            yield _name(one), item, ""
+
+
+def _tables(item: Any) -> bool:
+    """Whether a value is printed as a table, or as a list of tables."""
+    first = item[0] if isinstance(item, tuple) and item else item
+    return is_dataclass(first) or (isinstance(first, Mapping) and bool(first) and item is first)
+
+
+def _quoted(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else toml_value(name)
+
+
+def toml_value(value: Any, short: bool = False) -> str:
+    """A value in one line of TOML."""
+    if isinstance(value, Mapping):
+        pairs = (f"{_quoted(name)} = {toml_value(item, short)}" for name, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(toml_value(item, short) for item in value) + "]"
+    if isinstance(value, float):  # JSON's NaN and Infinity are none of TOML's
+        return repr(float(f"{value:.6g}") if short else value)
+    if value is None:
+        return ""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
+
+
+def schema(cls: Any, title: str = "") -> dict[str, Any]:
+    """The JSON Schema of a file's keys."""
+    hints = get_type_hints(cls)
+    properties = {_name(one): _property(hints[one.name], one) for one in fields(cls)}
+    required = [_name(one) for one in fields(cls) if _required(one)]
+    made: dict[str, Any] = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+    made |= {"required": required} if required else {}
+    if title:
+        made = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **made}
+    return made
+
+
+def _property(hint: Any, one: Field[Any]) -> dict[str, Any]:
+    limits = {json_name: one.metadata.get(ours) for ours, json_name in _BOUNDS.items()}
+    made = _typed(hint, {name: bound for name, bound in limits.items() if bound is not None})
+    made |= {"description": one.metadata.get("description", "")}
+    if one.metadata.get("choices"):
+        made |= {"enum": list(one.metadata["choices"])}
+    if _required(one) or is_dataclass(hint):
+        return made
+    default = _default(one)
+    return made | {"default": list(default) if isinstance(default, tuple) else default}
+
+
+def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema's words for a type."""
+    parts = get_args(hint)
+    if is_dataclass(hint):
+        return schema(hint)
+    if isinstance(hint, UnionType):
+        return {"type": [_KINDS[_plain(part)][2] for part in parts], **limits}
+    made: dict[str, Any] = {} if hint is Any else {"type": _KINDS[_plain(hint)][2]}
+    if _plain(hint) is tuple:
+        made |= {"items": _typed(parts[0], limits)}
+        count = {} if parts[-1] is ... else {"minItems": len(parts), "maxItems": len(parts)}
+        return made | count
+    if parts and _plain(hint) is dict:
+        return made | {"additionalProperties": _typed(parts[1], limits)}
+    return made | limits
