@@ -24,9 +24,9 @@ from phalanx.train import train
 RUN = """
 batch = 32
 sequence = 64
-masks = false
+document_masks = false
 model = {layers = 4, hidden = 192, heads = 6, ffn = 512, vocab = 256}
-optimizer = {lr = 2e-3, warmup = 30, schedule = "cosine", least = 0.02}
+optimizer = {lr = 2e-3, warmup_steps = 30, schedule = "cosine", min_lr = 4e-5}
 metrics = {every = 50}
 validation = {batches = 150}  # 307,200 bytes, a quarter of the held-out part: a few files say little
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -25,7 +26,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     "text for a number": ('steps = "many"', 'line 1: steps = "many" is text', "steps = 100"),
     "fraction for a whole": ("steps = 1.5", "steps = 1.5 is a number", "a whole number"),
     "true for a number": ("steps = true", "steps = true is true or false", "a whole number"),
-    "number for true": ("masks = 1", "masks = 1 is a whole number", "true or false"),
+    "number for true": ("document_masks = 1", "document_masks = 1 is a whole number", "true or false"),
     "number for text": ("data = 5", "data = 5 is a whole number", "Write text"),
     "date for a number": ("steps = 2020-01-01", "steps", "a whole number"),
     "list for a number": ("steps = [1, 2]", "steps = [1, 2] is a list of 2", "a whole number"),
@@ -36,20 +37,33 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     "no steps": ("steps = 0", "steps = 0 is out of bounds", "1 to 1,000,000,000,000"),
     "rate of nothing": ("optimizer.lr = 0", "optimizer.lr = 0", "more than 0"),
     "negative seed": ("seed = -1", "seed = -1", "0 to 4,611,686,018,427,387,903"),
-    "part above one": ("optimizer.least = 1.5", "optimizer.least = 1.5", "0 to 1"),
+    "low above peak": ("optimizer.min_lr = 1.5", "optimizer.min_lr = 1.5 is more than lr", "up to lr"),
     "one beta": ("optimizer.betas = [0.9]", "optimizer.betas = [0.9]", "two numbers"),
     "beta of one": ("optimizer.betas = [0.9, 1.0]", "optimizer.betas", "0 to 0.999999"),
-    "unknown optimizer": ('optimizer.kind = "adam"', 'optimizer.kind = "adam"', "'adamw'"),
+    "unknown optimizer": ('optimizer.name = "adam"', 'optimizer.name = "adam"', "'adamw'"),
     "unknown schedule": ('optimizer.schedule = "cos"', 'optimizer.schedule = "cos"', "'cosine'"),
     "unknown choice": ('checkpoint.on_disk_full = "x"', 'on_disk_full = "x"', "stop, go-on"),
     "one checkpoint kept": ("checkpoint.keep = 1", "checkpoint.keep = 1", "2 or more"),
-    "long warm-up": ("steps = 10\noptimizer.warmup = 11", "line 2: optimizer.warmup = 11", "10"),
+    "long warm-up": ("steps = 10\noptimizer.warmup_steps = 11", "line 2: optimizer.warmup_steps = 11", "10"),
     "long fall": (
-        'steps = 10\n[optimizer]\nschedule = "wsd"\nwarmup = 6\nfall = 5',
-        "line 5: optimizer.warmup + optimizer.fall = 11", "fall = 4",
+        'steps = 10\n[optimizer]\nschedule = "wsd"\nwarmup_steps = 6\ndecay_steps = 5',
+        "line 5: optimizer.warmup_steps + optimizer.decay_steps = 11", "decay_steps = 4",
     ),
-    "fall of a cosine": ("optimizer.fall = 5", "optimizer.fall = 5 means nothing", '"wsd"'),
+    "decay of a cosine": ("optimizer.decay_steps = 5", "decay_steps = 5 has no effect", '"wsd"'),
     "momentum of adamw": ("optimizer.momentum = 0.9", "optimizer.momentum = 0.9", '"sgd"'),
+    "two precisions": (
+        'precision = "bf16"\nlayout = "dp2 fp16"', "line 1: precision = 'bf16', and layout = 'dp2 fp16'",
+        "one of them",
+    ),
+    "no such precision": ('precision = "bf61"', 'precision = "bf61" is unknown', "'bf16'"),
+    "microbatch that does not divide": (
+        'batch = 16\nlayout = "dp2"\nmicrobatch = 3',
+        "line 3: microbatch = 3 on each of dp2 does not divide batch = 16", "1 or 2 or 4",
+    ),
+    "two numbers of microbatches": (
+        'batch = 16\nlayout = "dp2 accum:2"\nmicrobatch = 2',
+        "cuts batch = 16 over dp2 into 4 microbatches, and layout = 'dp2 accum:2' into 2", "one of them",
+    ),
     "late profile": ("steps = 5\nprofile.steps = 3\nprofile.start = 4", "= 7 of 5", "earlier"),
     "no such shape": ('model = "tini"', "model = 'tini'", "'tiny'"),
     "shape of nothing": ("model = {layers = 2}", "model.hidden is missing", "model.hidden = 100"),
@@ -137,12 +151,12 @@ RUNS = st.fixed_dictionaries(
     optional={
         "steps": st.integers(20, 10**9),
         "seed": st.integers(0, 2**31),
-        "masks": st.booleans(),
+        "document_masks": st.booleans(),
         "out": st.text(
             st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=1, max_size=8
         ),
         "optimizer": st.fixed_dictionaries(
-            {"lr": st.floats(1e-9, 1e3), "warmup": st.integers(0, 20)},
+            {"lr": st.floats(1e-9, 1e3), "warmup_steps": st.integers(0, 20)},
             optional={"betas": st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list)},
         ),
         "checkpoint": st.fixed_dictionaries({"async": st.booleans(), "every": st.integers(0, 99)}),
@@ -194,9 +208,51 @@ def test_the_schema_names_every_key_with_its_default_and_bounds() -> None:
     assert keys(said) == list(every_key(Run))
     optimizer = said["properties"]["optimizer"]["properties"]
     assert optimizer["lr"] == {
-        "type": "number", "description": "the highest learning rate", "exclusiveMinimum": 0, "default": 3e-4,
+        "type": "number", "description": "peak learning rate", "exclusiveMinimum": 0, "default": 3e-4,
     }  # fmt: skip
-    assert optimizer["kind"]["enum"] == ["adamw", "sgd"]
+    assert optimizer["name"]["enum"] == ["adamw", "sgd"]
+
+
+OLD = {  # keys of earlier versions, and those of other libraries: what to write
+    "masks=true": "document_masks", "optimizer.kind=adamw": "optimizer.name",
+    "optimizer.warmup=1": "optimizer.warmup_steps", "optimizer.fall=1": "optimizer.decay_steps",
+    "optimizer.least=0.1": "optimizer.min_lr", "optimizer.decay=0.1": "optimizer.weight_decay",
+    "learning_rate=1e-3": "optimizer.lr", "optimizer.max_norm=1": "optimizer.clip",
+    "weight_decay=0.1": "optimizer.weight_decay", "global_batch_size=8": "batch",
+    "optimizer.adam_beta1=0.9": "optimizer.betas", "micro_batch_size=1": "microbatch",
+    "gradient_accumulation_steps=4": "accum:N", "dtype=bf16": "precision", "seq_len=64": "sequence",
+    "max_iters=3": "steps", "fsdp=8": "zero3", "checkpoint.interval=5": "checkpoint",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argument", OLD)
+def test_an_old_or_foreign_name_is_refused_with_a_pointer_to_ours(argument: str) -> None:
+    with pytest.raises(RunError, match="there is no key") as error:
+        Run.parse("", "x", (argument,))
+    (mistake,) = error.value.mistakes
+    assert OLD[argument] in mistake.way_out
+
+
+def test_precision_and_microbatch_are_other_ways_to_write_the_layout() -> None:
+    def of(*arguments: str) -> str:
+        run = Run.parse("", "x", ("batch=16", *arguments))
+        return str(run.layout_of(run.shape))
+
+    assert of("layout=dp2", "precision=bf16") == of("layout=dp2 bf16") == "dp2 bf16"
+    assert of("layout=dp2", "microbatch=2") == of("layout=dp2 accum:4") == "dp2 accum:4"
+    assert of("layout=dp2 pp2", "microbatch=1") == of("layout=dp2 pp2 1f1b:8") == "dp2 pp2 1f1b:8"
+    # The same twice is no conflict.
+    assert of("layout=dp2 accum:4 bf16", "microbatch=2", "precision=bf16") == "dp2 accum:4 bf16"
+    assert of("layout=dp2 fp32", "precision=fp32") == "dp2"
+    assert Run.parse("", "x", ("microbatch=1",)).layout_of() is None  # auto
+    with pytest.raises(RunError, match=r"fp32.*'dp2 bf16'"):  # the default, but asked for
+        of("layout=dp2 bf16", "precision=fp32")
+
+
+def test_the_docs_list_every_key_of_the_run_file() -> None:
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    section = page.read_text().partition("## The keys")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE) == list(every_key(Run))
 
 
 @pytest.mark.parametrize("name", [n for n in Shape.names() if n != "mlp"])

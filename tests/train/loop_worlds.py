@@ -18,7 +18,7 @@ steps = 5
 batch = 6
 sequence = 18
 model = {layers = 3, hidden = 16, heads = 2, ffn = 24, vocab = 256}
-optimizer = {lr = 1e-2, warmup = 1}
+optimizer = {lr = 1e-2, warmup_steps = 1}
 validation = {batches = 2}
 """
 

@@ -34,7 +34,7 @@ steps = 9
 batch = 7
 sequence = 12
 model = {layers = 3, hidden = 16, heads = 4, kv_heads = 2, ffn = 22, vocab = 257, tied = true}
-optimizer = {lr = 1e-2, warmup = 1}
+optimizer = {lr = 1e-2, warmup_steps = 1}
 """
 
 

@@ -20,21 +20,21 @@ from phalanx.train import rank
 from phalanx.train.data import Batches
 from phalanx.train.rank import batches_of
 
-PLAIN = ("optimizer.schedule=constant", "optimizer.warmup=0", "optimizer.lr=0.02", "steps=4")
-SGD = "optimizer.kind=sgd"
+PLAIN = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=0.02", "steps=4")
+SGD = "optimizer.name=sgd"
 # Each key with a value that changes the losses, and what else it needs. A key that is added to the run
 # file and not here fails `test_every_key_of_the_optimizer_is_in_the_table`.
 KEYS: dict[str, tuple[str, ...]] = {
-    "kind": (SGD,),
+    "name": (SGD,),
     "lr": ("optimizer.lr=0.05",),
     "betas": ("optimizer.betas=[0.5, 0.6]",),
     "eps": ("optimizer.eps=1e-2",),
     "momentum": (SGD, "optimizer.momentum=0.7"),
-    "decay": ("optimizer.decay=2.0",),
+    "weight_decay": ("optimizer.weight_decay=2.0",),
     "clip": (SGD, "optimizer.clip=0.05"),
 }
 # How the rate moves is held against its formulas in test_loop.py.
-RATES = {"schedule", "warmup", "fall", "least"}
+RATES = {"schedule", "warmup_steps", "decay_steps", "min_lr"}
 
 
 def test_every_key_of_the_optimizer_is_in_the_table() -> None:
@@ -68,11 +68,11 @@ def _by_hand(run: Run) -> tuple[list[float], float]:
     still = [w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))]
     moving = [w for n, w in weights.items() if not n.endswith(("norm.weight", "bias"))]
     groups = [
-        {"params": moving, "weight_decay": o.decay},
+        {"params": moving, "weight_decay": o.weight_decay},
         {"params": still, "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
-    if o.kind == "sgd":
+    if o.name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
     else:
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)

@@ -20,7 +20,7 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
     import torch
 
     name = torch.cuda.get_device_name(0) if gpus else ""
-    precision = "bf16" if gpus else "fp32"
+    precision = wanted.precision or ("bf16" if gpus else "fp32")
     shared = 0 < gpus < ranks
     why = "no machine file is named and the GPU is not catalogued"
     if shared:

@@ -24,8 +24,8 @@ _LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # then ranks stand on other machine
 
 def refuse_before(run: Run) -> None:
     """Raise with what is wrong with a run's schedule, its memory and its folders."""
-    layout = None if run.layout.strip() == "auto" else Layout.parse(run.layout)
     shape = None if run.own else run.shape
+    layout = run.layout_of(shape)
     if layout is not None:
         _refuse_schedule(layout, shape)
     wrong = []
@@ -94,7 +94,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     zero = 3 if layout is None else layout.zero
     copies = 1 if layout is None else layout.copies
     wide = 8 if layout and layout.precision == "fp64" else 4
-    kept = {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.kind]
+    kept = {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.name]
     # ZeRO cuts optimizer state from stage 1 on, gradients from 2, weights from 3.
     numbers = sum(
         count * (1 if zero >= stage else copies) for stage, count in ((1, kept), (2, 1), (3, 1))

@@ -28,7 +28,7 @@ steps = {STEPS}
 batch = 8
 sequence = 64
 model = {{layers = 4, hidden = 64, heads = 4, kv_heads = 2, ffn = 160, vocab = 256}}
-optimizer = {{lr = 4e-3, warmup = 10}}
+optimizer = {{lr = 4e-3, warmup_steps = 10}}
 checkpoint = {{every = {SAVE}}}
 validation = {{batches = 4}}
 """

@@ -126,10 +126,8 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
     """What can be known of machine, ranks and layout before torch is loaded."""
     if wanted.machine:
         Machine.load(wanted.machine)
-    if ranks is None or wanted.layout.strip() == "auto":
-        return
-    layout = Layout.parse(wanted.layout)
-    if layout.ranks != ranks:
+    layout = wanted.layout_of()
+    if layout is not None and ranks not in (None, layout.ranks):
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks, and --ranks says {ranks}."
             f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
@@ -225,8 +223,8 @@ def _refuse_other_model(wanted: Run, shape: Shape) -> None:
 def _ranks(wanted: Run, told: int | None) -> int:
     if told is not None:
         return told
-    if wanted.layout.strip() != "auto":
-        return Layout.parse(wanted.layout).ranks
+    if layout := wanted.layout_of():
+        return layout.ranks
     from ..comm.devices import Devices
 
     return Devices().gpus or 2
@@ -234,13 +232,14 @@ def _ranks(wanted: Run, told: int | None) -> int:
 
 def _layout(wanted: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) -> Layout:
     """The run's layout; `auto` is planned. Refused here: what the file could not know."""
-    named = wanted.layout.strip() != "auto"
+    named = wanted.layout_of(shape)
     if named:
-        found = Layout.parse(wanted.layout)
+        found = named
     else:
         from .auto import auto
 
         found, why = auto(wanted, shape, ranks, gpus)
+        found = wanted.divided(found, shape.batch)
         if not quiet:
             report(f"auto: {str(found) or 'one rank'}, {why}")
     if wrong := list(misfits(wanted, shape, found)):

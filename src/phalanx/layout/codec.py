@@ -144,13 +144,14 @@ class Document:
                     return argument
             if path in self._lines:
                 return f"{self._file} line {self._lines[path]}".strip()
-            path = re.sub(r"(^|\.)[^.\[]*$|\[[0-9]+\]$", "", path)
+            item = re.search(r"\[[0-9]+\]$", path)
+            path = path[: item.start()] if item else path.rpartition(".")[0]
         return self._file
 
     @cached_property
     def _lines(self) -> dict[str, int]:
         """The line of each key and table; `rates[1].m` is a key of the second [[rates]]."""
-        found: dict[str, int] = {}
+        lines: dict[str, int] = {}
         lists: dict[str, int] = {}
         current = ""
         for number, line in enumerate(self._text.splitlines(), 1):
@@ -163,13 +164,13 @@ class Document:
                 if path in lists:
                     path += f"[{lists[path]}]"
                 path = f"{path}.{part}".lstrip(".")
-                found.setdefault(path, number)
+                lines.setdefault(path, number)
             if match[1] == "[[":
                 lists[path] = lists.get(path, -1) + 1
                 path += f"[{lists[path]}]"
-                found[path] = number
+                lines[path] = number
             current = path if match[1] else current
-        return found
+        return lines
 
 
 def _argument_value(text: str) -> Any:
@@ -251,14 +252,14 @@ class Reader:
             self._more += 1
         return _WRONG
 
-    def table(self, cls: Any, said: Mapping[str, Any], prefix: str = "") -> Any:
+    def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
         """The instance, with defaults in place of values with mistakes; if it cannot be made, the
         mistakes say why."""
         hints = get_type_hints(cls)
         known = {_name(f): f for f in fields(cls)}
         values: dict[str, Any] = {}
         before = len(self._found) + self._more
-        for name, value in said.items():
+        for name, value in given.items():
             if name in known:
                 one = known[name]
                 read = self.value(hints[one.name], value, prefix + name, one.metadata)
@@ -268,7 +269,7 @@ class Reader:
             else:
                 self._more += 1
         for name, one in known.items():
-            if _required(one) and name not in said:
+            if _required(one) and name not in given:
                 way_out = _way_out(hints[one.name], prefix + name)
                 self._wrong(prefix + name, f"{prefix}{name} is missing", way_out)
         if any(_required(one) and one.name not in values for one in known.values()):
@@ -317,17 +318,17 @@ class Reader:
         near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
         near = [leaves[last]] if last in leaves else near
         way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
-        for name in (path, last.lower()):
+        for name in (last.lower(), path):
             way_out = self._pointers.get(name, way_out)
         self._wrong(path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out)
 
 
 def out_of_bounds(value: Any) -> list[Mistake]:
     """What is wrong with the fields of an instance that a program made, each by itself."""
-    found = (
-        (one, _problem(getattr(value, one.name), _name(one), one.metadata)) for one in fields(value)
+    each = (
+        (_name(f), _problem(getattr(value, f.name), _name(f), f.metadata)) for f in fields(value)
     )
-    return [Mistake(_name(one), *problem) for one, problem in found if problem]
+    return [Mistake(name, *problem) for name, problem in each if problem]
 
 
 def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str] | None:

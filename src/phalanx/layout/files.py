@@ -44,13 +44,13 @@ _KINDS = {
 
 def printable(text: str) -> str:
     """The text with everything that could steer a terminal written as an escape, as in \\x1b."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def unwritable(text: str) -> str:
     """The first character of a text that no path and no file of text can have, as an escape."""
-    found = re.search("[\0\ud800-\udfff]", text)
-    return printable(found[0]) if found else ""
+    match = re.search("[\0\ud800-\udfff]", text)
+    return printable(match[0]) if match else ""
 
 
 def reason(error: OSError) -> str:
@@ -134,12 +134,12 @@ def parse_toml(text: str, where: str, error: Refusal) -> dict[str, Any]:
     if _DOTTED.search(text):  # which tomllib takes the square of their number for
         raise error(f"{where}: {_TOO_DEEP}")
     try:
-        found = tomllib.loads(text)
+        table = tomllib.loads(text)
     except RecursionError:
         raise error(f"{where}: {_TOO_DEEP}") from None
     except ValueError as wrong:  # TOMLDecodeError, or too many digits
         raise error(f"{where} is not TOML: {_reworded(wrong)}.") from None
-    return _limited(found, where, error)
+    return _limited(table, where, error)
 
 
 def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
@@ -155,14 +155,14 @@ def parse_json(text: str, where: str, error: Refusal) -> dict[str, Any]:
         return table
 
     try:
-        found = json.loads(text, parse_constant=constant, object_pairs_hook=once)
+        table = json.loads(text, parse_constant=constant, object_pairs_hook=once)
     except RecursionError:
         raise error(f"{where}: {_TOO_DEEP}") from None
     except ValueError as wrong:
         raise error(f"{where} is not JSON: {_reworded(wrong)}.") from None
-    if not isinstance(found, dict):
+    if not isinstance(table, dict):
         raise error(f"{where} is not a JSON object. Name a file that phalanx wrote.")
-    return _limited(found, where, error)
+    return _limited(table, where, error)
 
 
 _TOO_DEEP = f"tables or lists stand more than {DEPTH} deep in each other. Nest less."
@@ -174,9 +174,9 @@ def _reworded(wrong: ValueError) -> str:
     return "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
 
 
-def _limited(found: dict[str, Any], where: str, error: Refusal) -> dict[str, Any]:
+def _limited(table: dict[str, Any], where: str, error: Refusal) -> dict[str, Any]:
     """The table itself, if nothing in it is too deep or too large."""
-    level: list[Any] = [found]
+    level: list[Any] = [table]
     for _ in range(DEPTH):
         inner: list[Any] = []
         for each in level:
@@ -189,7 +189,7 @@ def _limited(found: dict[str, Any], where: str, error: Refusal) -> dict[str, Any
                     )
         level = inner
         if not level:
-            return found
+            return table
     raise error(f"{where}: {_TOO_DEEP}")
 
 

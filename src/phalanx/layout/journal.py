@@ -1,4 +1,4 @@
-"""What a run has told: the records of its metrics.jsonl, for whoever reads it after or while it runs."""
+"""The records of a run's metrics.jsonl, for whoever reads it after or while it runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_journal(path: Path) -> list[Record]:
         file = open_regular(path)
     except FileNotFoundError:
         return []
-    found = []
+    records = []
     with file:
         if os.fstat(file.fileno()).st_size > LIMIT:
             raise OSError(
@@ -35,5 +35,5 @@ def read_journal(path: Path) -> list[Record]:
             except (ValueError, RecursionError):
                 continue  # a line that a dying process left unfinished
             if isinstance(record, dict) and "event" in record:
-                found.append(record)
-    return found
+                records.append(record)
+    return records

@@ -159,17 +159,19 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """The layout that a text names; a word that means nothing is refused with the nearest."""
-        said: dict[str, object] = {}
-        axes: list[Axis] = []
+        axes = [Axis.parse(word) for word in text.split() if _AXIS.fullmatch(word)]
+        return cls(mesh=Mesh(tuple(axes)), **cls.written(text))  # type: ignore[arg-type]
+
+    @staticmethod
+    def written(text: str) -> dict[str, object]:
+        """The fields but for the mesh that a text sets; the others have their defaults."""
+        fields: dict[str, object] = {}
         for word in text.split():
-            if _AXIS.fullmatch(word):
-                axes.append(Axis.parse(word))
-                continue
-            for key, value in _meaning(word).items():
-                if key in said:
+            for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():
+                if key in fields:
                     raise LayoutError(f"{word!r} in {text!r}: {key} was already said; say it once.")
-                said[key] = value
-        return cls(mesh=Mesh(tuple(axes)), **said)  # type: ignore[arg-type]
+                fields[key] = value
+        return fields
 
     @classmethod
     def parse_many(cls, text: str) -> tuple[Layout, ...]:

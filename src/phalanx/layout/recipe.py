@@ -67,10 +67,10 @@ def recipe(
 
 def _divisor(ranks: int, wanted: int) -> int:
     """The smallest power of two from `wanted` on that divides, or else the largest that does."""
-    found = 1
-    while found < wanted and ranks % (2 * found) == 0:
-        found *= 2
-    return found
+    divisor = 1
+    while divisor < wanted and ranks % (2 * divisor) == 0:
+        divisor *= 2
+    return divisor
 
 
 def _stages(shape: Shape) -> int:

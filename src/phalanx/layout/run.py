@@ -1,7 +1,7 @@
 """The run file: what is trained, on what, how and for how long, as one frozen value.
 
 It reads from TOML and `key=value` arguments, prints back, and is refused with all its mistakes at
-once before any process starts. No torch: a wrong file is told in a fraction of a second.
+once before any process starts. No torch: a wrong file is refused in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from .codec import Document, FileError, Mistake, Reader, dump, key, schema, table
 from .files import read_text
-from .layout import Layout
+from .layout import PRECISIONS, Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape, ShapeError
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 BYTES = 256  # the vocabulary of the built-in data
-CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, if nothing else is said
+CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
 
 
 class RunError(FileError):
@@ -44,61 +44,61 @@ class RunError(FileError):
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """How weights are updated, and how fast at which step."""
+    """The optimizer and the learning-rate schedule."""
 
-    kind: str = key("adamw", "adamw or sgd", choices=("adamw", "sgd"))
-    lr: float = key(3e-4, "the highest learning rate", above=0)
+    name: str = key("adamw", "adamw or sgd", choices=("adamw", "sgd"))
+    lr: float = key(3e-4, "peak learning rate", above=0)
     schedule: str = key(
-        "cosine", "how it falls: cosine, linear, wsd, constant",
+        "cosine", "learning-rate schedule: cosine, linear, wsd, constant",
         choices=("cosine", "linear", "wsd", "constant"),
     )  # fmt: skip
-    warmup: int = key(0, "steps in which it rises to the highest", minimum=0)
-    fall: int = key(0, "steps of the fall at the end, of wsd; 0: a tenth of all", minimum=0)
-    least: float = key(0.1, "where it ends, as a part of the highest", minimum=0, maximum=1)
+    warmup_steps: int = key(0, "linear warmup from 0 to lr", minimum=0)
+    decay_steps: int = key(0, "decay phase of wsd, at the end; 0: a tenth of steps", minimum=0)
+    min_lr: float | None = key(None, "learning rate after the decay; unset: lr / 10", minimum=0)
     betas: tuple[float, float] = key(
-        (0.9, 0.95), "memory of adamw's averages", minimum=0, maximum=0.999999
+        (0.9, 0.95), "of AdamW: decay rates of its two moments", minimum=0, maximum=0.999999
     )
-    eps: float = key(1e-8, "what adamw adds below the fraction", above=0)
-    momentum: float = key(0.0, "memory of sgd", minimum=0, maximum=0.999999)
-    decay: float = key(0.1, "weight decay; norms and biases have none", minimum=0)
-    clip: float = key(1.0, "the longest gradient; 0 clips nothing", minimum=0)
+    eps: float = key(1e-8, "of AdamW: added to the denominator", above=0)
+    momentum: float = key(0.0, "of SGD", minimum=0, maximum=0.999999)
+    weight_decay: float = key(0.1, "decoupled for AdamW; none on norms and biases", minimum=0)
+    clip: float = key(1.0, "max gradient norm; 0 disables", minimum=0)
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When the run is saved, and where."""
+    """When checkpoints are saved, and where."""
 
-    dir: str = key("", "folder of the checkpoints; empty: checkpoints in `out`")
-    every: int = key(0, "steps between saves; 0: only at the end", minimum=0)
-    keep: int = key(2, "how many are kept", minimum=2)
-    asynchronous: bool = key(False, "write while training goes on", name="async")
+    dir: str = key("", "checkpoint folder; empty: checkpoints in `out`")
+    every: int = key(0, "steps between checkpoints; 0: only at the end", minimum=0)
+    keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
+    asynchronous: bool = key(False, "write while training continues", name="async")
     on_disk_full: str = key("stop", "stop, or go on without saving", choices=("stop", "go-on"))
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What is told while the run goes on. metrics.jsonl in `out` is always written."""
+    """What is logged. metrics.jsonl in `out` is always written."""
 
-    every: int = key(1, "steps between lines", minimum=1)
-    tensorboard: bool = key(False, "also to TensorBoard, if installed")
-    wandb: bool = key(False, "also to Weights & Biases, if installed")
-    trackio: bool = key(False, "also to trackio, if installed")
+    every: int = key(1, "steps between log lines", minimum=1)
+    tensorboard: bool = key(False, "log to TensorBoard, if installed")
+    wandb: bool = key(False, "log to Weights & Biases, if installed")
+    trackio: bool = key(False, "log to trackio, if installed")
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The loss on the held-out part."""
+    """The loss on the validation split."""
 
     every: int = key(0, "steps between validations; 0: only at the end", minimum=0)
-    batches: int = key(8, "how many batches of the held-out part; 0: none at all", minimum=0)
+    batches: int = key(8, "batches of a validation; 0 disables", minimum=0)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A closer look at some steps."""
+    """A trace of some steps."""
 
-    start: int = key(3, "the first step looked at", minimum=0)
-    steps: int = key(0, "how many are traced by torch.profiler", minimum=0)
+    start: int = key(3, "first step of the trace", minimum=0)
+    steps: int = key(0, "steps to trace with torch.profiler; 0 disables", minimum=0)
     nvtx: bool = key(False, "NVTX ranges named by operation")
 
 
@@ -109,30 +109,35 @@ class Run:
     model: str | dict[str, Any] = key(
         "tiny", "a shape's name, a .toml file, a table of sizes, or your own as FILE.py:Class"
     )
-    layout: str = key("auto", "a layout's text, or auto: the recipe of docs/training.md")
-    data: str = key(
-        "python", "python (its own library's text), or a path that `phalanx data` knows"
-    )
-    masks: bool = key(True, "documents are kept apart in attention")
+    layout: str = key("auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto")
+    precision: str = key(
+        "", "bf16, fp16, tf32, fp32, fp64; empty: the layout's, else fp32",
+        choices=("", *PRECISIONS),
+    )  # fmt: skip
+    data: str = key("python", "python (its own library's text), or a path; see `phalanx data`")
+    document_masks: bool = key(True, "no attention between documents of a sequence")
     batch: int = key(
-        0, "sequences of a step over all ranks; 0: the shape's", minimum=0, maximum=1 << 24
+        0, "global batch size in sequences; 0: the shape's", minimum=0, maximum=1 << 24
     )
-    sequence: int = key(0, "tokens of a sequence; 0: the shape's", minimum=0, maximum=1 << 28)
-    steps: int = key(100, "how long", minimum=1, maximum=10**12)
-    seed: int = key(0, "start of the weights and order of the data", minimum=0, maximum=2**62 - 1)
-    out: str = key("", "the run's folder; empty: runs/ and the file's name")
+    microbatch: int = key(
+        0, "sequences of a microbatch per data-parallel rank; 0: the layout's accum:N or 1f1b:N",
+        minimum=0, maximum=1 << 24,
+    )  # fmt: skip
+    sequence: int = key(0, "sequence length in tokens; 0: the shape's", minimum=0, maximum=1 << 28)
+    steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
+    seed: int = key(0, "of the initial weights and the data order", minimum=0, maximum=2**62 - 1)
+    out: str = key("", "output folder; empty: runs/ and the file's name")
     machine: str = key(
-        "",
-        "what `phalanx doctor --out FILE.toml` wrote: the peak rate; empty: measured at the start",
+        "", "machine file of `phalanx doctor --out`, for MFU and auto; empty: measure the peak rate"
     )
     memory: float = key(
-        0.0, "GiB that a rank may hold, for recompute:fit; 0: four fifths of its GPU's", minimum=0
+        0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU", minimum=0
     )
-    optimizer: OptimizerChoice = table(OptimizerChoice, "how weights are updated")
-    checkpoint: Checkpoints = table(Checkpoints, "when the run is saved")
-    metrics: Metrics = table(Metrics, "what is told")
-    validation: Validation = table(Validation, "the loss on the held-out part")
-    profile: Profile = table(Profile, "a closer look at some steps")
+    optimizer: OptimizerChoice = table(OptimizerChoice, "optimizer and learning-rate schedule")
+    checkpoint: Checkpoints = table(Checkpoints, "when checkpoints are saved, and where")
+    metrics: Metrics = table(Metrics, "what is logged")
+    validation: Validation = table(Validation, "the loss on the validation split")
+    profile: Profile = table(Profile, "a trace of some steps")
 
     @classmethod
     def parse(
@@ -142,12 +147,12 @@ class Run:
         overrides: tuple[str, ...] = (),
         adopt: Adopt | None = None,
     ) -> Run:
-        """The run that a file's text and the arguments after it tell.
+        """The run of a file's text and the arguments after it.
 
         Where they name no model, `adopt` may give the run another than the default.
         """
         document = Document(text, name, overrides)
-        reader = Reader(cls, document.place, _IN_THE_LAYOUT)
+        reader = Reader(cls, document.place, _POINTERS)
         run = reader.table(cls, document.table)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in document.table:
@@ -191,6 +196,46 @@ class Run:
         sequence = plain.sequence if learned else self.sequence or plain.sequence
         return replace(plain, batch=self.batch or plain.batch, sequence=sequence)
 
+    def layout_of(self, shape: Shape | None = None) -> Layout | None:
+        """The layout, with `precision` and `microbatch` in it; None for `auto`. Without a shape the
+        batch may not be known, and then the number of microbatches is not."""
+        if self.layout.strip() == "auto":
+            return None
+        written = Layout.written(self.layout)
+        if self.precision and written.get("precision", self.precision) != self.precision:
+            what = f"precision = {self.precision!r}, and layout = {self.layout!r}"
+            raise RunError("run", [Mistake("precision", what, "Write one of them")])
+        layout = Layout.parse(self.layout)
+        layout = replace(layout, precision=self.precision or layout.precision)
+        batch = self.batch or (shape.batch if shape else 0)
+        if not batch:
+            return layout
+        divided = self.divided(layout, batch)
+        count = written.get("microbatches", divided.microbatches)
+        if self.microbatch and count != divided.microbatches:
+            what = (
+                f"microbatch = {self.microbatch} cuts batch = {batch} over dp{layout.dp} into"
+                f" {divided.microbatches} microbatches, and layout = {self.layout!r} into {count}"
+            )
+            raise RunError("run", [Mistake("microbatch", what, "Write one of them")])
+        return divided
+
+    def divided(self, layout: Layout, batch: int) -> Layout:
+        """The layout with as many microbatches as `microbatch` makes of a batch."""
+        if not self.microbatch:
+            return layout
+        count, rest = divmod(batch, layout.dp * self.microbatch)
+        if rest or not count:
+            dp = layout.dp
+            what = (
+                f"microbatch = {self.microbatch} on each of dp{dp} does not divide batch = {batch}"
+            )
+            fits = [n for n in range(1, min(batch // dp, 4096) + 1) if batch % (dp * n) == 0]
+            fits = sorted(sorted(fits, key=lambda n: abs(n - self.microbatch))[:3])
+            way_out = " or ".join(map(str, fits)) or f"a batch that {dp} divides"
+            raise RunError("run", [Mistake("microbatch", what, f"Write {way_out}")])
+        return replace(layout, microbatches=count)
+
     def tokens(self, shape: Shape) -> int:
         """Tokens of a sequence; a model of this shape may know more positions."""
         return self.sequence or shape.sequence
@@ -201,21 +246,54 @@ class Run:
 
 
 Adopt = Callable[[Run], Run]
-# What others keep in a key of its own, and where a layout has it.
-_IN_THE_LAYOUT = {
-    **dict.fromkeys(("precision", "dtype", "amp", "mixed_precision", "bf16", "fp16", "fp32", "tf32"),
-                    'Write layout="bf16", or fp16, tf32, fp32, fp64, as in layout="dp2 bf16"'),
-    **dict.fromkeys(("microbatch", "microbatches", "micro_batch", "micro_batch_size", "accum",
-                     "gradient_accumulation", "gradient_accumulation_steps", "accumulation"),
-                    'Write layout="accum:4" to cut the batch into 4 microbatches; with pp it is 1f1b:4'),
-    **dict.fromkeys(("fsdp", "zero", "zero_stage", "ddp", "hsdp", "sharding"),
-                    'Write layout="dp8 zero3" for FSDP over 8 ranks, layout="dp8" for DDP'),
-    **dict.fromkeys(("tp", "tensor_parallel", "pp", "pipeline_parallel", "dp", "data_parallel", "cp",
-                     "context_parallel", "sp", "ep"), 'Write layout="dp2 pp2 tp2"'),
-    **dict.fromkeys(("recompute", "activation_checkpointing", "gradient_checkpointing"),
-                    'Write layout="recompute:all", or recompute:selective'),
-    **dict.fromkeys(("offload", "cpu_offload"), 'Write layout="offload:activations"'),
+# Keys of earlier versions.
+_RENAMED = {
+    "masks": "document_masks",
+    "optimizer.kind": "optimizer.name",
+    "optimizer.warmup": "optimizer.warmup_steps",
+    "optimizer.fall": "optimizer.decay_steps",
+    "optimizer.least": "optimizer.min_lr, which is a learning rate and no longer a part of lr",
+    "optimizer.decay": "optimizer.weight_decay",
+}
+# What PyTorch, torchtitan, nanoGPT, Megatron, DeepSpeed and transformers call it.
+_OTHERS = {
+    "optimizer.lr": ("learning_rate", "max_lr"),
+    "optimizer.min_lr": ("min_lr_factor", "min_lr_ratio"),
+    "optimizer.clip": ("grad_clip", "clip_grad", "max_norm", "max_grad_norm", "gradient_clipping"),
+    "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
+    "optimizer.warmup_steps": ("warmup_iters", "lr_warmup_iters", "warmup_ratio"),
+    "optimizer.decay_steps": ("decay_ratio", "lr_decay_iters", "lr_decay_style"),
+    "batch": ("batch_size", "global_batch_size", "train_batch_size"),
+    "microbatch, or accum:N in the layout": (
+        "micro_batch", "micro_batch_size", "local_batch_size", "per_device_train_batch_size",
+        "train_micro_batch_size_per_gpu", "microbatches", "accum", "accumulation",
+        "gradient_accumulation", "gradient_accumulation_steps",
+    ),
+    "sequence": ("seq_len", "seq_length", "block_size", "context_length", "max_seq_len"),
+    "steps": ("max_steps", "max_iters", "train_iters"),
+    'precision="bf16", or fp16, tf32, fp32, fp64': (
+        "dtype", "amp", "mixed_precision", "torch_dtype", "bf16", "fp16", "fp32", "tf32",
+    ),
+    "out": ("output_dir", "out_dir", "dump_folder"),
+    "checkpoint.every": ("save_interval", "save_steps", "checkpoint_interval"),
+    "validation.every": ("eval_interval", "eval_steps"),
+    "validation.batches": ("eval_iters",),
+    "metrics.every": ("log_interval", "logging_steps", "log_freq"),
+    'layout="dp8 zero3" for FSDP over 8 ranks, "dp8" for DDP': (
+        "fsdp", "zero", "zero_stage", "ddp", "hsdp", "sharding",
+    ),
+    'layout="dp2 pp2 tp2"': (
+        "tp", "tensor_parallel", "pp", "pipeline_parallel", "dp", "data_parallel", "cp",
+        "context_parallel", "sp", "ep",
+    ),
+    'layout="recompute:all", or recompute:selective': (
+        "recompute", "activation_checkpointing", "gradient_checkpointing",
+    ),
+    'layout="offload:activations"': ("offload", "cpu_offload"),
 }  # fmt: skip
+_POINTERS = {old: f"It is now {new}" for old, new in _RENAMED.items()} | {
+    other: f"Write {ours}" for ours, others in _OTHERS.items() for other in others
+}
 _WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
 
 
@@ -235,8 +313,8 @@ def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
     hint = f" Nearest that fit: {'; '.join(map(str, near))}." if near else ""
     for violation in broken:
         what = f"layout = {str(layout)!r}: {violation.what.rstrip('.')}"
-        told_last = hint if violation is broken[-1] else ""
-        yield Mistake("layout", what, violation.way_out.rstrip(".") + "." + told_last)
+        last = hint if violation is broken[-1] else ""
+        yield Mistake("layout", what, violation.way_out.rstrip(".") + "." + last)
 
 
 def _misfits(run: Run) -> Iterator[Mistake]:
@@ -258,7 +336,9 @@ def _misfits(run: Run) -> Iterator[Mistake]:
         what = f"model = {run.model!r}: {str(error).rstrip('.')}"
         yield Mistake("model", what, "See `phalanx check --help`")
     try:
-        layout = None if run.layout.strip() == "auto" else Layout.parse(run.layout)
+        layout = run.layout_of(shape)
+    except RunError as error:
+        yield from error.mistakes
     except LayoutError as error:
         what = f"layout = {run.layout!r}: {str(error).rstrip('.')}"
         yield Mistake("layout", what, 'Or write "auto"')
@@ -285,19 +365,26 @@ def _decoders() -> list[str]:
 
 def _plan(run: Run) -> Iterator[Mistake]:
     o = run.optimizer
-    for name, steps in (("warmup", o.warmup), ("fall", o.fall)):
+    for name, steps in (("warmup_steps", o.warmup_steps), ("decay_steps", o.decay_steps)):
         if steps > run.steps:
             what = f"optimizer.{name} = {steps} is longer than steps = {run.steps}"
             yield Mistake(f"optimizer.{name}", what, f"Write {run.steps} or less")
-    if o.schedule == "wsd" and o.warmup <= run.steps and o.warmup + o.fall > run.steps:
-        what = f"optimizer.warmup + optimizer.fall = {o.warmup + o.fall} of steps = {run.steps}"
-        yield Mistake("optimizer.fall", what, f"Write fall = {run.steps - o.warmup} or less")
-    if o.fall and o.schedule != "wsd":
-        what = f"optimizer.fall = {o.fall} means nothing with schedule = {o.schedule!r}"
-        yield Mistake("optimizer.fall", what, 'Leave it out, or write schedule = "wsd"')
-    if o.momentum and o.kind != "sgd":
-        what = f"optimizer.momentum = {o.momentum} means nothing to adamw"
-        yield Mistake("optimizer.momentum", what, 'Write optimizer.betas, or kind = "sgd"')
+    both = o.warmup_steps + o.decay_steps
+    if o.schedule == "wsd" and o.warmup_steps <= run.steps < both:
+        what = f"optimizer.warmup_steps + optimizer.decay_steps = {both} of steps = {run.steps}"
+        way_out = f"Write decay_steps = {run.steps - o.warmup_steps} or less"
+        yield Mistake("optimizer.decay_steps", what, way_out)
+    if o.decay_steps and o.schedule != "wsd":
+        what = (
+            f"optimizer.decay_steps = {o.decay_steps} has no effect with schedule = {o.schedule!r}"
+        )
+        yield Mistake("optimizer.decay_steps", what, 'Leave it out, or write schedule = "wsd"')
+    if o.min_lr is not None and o.min_lr > o.lr:
+        what = f"optimizer.min_lr = {o.min_lr:g} is more than lr = {o.lr:g}"
+        yield Mistake("optimizer.min_lr", what, "Write a learning rate, up to lr")
+    if o.momentum and o.name != "sgd":
+        what = f"optimizer.momentum = {o.momentum} has no effect on adamw"
+        yield Mistake("optimizer.momentum", what, 'Write optimizer.betas, or name = "sgd"')
     if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
         what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
         yield Mistake("profile.start", what, "Profile earlier, or fewer steps")

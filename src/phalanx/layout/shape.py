@@ -1,6 +1,6 @@
 """What a layout and a plan need to know of a model: its sizes, read from a data file.
 
-The weights themselves are not told here; a model's own module and rule table say what they are.
+The weights themselves are in a model's own module and rule table.
 """
 
 from __future__ import annotations

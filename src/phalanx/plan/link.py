@@ -128,8 +128,8 @@ def clusters() -> dict[str, Cluster]:
 
 def cluster(name: str) -> Cluster:
     """`llama3`, or a family with how many devices: `h100x64`."""
-    found = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name)
-    family, count = (found[1], int(found[2] or 0)) if found else (name, 0)
+    match = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name)
+    family, count = (match[1], int(match[2] or 0)) if match else (name, 0)
     known = clusters()
     if name in known:
         family, count = name, 0

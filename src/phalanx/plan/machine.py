@@ -1,4 +1,4 @@
-"""A measured machine: what the benches found, as one value and one TOML file that plans read."""
+"""A measured machine: the results of the benchmarks, as one value and one TOML file that plans read."""
 
 from __future__ import annotations
 

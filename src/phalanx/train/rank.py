@@ -36,16 +36,16 @@ GIB = float(1 << 30)
 def optimizer_of(run: Run) -> Optimizer:
     """The optimizer that a run names."""
     o = run.optimizer
-    if o.kind == "sgd":
-        return Sgd(o.momentum, o.decay)
-    return AdamW(*o.betas, eps=o.eps, decay=o.decay)
+    if o.name == "sgd":
+        return Sgd(o.momentum, o.weight_decay)
+    return AdamW(*o.betas, eps=o.eps, decay=o.weight_decay)
 
 
 def batches_of(run: Run, shape: Shape) -> Batches:
     """The batches of a run; data that does not fit the model is refused here."""
     return Batches(
         open_corpus(run.data), run.tokens(shape), shape.batch,
-        seed=run.seed, masks=run.masks, vocab=shape.vocab,
+        seed=run.seed, masks=run.document_masks, vocab=shape.vocab,
     )  # fmt: skip
 
 
