@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import World, workers
+from phalanx.comm import Group, World, workers
 from phalanx.comm.process import ProcessWorld
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, open_groups
@@ -47,9 +47,13 @@ def use_every_group(world: World, texts: list[str]) -> list[int]:
         layout = Layout.parse(text)
         model = build_model(SHAPES["gpt"])
         program = program_of(model, layout, agree=True)
-        groups = open_groups(world, layout, program, kv_heads=model.counts["kv"])
+        groups = open_groups(world, layout, model, program)
         counts.append(0)
-        for group in vars(groups).values():
+        units = [
+            group for unit in groups.units for group in (*vars(unit).values(), *unit.also.values())
+        ]
+        every = [group for group in (*vars(groups).values(), *units) if isinstance(group, Group)]
+        for group in dict.fromkeys(every):
             x = torch.tensor([1.0 + world.rank])
             group.all_reduce(x)
             assert x.item() == sum(1.0 + rank for rank in group.ranks), (text, group.name)

@@ -133,9 +133,8 @@ def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
     """By unit and shard: what each run of an update covers."""
     model = build_model(ODD)
     holding = hold(world, layout, model, program_of(model, layout, agree=True))
-    shard = holding.wires.gather.rank
     told = {
-        (number, shard): [
+        (number, unit.groups.gather.rank): [
             [(s.start, s.stop, s.decay) for s in unit.own_segments()],
             [(e.weight.name, e.start, e.stop, e.offset) for e in unit.entries()],
         ]
@@ -165,7 +164,7 @@ def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...
     counts, updates, held = list[Span](), list[Span](), list[Span]()
     for number, unit in holding.units.items():
         home = program.host[number] == program.owner[world.rank]
-        counted = unit.counted_runs() if home and holding.wires.replica.rank == 0 else []
+        counted = unit.counted_runs() if home and unit.groups.replica.rank == 0 else []
         segments = unit.own_segments()
         for weight, start, stop, offset in unit.entries():
             known, end = (weight.name, weight.box, weight.local), offset + stop - start

@@ -90,7 +90,7 @@ def _watched(
         assert unit.gradient is not None
         seen.extend(_held(unit, unit.gradient))
         update(lr, scale)
-        if unit.buffer is not None and unit.wires.gather.size == 1:
+        if unit.buffer is not None and unit.groups.gather.size == 1:
             # No gather comes before the next forward, so the new weights must be there.
             assert torch.equal(unit.buffer, unit.home.to(unit.buffer.dtype))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,13 +23,16 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.data import Then
-from phalanx.parallel.groups import open_groups
+from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import hold
 from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
 from phalanx.train import AdamW, Executor
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Log = list[tuple[float, float]]
 
@@ -118,19 +122,31 @@ def timed_step(
     model = build_model(SHAPES[shape])
     program = program_of(model, layout, agree=agree)
     held = hold(world, layout, model, program)
-    times = open_groups(world, layout, program, prefix="times ")
+    times = open_groups(world, layout, model, program, prefix="times ")
     clock = Clock()
     costs = {
         **kinds,
         ops.REDUCE_REPLICAS: kinds[ops.REDUCE_REPLICAS if layout.zero else ops.REDUCE],
     }
-    delayed = {
-        name: Delayed(getattr(held.wires, name), getattr(times, name), clock, costs[kind])
-        for name, kind in GROUPS.items()
-    }
-    held = replace(held, wires=replace(held.wires, **delayed))
-    for unit in held.units.values():
-        unit.wires = held.wires
+    delayed: dict[int, Delayed] = {}  # units share groups
+
+    def slow(groups: DataclassInstance, its_times: DataclassInstance) -> dict[str, Any]:
+        """The groups by name, each as late as its operations cost."""
+        names = {field.name for field in fields(groups)} & {*GROUPS}
+        return {
+            name: delayed.setdefault(
+                id(group), Delayed(group, getattr(its_times, name), clock, costs[GROUPS[name]])
+            )
+            for name in sorted(names)
+            for group in [getattr(groups, name)]
+        }
+
+    plain = held.wires
+    held = replace(held, wires=replace(plain, **slow(plain, times)))
+    for number, unit in held.units.items():
+        unit.groups = replace(unit.groups, **slow(unit.groups, times.units[number]))
+    known = {field.name for kind in (Groups, UnitGroups) for field in fields(kind)}
+    assert known >= set(GROUPS)
     executor = Executor(
         held, program, world.rank, AdamW(), width=SHAPES[shape].hidden, clip=float(agree)
     )
@@ -147,8 +163,11 @@ def timed_step(
     batch = batch_of(SHAPES[shape], 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
     timeline = executor.step(own, 1e-3).timeline
-    assert {field.name for field in fields(held.wires)} >= set(GROUPS)
-    logs = {name: log for name, group in delayed.items() for log in group.log.values()}
+    logs = {
+        group.name.rstrip("0123456789"): log
+        for group in delayed.values()
+        for log in group.log.values()
+    }
     world.clear()
     return program, timeline, logs
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm import Group, Work
-from .groups import Groups
+from ..comm import Work
+from .groups import UnitGroups
 from .tensor import Weight
 
 __all__ = ["Entry", "Pool", "Precision", "Segment", "Then", "Unit"]
@@ -110,14 +110,16 @@ class Unit:
         self,
         number: int,
         weights: Sequence[Weight],
-        wires: Groups,
+        groups: UnitGroups,
         pool: Pool,
         precision: Precision,
         *,
         resident: bool,
         at_host: bool = False,
+        replicas_apart: bool = False,
     ) -> None:
-        self.number, self.wires, self.pool, self.precision = number, wires, pool, precision
+        self.number, self.groups, self.pool, self.precision = number, groups, pool, precision
+        self.replicas_apart = replicas_apart  # the program has an operation for them
         # What is summed apart stands together, and in it what decays comes first. Nothing here may
         # differ between tp ranks, `counted` for instance: see `Segment`.
         self.order = sorted(weights, key=lambda w: (w.adds, not w.decay, w.local == w.shape))
@@ -127,10 +129,10 @@ class Unit:
             self.offsets.append(total)
             total += _numel(weight)
         self.used = total
-        shards = wires.gather.size
+        shards = groups.gather.size
         self.numel = -(-total // shards) * shards
         self.part = self.numel // shards
-        self.start = self.part * wires.gather.rank
+        self.start = self.part * groups.gather.rank
         self.parameters = {
             w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
         }
@@ -221,7 +223,7 @@ class Unit:
         part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
         # The home changes in an update only. That follows the sum of this unit's gradient over the
         # same ranks, which nobody comes to before it has these weights.
-        return self.wires.gather.all_gather(self.buffer, part, still=True, wait=False)
+        return self.groups.gather.all_gather(self.buffer, part, still=True, wait=False)
 
     def storage(self) -> int:
         """What the weights' buffer is known by; 0 when it is dropped."""
@@ -239,7 +241,7 @@ class Unit:
 
     def refresh(self) -> None:
         """After an update: weights that no gather brings again are written here."""
-        if self.buffer is not None and not self.same and self.wires.gather.size == 1:
+        if self.buffer is not None and not self.same and self.groups.gather.size == 1:
             self.buffer.copy_(self.home)
 
     def view(self, flat: Tensor, name: str) -> Tensor:
@@ -323,14 +325,17 @@ class Unit:
             parameter.grad = None
         for segment in self.segments():
             if segment.adds:
-                wire: Group = getattr(self.wires, segment.adds)
-                wire.all_reduce(full[segment.start : segment.stop])
-        if self.wires.reduce.size == 1:
-            work = self.wires.replica.all_reduce(full, wait=False)
-            return Then(work, lambda: self.summed(full, full))
+                copies = self.groups.also[segment.adds]
+                copies.all_reduce(full[segment.start : segment.stop])
+        shards, replica = self.groups.reduce, self.groups.replica
+        if shards.size == 1 and self.replicas_apart:
+            self.parts.append(full)
+            return Work()
+        if shards.size == 1:
+            return Then(replica.all_reduce(full, wait=False), lambda: self.summed(full, full))
         part = self.pool.take(self.part, self.precision.reduce)
-        work = self.wires.reduce.reduce_scatter(part, full, wait=False)
-        if self.wires.replica.size == 1:
+        work = shards.reduce_scatter(part, full, wait=False)
+        if not self.replicas_apart:
             return Then(work, lambda: self.summed(full, part))
         self.parts.append(part)
         return Then(work, lambda: self.pool.give(full))
@@ -338,7 +343,7 @@ class Unit:
     def reduce_replicas(self) -> Work:
         """Begin to sum this rank's part, reduced over the shards, over its replicas."""
         part = self.parts.pop(0)
-        work = self.wires.replica.all_reduce(part, wait=False)
+        work = self.groups.replica.all_reduce(part, wait=False)
         return Then(work, lambda: self.summed(part, part))
 
     def summed(self, full: Tensor, part: Tensor) -> None:

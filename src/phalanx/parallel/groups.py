@@ -1,47 +1,88 @@
-"""The wires of a layout: which ranks talk to each other about what, opened in one fixed order."""
+"""The process groups of a layout: those of a rank, and those of each of its units.
+
+A gradient is summed over every axis on which copies of its weight did different work, and over none
+that cuts the weight. `unit_axes` derives the axes of a unit from the rule table. Units differ in
+their groups and in nothing else.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..comm import Group, World
 from ..layout import Layout, LayoutError
+from ..layout.rules import AXIS_OF
 from ..program import Program, ops
 from .context import around
+from .model import Model
 
-__all__ = ["Groups", "open_groups"]
+__all__ = ["Groups", "UnitAxes", "UnitGroups", "open_groups", "unit_axes"]
+
+Ranks = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that together are all ranks
+
+
+class UnitAxes(NamedTuple):
+    """The mesh axes over which a unit is sharded, and over which its shards are replicated."""
+
+    shard: tuple[str, ...]
+    replica: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnitGroups:
+    """The groups of one unit. `gather` and `reduce` are the same ranks with a communicator each, so
+    that a gather does not queue behind a reduction."""
+
+    gather: Group  # shards of the weights
+    reduce: Group  # shards of the gradients
+    replica: Group  # ranks that hold the same shard
+    tie: Group  # stages of one pipeline that use the same weights
+    also: Mapping[str, Group]  # by `Weight.adds`: ranks of tp whose copies did different work
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Every group that one rank belongs to. A group of one is a wire like any other."""
+    """Every group that one rank belongs to. A group of one rank is a group like any other."""
 
     tp: Group  # regions of tensor parallelism
-    kv: Group  # ranks of tp that hold the same key and value head
-    norms: Group  # tp again, for gradients: never between two messages of a region
     ring: Group  # context parallelism: blocks of keys and values
     ulysses: Group  # context parallelism: all tokens of some heads
-    gather: Group  # the parts of a unit's weights
-    reduce: Group  # the parts of a unit's gradients
-    replica: Group  # ranks that hold the same part
     count: Group  # ranks that saw other tokens
     # Stages of one pipeline. Under a V schedule both kinds go both ways, so each has its own order.
     activations: Group
     gradients: Group
-    tie: Group  # stages of one pipeline that hold a tied weight; the rest alone
     everyone: Group
+    units: tuple[UnitGroups, ...]  # of every unit, also of those on other stages
+
+
+def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
+    """The layout's data-parallel axes, without those that cut the unit's weights."""
+    parts = {"dp": ("dp.replicate", "dp.shard")}
+    axes = [
+        tuple(part for axis in chosen for part in parts.get(axis, (axis,)))
+        for chosen in (layout.shard_axes, layout.replica_axes)
+    ]
+    cuts = [
+        {AXIS_OF.get(dim) for dim in model.rules.dims(name, weight.dim())}
+        for name, weight in model.weights.items()
+        if model.unit_of[name] == unit
+    ]
+    found = {UnitAxes(*(tuple(a for a in part if a not in cut) for part in axes)) for cut in cuts}
+    if len(found) > 1:
+        raise LayoutError(
+            f"the weights of {model.pieces[unit][0]} are sharded over different axes of data"
+            " parallelism, and a unit has one group for all. Put them into pieces of their own."
+        )
+    return found.pop() if found else UnitAxes(*axes)
 
 
 def open_groups(
-    world: World,
-    layout: Layout,
-    program: Program,
-    *,
-    kv_heads: int = 0,
-    prefix: str = "",
+    world: World, layout: Layout, model: Model, program: Program, *, prefix: str = ""
 ) -> Groups:
-    """All groups of a layout and its program; a collective call of the whole world. With a `prefix`
-    of its own a second set can be open beside the first."""
+    """All groups of a layout and its program; a collective call of the whole world, with the same
+    order on every rank. With a `prefix` of its own a second set can be open beside the first."""
     if world.size != layout.ranks:
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
@@ -51,36 +92,72 @@ def open_groups(
     def along(name: str, *axes: str) -> Group:
         return world.split(prefix + name, mesh.groups(axes))
 
-    same = layout.tp // kv_heads if kv_heads and layout.tp > kv_heads else 1
-    copies = [
-        group[i : i + same] for group in mesh.groups(["tp"]) for i in range(0, len(group), same)
-    ]
-    tied = {program.host[piece] for pair in program.tied for piece in pair}
-    tied = tied if len(tied) > 1 else set()
-    ties: list[tuple[int, ...]] = []
-    for group in mesh.groups(["pp"]):
-        ties += [(rank,) for stage, rank in enumerate(group) if stage not in tied]
-        ties += [tuple(rank for stage, rank in enumerate(group) if stage in tied)] * bool(tied)
-
     def pipeline(name: str, *, forward: bool) -> Group:
         flows = _flows(program, forward=forward)
         return world.split(prefix + name, mesh.groups(["pp"]), flows)
 
     return Groups(
         tp=along("tp", "tp"),
-        kv=world.split(prefix + "kv", copies),
-        norms=along("norms", "tp"),
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
-        gather=along("gather", *layout.shard_axes),
-        reduce=along("reduce", *layout.shard_axes),
-        replica=along("replica", *layout.replica_axes),
         count=along("count", "dp", "cp"),
         activations=pipeline("activations", forward=True),
         gradients=pipeline("gradients", forward=False),
-        tie=world.split(prefix + "tie", ties),
         everyone=world.split(prefix + "everyone", [tuple(range(world.size))]),
+        units=_open_units(world, layout, model, program, prefix),
     )
+
+
+def _open_units(
+    world: World, layout: Layout, model: Model, program: Program, prefix: str
+) -> tuple[UnitGroups, ...]:
+    """The groups of every unit. Units over the same ranks share their groups."""
+    mesh = layout.mesh
+    opened: dict[tuple[str, Ranks], Group] = {}
+
+    def shared(name: str, ranks: Ranks) -> Group:
+        number = sum(known == name for known, _ in opened)
+        if (name, ranks) not in opened:
+            opened[name, ranks] = world.split(f"{prefix}{name}{number or ''}", ranks)
+        return opened[name, ranks]
+
+    # Apart from the regions' group: never between two messages of a region.
+    heads = model.counts.get("kv", 0)
+    same = layout.tp // heads if heads and layout.tp > heads else 1
+    over_tp = mesh.groups(["tp"])
+    also = {
+        "kv": shared("kv", _in_runs(over_tp, same)),  # ranks with the same key and value head
+        "norms": shared("norms", over_tp),
+    }
+    units = []
+    for unit in range(len(model.pieces)):
+        axes = unit_axes(model, layout, unit)
+        stages = {program.host[piece] for piece in program.users(unit)}
+        units.append(
+            UnitGroups(
+                gather=shared("gather", mesh.groups(axes.shard)),
+                reduce=shared("reduce", mesh.groups(axes.shard)),
+                replica=shared("replica", mesh.groups(axes.replica)),
+                tie=shared("tie", _stages(mesh.groups(["pp"]), stages)),
+                also=also,
+            )
+        )
+    return tuple(units)
+
+
+def _in_runs(groups: Ranks, size: int) -> Ranks:
+    """Groups cut into runs of `size` neighbours."""
+    return tuple(g[i : i + size] for g in groups for i in range(0, len(g), size))
+
+
+def _stages(pipelines: Ranks, stages: set[int]) -> Ranks:
+    """In each pipeline the ranks of these stages together, if they are several; the rest alone."""
+    together = stages if len(stages) > 1 else set[int]()
+    groups: list[tuple[int, ...]] = []
+    for pipeline in pipelines:
+        groups += [(rank,) for stage, rank in enumerate(pipeline) if stage not in together]
+        groups += [tuple(pipeline[stage] for stage in sorted(together))] * bool(together)
+    return tuple(groups)
 
 
 def _flows(program: Program, *, forward: bool) -> list[tuple[int, int]]:

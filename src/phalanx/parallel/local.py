@@ -57,8 +57,7 @@ def hold(
     refuse_unfit(model, layout)
     mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
     held = sorted({unit for piece in mine for unit in program.units(piece)})
-    kv_heads = model.counts.get("kv", 0)
-    wires = open_groups(world, layout, program, kv_heads=kv_heads, prefix=prefix)
+    wires = open_groups(world, layout, model, program, prefix=prefix)
     precision = precision or Precision()
     pool = Pool(world.device, empty=world.empty, poison=poison)
     weights = cut_weights(model, layout, wires.tp.rank)
@@ -69,11 +68,12 @@ def hold(
         number: Unit(
             number,
             [w for name, w in weights.items() if model.unit_of[name] == number],
-            wires,
+            wires.units[number],
             pool,
             precision,
             resident=number not in dropped,
             at_host=bool({"weights", "optimizer"} & set(layout.offload)),
+            replicas_apart=program.replicated,
         )
         for number in held
     }
@@ -157,5 +157,5 @@ def _fill(model: Model, units: dict[int, Unit], weights: dict[str, Weight], seed
             whole = start(model, name, seed, unit.precision.master)
             unit.fill(name, weights[name].part(whole))
         unit.refresh()
-        if unit.resident and unit.wires.gather.size > 1:
+        if unit.resident and unit.groups.gather.size > 1:
             unit.gather().wait()

@@ -201,7 +201,7 @@ def owned(holding: Holding, updates: Updates) -> Iterator[Part]:
     """The numbers that this rank writes: those that no rank before it has."""
     for number, unit in holding.units.items():
         # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
-        if number not in holding.pieces or holding.wires.replica.rank:
+        if number not in holding.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
             padding = any(a == b for a, b in _box(entry))
@@ -401,7 +401,7 @@ def load(
     _raise_on_all(group, path, error)
     for unit in holding.units.values():  # ranks gather here, so all must come
         unit.refresh()
-        if unit.resident and unit.wires.gather.size > 1:
+        if unit.resident and unit.groups.gather.size > 1:
             unit.gather().wait()
     notices = () if identity is None else tuple(identity.notices(manifest))
     return Loaded(manifest.progress, path, damaged, notices)

@@ -94,13 +94,16 @@ class Executor:
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
             ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back,
         }  # fmt: skip
-        wires, reduces = holding.wires, any(op.kind == ops.REDUCE for op in self.row)
-        if reduces and program.replicated != (wires.reduce.size > 1 and wires.replica.size > 1):
-            raise ProgramError(
-                f"the program sums over replicas {'' if program.replicated else 'not '}apart"
-                f" ({ops.REDUCE_REPLICAS}); gradients here have {wires.reduce.size} shards and"
-                f" {wires.replica.size} replicas. Build it for this layout."
-            )
+        for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
+            unit, groups = holding.units[number], holding.units[number].groups
+            both = groups.reduce.size > 1 and groups.replica.size > 1
+            if unit.replicas_apart != program.replicated or (both and not program.replicated):
+                raise ProgramError(
+                    f"the program sums over replicas {'' if program.replicated else 'not '}apart"
+                    f" ({ops.REDUCE_REPLICAS}); the gradient of unit {number} has"
+                    f" {groups.reduce.size} shards and {groups.replica.size} replicas."
+                    " Build it for this layout."
+                )
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One training step on this rank's microbatches."""
@@ -237,7 +240,7 @@ class Executor:
     def _counts(self, unit: int) -> bool:
         """Each logical weight is counted by one rank of its copies, and on one stage."""
         home = self.program.host[unit] == self.program.owner[self.rank]
-        return home and self.holding.wires.replica.rank == 0
+        return home and self.holding.units[unit].groups.replica.rank == 0
 
     @property
     def _loss_scale(self) -> float:
@@ -352,9 +355,9 @@ class Executor:
         return self.holding.units[op.piece].reduce_replicas()
 
     def _tie(self, op: Op) -> Work:
-        gradient = self.holding.units[op.piece].gradient
-        assert gradient is not None
-        return self.holding.wires.tie.all_reduce(gradient, wait=False)
+        unit = self.holding.units[op.piece]
+        assert unit.gradient is not None
+        return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _update(self, op: Op) -> None:
         if self.norm is None or math.isfinite(self.norm):

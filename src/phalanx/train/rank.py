@@ -199,7 +199,7 @@ def _sizes(units: Mapping[int, Unit], state: Mapping[int, int], pieces: int) -> 
     compute = {n: 0 if u.same else u.numel * u.precision.compute.itemsize for n, u in units.items()}
     whole = {n: u.numel * u.precision.reduce.itemsize for n, u in units.items()}
     parts = {n: u.part * u.precision.reduce.itemsize for n, u in units.items()}
-    cut = any(u.wires.reduce.size > 1 for u in units.values())
+    cut = any(u.groups.reduce.size > 1 for u in units.values())
     return Sizes(
         kept=none, input=none,
         home=each({n: _bytes(u.home) for n, u in units.items()}),

@@ -78,7 +78,7 @@ class Trainer(Executor):
     def first_bad(self) -> tuple[int, str] | None:
         """What was the first that was not finite in the step just done, of what this rank made: how far
         along the step, and what it is. A gradient that ranks have summed is nobody's own."""
-        pieces, wires = self.program.pieces, self.holding.wires
+        pieces, units = self.program.pieces, self.holding.units
         bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
         found = [(p, f"the output of piece {p}") for way, p in bad if way == ops.FORWARD]
         # Backward begins at the last piece.
@@ -87,12 +87,11 @@ class Trainer(Executor):
             for way, p in bad
             if way == ops.BACKWARD
         ]
-        summed = wires.reduce.size * wires.replica.size
-        which = f", a sum over {summed} ranks of which any may have made it," if summed > 1 else ""
-        found += [
-            (3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}")
-            for p in self.bad_units
-        ]
+        for p in self.bad_units:
+            summed = units[p].groups.reduce.size * units[p].groups.replica.size
+            which = f", a sum over {summed} ranks of which any may have made it,"
+            which = which if summed > 1 else ""
+            found.append((3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}"))
         return min(found, default=None)
 
 

@@ -235,7 +235,7 @@ def _() -> AbstractContextManager[None]:
     "1/2 of it: not summed over an axis of 2",
 )
 def _() -> AbstractContextManager[None]:
-    return _summed(lambda unit, part: part.div_(unit.wires.replica.size))
+    return _summed(lambda unit, part: part.div_(unit.groups.replica.size))
 
 
 def _summed(change: Callable[[Unit, Tensor], object]) -> AbstractContextManager[None]:
