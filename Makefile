@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check slow clean
+.PHONY: demo test check slow faults clean
 
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml constraints.txt
@@ -25,6 +25,10 @@ check: .venv/installed
 
 slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+# Mistakes put into the code on purpose, and what `phalanx verify` says of each.
+faults: .venv/installed
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m seeded
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

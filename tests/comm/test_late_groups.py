@@ -9,7 +9,7 @@ from phalanx.layout import Layout
 from phalanx.program import ops
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES, verify
-from phalanx.verify.faults import swapped
+from seeded import swapped
 
 
 def everyone(world):

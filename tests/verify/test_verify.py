@@ -8,11 +8,12 @@ import pytest
 
 from adversary import late_worlds
 from phalanx.cli.main import main
+from phalanx.comm import RankFailed, World
+from phalanx.comm.launch import launch
 from phalanx.layout import Layout, legal
 from phalanx.verify import SHAPES, batch_of, compare, covering, every_layout, verify
-from phalanx.verify.catch import catch
-from phalanx.verify.faults import FAULTS, Fault
 from phalanx.verify.reference import Step, Trace
+from seeded import FAULTS, Fault, catch, swapped
 
 
 def failures(verdicts: object) -> list[str]:
@@ -70,11 +71,32 @@ def test_thirty_layouts_of_four_gloo_processes_agree_in_one_world() -> None:
     assert failures(verify(SHAPES["gqa"], layouts, wire="gloo")) == []
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_a_seeded_fault_is_caught_and_named(fault: Fault) -> None:
-    seen = catch(fault)
+@pytest.mark.parametrize(
+    ("fault", "dtype"),
+    [(f, dtype) for f in FAULTS for dtype in f.dtypes],
+    ids=lambda x: x.name if isinstance(x, Fault) else x,
+)
+def test_a_seeded_fault_is_caught_and_named(fault: Fault, dtype: str) -> None:
+    seen = catch(fault, dtype)
     assert seen.caught
     assert fault.names in seen.first_difference
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.dtypes == ("float16",)])
+def test_a_fault_of_the_loss_scale_is_none_in_bfloat16(fault: Fault) -> None:
+    """Which has no loss scale: what is caught in float16 is the scale and nothing beside it."""
+    assert not catch(fault, "bfloat16").caught
+
+
+def test_a_replacement_by_a_rank_that_is_a_thread_is_refused() -> None:
+    """Ranks that each replaced the same name would leave a replacement in place for good."""
+
+    def rank(world: World) -> None:
+        with swapped(Fault, "__doc__", "replaced"):
+            pass
+
+    with pytest.raises(RankFailed, match="before the ranks start"):
+        launch(rank, 2, wire="threads")
 
 
 def test_every_layout_is_legal_and_listed_once() -> None:

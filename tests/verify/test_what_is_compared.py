@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from narrow import trained
 from torch import Tensor
 
 import phalanx.verify
@@ -35,15 +34,14 @@ from phalanx.verify import (
     batch_of,
     covering,
     every_layout,
-    faults_of_order,
     trial,
     verify,
 )
-from phalanx.verify.faults import FAULTS, swapped
 from phalanx.verify.memory import GIB, available, needed
 from phalanx.verify.reference import draw
 from phalanx.verify.trial import Setting
 from phalanx.verify.verify import judge, precision_named, truth_of
+from seeded import FAULTS, setting_of, swapped, trained, truth
 
 WIDE = Precision(torch.float64, torch.float64, torch.float64)
 
@@ -178,11 +176,11 @@ def scaled(patch: AbstractContextManager[None] | None = None) -> Verdict:
         overflowing, steps=6, precision=precision_named("float16"), scaling=(1024.0, 2)
     )
     make = partial(build_model, MLP)
-    truth = truth_of(make, setting)
+    known = truth_of(make, setting)
     # Grown after two good steps in a row, halved by the overflow.
-    assert [s.scale for s in truth.trace.steps] == [1024, 1024, 512, 512, 1024, 1024]
+    assert [s.scale for s in known.trace.steps] == [1024, 1024, 512, 512, 1024, 1024]
     with patch or contextmanager(lambda: iter([None]))():
-        return judge(Layout(), trained("dp2", MLP, setting), truth, setting)
+        return judge(Layout(), trained(Layout.parse("dp2"), MLP, setting), known, setting)
 
 
 def test_an_overflow_skips_the_step_and_halves_the_loss_scale_as_torchs_scaler_does() -> None:
@@ -219,14 +217,11 @@ def test_a_loss_scale_that_goes_wrong_is_named(
 
 
 def test_a_step_that_overflowed_and_was_not_skipped_is_caught() -> None:
-    right = Executor._agree
-
-    def agree(self: Executor, op: Op) -> None:
-        right(self, op)
+    def heard(self: Executor, sums: Sequence[float]) -> None:
         if self.norm is not None and not math.isfinite(self.norm):
-            self.norm, self.scale = 1.0, 0.0
+            self.norm = 1.0
 
-    assert "step 1: " in scaled(swapped(Executor, "_agree", agree)).first_difference
+    assert "step 1: " in scaled(swapped(Executor, "_heard", heard)).first_difference
 
 
 # ---- validation
@@ -323,7 +318,6 @@ def test_somebodys_model_whose_layers_start_equal_is_told_so() -> None:
 
 # ---- outputs where time is padded
 
-assert faults_of_order.__doc__  # importing it enters its faults into the list
 PADDED = [f for f in FAULTS if f.layout.cp > 1 and "output of layers.0" in f.names and not f.packed]
 
 
@@ -333,7 +327,7 @@ def test_a_fault_is_named_by_its_piece_where_time_is_padded(fault: Any) -> None:
     shape = replace(SHAPES["gqa"], sequence=11)
     assert len(PADDED) >= 4
     with fault.patch():
-        [verdict] = verify(shape, [fault.layout])
+        [verdict] = verify(shape, [replace(fault.layout, precision="fp64")])
     assert "the output of layers.0[" in verdict.first_difference
 
 
@@ -341,7 +335,7 @@ def test_outputs_of_every_token_and_piece_are_compared_where_time_is_padded() ->
     shape = replace(SHAPES["gqa"], sequence=11)
     setting = Setting(partial(batch_of, shape), steps=1, precision=WIDE)
     for layout in ("cp2 fp64", "cp2 tp2 seq fp64", "tp4 seq fp64", "pp2 cp4:2x2 1f1b:3 fp64"):
-        outputs = trained(layout, shape, setting).steps[0].outputs
+        outputs = trained(Layout.parse(layout), shape, setting).steps[0].outputs
         assert outputs.keys() == {"embed", *(f"layers.{n}" for n in range(4))}
         for numbers in outputs.values():
             assert numbers.shape == (25, 11)
@@ -358,11 +352,11 @@ def test_two_tokens_whose_outputs_are_swapped_are_caught() -> None:
         return right(self, tokens, positions).flip(1)
 
     fault = swapped(decoder.Embed, "forward", forward)
-    setting = Setting(partial(batch_of, SHAPES["gqa"]), precision=WIDE)
-    truth = truth_of(partial(build_model, SHAPES["gqa"]), setting)
+    setting = setting_of(SHAPES["gqa"])
     with fault:
-        got = trained("dp2 fp64", SHAPES["gqa"], setting)
-    assert "the output of embed[" in judge(Layout(), got, truth, setting).first_difference
+        got = trained(Layout.parse("dp2 fp64"), SHAPES["gqa"], setting)
+    verdict = judge(Layout(), got, truth("gqa"), setting)
+    assert "the output of embed[" in verdict.first_difference
 
 
 # ---- a layout that raises, cannot fit, or is not a number
@@ -414,13 +408,10 @@ def test_a_recomputation_that_cannot_fit_is_listed_apart(
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2 1f1b:3", "tp2", "accum:3"])
 def test_a_norm_that_is_not_a_number_is_a_clear_message(layout: str) -> None:
-    right = Executor._agree
-
-    def agree(self: Executor, op: Op) -> None:
-        right(self, op)
+    def heard(self: Executor, sums: Sequence[float]) -> None:
         self.norm = math.nan
 
-    with swapped(Executor, "_agree", agree):
+    with swapped(Executor, "_heard", heard):
         said = first(layout)
     assert said.startswith("step 0: the norm is nan, one process has 0.")
 

@@ -38,7 +38,8 @@ compared: it is listed and counted apart.
   phalanx verify --model gpt --ranks 4 --cover 40
   phalanx verify --ranks 8 --part 1/4
   phalanx verify --dtype bfloat16 --optimizer sgd --dropout 0.1 --layouts "dp2 tp2 seq"
-  phalanx verify --faults"""
+
+`make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each."""
 
 
 def run(argv: list[str]) -> int:
@@ -67,36 +68,29 @@ def run(argv: list[str]) -> int:
     add("--part", metavar="I/N", help="one part of a long enumeration; resumes where it stopped")
     add("--log", metavar="FILE", help="verdicts as JSON lines; those it holds are not run again")
     add("--record", metavar="FILE", help="the last layout's last step, for `phalanx draw run`")
-    add("--faults", action="store_true", help="put seeded faults in, and see each one caught")
     add("--json", action="store_true")
-    said = parser.read(argv)
-    _check(said)
-    if said.faults:
-        return _faults(said)
-    return _verify(said)
-
-
-def _verify(said: argparse.Namespace) -> int:
-    shape, make = _model(said.model)
-    layouts, log = _part(_layouts(said, shape), said), _log(said, shape)
+    args = parser.read(argv)
+    _check(args)
+    shape, make = _model(args.model)
+    layouts, log = _part(_layouts(args, shape), args), _log(args, shape)
     if layouts:
-        _enough(said, shape, make, layouts)
+        _enough(args, shape, make, layouts)
     from ..verify import verify
 
     verdicts = []
     for verdict in verify(
         shape, layouts,
-        wire=said.wire, steps=said.steps, dtype=said.dtype, seed=said.seed,
-        packed=said.packed, dropout=said.dropout, optimizer=said.optimizer,
+        wire=args.wire, steps=args.steps, dtype=args.dtype, seed=args.seed,
+        packed=args.packed, dropout=args.dropout, optimizer=args.optimizer,
         log=log, make=make,
-        record=Path(said.record) if said.record else None,
+        record=Path(args.record) if args.record else None,
     ):  # fmt: skip
         verdicts.append(verdict)
-        if not said.json:
+        if not args.json:
             _print(verdict)
     compared = [v for v in verdicts if not v.cannot_fit]
     failed = sum(not v.passed for v in compared)
-    if said.json:
+    if args.json:
         print_json(
             {
                 "layouts": [asdict(v) for v in verdicts],
@@ -111,7 +105,7 @@ def _verify(said: argparse.Namespace) -> int:
         apart = f" {rest} cannot fit and were not compared." if rest else ""
         say(
             f"{len(compared) - failed} of {len(compared)} layouts of {shape.name} agree with one"
-            f" process in {said.dtype}; largest relative error {worst:.1e}.{apart}"
+            f" process in {args.dtype}; largest relative error {worst:.1e}.{apart}"
         )
     if failed:
         return 1
@@ -129,32 +123,32 @@ def _print(verdict: Verdict) -> None:
         say(f"     {verdict.first_difference}", flush=True)
 
 
-def _check(said: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     """Refuse what has no meaning, before anything is loaded."""
-    if not 1 <= said.steps <= STEPS or (said.cover is not None and said.cover < 1):
+    if not 1 <= args.steps <= STEPS or (args.cover is not None and args.cover < 1):
         raise UsageError(f"--steps is 1 to {STEPS:,}, --cover 1 or more.")
-    if not 1 <= said.ranks <= MOST:
+    if not 1 <= args.ranks <= MOST:
         raise UsageError(
-            f"--ranks is {said.ranks:,}; all layouts of 1 to {MOST} ranks can be told. Name larger"
+            f"--ranks is {args.ranks:,}; all layouts of 1 to {MOST} ranks can be listed. Name larger"
             " ones with --layouts."
         )
-    if not said.axes.split() or (wrong := [x for x in said.axes.split() if x not in AXES]):
-        shown = repr(wrong[0][:60]) if said.axes.split() else "nothing"
+    if not args.axes.split() or (wrong := [x for x in args.axes.split() if x not in AXES]):
+        shown = repr(wrong[0][:60]) if args.axes.split() else "nothing"
         raise UsageError(f"--axes names {shown}; choose of {' '.join(AXES)}.")
-    if said.part and not _parts(said.part):
-        raise UsageError(f"--part {said.part[:60]}: write 1/4, 2/4, 3/4 or 4/4.")
-    if not 0 <= said.dropout < 1:
-        raise UsageError(f"--dropout is {said.dropout}; a rate is 0 or more and less than 1.")
-    if said.memory is not None and not said.memory > 0:
-        raise UsageError(f"--memory is {said.memory}; write how many GiB may be used.")
-    if names_source(said.model):
-        refuse_broken(said.model, LayoutError)
-        if said.dropout:
+    if args.part and not _parts(args.part):
+        raise UsageError(f"--part {args.part[:60]}: write 1/4, 2/4, 3/4 or 4/4.")
+    if not 0 <= args.dropout < 1:
+        raise UsageError(f"--dropout is {args.dropout}; a rate is 0 or more and less than 1.")
+    if args.memory is not None and not args.memory > 0:
+        raise UsageError(f"--memory is {args.memory}; write how many GiB may be used.")
+    if names_source(args.model):
+        refuse_broken(args.model, LayoutError)
+        if args.dropout:
             raise UsageError("--dropout is for the built-in models; write the rate into your own.")
-    try_file(said.record, "--record")
-    if said.log:
-        try_folder(str(Path(said.log).parent), "--log")
-        _refuse_irregular(Path(said.log))
+    try_file(args.record, "--record")
+    if args.log:
+        try_folder(str(Path(args.log).parent), "--log")
+        _refuse_irregular(Path(args.log))
 
 
 def _refuse_irregular(log: Path) -> None:
@@ -169,7 +163,7 @@ def _refuse_irregular(log: Path) -> None:
 
 
 def _enough(
-    said: argparse.Namespace,
+    args: argparse.Namespace,
     shape: Shape,
     make: Callable[[], Model] | None,
     layouts: list[Layout],
@@ -180,13 +174,13 @@ def _enough(
     parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
     need = needed(
         shape, parameters, layouts,
-        steps=said.steps, dtype=said.dtype, processes=said.wire != "threads",
+        steps=args.steps, dtype=args.dtype, processes=args.wire != "threads",
     )  # fmt: skip
-    limit = available() if said.memory is None else said.memory * GIB
+    limit = available() if args.memory is None else args.memory * GIB
     if need.total > limit:
-        where = "are available" if said.memory is None else "may be used (--memory)"
+        where = "are available" if args.memory is None else "may be used (--memory)"
         raise UsageError(
-            f"verify --model {said.model} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
+            f"verify --model {args.model} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
             " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
             " ranks or --steps, or --memory GIB if you know better."
         )
@@ -213,11 +207,11 @@ def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     return Shape.load(name), None
 
 
-def _layouts(said: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
-    if said.layouts is None:
-        every = every_layout(shape, said.ranks, axes=said.axes)
-        return covering(every, said.cover) if said.cover else every
-    named = Layout.parse_many(said.layouts)
+def _layouts(args: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
+    if args.layouts is None:
+        every = every_layout(shape, args.ranks, axes=args.axes)
+        return covering(every, args.cover) if args.cover else every
+    named = Layout.parse_many(args.layouts)
     refuse_ranks(
         max((layout.ranks for layout in named), default=1),
         flag="--layouts: the most ranks of a layout",
@@ -230,53 +224,28 @@ def _layouts(said: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
             wrong.append(f"{layout}: " + " ".join(map(str, broken)) + f" Nearest: {near}.")
     if wrong:
         raise LayoutError("\n".join(wrong))
-    return tuple(replace(x, precision="fp64") if said.dtype == "float64" else x for x in named)
+    return tuple(replace(x, precision="fp64") if args.dtype == "float64" else x for x in named)
 
 
 def _parts(text: str) -> tuple[int, int] | None:
     """The part and the number of parts that I/N says."""
-    found = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text)
-    return (int(found[1]), int(found[2])) if found and 1 <= int(found[1]) <= int(found[2]) else None
+    match = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text)
+    return (int(match[1]), int(match[2])) if match and 1 <= int(match[1]) <= int(match[2]) else None
 
 
-def _part(layouts: Sequence[Layout], said: argparse.Namespace) -> list[Layout]:
+def _part(layouts: Sequence[Layout], args: argparse.Namespace) -> list[Layout]:
     """Every n-th layout, so that each part has its share of the large ones."""
-    part, parts = _parts(said.part or "") or (1, 1)
+    part, parts = _parts(args.part or "") or (1, 1)
     return list(layouts[part - 1 :: parts])
 
 
-def _log(said: argparse.Namespace, shape: Shape) -> Path | None:
-    """Where verdicts are told, in a folder that is made."""
-    if not said.log and not said.part:
+def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
+    """The file of verdicts, in a folder that is made."""
+    if not args.log and not args.part:
         return None
-    part = str(said.part).replace("/", "of")
-    default = f"{shape.name}-{said.ranks}-{said.dtype}-{said.wire}-{part}.jsonl"
-    log = Path(said.log) if said.log else Path("runs", "verify", default)
+    part = str(args.part).replace("/", "of")
+    default = f"{shape.name}-{args.ranks}-{args.dtype}-{args.wire}-{part}.jsonl"
+    log = Path(args.log) if args.log else Path("runs", "verify", default)
     try_folder(str(log.parent), "--log")
     log.parent.mkdir(parents=True, exist_ok=True)
     return log
-
-
-def _faults(said: argparse.Namespace) -> int:
-    from ..verify.catch import catch
-    from ..verify.faults import FAULTS
-
-    caught = [catch(fault) for fault in FAULTS]
-    if said.json:
-        print_json({"faults": [asdict(c) for c in caught]})
-        return 0 if all(c.caught and c.named for c in caught) else 1
-    say("| fault | layout | verify says | loss of the first step off by | of three steps |")
-    say("|---|---|---|---|---|")
-    for c in caught:
-        says = c.first_difference.split(" is ")[0] if c.caught else "NOT CAUGHT"
-        say(
-            f"| {c.fault} | {c.layout.removesuffix(' fp64')} | {says} |"
-            f" {c.first_loss_error:.0e} | {c.loss_error:.0e} |"
-        )
-    first = sum(c.first_loss_error > 1e-3 for c in caught)
-    three = sum(c.loss_error > 1e-3 for c in caught)
-    say(
-        f"\nverify catches {sum(c.caught for c in caught)} of {len(caught)}. Losses that agree to"
-        f" 1e-3 would have caught {first} after one step, {three} after three."
-    )
-    return 0 if all(c.caught and c.named for c in caught) else 1

@@ -1,4 +1,4 @@
-"""Seeded faults of pipelines, context parallelism, recomputation and offload; see `faults.py`."""
+"""Seeded faults of pipelines, context parallelism, recomputation and offload."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Group, Work, regions
-from ..layout import Layout
-from ..parallel import batch, context, kernels
-from ..parallel.kernels import Sight
-from ..parallel.pieces import Box, Piece
-from ..program import Op, ops
-from ..train.executor import Executor
-from .faults import fault, swapped
+from phalanx.comm import Group, Work, regions
+from phalanx.layout import Layout
+from phalanx.parallel import batch, context, kernels
+from phalanx.parallel.kernels import Sight
+from phalanx.parallel.pieces import Box, Piece
+from phalanx.program import Op, ops
+from phalanx.train.executor import Executor
 
-__all__: list[str] = []
-
+from .fault import fault, swapped
 
 # ---- pipelines
 

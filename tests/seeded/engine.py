@@ -1,72 +1,25 @@
-"""Faults put in on purpose, to see that `verify` catches them and what a comparison of losses sees.
-
-Each replaces one function or method of the engine by one that is wrong in a way people have been
-wrong in. They act on ranks that are threads of this process.
-"""
+"""Seeded faults of tensor and data parallelism, of the loss, the norm and the update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm import Group, Work, regions
-from ..layout import Layout
-from ..layout.rules import Cut
-from ..parallel import Unit, count_valid, local, tensor
-from ..parallel.data import Pool, Segment, Then
-from ..parallel.tensor import RowLinear, VocabularyEmbedding, Weight
-from ..train import executor
-from ..train.executor import Executor
-from ..train.optimizer import Update
+from phalanx.comm import Group, Work, regions
+from phalanx.layout.rules import Cut
+from phalanx.parallel import Unit, count_valid, local, tensor
+from phalanx.parallel.data import Pool, Segment, Then
+from phalanx.parallel.tensor import RowLinear, VocabularyEmbedding, Weight
+from phalanx.train import executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import Update
 
-__all__ = ["FAULTS", "Fault", "fault", "swapped"]
-
-Patch = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault, where it shows, and the words that the first difference must contain."""
-
-    name: str
-    shape: str
-    layout: Layout
-    patch: Patch
-    names: str
-    packed: bool = False
-    dropout: float = 0.0
-
-
-FAULTS: list[Fault] = []
-
-
-@contextmanager
-def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """`owner.name` is `new` for a while."""
-    old = owner.__dict__[name]
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
-
-
-def fault(
-    name: str, shape: str, layout: str, names: str, *, packed: bool = False, dropout: float = 0.0
-) -> Callable[[Patch], Patch]:
-    """Enter a patch into the list."""
-
-    def enter(patch: Patch) -> Patch:
-        where = Layout.parse(layout + " fp64")
-        FAULTS.append(Fault(name, shape, where, patch, names, packed, dropout))
-        return patch
-
-    return enter
+from .fault import fault, swapped
 
 
 def _whole(x: Tensor, wire: Group, *dims: int) -> Tensor:

@@ -1,0 +1,21 @@
+"""Seeded faults: mistakes put into the engine on purpose. `make faults` lists what `verify` says."""
+
+from . import engine, narrow, order
+from .catch import Catch, catch, setting_of, trained, truth, verdict_of
+from .fault import FAULTS, HALVES, Fault, swapped
+
+LISTED = (engine, order, narrow)  # importing each enters its faults into the list
+
+__all__ = [
+    "FAULTS",
+    "HALVES",
+    "LISTED",
+    "Catch",
+    "Fault",
+    "catch",
+    "setting_of",
+    "swapped",
+    "trained",
+    "truth",
+    "verdict_of",
+]

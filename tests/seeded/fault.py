@@ -1,0 +1,72 @@
+"""The list of seeded faults: mistakes put into the engine on purpose, to see `verify` name them.
+
+Each replaces one function or method of the engine by one that is wrong in a way people have been
+wrong in. They act on ranks that are threads of this process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.layout import Layout
+
+Patch = Callable[[], AbstractContextManager[None]]
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, where it shows, and the words that the first difference must contain."""
+
+    name: str
+    shape: str
+    layout: Layout
+    patch: Patch
+    names: str
+    packed: bool = False
+    dropout: float = 0.0
+    dtypes: tuple[str, ...] = ("float64",)  # in which it is a mistake that shows
+
+
+FAULTS: list[Fault] = []
+
+
+@contextmanager
+def swapped(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """`owner.name` is `new` for a while; entered before the ranks start, left after they ended.
+
+    Ranks that each swapped the same name would restore one another's replacement, and leave it for
+    good.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(f"swap {name} before the ranks start: other threads see it, too")
+    old = owner.__dict__[name]
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def fault(
+    name: str,
+    shape: str,
+    layout: str,
+    names: str,
+    *,
+    packed: bool = False,
+    dropout: float = 0.0,
+    dtypes: tuple[str, ...] = ("float64",),
+) -> Callable[[Patch], Patch]:
+    """Enter a patch into the list. The layout is in words without a precision."""
+
+    def enter(patch: Patch) -> Patch:
+        where = Layout.parse(layout)
+        FAULTS.append(Fault(name, shape, where, patch, names, packed, dropout, dtypes))
+        return patch
+
+    return enter

@@ -1,0 +1,109 @@
+"""Seeded faults of mixed precision: what is computed in 16 bits and kept in 32."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from phalanx.parallel.pieces import Piece
+from phalanx.program import Op, ops
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import Update
+
+from .fault import HALVES, fault, swapped
+
+
+def _stale_copy() -> AbstractContextManager[None]:
+    right = Update.__call__
+
+    def update(self: Update, lr: float, scale: float) -> None:
+        self.unit.refresh = lambda: None  # type: ignore[method-assign]
+        right(self, lr, scale)
+
+    return swapped(Update, "__call__", update)
+
+
+STALE = "updates reach the master weights and not the copy to compute with"
+fault(STALE, "gqa", "dp2", "step 2: the output of embed", dtypes=HALVES)(_stale_copy)
+fault(STALE, "gqa", "pp2 1f1b:3", "step 2: the output of embed", dtypes=HALVES)(_stale_copy)
+
+
+def _masters_not_kept() -> AbstractContextManager[None]:
+    right = Update.__call__
+
+    def update(self: Update, lr: float, scale: float) -> None:
+        right(self, lr, scale)
+        home = self.unit.home
+        home.copy_(home.to(self.unit.precision.compute))
+        self.unit.refresh()
+
+    return swapped(Update, "__call__", update)
+
+
+ROUNDED = "weights are rounded to 16 bits after each update"
+fault(ROUNDED, "gqa", "dp2", "step 0: the update of", dtypes=HALVES)(_masters_not_kept)
+fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(_masters_not_kept)
+
+
+@fault(
+    "the norm is that of the gradient times the loss scale",
+    "gqa",
+    "tp2",
+    "step 0: the norm",
+    dtypes=("float16",),
+)
+def _() -> AbstractContextManager[None]:
+    right = Executor._heard
+
+    def heard(self: Executor, sums: Any) -> None:
+        assert self.norm is not None
+        self.norm *= self._loss_scale
+        right(self, sums)
+
+    return swapped(Executor, "_heard", heard)
+
+
+@fault(
+    "the last stage divides the loss by the number of microbatches",
+    "gqa",
+    "pp2 1f1b:3",
+    "step 0: the gradient of head.output",
+    dtypes=HALVES,
+)
+def _() -> AbstractContextManager[None]:
+    right = Piece.seed
+    return swapped(Piece, "seed", lambda self, m, scale: right(self, m, scale / 3))
+
+
+@fault(
+    "gradients are divided by the number of microbatches where they cross stages",
+    "gqa",
+    "pp2 1f1b:3",
+    "step 0: the gradient of layers.1",
+    dtypes=HALVES,
+)
+def _() -> AbstractContextManager[None]:
+    right = Executor._send
+
+    def send(self: Executor, op: Op) -> Any:
+        if op.of != ops.FORWARD:
+            self.outgoing[ops.BACKWARD, op.piece, op.index].div_(3)
+        return right(self, op)
+
+    return swapped(Executor, "_send", send)
+
+
+@fault(
+    "the update takes the gradient times the loss scale",
+    "gqa",
+    "dp2",
+    "step 0: the update of",
+    dtypes=HALVES,
+)
+def _() -> AbstractContextManager[None]:
+    right = Update.__call__
+
+    def update(self: Update, lr: float, scale: float) -> None:
+        right(self, lr, scale * 1024)
+
+    return swapped(Update, "__call__", update)
