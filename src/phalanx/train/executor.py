@@ -207,8 +207,7 @@ class Executor:
         )
 
         def counted() -> None:
-            # A step without a single valid token has zero loss and zero gradients.
-            self.count = max(1.0, float(total))
+            self.count = float(total)
 
         return Then(self.holding.wires.count.all_reduce(total, wait=False), counted)
 
@@ -280,7 +279,8 @@ class Executor:
     def _backward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.holding.pieces[p]
-        seed = partial(piece.seed, m, self._loss_scale / self.count)
+        # A step without a single valid token has zero gradients.
+        seed = partial(piece.seed, m, self._loss_scale / max(1.0, self.count))
         gradient = seed() if piece.last else self.gradients.pop((p, m))
         into = (piece.backward if op.kind == ops.BACKWARD else piece.input_gradient)(m, gradient)
         if into is not None:

@@ -47,7 +47,7 @@ class Trainer(Executor):
         return self.loss, self.wants_to_stop()
 
     def _heard(self, sums: Sequence[float]) -> None:
-        self.total, self.stops = sums[0] / self.count, bool(sums[1])
+        self.total, self.stops = sums[0] / max(1.0, self.count), bool(sums[1])
         if not math.isfinite(self.total):
             self.norm = math.nan
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +15,7 @@ from .reference import Trace
 __all__ = ["EXACT", "Bounds", "Difference", "bounds_of", "compare"]
 
 EXACT = 1e-10  # the largest relative error in float64
-# In less: so many times the change that a unit in the last place makes. Products of 16-bit numbers
-# are added up in float32; those of float32 are too, so that their sums are rounded beside.
-FACTORS = {2: 2.0, 4: 10.0}  # by the dtype's bytes
+FACTOR = 2.0  # in less: so many times the change that a unit in the last place makes
 # A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
@@ -143,7 +140,7 @@ def compare(
     compared how far a weight has come from its start.
     """
     measure = _Measure(got, want, rate, bounds)
-    found = [*measure.tensors(0, "start", got.start, want.start), *_alike(got.start)]
+    found = list(measure.tensors(0, "start", got.start, want.start))
     for number in range(len(want.steps)):
         found += _step(measure, number)
     if want.validation is not None:
@@ -160,14 +157,21 @@ def bounds_of(
     `nudged` are trainings like `want` with such changes in them. What is close to zero, or what they
     leave as it is by chance, may be off by a rounding.
     """
-    eps = torch.finfo(compute).eps
-    least = eps / 16 + 4 * torch.finfo(torch.float32).eps
+    eps, single = torch.finfo(compute).eps, torch.finfo(torch.float32).eps
+    least = eps / 16 + 4 * single
     free = dict.fromkeys((d.key for d in compare(want, want, rate, _Anything())), 0.0)
     for trace in nudged:
         for found in compare(trace, want, rate, _Anything()):
             free[found.key] = max(free[found.key], found.error)
-    factor = FACTORS[compute.itemsize]
-    return {key: factor * change + least for key, change in free.items()}
+    bounds = {key: FACTOR * change + least for key, change in free.items()}
+    # A weight is kept in float32. Beside a small update its own rounding is large.
+    for number, step in enumerate(want.steps):
+        for name, moved in _moved(step.weights, want.start).items():
+            size = float(moved.norm())
+            if size > 0:
+                rounding = single * float(step.weights[name].double().norm()) / size
+                bounds[number, "update", name] += rounding
+    return bounds
 
 
 class _Anything(dict[Key, float]):
@@ -175,21 +179,6 @@ class _Anything(dict[Key, float]):
 
     def __missing__(self, key: Key) -> float:
         return math.inf
-
-
-def _alike(start: Mapping[str, Tensor]) -> Iterator[Difference]:
-    """Weights that start equal number by number, though they were drawn."""
-    seen: dict[tuple[torch.Size, bytes], str] = {}
-    for name, weight in start.items():
-        flat = weight.reshape(-1)
-        if flat.numel() < 2 or bool((flat == flat[0]).all()):
-            continue  # all ones, or all zeros
-        key = weight.shape, hashlib.sha256(weight.contiguous().numpy().tobytes()).digest()
-        if (other := seen.setdefault(key, name)) != name:
-            first = float(flat[0])
-            element = (0,) * weight.dim()
-            hint = f"all of it equal to {other}; each weight is drawn for itself"
-            yield Difference(0, "start", name, element, first, first, math.inf, 0.0, hint)
 
 
 def _step(measure: _Measure, number: int) -> Iterator[Difference]:

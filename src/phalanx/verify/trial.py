@@ -290,7 +290,7 @@ def _join_step(
     if step == 0:
         all_ += wholes[-1, "start"].values()
     return Step(
-        sum(rank.losses[step] for rank in seen) / seen[0].counts[step],
+        sum(rank.losses[step] for rank in seen) / max(1.0, seen[0].counts[step]),
         -1.0 if norm is None else norm,
         _numbers(gradients),
         _numbers(weights),
