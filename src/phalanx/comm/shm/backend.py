@@ -33,8 +33,9 @@ from torch import Tensor
 
 from phalanx.comm.base import Call, CommError, CommMisuse, Work
 from phalanx.comm.shm.arena import Extent, Reserved
+from phalanx.comm.shm.little import Little
 from phalanx.comm.shm.local import Ongoing, SharedWire, SharedWorld
-from phalanx.comm.shm.table import Done, Line
+from phalanx.comm.shm.table import Done, Line, Table
 from phalanx.comm.shm.watch import CommTimeout
 
 __all__ = ["SharedGroup", "SharedWorld"]
@@ -55,6 +56,11 @@ _OPS = {
 # Guards all groups of this process: whoever moves calls holds it, and nobody sleeps with it.
 _lock = threading.RLock()
 _groups: "dict[str, SharedGroup]" = {}
+# All lines with calls, of all groups.
+_busy: "dict[Line, SharedWorld]" = {}
+
+# Seconds that the thread leaves a new call to whoever made it: most are waited for at once.
+_NAP = 2e-4
 
 
 # ---- calls under way
@@ -209,6 +215,8 @@ class _Progress:
         finally:
             with _lock:
                 self._waiting -= 1
+                if self.pending and not self._waiting:
+                    self._more.notify()
 
     def idle(self) -> bool:
         """Whether this is the thread and somebody else moves the calls anyway."""
@@ -218,20 +226,27 @@ class _Progress:
         """Move the calls of all groups; True if something moved."""
         moved = False
         with _lock:
-            for group in tuple(_groups.values()):
-                moved |= group.world.advance_own()
+            for line, world in tuple(_busy.items()):
+                moved |= world.move(line)
             ended = [work for work in self.pending if work.over()] if moved else []
         for work in ended:
             work.end()
         return moved
 
     def _run(self) -> None:
+        naps = 0
         while True:
+            # To be woken costs a caller more than the naps do while calls follow each other.
+            time.sleep(_NAP)
+            naps += 1
             with _lock:
-                while not self.pending:
+                while naps > 25 and (self._waiting or not self.pending):
                     self._more.wait()
-                work = next(iter(self.pending))
-            work.drive(quiet=True)
+                    naps = 0
+                work = None if self._waiting else next(iter(self.pending), None)
+            if work is not None:
+                naps = 0
+                work.drive(quiet=True)
             del work
 
 
@@ -241,21 +256,37 @@ _progress = _Progress()
 class _World(SharedWorld):
     """The ranks of one process group. It moves with all others of this process."""
 
+    def __init__(self, path: str, extent: Extent, rank: int, timeout: timedelta) -> None:
+        super().__init__(path, extent, rank, timeout=timeout.total_seconds(), busy=_busy)
+
     def advance(self) -> bool:
         return not _progress.idle() and _progress.move()
-
-    def advance_own(self) -> bool:
-        return super().advance()
 
     def begin(self, line: Line, call: Call) -> Done:
         with _lock:
             return super().begin(line, call)
 
-    def _advance(self, line: Line) -> bool:
-        if _progress.idle():
+    def move(self, line: Line) -> bool:
+        # Without the lock, since who waits looks often; `ready` of letters reads them already.
+        if (line.collective and not line.ready()) or _progress.idle():
             return False
         with _lock:
-            return super()._advance(line)
+            return super().move(line)
+
+    def wait_here(self, number: int, table: Table) -> None:
+        with _progress.somebody_waits():
+            super().wait_here(number, table)
+
+    def try_little(self, little: Little, x: Tensor, op: str, table: Table) -> bool:
+        with _lock:
+            pass  # the thread may be about to end the last call of this table
+        return super().try_little(little, x, op, table)
+
+    def leave(self) -> None:
+        with _lock:
+            for line in [line for line, world in _busy.items() if world is self]:
+                del _busy[line]
+        super().leave()
 
 
 # ---- one process group
@@ -273,11 +304,17 @@ class SharedGroup:
         reserved = None
         if rank == 0:
             # 4 GiB of addresses for letters: a program may make very many groups.
-            reserved = Reserved(size, heap=1 << 32)
+            try:
+                reserved = Reserved(size, heap=1 << 32)
+            except CommMisuse as error:
+                store.set("arena", json.dumps([str(error), None]))
+                raise
             store.set("arena", json.dumps([reserved.path, asdict(reserved.extent)]))
         path, extent = json.loads(store.get("arena"))
+        if extent is None:
+            raise CommMisuse(f"backend shm: rank 0 has no shared memory: {path}")
         try:
-            self.world = _World(path, Extent(**extent), rank, timeout=timeout.total_seconds())
+            self.world = _World(path, Extent(**extent), rank, timeout)
         except OSError as error:
             raise CommMisuse(
                 f"backend shm: rank {rank} cannot open the memory of rank 0, {path} ({error}); "
@@ -302,7 +339,7 @@ class SharedGroup:
         """Make a call; `begin` is one of the methods below."""
         # An event of the profiler, as torch's own backends make one.
         with self._order, torch._C._profiler._RecordFunctionFast(f"shm:{begin.__name__}"):
-            flat = _Flat()
+            flat = _Flat(wait)
             works, result = begin(self, flat, *args)
             later = Later(self, works, result, flat.back)
             if later.over():
@@ -322,7 +359,12 @@ class SharedGroup:
 
     def all_reduce(self, flat: "_Flat", tensors: list[Tensor], op: Any) -> Any:
         name = _op(op)
-        return [self._wire.all_reduce(flat.into(x), name, wait=False) for x in tensors], tensors
+        works = [
+            self._wire.all_reduce(x, name, wait=False)
+            for x in map(flat.into, tensors)
+            if not (flat.waits and self._wire.all_reduce_little(x, name))
+        ]
+        return works, tensors
 
     def broadcast(self, flat: "_Flat", tensors: list[Tensor], root: int, index: int = 0) -> Any:
         return [self._wire.broadcast(flat.into(x), root, wait=False) for x in tensors], tensors
@@ -429,10 +471,11 @@ class _Flat:
     """Contiguous stand-ins for tensors that are not; what came is copied back in the end.
 
     All of it goes below autograd, as with torch's own backends: `data` shares neither history nor
-    version with its tensor.
+    version with its tensor. `waits`: the call is waited for before anything else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
         self._back: list[tuple[Tensor, Tensor]] = []
 
     def into(self, x: Tensor) -> Tensor:

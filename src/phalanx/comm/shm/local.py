@@ -72,9 +72,13 @@ class SharedWire(Group):
         self._little = Little(table, self, partial(world.wait_here, number, table))
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        if wait and self.size > 1 and self._world.tries(self._little, x, op, self._table):
+        if wait and self.all_reduce_little(x, op):
             return _DONE
         return super().all_reduce(x, op, wait=wait)
+
+    def all_reduce_little(self, x: Tensor, op: str) -> bool:
+        """Make a small all-reduce and wait for it; False, and nothing is done, if it is not one."""
+        return self.size > 1 and self._world.try_little(self._little, x, op, self._table)
 
     def _begin(self, call: Call) -> Work:
         if call.kind == "send":
@@ -143,13 +147,22 @@ class SharedWire(Group):
 class SharedWorld(World):
     """This process as one rank of an arena. `path` is where to open it, once."""
 
-    def __init__(self, path: str, extent: Extent, rank: int, *, timeout: float) -> None:
+    def __init__(
+        self,
+        path: str,
+        extent: Extent,
+        rank: int,
+        *,
+        timeout: float,
+        busy: "dict[Line, SharedWorld] | None" = None,
+    ) -> None:
         super().__init__(rank, extent.ranks, torch.device("cpu"))
         self._arena = Arena(path, extent, rank)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._watch = Watch(self._arena, self.size, timeout, cores or 1)
         self._everyone = Table(self._arena, 0, "the world", tuple(range(self.size)), 1)
-        self._busy: dict[Line, None] = {}
+        # Lines with calls; worlds that share this move each other's.
+        self._busy = {} if busy is None else busy
         # Seats by wire, alike on every rank, since all split and close in the same order.
         self._seats: dict[int, int] = {}
         self._splits = 0
@@ -188,15 +201,15 @@ class SharedWorld(World):
         if line.error is not None:
             raise line.error
         done = line.add(call)
-        self._busy[line] = None
-        self._advance(line)
+        self._busy[line] = self
+        self.move(line)
         return done
 
     def advance(self) -> bool:
         """Move every line once; True if something moved."""
         moved = False
         for line in tuple(self._busy):
-            moved |= self._advance(line)
+            moved |= self.move(line)
         return moved
 
     def wait_for(
@@ -212,10 +225,10 @@ class SharedWorld(World):
 
         def go_on() -> bool:
             # Not only this line: a peer may have to get past another call to come to this one.
-            while self._advance(line):
+            while self.move(line):
                 if done.ended:
                     return True
-            while self.advance():
+            while len(self._busy) > 1 and self.advance():
                 pass
             if line.error is not None and not done.ended:
                 self._watch.fail(str(line.error), line)
@@ -223,7 +236,7 @@ class SharedWorld(World):
 
         self._watch.until(kind, number, go_on, line, limit=limit, quiet=quiet)
 
-    def _advance(self, line: Line) -> bool:
+    def move(self, line: Line) -> bool:
         """Move a line. If that fails, those who wait for its calls raise it, and nobody else."""
         if line.error is not None:
             return False
@@ -246,7 +259,7 @@ class SharedWorld(World):
 
         self._watch.until("all_reduce", number, go_on, table)
 
-    def tries(self, little: Little, x: Tensor, op: str, table: Table) -> bool:
+    def try_little(self, little: Little, x: Tensor, op: str, table: Table) -> bool:
         """A small all-reduce, if it is one."""
         if table.error is not None:
             raise table.error

@@ -45,7 +45,7 @@ class Watch:
         # Groups by number: every rank splits the same ones in the same order.
         self.names = ["the world"]
         # Where ranks outnumber cores, spinning keeps away whom one waits for.
-        self._spin = 50 if size <= cores else 2
+        self._spin = 20 if size <= cores else 2
         self._standing: dict[int, float] = {}
         self._words[self._page + PID] = os.getpid()
         self._words[self._page + STATE] = HERE
