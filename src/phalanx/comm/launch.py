@@ -6,6 +6,7 @@ is in `join.py`.
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
 from phalanx.comm.devices import Devices
 from phalanx.comm.pool import Pool
+from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import WIRES
 
@@ -53,6 +55,8 @@ def workers(
     After a run that failed, the next one starts new ranks.
     """
     kind = choose(wire, ranks)
+    if wire == "auto" and kind == "gloo" and (why := why_not(ranks)):
+        print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
     if kind == "alone":
         yield _run_alone
     elif kind == "threads":
@@ -72,7 +76,8 @@ def choose(wire: str, ranks: int, devices: Devices | None = None) -> str:
     """The transport that will carry `ranks` local ranks, or one sentence why there is none.
 
     `auto` computes on GPUs where there are any: over NCCL if each rank has one, else as threads that
-    share them, since NCCL takes one rank for each GPU.
+    share them, since NCCL takes one rank for each GPU. Without GPUs ranks share memory, or, where
+    limits of the process forbid that, use gloo.
     """
     devices = devices or Devices()
     if ranks < 1:
@@ -89,7 +94,7 @@ def choose(wire: str, ranks: int, devices: Devices | None = None) -> str:
     if wire == "auto" and devices.gpus:
         wire = "nccl" if devices.has("nccl") and devices.gpus >= ranks else "threads"
     elif wire == "auto":
-        wire = "shared"
+        wire = "gloo" if devices.has("gloo") and why_not(ranks) else "shared"
     if wire == "shared" and os.name != "posix":
         wire = "gloo"
     if wire == "gloo" and not devices.has("gloo"):

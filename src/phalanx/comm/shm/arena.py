@@ -69,7 +69,12 @@ class Reserved:
             # 64 GiB of addresses a rank, which cost nothing until they are written to.
             self.extent = Extent(ranks, CHUNK, 256, heap)
             self._fd = os.memfd_create("phalanx")
-            os.ftruncate(self._fd, self.extent.total)
+            try:
+                _resize(self._fd, self.extent.total)
+                _map(self._fd, self.extent.total).close()
+            except CommMisuse:
+                self.close()
+                raise
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         else:
             self.extent = Extent(ranks, 1 << 18, 32, 1 << 26)
@@ -82,6 +87,37 @@ class Reserved:
         elif self._file:
             forget(self._file)
         self._fd, self._file = -1, ""
+
+
+def why_not(ranks: int) -> str:
+    """Why this process and those that it starts cannot share memory; "" if they can."""
+    if not hasattr(os, "memfd_create"):
+        return ""  # a file would have to be filled to know
+    try:
+        Reserved(ranks).close()
+    except CommMisuse as error:
+        return str(error)
+    return ""
+
+
+def _resize(fd: int, size: int) -> None:
+    try:
+        os.ftruncate(fd, size)
+    except OSError as error:
+        raise CommMisuse(
+            f"shared memory needs a file of {size >> 30} GiB, which takes no room until it is used "
+            f"({error.strerror}); lift the limit (ulimit -f unlimited), or use gloo."
+        ) from error
+
+
+def _map(fd: int, size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(fd, size)
+    except OSError as error:
+        raise CommMisuse(
+            f"shared memory needs {size >> 30} GiB of addresses, which take no room until they are "
+            f"used ({error.strerror}); lift the limit (ulimit -v unlimited), or use gloo."
+        ) from error
 
 
 def forget(path: str) -> None:
@@ -120,12 +156,7 @@ class Arena:
         self.rank = rank
         fd = os.open(path, os.O_RDWR)
         try:
-            self._map = mmap.mmap(fd, extent.total)
-        except OSError as error:
-            raise CommMisuse(
-                f"wire shared cannot map {extent.total >> 30} GiB of addresses ({error.strerror}); "
-                "lift the limit (ulimit -v unlimited), or use wire gloo."
-            ) from error
+            self._map = _map(fd, extent.total)
         finally:
             os.close(fd)
         self.bytes = memoryview(self._map)
