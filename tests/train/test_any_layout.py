@@ -50,7 +50,7 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
     rank = Rank(world, run, Layout.parse(layout))
     loop = _Loop(rank, quiet=True)
     start = loop._resume()
-    loop.teller.start(start, rank.flops, (1.0, ""), rank.tokens)
+    loop.log.start(start, rank.flops, (1.0, ""), rank.tokens)
     loop.looked_at = -1
     if copy:
         Saver(copy, rank.holding, rank.updates).save(loop._progress(start))
@@ -63,7 +63,7 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
         loop._step(step)
         losses.append(rank.trainer.total)
     loop.saver.save(loop._progress(start + steps))
-    loop.teller.close()
+    loop.log.close()
     return Went(tokens, losses)
 
 

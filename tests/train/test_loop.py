@@ -22,10 +22,10 @@ from phalanx.program import Sizes, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop
+from phalanx.train.learning_rate import learning_rate
+from phalanx.train.log import Goodput, Journal
 from phalanx.train.loop import TrainError
-from phalanx.train.metrics import Goodput, Journal
 from phalanx.train.rank import Rank
-from phalanx.train.schedule import learning_rate
 
 LAYOUTS = [
     "dp3",

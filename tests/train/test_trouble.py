@@ -30,7 +30,7 @@ from phalanx.train import checkpoint, loop
 from phalanx.train.checkpoint import CheckpointError, steps
 from phalanx.train.checkpoint_manifest import hash_tensors, read_manifest, verify_checkpoint
 from phalanx.train.data import DataError
-from phalanx.train.metrics import Goodput, Journal, JournalError
+from phalanx.train.log import Goodput, Journal, JournalError
 from phalanx.train.rank import Rank, batches_of
 
 WORDS = [

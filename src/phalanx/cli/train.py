@@ -154,8 +154,8 @@ def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) ->
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..train.checkpoint_file import CheckpointError
     from ..train.lock import RunLocked
+    from ..train.log import JournalError
     from ..train.loop import TrainError, train
-    from ..train.metrics import JournalError
 
     if said.ranks not in (None, place.size):
         raise UsageError(
@@ -254,8 +254,8 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     from ..train.checkpoint_file import CheckpointError
     from ..train.data import DataError
     from ..train.lock import hold_run
+    from ..train.log import JournalError
     from ..train.loop import STOP, TrainError, remove_stale_stop, train
-    from ..train.metrics import JournalError
     from ..train.program import maker_of
 
     refusals = (

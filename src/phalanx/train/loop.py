@@ -1,7 +1,7 @@
 """A training run on one rank: steps from where the last checkpoint is to the end, or to a stop.
 
 Every rank calls `train` with the same run. What a rank holds is in `rank.py`, what its steps are
-made of in `steps.py`, what is told in `teller.py`, what is kept in `checkpoint.py`.
+made of in `steps.py`, what is logged in `log.py`, what is kept in `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from ..layout import Layout
 from ..layout.run import Run
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver, load
-from .checkpoint_file import CheckpointError
 from .checkpoint_manifest import Progress
 from .executor import StepResult
+from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run
-from .metrics import memory_of, print_line
+from .log import RunLog, memory_of, print_line
 from .rank import Rank
-from .schedule import learning_rate
-from .teller import Teller
 
 __all__ = [
     "IN_A_ROW",
@@ -78,7 +76,7 @@ def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool =
             try:
                 return loop.run()
             finally:
-                loop.teller.close()
+                loop.log.close()
 
 
 @contextmanager
@@ -159,7 +157,7 @@ class _Loop:
     def __init__(self, rank: Rank, *, quiet: bool) -> None:
         self.rank, self.run_, self.trainer = rank, rank.run, rank.trainer
         self.everyone = rank.holding.wires.everyone
-        self.teller = Teller(rank.run, speaks=rank.world.rank == 0, quiet=quiet)
+        self.log = RunLog(rank.run, active=rank.world.rank == 0, quiet=quiet)
         kept = rank.run.checkpoint
         self.saver = Saver(
             rank.run.checkpoints, rank.holding, rank.updates,
@@ -173,7 +171,7 @@ class _Loop:
 
     def run(self) -> Outcome:
         run, start = self.run_, self._resume()
-        self.teller.start(
+        self.log.start(
             start, self.rank.flops, self.rank.peak(),
             tokens=self.rank.shape.batch * self.rank.tokens,
             layout=str(self.rank.layout), ranks=self.rank.world.size,
@@ -212,7 +210,7 @@ class _Loop:
         self.rank.batches = batches.resumed(at.step, at.cursor)
         scaling, kept = self.trainer.scaling, at.state.get("loss_scale")
         if scaling and kept is not None:
-            scaling.scale, scaling.steady = _scale(kept, loaded.path)
+            scaling.scale, scaling.steady = _scale(kept)
         for damaged in loaded.damaged:
             self._notice("damaged", damaged)
         for text in loaded.notices:
@@ -223,9 +221,9 @@ class _Loop:
         return at.step
 
     def _notice(self, event: str, text: str) -> None:
-        if self.teller.speaks:
-            self.teller.journal.write(event, text=text)
-            if not self.teller.quiet:
+        if self.log.active:
+            self.log.journal.write(event, text=text)
+            if not self.log.quiet:
                 print_line(text)
 
     def _memory_parts(self) -> int:
@@ -246,42 +244,42 @@ class _Loop:
             self.bad = 0
         else:
             self._not_finite(step)
-        self.teller.took(time.perf_counter() - begun)
+        self.log.seconds.append(time.perf_counter() - begun)
         if step == self.looked_at:
             self._look(step, result, begun)
         last = self.trainer.stops or step + 1 == self.run_.steps
         if last or _due(step + 1, self.run_.metrics.every):
-            self._tell(step + 1, lr, result)
+            self._log_step(step + 1, lr, result)
 
-    def _tell(self, done: int, lr: float, result: StepResult) -> None:
+    def _log_step(self, done: int, lr: float, result: StepResult) -> None:
         memory = torch.tensor(
             [memory_of(self.rank.world.device)], dtype=torch.float64, device=self.everyone.device
         )
         self.everyone.all_reduce(memory, "max")
         norm = math.nan if result.norm is None else result.norm
         numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr, "memory": float(memory)}
-        self.teller.step(done, numbers)
+        self.log.step(done, numbers)
 
     def _not_finite(self, step: int) -> None:
         """The step was skipped everywhere: name the first bad piece, and end after a few in a row."""
         overflow = self.trainer.scaling is not None and math.isfinite(self.trainer.total)
         if overflow:  # float16's own way of finding its scale
-            self.teller.event("skip", step=step + 1, why="a float16 gradient overflowed")
+            self.log.event("skip", step=step + 1, why="a float16 gradient overflowed")
             return
-        found = self.rank.first_bad()
-        said = errors_of(self.everyone, "" if found is None else f"{found[0]:06} {found[1]}")
-        whos: dict[str, list[str]] = {}
-        for who, _, what in (each.partition(": ") for each in said):
-            whos.setdefault(what, []).append(who)
+        first = self.rank.first_bad()
+        each_rank = errors_of(self.everyone, "" if first is None else f"{first[0]:06} {first[1]}")
+        places: dict[str, list[str]] = {}
+        for rank, _, what in (each.partition(": ") for each in each_rank):
+            places.setdefault(what, []).append(rank)
         why = "the loss or a gradient is not finite"
-        if whos:
-            what, ranks = min(whos.items())
+        if places:
+            what, ranks = min(places.items())
             why += f"; first in {what.partition(' ')[2]} on {', '.join(ranks)}"
         else:
             why += "; every rank's own numbers were: it came of summing them"
         self.bad += 1
         text = f"step {step + 1} was skipped on all ranks: {why}"
-        self.teller.event("skip", text, step=step + 1, why=why)
+        self.log.event("skip", text, step=step + 1, why=why)
         if self.bad >= IN_A_ROW:
             raise TrainError(
                 f"steps {step + 2 - IN_A_ROW} to {step + 1}: {why}. The weights are those before"
@@ -295,9 +293,9 @@ class _Loop:
             for s in result.timeline.spans
         )
         parts = gather_texts(self.everyone, json.dumps(Timeline(spans).to_json()))
-        self.teller.timeline(step + 1, str(self.rank.layout), parts)
+        self.log.timeline(step + 1, str(self.rank.layout), parts)
         held = gather_texts(self.everyone, json.dumps(self.rank.memory()))
-        self.teller.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
+        self.log.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
 
     # ---- after a step
 
@@ -315,7 +313,7 @@ class _Loop:
         loss = self.rank.validation()
         self.validated = (done, loss)
         if loss is not None:
-            self.teller.validation(done, loss, self.rank.batches.bits_per_byte(loss))
+            self.log.validation(done, loss, self.rank.batches.bits_per_byte(loss))
 
     def _progress(self, done: int) -> Progress:
         batches, scaling = self.rank.batches, self.trainer.scaling
@@ -331,28 +329,26 @@ class _Loop:
             self.unsaved = saved.error
             text = f"not saved: {saved.error}" if saved.error else f"saved {saved.path}"
             text += f"; it is there and sound, but {saved.notice}" if saved.notice else ""
-            said = {"step": saved.step, "path": str(saved.path), "error": saved.error}
-            said |= {"notice": saved.notice} if saved.notice else {}
-            self.teller.event("checkpoint", f"step {saved.step}  {text}", **said)
+            values = {"step": saved.step, "path": str(saved.path), "error": saved.error}
+            values |= {"notice": saved.notice} if saved.notice else {}
+            self.log.event("checkpoint", f"step {saved.step}  {text}", **values)
 
     def _end(self, done: int, stopped: bool) -> None:
         if stopped:
             text = f"asked to stop: saved at step {done}; the same command goes on from there"
             if self.unsaved:
                 text = f"asked to stop at step {done}, which could not be saved: {self.unsaved}"
-            self.teller.event("stop", text, step=done)
+            self.log.event("stop", text, step=done)
         else:
-            self.teller.event("end", step=done, loss=self.loss, validation=self.validated[1])
+            self.log.event("end", step=done, loss=self.loss, validation=self.validated[1])
 
 
-def _scale(kept: object, path: Path) -> tuple[float, int]:
-    """The loss scale that a checkpoint keeps, and how many steps it has held."""
-    match kept:
-        case [int() | float() as scale, int() as steady] if 1 <= scale <= 2.0**60 and steady >= 0:
-            return float(scale), steady
-    raise CheckpointError(
-        f"{path}: 'loss_scale' is {str(kept)[:40]!r}; a number from 1 and a count belong there."
-    )
+def _scale(kept: object) -> tuple[float, int]:
+    """The loss scale that a checkpoint keeps, and how many steps it has held; the manifest's reader
+    has checked both."""
+    assert isinstance(kept, list)
+    scale, steady = kept
+    return float(scale), int(steady)
 
 
 def _due(done: int, every: int) -> bool:

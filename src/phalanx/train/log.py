@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: metrics.jsonl, a line on the screen, and other tools if wanted.
+"""The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
 
 Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, checkpoint,
 memory, skip, stop, end. A run that was restarted has several starts in it.
@@ -10,43 +10,169 @@ import importlib
 import json
 import math
 import os
+import platform
 import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from ..layout.files import open_regular, printable
-from ..layout.journal import Record
+from ..cost import StepFlops
+from ..layout.files import open_regular, printable, write_text
+from ..layout.journal import Record, read_journal
 from ..layout.run import Run
+from ..program import Timeline
 
-__all__ = [
-    "Goodput",
-    "Journal",
-    "JournalError",
-    "Screen",
-    "Sink",
-    "memory_of",
-    "open_sinks",
-    "print_line",
-]
+
+class RunLog:
+    """The log of one start of a run. Made on every rank; only rank 0's is `active` and writes."""
+
+    def __init__(self, run: Run, *, active: bool, quiet: bool) -> None:
+        self.run, self.out, self.active = run, Path(run.out), active
+        self.seconds: list[float] = []
+        self.screen: Screen | None = None
+        if not active:
+            return
+        path = self.out / "metrics.jsonl"
+        self.history = read_journal(path)
+        self.goes_on = run.checkpoint.on_disk_full == "go-on"
+        self.journal = Journal(path, goes_on=self.goes_on)
+        self._write("run.toml", str(run))
+        self.sinks: list[Sink] = open_sinks(run)
+        self.quiet = quiet
+
+    def start(
+        self, step: int, flops: StepFlops, peak: tuple[float, str], tokens: int, **values: Any
+    ) -> None:
+        """The run begins, or goes on, at a step; each has so many tokens and FLOPs."""
+        if not self.active:
+            return
+        self.flops, self.peak, self.tokens = flops, peak[0], tokens
+        self.goodput = Goodput(self.history, step)
+        self.screen = None if self.quiet else Screen(self.run, step)
+        if self.goodput.unusable:
+            self.say(
+                f"{self.journal.path}: {self.goodput.unusable} lines are not usable and were passed"
+                " over; goodput does not count them"
+            )
+        if not self.run.checkpoint.every:
+            self.say("checkpoint.every = 0: nothing is saved before the end or a stop")
+        values |= {"flops": flops._asdict(), "peak_flops": peak[0], "peak_from": peak[1]}
+        self.journal.write("start", step=step, steps=self.run.steps, versions=_versions(), **values)
+        self.say(
+            f"peak {peak[0] / 1e12:.3g} TFLOP/s over all ranks ({peak[1]}); MFU counts causal"
+            " attention, HFU also what is computed again"
+        )
+
+    def say(self, text: str) -> None:
+        if self.active and self.screen:
+            self.screen.say(text)
+
+    def event(self, event: str, text: str = "", **values: Any) -> None:
+        """Something that happened: a record, and a line if there is a text."""
+        if self.active:
+            self.journal.write(event, **values)
+            if text:
+                self.say(text)
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """The numbers of the steps since the last line, of which the last is number `step`."""
+        count, total = len(self.seconds), sum(self.seconds)
+        self.seconds = []
+        if not self.active or not count:
+            return
+        each = total / count
+        self.goodput.add(total)
+        values = {
+            **numbers,
+            "seconds": each,
+            "tokens_per_second": self.tokens / each,
+            "mfu": self.flops.model / each / self.peak,
+            "mfu_full": self.flops.full / each / self.peak,
+            "hfu": self.flops.hardware / each / self.peak,
+            "goodput": float(self.goodput),
+        }
+        self.journal.write("step", step=step, steps=count, **values)
+        for sink in self.sinks:
+            sink.write(step, values)
+        if self.screen:
+            self.screen.write(step, values)
+
+    def validation(self, step: int, loss: float, bits: float | None) -> None:
+        if not self.active:
+            return
+        more = "" if bits is None else f", {bits:.4f} bits per byte"
+        self.event(
+            "validation",
+            f"step {step}  validation loss {loss:.4f} nats per token{more}",
+            step=step,
+            loss=loss,
+            bits_per_byte=bits,
+        )
+        for sink in self.sinks:
+            sink.write(step, {"validation": loss})
+
+    def timeline(self, step: int, layout: str, parts: list[str]) -> None:
+        """The measured step of all ranks, as one timeline in a file."""
+        if not self.active:
+            return
+        spans = [span for part in parts for span in json.loads(part)["spans"]]
+        recorded = {"step": step, "layout": layout, "spans": spans, "memory": {}}
+        Timeline.from_json(json.dumps(recorded))
+        self._write("timeline.json", json.dumps(recorded))
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_text(self.out / name, text)
+        except OSError as error:
+            if not self.goes_on:
+                raise _disk_error(self.out / name, error) from error
+
+    def close(self) -> None:
+        if self.active:
+            for sink in self.sinks:
+                sink.close()
+            if self.journal.lost:
+                self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
+            if self.screen:
+                self.screen.close()
+            self.journal.close()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "phalanx": version("phalanx"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
 
 
 class Sink(Protocol):
-    """Another place that hears the numbers of a step."""
+    """Another tool that gets the numbers of a step."""
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JournalError(ValueError):
     """metrics.jsonl cannot be written: why, and the way out."""
+
+
+def _disk_error(path: Path, error: OSError) -> JournalError:
+    return JournalError(
+        f"{path} cannot be written: {error.strerror}. Make room, and the same command goes on; or"
+        ' write checkpoint.on_disk_full = "go-on".'
+    )
 
 
 class Journal:
@@ -64,18 +190,14 @@ class Journal:
         size = os.fstat(self.file.fileno()).st_size
         self.cut = size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
 
-    def write(self, event: str, **said: Any) -> None:
-        record = {"event": event, "time": round(time.time(), 3), **said}
+    def write(self, event: str, **values: Any) -> None:
+        record = {"event": event, "time": round(time.time(), 3), **values}
         line = (json.dumps(_finite(record)) + "\n").encode()
         try:
             self._append(b"\n" + line if self.cut else line)
         except OSError as error:
             if not self.goes_on:
-                # Whoever reads the error must know which file of the run it is.
-                raise JournalError(
-                    f"{self.path} cannot be written: {error.strerror}. Make room, and the same command"
-                    ' goes on; or write checkpoint.on_disk_full = "go-on".'
-                ) from error
+                raise _disk_error(self.path, error) from error
             self.lost += 1
 
     def _append(self, line: bytes) -> None:
@@ -88,13 +210,11 @@ class Journal:
         self.file.close()
 
 
-def _finite(said: Any) -> Any:
-    """JSON has no NaN: what is not finite is told as text."""
-    if isinstance(said, dict):
-        return {name: _finite(value) for name, value in said.items()}
-    if isinstance(said, float) and not math.isfinite(said):
-        return str(said)
-    return said
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not finite becomes text."""
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Goodput:
@@ -161,11 +281,10 @@ class Screen:
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
-            self.bar = Progress(
-                TextColumn("{task.fields[said]}"), BarColumn(12), refresh_per_second=4
-            )
+            text = TextColumn("{task.fields[text]}")
+            self.bar = Progress(text, BarColumn(12), refresh_per_second=4)
             self.bar.start()
-            self.task = self.bar.add_task("", total=run.steps, completed=step, said="starting")
+            self.task = self.bar.add_task("", total=run.steps, completed=step, text="starting")
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -175,10 +294,10 @@ class Screen:
         else:
             print_line(text)
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         text = self._line(step, numbers)
         if self.bar:
-            self.bar.update(self.task, completed=step, said=text)
+            self.bar.update(self.task, completed=step, text=text)
         else:
             print_line(text)
 
@@ -216,7 +335,7 @@ class _TensorBoard:
         module = importlib.import_module("torch.utils.tensorboard")
         self.writer = module.SummaryWriter(str(Path(run.out, "tensorboard")))
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, step)
 
@@ -225,13 +344,13 @@ class _TensorBoard:
 
 
 class _Logger:
-    """Weights & Biases, and trackio, which speaks as it does."""
+    """Weights & Biases, and trackio, which has the same interface."""
 
     def __init__(self, run: Run, name: str) -> None:
         self.module = importlib.import_module(name)
         self.module.init(project="phalanx", name=Path(run.out).name, config=asdict(run))
 
-    def tell(self, step: int, numbers: Mapping[str, float]) -> None:
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
         self.module.log(dict(numbers), step=step)
 
     def close(self) -> None:
@@ -239,7 +358,7 @@ class _Logger:
 
 
 def open_sinks(run: Run) -> list[Sink]:
-    """The other tools that this run tells its numbers to."""
+    """The other tools that get this run's numbers."""
     sinks: list[Sink] = [_TensorBoard(run)] if run.metrics.tensorboard else []
     names = [n for n in ("wandb", "trackio") if getattr(run.metrics, n)]
     return [*sinks, *(_Logger(run, name) for name in names)]
