@@ -28,7 +28,7 @@ from .data import Corpus
 __all__ = ["facts_of"]
 
 BLOCK = 1 << 16
-DIGITS = 16  # of a checksum that are compared and told
+DIGITS = 16  # of a checksum that are compared and shown
 BLOCKS = 1024  # of an array that are read at most, evenly over it: 64 MiB
 
 

@@ -1,8 +1,8 @@
 """One run at a time in a folder: a lock that the kernel releases when its holder dies.
 
 Two files lie in each folder that a run writes. `.run.lock` is locked by the process that started the
-run: the command that has started local ranks, or rank 0 where torchrun or Slurm has. What it says is
-for the message only. `.ranks.lock` is locked, shared, by every rank: a rank that has outlived its
+run: the command that has started local ranks, or rank 0 where torchrun or Slurm has. Its text is for
+the message only. `.ranks.lock` is locked, shared, by every rank: a rank that has outlived its
 launcher may still write, so the next start waits for it.
 
 Locks are flock's: they end with the process, also by SIGKILL, so a file that is left means nothing.
@@ -50,11 +50,11 @@ class Owner:
 
     @classmethod
     def read(cls, path: Path) -> Owner:
-        """Who wrote the file; nobody when it says nothing usable (its writer has just begun)."""
+        """Who wrote the file; nobody when it has nothing usable (its writer has just begun)."""
         try:
             with path.open("rb") as file:
-                said = json.loads(file.read(4096))
-            return cls(str(said["host"])[:100], int(said["pid"]), str(said["since"])[:40])
+                owner = json.loads(file.read(4096))
+            return cls(str(owner["host"])[:100], int(owner["pid"]), str(owner["since"])[:40])
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
 
@@ -214,10 +214,10 @@ def _holders(folder: Path) -> list[int]:
         with suppress(OSError):
             status = (folder / name).stat()
             wanted.add((status.st_dev, status.st_ino))
-    found = set()
+    holders = set()
     for opened in Path("/proc").glob("[0-9]*/fd/*"):
         with suppress(OSError):
             status = opened.stat()
             if (status.st_dev, status.st_ino) in wanted:
-                found.add(int(opened.parts[2]))
-    return sorted(found - {os.getpid()})
+                holders.add(int(opened.parts[2]))
+    return sorted(holders - {os.getpid()})

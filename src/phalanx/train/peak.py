@@ -14,23 +14,23 @@ __all__ = ["measured_peak"]
 WINDOWS, SECONDS = 5, 0.06
 
 
-def measured_peak(wire: Group, dtype: torch.dtype) -> float:
-    """FLOP/s of all ranks of a wire together, each multiplying at the same time as the others.
+def measured_peak(group: Group, dtype: torch.dtype) -> float:
+    """FLOP/s of all ranks of a group together, each multiplying at the same time as the others.
 
     Together, because ranks on one CPU share its cores: a window is longer than a turn of theirs.
     The best of a few windows, since a peak is a ceiling.
     """
-    size = 8192 if wire.device.type == "cuda" else 512
-    a, b = (torch.randn(size, size, device=wire.device).to(dtype) for _ in range(2))
-    out = torch.empty(size, size, device=wire.device, dtype=dtype)
+    size = 8192 if group.device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=group.device).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, device=group.device, dtype=dtype)
     torch.mm(a, b, out=out)
     rates = []
     for _ in range(WINDOWS):
-        _wait(wire.device)
-        wire.barrier()
+        _wait(group.device)
+        group.barrier()
         rates.append(_window(a, b, out))
-    rate = torch.tensor([max(rates)], dtype=torch.float64, device=wire.device)
-    wire.all_reduce(rate)
+    rate = torch.tensor([max(rates)], dtype=torch.float64, device=group.device)
+    group.all_reduce(rate)
     return float(rate)
 
 

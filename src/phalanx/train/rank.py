@@ -1,4 +1,4 @@
-"""What one rank of a run has in its hands: its part of the model, its batches, what it can tell."""
+"""One rank of a run: its part of the model, its batches, its trainer, and what the log asks it for."""
 
 from __future__ import annotations
 
@@ -82,16 +82,16 @@ class Rank:
         self.holding: Holding = hold(
             world, layout, self.model, self.program, seed=run.seed, precision=self.precision
         )
-        told = {"width": self.shape.hidden, "time_cut": layout.tp if layout.seq else 1}
+        sizes = {"width": self.shape.hidden, "time_cut": layout.tp if layout.seq else 1}
         self.trainer = Trainer(
-            self.holding, self.program, world.rank, optimizer_of(run), **told,
+            self.holding, self.program, world.rank, optimizer_of(run), **sizes,
             clip=run.optimizer.clip,
             scaling=LossScale() if layout.precision == "fp16" else None,
         )  # fmt: skip
         made = self.trainer.updates
         self.updates = {n: u for n, u in made.items() if isinstance(u, Update)}
         bare = forward_only(self.program, layout)
-        self.validator = Validator(self.holding, bare, world.rank, **told)
+        self.validator = Validator(self.holding, bare, world.rank, **sizes)
         self.flops = step_flops(self.shape, self.shape.batch, self.tokens, self.program)
 
     @property
@@ -101,11 +101,11 @@ class Rank:
 
     def _fitting_program(self) -> Program:
         # One program for all ranks, so the least of their limits.
-        wire = self.world.split("limit", [range(self.world.size)])
+        group = self.world.split("limit", [range(self.world.size)])
         limit = torch.tensor(
-            [memory_limit(self.run, self.world)], dtype=torch.float64, device=wire.device
+            [memory_limit(self.run, self.world)], dtype=torch.float64, device=group.device
         )
-        wire.all_reduce(limit, "min")
+        group.all_reduce(limit, "min")
         rows = self.batches.batch(0)
         return fitting_program(
             maker_of(self.run), self.layout, rows, self.precision, lambda whole: float(limit)
@@ -132,23 +132,23 @@ class Rank:
         there = {name: x.to(self.world.device) for name, x in rows.items()}
         return microbatches(there, self.layout, None, self.holding.place["cp"])
 
-    # ---- what is told
+    # ---- for the log
 
     def first_bad(self) -> tuple[int, str] | None:
         """What was not finite first in the step just done, of what this rank made: how far along the
         step, and what it is, with the piece's name."""
-        found = self.trainer.first_bad()
-        if found is None:
+        first = self.trainer.first_bad()
+        if first is None:
             return None
         names = [name for name, _ in self.model.pieces]
-        text = re.sub(r"piece (\d+)", lambda number: f"piece {names[int(number[1])]}", found[1])
-        return found[0], text
+        text = re.sub(r"piece (\d+)", lambda number: f"piece {names[int(number[1])]}", first[1])
+        return first[0], text
 
     def peak(self) -> tuple[float, str]:
         """FLOP/s of all ranks together, and where that is from."""
         file, precision = self.run.machine, self.layout.precision
-        if file and (told := _peak(Machine.load(file), precision)):
-            return told * self.world.size, f"{file} for each rank"
+        if file and (known := _peak(Machine.load(file), precision)):
+            return known * self.world.size, f"{file} for each rank"
         return measured_peak(self.holding.wires.everyone, self.precision.compute), "measured"
 
     def memory(self) -> dict[str, dict[str, float]]:
@@ -167,13 +167,13 @@ class Rank:
             "gathered and gradients": float(pool),
         }
         kinds = ("weights", "optimizer", "gathered", "gradients")
-        found = {kind: promised.get(kind, 0.0) for kind in kinds}
-        both = found.pop("gathered") + found.pop("gradients")
-        return {"promised": {**found, "gathered and gradients": both}, "measured": measured}
+        predicted = {kind: promised.get(kind, 0.0) for kind in kinds}
+        both = predicted.pop("gathered") + predicted.pop("gradients")
+        return {"promised": {**predicted, "gathered and gradients": both}, "measured": measured}
 
 
 def _peak(machine: Machine, precision: str) -> float:
-    """FLOP/s of one device: its maker's word, else the fastest product that was measured; 0 if
+    """FLOP/s of one device: as its maker states it, else the fastest product that was measured; 0 if
     neither is known in this precision."""
     known = machine.entry.peak(precision) if machine.entry else 0.0
     best = machine.best(precision)
