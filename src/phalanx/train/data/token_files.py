@@ -356,7 +356,7 @@ def open_library(share: float = HELD_OUT) -> Corpus:
     paths: list[Path] = []
     for folder, below, files in os.walk(root):
         below[:] = sorted(set(below) - _LEFT_OUT)
-        paths += [Path(folder, file) for file in sorted(files) if file.endswith(".py")]
+        paths += [path for file in sorted(files) if (path := Path(folder, file)).suffix == ".py"]
     texts = {p.relative_to(root).as_posix(): p.read_bytes() for p in paths if p.is_file()}
     if not texts:
         raise DataError(f"no text of the Python library is in {root}; name a file or folder.")
