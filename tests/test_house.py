@@ -257,6 +257,12 @@ def test_no_file_but_the_table_names_a_kind_of_operation_by_its_letter() -> None
     assert len(list(_kinds_written_out(SOURCE / "program" / "ops.py"))) == len(KINDS)
 
 
+def test_files_of_tests_have_names_of_their_own() -> None:
+    # pytest imports them by their last name: two of one name end the collection.
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
 def test_no_path_of_one_machine_is_in_the_tree() -> None:
     homes = [str(path) for path in (ROOT, Path.home()) if len(path.parts) > 2]
     pattern = re.compile("|".join([*map(re.escape, homes), r"/(?:home|Users)/[a-z]\w*/"]))
