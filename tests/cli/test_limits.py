@@ -9,7 +9,7 @@ from phalanx.cli import verify as verify_command
 from phalanx.layout import choices, files, journal, layout, mesh, shape, source
 from phalanx.report import page
 from phalanx.train import checkpoint_manifest as manifest
-from phalanx.train.data import form
+from phalanx.train.data import token_files
 from phalanx.verify.verify import LOG
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
@@ -37,7 +37,7 @@ LIMITS = {
     "bytes of a checkpoint's manifest": manifest.LIMIT,
     "dims of a tensor in a checkpoint": manifest.DIMS,
     "parts of a tensor in a checkpoint": manifest.PARTS,
-    "bytes of a corpus's `index.json`": form.LIMIT,
+    "bytes of a corpus's `index.json`": token_files.LIMIT,
 }
 
 
