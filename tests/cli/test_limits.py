@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from phalanx.cli import bench, draw_mesh, plan, usage
 from phalanx.cli import verify as verify_command
-from phalanx.layout import choices, files, journal, layout, mesh, shape, source
+from phalanx.layout import Shape, choices, files, journal, layout, mesh, source
 from phalanx.report import page
 from phalanx.train import checkpoint_manifest as manifest
 from phalanx.train.data import token_files
@@ -20,7 +21,11 @@ LIMITS = {
     "ranks in `draw mesh`": draw_mesh.MOST,
     "ranks in the mesh of `report`": page.MOST_RANKS,
     "microbatches of a step": layout.MICROBATCHES,
-    **{f"`{name}` of a model": most for name, most in shape._MOST.items()},
+    **{
+        f"`{field.name}` of a model": field.metadata["maximum"]
+        for field in fields(Shape)
+        if field.metadata.get("maximum")
+    },
     "steps of `verify`": verify_command.STEPS,
     "side of a product of `bench matmul`": bench._LONGEST,
     "sequences of a step in `plan`": plan.SEQUENCES,
