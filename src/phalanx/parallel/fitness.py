@@ -185,6 +185,8 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
 
 
 def _core(model: Model, name: str, core: nn.Module) -> Iterator[str]:
+    if type(core) is Core and not any(getattr(core, hooks) for hooks in _HOOKS):
+        return  # our own: nothing to try, which would take real memory
     heads = model.counts.get("heads", 2)
     kv = model.counts.get("kv", heads)
     size = model.shape.head_dim if model.shape else 8
