@@ -20,6 +20,7 @@ def failures(verdicts: object) -> list[str]:
     return [f"{v.layout}: {v.first_difference}" for v in verdicts if not v.passed]  # type: ignore[attr-defined]
 
 
+RANKS = {"qwen": 6, "odd": 6}
 # Parts, so that they can run beside each other. At least 150 layouts of the first shape.
 PARTS = [("gqa", part) for part in range(4)] + [(n, p) for n in list(SHAPES)[1:] for p in range(2)]
 
@@ -29,10 +30,18 @@ def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     name: str, part: int
 ) -> None:
     parts = sum(n == name for n, _ in PARTS)
-    layouts = covering(every_layout(SHAPES[name], 8), 150 if name == "gqa" else 60)
-    assert len(layouts) >= (150 if name == "gqa" else 60)
+    # Up to 8 ranks, and 6 for the shapes whose blocks take longest. Two steps show what an update
+    # leaves behind; the first shape takes three.
+    ranks, least, steps = (
+        RANKS.get(name, 8),
+        150 if name == "gqa" else 60,
+        3 if name == "gqa" else 2,
+    )
+    layouts = covering(every_layout(SHAPES[name], ranks), least)
+    assert len(layouts) >= least
     # Threads whose results are NaN until they are waited for, so that a missing wait shows.
-    assert failures(verify(SHAPES[name], layouts[part::parts], worlds=late_worlds)) == []
+    chosen = layouts[part::parts]
+    assert failures(verify(SHAPES[name], chosen, steps=steps, worlds=late_worlds)) == []
 
 
 def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> None:
