@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError
@@ -173,19 +173,25 @@ def run(
         unit.open()
         unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
     scales = Scales(ledger, known)
-    call = piece._call
-
-    def again(x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
-        with scales.on("again" if "input_gradient" in scales.pages else "forward"):
-            return call(x, named)
-
-    # Inside a backward, selective recomputation calls the module once more.
-    piece._call = again  # type: ignore[method-assign]
+    module, piece.module = piece.module, _Metered(piece.module, scales)
     try:
         with scales, Target(target, scales):
             return _run(piece, edge, batch, scales, selective)
     finally:
-        del piece._call
+        piece.module = module
+
+
+class _Metered(nn.Module):
+    """A piece's module, whose operations are the forward's, or, inside a backward, what selective
+    recomputation repeats."""
+
+    def __init__(self, module: nn.Module, scales: Scales) -> None:
+        super().__init__()
+        self.module, self.scales = module, scales
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        with self.scales.on("again" if "input_gradient" in self.scales.pages else "forward"):
+            return self.module(*args, **named)
 
 
 def _run(

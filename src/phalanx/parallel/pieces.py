@@ -8,7 +8,7 @@ between; anything else, when activations are offloaded, as a box whose content c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -118,10 +118,16 @@ class _OnStream(Work):
 class _Due(NamedTuple):
     """A weight gradient still to be computed: what went in, and the gradient of what came out."""
 
-    weight: nn.Parameter
-    x: Tensor
-    gradient: Tensor
+    unit: Unit
+    name: str
+    x: Tensor  # (..., in)
+    gradient: Tensor  # (..., out)
     transposed: bool  # the weight is (in, out) and not (out, in)
+
+    def contribute(self) -> None:
+        x, gradient = self.x.flatten(0, -2), self.gradient.flatten(0, -2)
+        a, b = (x, gradient) if self.transposed else (gradient, x)
+        self.unit.contribute(self.name, a.T, b)
 
 
 @dataclass
@@ -150,70 +156,56 @@ class _Edge(torch.autograd.Function):
         return None, None, None
 
 
-class _Deferred(torch.autograd.Function):
-    """A product with a weight whose backward gives the input's gradient and writes down the rest."""
+class _Product(torch.autograd.Function):
+    """A product with a weight whose backward adds the weight's gradient where it belongs, or where
+    there is a list for it, writes it down for later. Nothing of the weight is saved: backward takes
+    it from wherever the unit has it then."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        parameter: nn.Parameter,
+        bias: Tensor | None,
+        owner: tuple[Unit, str],
         transposed: bool,
-        due: list[_Due],
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.parameter, ctx.transposed, ctx.due = parameter, transposed, due
-        return x @ weight if transposed else F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        # Detached: an input with its graph would lead back to this list, and neither would be freed.
-        ctx.due.append(_Due(ctx.parameter, x.detach(), gradient.detach(), ctx.transposed))
-        into = gradient @ weight.T if ctx.transposed else gradient @ weight
-        return into, None, None, None, None
-
-
-class _Direct(torch.autograd.Function):
-    """A linear whose backward writes the weight's gradient where it belongs. Nothing of the weight
-    is saved: backward takes it from wherever the unit has it then."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unit: Unit, name: str
+        due: list[_Due] | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.unit, ctx.name, ctx.biased = unit, name, bias is not None
-        return F.linear(x, weight, bias)
+        ctx.owner, ctx.biased, ctx.transposed, ctx.due = owner, bias is not None, transposed, due
+        return x @ weight if transposed else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        unit, name = ctx.owner
         (x,) = ctx.saved_tensors
-        flat = gradient.flatten(0, -2)
-        into = gradient @ ctx.unit.parameters[ctx.name].detach()
-        ctx.unit.contribute(ctx.name, flat.T, x.flatten(0, -2))
-        return into, None, flat.sum(0) if ctx.biased else None, None, None
+        weight = unit.parameters[name].detach()
+        into = gradient @ (weight.T if ctx.transposed else weight)
+        # Detached: an input with its graph would lead back to the list, and neither would be freed.
+        due = _Due(unit, name, x.detach(), gradient.detach(), ctx.transposed)
+        due.contribute() if ctx.due is None else ctx.due.append(due)
+        bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
+        return into, None, bias, None, None, None
 
 
-def _linear(weight: Tensor, bias: Tensor | None, unit: Unit, name: str, x: Tensor) -> Tensor:
-    """What `nn.Linear.forward` gives, with `_Direct`'s backward where there will be one."""
-    # Of an input that needs no gradient autograd would not come to the product at all.
-    if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1):
-        return F.linear(x, weight, bias)
-    y: Tensor = _Direct.apply(x, weight.detach(), bias, unit, name)  # type: ignore[no-untyped-call]
-    return y
+class _Linear(nn.Linear):
+    """nn.Linear with a product of the piece's."""
+
+    product: Callable[[Tensor, Tensor | None], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.bias)
 
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
-class _Deferring(TorchFunctionMode):
-    """While it is on, products with a parameter put off the parameter's gradient."""
+class _BareProducts(TorchFunctionMode):
+    """While it is on, products with a parameter that are written without a module are the piece's."""
 
-    def __init__(self, due: list[_Due]) -> None:
+    def __init__(self, piece: Piece) -> None:
         super().__init__()
-        self.due = due
+        self.piece = piece
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -221,15 +213,10 @@ class _Deferring(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and isinstance(args[1], nn.Parameter):
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            y = self._product(args[0], args[1], transposed=False)
-            return y if bias is None else y + bias
+            return self.piece.product(args[1], args[0], bias)
         if func in _MATMULS and isinstance(args[1], nn.Parameter):
-            return self._product(args[0], args[1], transposed=True)
+            return self.piece.product(args[1], args[0], None, transposed=True)
         return func(*args, **kwargs)
-
-    def _product(self, x: Tensor, weight: nn.Parameter, *, transposed: bool) -> Tensor:
-        y: Tensor = _Deferred.apply(x, weight.detach(), weight, transposed, self.due)  # type: ignore[no-untyped-call]
-        return y
 
 
 class Piece:
@@ -251,20 +238,37 @@ class Piece:
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
         self.selective = selective and not first and not last
         self.kept: dict[int, _Kept] = {}
-        self.places = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
-        if not first and not splits:
-            self._write_directly()
+        self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
+        self.due: list[_Due] | None = (
+            None  # of the forward that is running, where backward is split
+        )
+        # By the rule's shapes: a parameter has none until its unit is gathered.
+        bare = {u.parameters[w.name] for u in self.units for w in u.order if len(w.shape) == 2}
+        if not first:  # a first piece's input needs no gradient
+            bare -= set(self._own_products())
+        self.has_bare_products = splits and not first and bool(bare)
 
-    def _write_directly(self) -> None:
-        """Have the piece's linears use `_Direct`. A first piece's input needs no gradient."""
+    def _own_products(self) -> Iterator[nn.Parameter]:
+        """Have the piece's linears multiply by `product`; the weights of these."""
         for module in self.module.modules():
             weight: Any = getattr(module, "weight", None)
             if type(module) is nn.Linear:
-                module.__dict__["forward"] = partial(
-                    _linear, weight, module.bias, *self.places[weight]
-                )
-            elif isinstance(module, RowLinear):
-                module.product = partial(_linear, weight, None, *self.places[weight])
+                # Another class and not another module, as FSDP2 does: its hooks and names remain.
+                module.__class__ = _Linear
+            if isinstance(module, _Linear | RowLinear):
+                module.product = partial(self.product, weight)
+                yield weight
+
+    def product(
+        self, weight: nn.Parameter, x: Tensor, bias: Tensor | None, *, transposed: bool = False
+    ) -> Tensor:
+        """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
+        # Of an input that needs no gradient autograd would not come to the product at all.
+        if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1 and weight.dim() == 2):
+            return x @ weight if transposed else F.linear(x, weight, bias)
+        args = x, weight.detach(), bias, self.owners[weight], transposed, self.due
+        y: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
+        return y
 
     def forward(
         self, microbatch: int, x: Tensor | None, batch: Mapping[str, Tensor], *, keep: bool
@@ -296,8 +300,11 @@ class Piece:
         def call(x: Tensor | None) -> Tensor:
             # Inside: what is recomputed selectively must put off the same gradients again.
             with ExitStack() as stack:
-                if self.splits and not self.first:
-                    stack.enter_context(_Deferring(due))
+                self.due = due if self.splits else None
+                # Kept here, the list would keep what it holds after its weight gradients are done.
+                stack.callback(setattr, self, "due", None)
+                if self.has_bare_products:
+                    stack.enter_context(_BareProducts(self))
                 if self.selective:
                     stack.enter_context(regions.opaque())
                 return self._call(x, named)
@@ -347,11 +354,8 @@ class Piece:
             unit.open()
         if kept.whole:
             kept.whole()
-        for weight, x, gradient, transposed in kept.due:
-            x, gradient = x.flatten(0, -2), gradient.flatten(0, -2)
-            a, b = (x, gradient) if transposed else (gradient, x)
-            unit, name = self.places[weight]
-            unit.contribute(name, a.T, b)
+        for due in kept.due:
+            due.contribute()
 
     def _run(self, kept: _Kept, gradient: Tensor) -> None:
         for unit in self.units:

@@ -106,10 +106,10 @@ class RowLinear(nn.Module):
     def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
-        self.product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.weight)
+        self.product: Callable[[Tensor, None], Tensor] = lambda x, _: F.linear(x, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.join(self.product(x))
+        y = self.join(self.product(x, None))
         return y if self.bias is None else y + self.bias
 
 
