@@ -424,6 +424,22 @@ def test_results_are_written_below_autograd_as_gloo_writes_them():
     assert over_shm(below_autograd) == [[[0, 0, 0]] * 3] * 2
 
 
+def beside_gloo(rank, size):
+    """Calls of a gloo group in a process that has groups of shm too."""
+    gloo = dist.new_group(list(range(size)), backend="gloo", timeout=timedelta(seconds=30))
+    dist.all_reduce(torch.ones(4))
+    for _ in range(1000):
+        x = torch.ones(4)
+        dist.all_reduce(x, group=gloo)
+        dist.broadcast(x, 0, group=gloo)
+    return x.tolist()
+
+
+def test_calls_of_other_groups_release_the_interpreters_lock():
+    # With the lock held a call waits for a thread of gloo that waits for the lock.
+    assert over_shm(beside_gloo) == [[2.0] * 4] * 2
+
+
 def watched(rank, size):
     """What the profiler and CommDebugMode see, by names of torch."""
     from torch.distributed.tensor.debug import CommDebugMode

@@ -6,9 +6,9 @@ DDP, FSDP2 and DTensor then run on it as they are. Each process group has an are
 group's first rank makes it, and the store tells the others where it is until all have mapped it.
 
 torch has no way to write a `Backend` in Python. So what is registered for a group's device is one of
-torch's own that refuses every call, and the kernels of torch's operators `c10d::*` for CPU tensors
-carry the call out if that is what the group has, and are torch's own for all other groups. The
-profiler and dispatch modes stand in front of the operators and see them as with any backend.
+torch's own that refuses every call. Kernels of torch's operators `c10d::*`, at the dispatch key where
+a backend is selected, carry the call out if the group is one of these and pass on all others. The
+profiler and dispatch modes stand in front of them and see the operators as with any backend.
 
 This is for code that speaks torch.distributed; ours splits its groups from a `SharedWorld`.
 """
@@ -19,7 +19,6 @@ import json
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +43,8 @@ __all__ = ["SharedGroup", "SharedWorld"]
 _c10d: Any = torch._C._distributed_c10d
 _dist: Any = dist
 _torch: Any = torch
+_Key: Any = _torch._C.DispatchKey
+_BELOW = _torch._C._dispatch_keyset_full_after(_Key.BackendSelect)
 _CPU = torch.device("cpu")
 _OPS = {
     int(_dist.ReduceOp.SUM): "sum",
@@ -569,42 +570,38 @@ _known: "weakref.WeakKeyDictionary[Any, SharedGroup | None]" = weakref.WeakKeyDi
 
 
 def _install() -> None:
-    """Put our kernels before torch's own; called when the first group is made."""
+    """Put our kernels before torch's own. Called when the first group is made."""
     global _library
     if _library is not None:
         return
     _library = _torch.library.Library("c10d", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there was a kernel: it is called for other groups
-        for name, meaning in _KERNELS.items():
-            kernel = _kernel(name, "CPU", meaning)
-            _library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
-        kernel = _kernel("allreduce_", "SparseCPU", _sparse)
-        _library.impl("allreduce_", kernel, "SparseCPU", with_keyset=True, allow_override=True)
+    for name, meaning in _KERNELS.items():
+        _library.impl(name, _kernel(name, meaning), "BackendSelect", with_keyset=True)
 
 
-def _kernel(name: str, key: str, meaning: Callable[..., Any]) -> Callable[..., Any]:
-    schema = getattr(torch.ops.c10d, name).default._schema
+def _kernel(name: str, meaning: Callable[..., Any]) -> Callable[..., Any]:
+    own = getattr(torch.ops.c10d, name).default
+    schema = own._schema
     names = [argument.name for argument in schema.arguments]
     defaults = [argument.default_value for argument in schema.arguments]
     at = names.index("process_group")
     waits = names.index("async_op") if "async_op" in names else None
-    own = torch.library.get_kernel(f"c10d::{name}", key)
 
     def kernel(keyset: Any, *given: Any) -> Any:
         args = (*given, *defaults[len(given) :])
-        group = _group_of(args[at])
+        sparse = name == "allreduce_" and keyset.has(_Key.SparseCPU)
+        group = _group_of(args[at]) if sparse or keyset.has(_Key.CPU) else None
         if group is None:
-            return own.call_boxed(keyset, *args)
+            # Unlike the call of a kernel, this releases the interpreter's lock, which gloo's threads
+            # take while they hold the one that a call waits for.
+            return own.redispatch(keyset & _BELOW, *args)
         call, passed = meaning(*args[:at], *args[at + 1 : waits])
+        if sparse:
+            call = SharedGroup.all_reduce_sparse
         work = group.call(call, passed, waits is not None and not args[waits])
         return (args[0], work.boxed()) if len(schema.returns) == 2 else work.boxed()
 
     return kernel
-
-
-def _sparse(xs: list[Tensor], op: Any, sparse: Any) -> Any:
-    return SharedGroup.all_reduce_sparse, (xs, op)
 
 
 def _group_of(boxed: Any) -> SharedGroup | None:
