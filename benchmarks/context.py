@@ -74,7 +74,7 @@ def _core(world: World, layout: Layout) -> nn.Module:
     return UlyssesCore(core, ulysses) if ulysses.size > 1 else core
 
 
-def table(lengths: Sequence[int], ranks: int, wire: str, repeats: int, documents: int) -> None:
+def table(lengths: Sequence[int], ranks: int, backend: str, repeats: int, documents: int) -> None:
     ways = {
         "one rank": "",
         "ring": f"cp{ranks}:ring",
@@ -83,13 +83,13 @@ def table(lengths: Sequence[int], ranks: int, wire: str, repeats: int, documents
     if ranks == 4:
         ways["2 x 2"] = "cp4:2x2"
     print(
-        f"{ranks} ranks over {wire}, {HEADS} heads and {KV_HEADS} k/v heads of {SIZE}, float32,",
+        f"{ranks} ranks over {backend}, {HEADS} heads and {KV_HEADS} k/v heads of {SIZE}, float32,",
         end=" ",
     )
     print(f"{documents or 1} document(s), {repeats} runs; ms (least - most) and MiB a rank\n")
     print("| tokens |" + "".join(f" {way} ms | x one | kept | x one | peak |" for way in ways))
     print("|--:|" + "--:|--:|--:|--:|--:|" * len(ways))
-    with workers(ranks, wire=wire) as run:
+    with workers(ranks, backend=backend) as run:
         for length in lengths:
             seconds, bytes = _measure(run, ways, length, repeats, documents)
             row, one = f"| {length} |", seconds["one rank"]
@@ -124,7 +124,7 @@ def main() -> None:
     number = partial(parser.add_argument, type=int)
     number("--sequence", nargs="+", default=[1024, 2048, 4096, 8192, 16384])
     number("--ranks", default=2)
-    parser.add_argument("--wire", default="shared", choices=("shared", "gloo"))
+    parser.add_argument("--backend", default="shm", choices=("shm", "gloo"))
     number("--repeats", default=5)
     number("--documents", default=0, help="cut the sequence into this many")
     args = parser.parse_args()
@@ -132,7 +132,7 @@ def main() -> None:
     multiple = time_multiple(Layout.parse(f"cp{args.ranks}")) if args.ranks > 1 else 1
     if args.ranks < 2 or any(length % multiple for length in args.sequence):
         parser.error(f"needs 2 ranks or more, and sequences that divide by {multiple}")
-    table(args.sequence, args.ranks, args.wire, args.repeats, args.documents)
+    table(args.sequence, args.ranks, args.backend, args.repeats, args.documents)
 
 
 if __name__ == "__main__":

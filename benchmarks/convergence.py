@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", default=LAYOUTS, help="separated by ;, one process is empty")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--wire", default="auto")
+    parser.add_argument("--backend", default="auto")
     parser.add_argument("--log", help="verdicts as JSON lines; those it holds are not run again")
     said = parser.parse_args()
     log = Path(said.log) if said.log else None
@@ -46,18 +46,18 @@ def main() -> int:
     found = {one["layout"]: one for one in map(json.loads, known)}
     for layout in (text.strip() for text in said.layouts.split(";")):
         if layout not in found:
-            found[layout] = trained(layout, said.steps, said.wire)
+            found[layout] = trained(layout, said.steps, said.backend)
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(found[layout]) + "\n")
     return told(list(found.values()))
 
 
-def trained(layout: str, steps: int, wire: str) -> dict[str, object]:
+def trained(layout: str, steps: int, backend: str) -> dict[str, object]:
     """The validation loss at the end of a run in this layout, and the CPU time of its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         run = Run.parse(RUN, "convergence", (f"out={folder}/run", f"steps={steps}"))
-        outcome = launch(train, Layout.parse(layout).ranks, run, layout, True, wire=wire)[0]
+        outcome = launch(train, Layout.parse(layout).ranks, run, layout, True, backend=backend)[0]
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
         "layout": layout, "parameters": run.shape.total, "steps": steps,

@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.comm.shm.local import SharedWorld
+from phalanx.comm.shm.local import ShmWorld
 from phalanx.layout import Layout, Shape
 from phalanx.models import Decoder
 from phalanx.parallel import build_model, count_valid, microbatches
 from phalanx.parallel.data import storage_of
-from phalanx.parallel.local import Holding, hold, model_stages
+from phalanx.parallel.local import LocalModel, build_local, model_stages
 from phalanx.program import build
 from phalanx.train import AdamW, Executor
 from phalanx.train.precision import precision_of
@@ -41,7 +41,7 @@ SIZES = {
     ),
 }
 OURS = {"DDP": "dp2", "ZeRO-1": "dp2 zero1", "ZeRO-2": "dp2 zero2", "ZeRO-3": "dp2 zero3"}
-WIRES = ("gloo", "shared")
+BACKENDS = ("gloo", "shm")
 
 
 def plain(shape: Shape) -> Decoder:
@@ -116,16 +116,18 @@ def our_step(
     layout = Layout.parse(f"{text} {dtype}")
     model = build_model(shape)
     program = build(layout, model_stages(model, layout), model.tied)
-    held = hold(world, layout, model, program, precision=precision_of(dtype), prefix=f"{name}/")
+    held = build_local(
+        world, layout, model, program, precision=precision_of(dtype), prefix=f"{name}/"
+    )
     performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden)
     own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, held.place["dp"])
-    if isinstance(world, SharedWorld):
+    if isinstance(world, ShmWorld):
         # No operation of torch makes what lies in shared memory, so it is added.
         unseen[name] = lambda: flat_bytes(held)
     return lambda: performer.step(own, 1e-4)
 
 
-def flat_bytes(held: Holding) -> int:
+def flat_bytes(held: LocalModel) -> int:
     """All flat buffers of a rank: those of its pool, and the homes that are not a run of one."""
     pool = sum(n * dtype.itemsize * count for (n, dtype), count in held.pool.made.items())
     homes = [u.home for u in held.units.values()]
@@ -137,7 +139,7 @@ def contenders(
     world: World,
     shape: Shape,
     dtype: str,
-    wires: Sequence[str],
+    groups: Sequence[str],
     unseen: dict[str, Callable[[], int]],
 ) -> dict[str, Callable[[], Step]]:
     """How each step is made, by name; every rank makes them in this order."""
@@ -146,31 +148,31 @@ def contenders(
         "one process": lambda: alone(by_itself()),
         "two processes apart": by_itself,
     }
-    for wire in wires:
-        if wire == "gloo":
+    for group in groups:
+        if group == "gloo":
             group, mesh, here = dist.group.WORLD, init_device_mesh("cpu", (2,)), world
         else:
             group = dist.new_group(backend="shm")
             mesh, here = DeviceMesh.from_group(group, "cpu"), beside()
         assert group is not None
-        makers[f"torch DDP, {wire}"] = partial(
+        makers[f"torch DDP, {group}"] = partial(
             torch_step, shape, world.rank, replicated(group), dtype
         )
-        makers[f"torch FSDP2, {wire}"] = partial(
+        makers[f"torch FSDP2, {group}"] = partial(
             torch_step, shape, world.rank, sharded(mesh, dtype), dtype, casts=False
         )
         for name, text in OURS.items():
-            full = f"ours {name}, {wire}"
+            full = f"ours {name}, {group}"
             makers[full] = partial(our_step, here, shape, full, text, dtype, unseen)
     return makers
 
 
 def run(
-    world: World, size: str, dtype: str, wires: Sequence[str], only: Sequence[str], rounds: int
+    world: World, size: str, dtype: str, groups: Sequence[str], only: Sequence[str], rounds: int
 ) -> list[Row]:
     steps, peaks = {}, {}
     unseen: dict[str, Callable[[], int]] = {}
-    for name, make in contenders(world, SIZES[size], dtype, wires, unseen).items():
+    for name, make in contenders(world, SIZES[size], dtype, groups, unseen).items():
         if only and not any(word in name for word in ("one process", *only)):
             continue
         with Peak() as peak:
@@ -189,14 +191,14 @@ def main() -> None:
     )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
-    parser.add_argument("--wires", nargs="+", default=WIRES, choices=WIRES)
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
     parser.add_argument("--only", nargs="+", default=(), help="contenders that have such a word")
     parser.add_argument("--rounds", type=int, default=10)
     said = parser.parse_args()
     print(machine())
     for size in said.sizes:
-        asked = size, said.dtype, said.wires, said.only, said.rounds
-        rows = launch(run, 2, *asked, wire="gloo", threads_per_rank=1)[0]
+        asked = size, said.dtype, said.groups, said.only, said.rounds
+        rows = launch(run, 2, *asked, backend="gloo", threads_per_rank=1)[0]
         print(f"\n{table(f'{size}, {said.dtype}, 2 ranks', rows, 'one process')}", flush=True)
 
 

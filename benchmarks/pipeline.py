@@ -26,7 +26,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Rules, Shape
 from phalanx.models import Decoder
 from phalanx.parallel import Model, build_model, count_valid, microbatches
-from phalanx.parallel.local import hold, model_stages
+from phalanx.parallel.local import build_local, model_stages
 from phalanx.program import Costs, Timeline, build, simulate
 from phalanx.train import AdamW, Executor
 from phalanx.verify import batch_of
@@ -105,7 +105,7 @@ def our_performer(world: World, name: str, text: str) -> tuple[Executor, list[An
     layout = Layout.parse(text)
     model = build_model(SHAPE)
     program = build(layout, model_stages(model, layout), model.tied)
-    held = hold(world, layout, model, program, prefix=f"{name}/")
+    held = build_local(world, layout, model, program, prefix=f"{name}/")
     performer = Executor(held, program, world.rank, AdamW(), width=SHAPE.hidden)
     return performer, microbatches(batch_of(SHAPE, 0, dtype=torch.float32), layout, 0)
 
@@ -127,7 +127,7 @@ def run(world: World, rounds: int) -> tuple[list[Row], dict[str, list[Timeline]]
 
 
 def compare(rounds: int) -> None:
-    told = launch(run, 2, rounds, wire="gloo", threads_per_rank=1)
+    told = launch(run, 2, rounds, backend="gloo", threads_per_rank=1)
     print(f"\n{table(f'2 ranks over gloo, fp32, {M} microbatches', told[0][0], '1F1B, torch')}\n")
     print("| schedule | bubble measured (median) | bubble of the formula |\n|---|---|---|")
     for name, (text, _, _) in PAIRS.items():
@@ -182,7 +182,7 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
     model = Model((first, *middle, last), Rules.parse("layers.*.weight : embed embed"), shape=shape)
     layout = Layout.parse(text)
     program = build(layout, model_stages(model, layout), model.tied)
-    held = hold(world, layout, model, program)
+    held = build_local(world, layout, model, program)
     performer = Executor(held, program, world.rank, AdamW(), width=4)
     own = microbatches({"inputs": torch.randn(8, 4)}, layout, 0)
     seen = []
@@ -197,7 +197,7 @@ def sleep() -> None:
     print("\n4 ranks, stages of a fixed sleep (F 20 ms, B 40 ms), 8 microbatches\n")
     print("| schedule | bubble measured (median of 5) | formula |\n|---|---|---|")
     for text, layers in (("gpipe:8", 4), ("1f1b:8", 4), ("interleaved2:8", 8)):
-        told = launch(sleeping, 4, f"pp4 {text}", layers, wire="gloo", threads_per_rank=1)
+        told = launch(sleeping, 4, f"pp4 {text}", layers, backend="gloo", threads_per_rank=1)
         bubbles = sorted(
             Timeline(tuple(s for t in step for s in t.spans)).bubble_fraction
             for step in zip(*told, strict=True)

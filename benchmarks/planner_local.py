@@ -34,7 +34,7 @@ from phalanx.comm.launch import workers
 from phalanx.cost import cut_of, weighs
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import build_model, microbatches
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.plan import Machine
 from phalanx.plan.calibrate import Timed, Trial, calibrated
 from phalanx.plan.columns import case_of
@@ -93,7 +93,9 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
     layout = Layout.parse(text)
     model = build_model(shape)
     program = program_of(model, layout, agree=False)
-    held = hold(world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/")
+    held = build_local(
+        world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/"
+    )
     performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden)
     batch = batch_of(shape, 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
@@ -106,7 +108,7 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         if step >= WARM:
             times.append(float(mine))
-    # Else the wires of every layout so far stay open, and their threads slow down all that follow.
+    # Else the groups of every layout so far stay open, and their threads slow down all that follow.
     world.clear()
     return times
 
@@ -116,7 +118,7 @@ def campaign(
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {str(x): [] for x in asked}
     number = 0
-    with workers(ranks, wire="gloo", threads_per_rank=1) as run:
+    with workers(ranks, backend="gloo", threads_per_rank=1) as run:
         for _ in range(rounds):
             for text in times:
                 number += 1
@@ -177,7 +179,7 @@ def table(title: str, rows: Sequence[dict[str, object]]) -> str:
 
 
 def measure_machine(path: Path, most: int) -> Machine:
-    asked = Examination(limit=60.0, ranks=most, wire="gloo")
+    asked = Examination(limit=60.0, ranks=most, backend="gloo")
     machine = examine(find("cpu"), asked, lambda line: print(f"measuring {line}", flush=True))
     path.write_text(machine.text(), encoding="utf-8")
     return machine

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.shm.arena import Reserved
-from phalanx.comm.shm.local import SharedWorld
+from phalanx.comm.shm.local import ShmWorld
 from phalanx.cost.live import Live
 
 Step = Callable[[], object]
@@ -67,7 +67,7 @@ def in_turn(steps: Mapping[str, Step], rounds: int, *, warmup: int = 2) -> dict[
     return times
 
 
-def beside(timeout: float = 300.0) -> SharedWorld:
+def beside(timeout: float = 300.0) -> ShmWorld:
     """A world through shared memory of the processes that gloo has brought together."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reserved = Reserved(size)
@@ -75,7 +75,7 @@ def beside(timeout: float = 300.0) -> SharedWorld:
     path = reserved.path.encode()
     said[: len(path)] = torch.tensor(list(path), dtype=torch.uint8)
     dist.broadcast(said, 0)
-    world = SharedWorld(bytes(said.tolist()).rstrip(b"\0").decode(), reserved.extent, rank,
+    world = ShmWorld(bytes(said.tolist()).rstrip(b"\0").decode(), reserved.extent, rank,
                         timeout=timeout)  # fmt: skip
     reserved.close()
     return world

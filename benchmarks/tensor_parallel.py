@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/tensor_parallel.py --rounds 10
 
 Two ranks share the work of one process: a ratio of 0.5 would be perfect. "without messages" is ours
-with every call of its wires left out (its numbers are wrong, its work is the same). On the tiny model
+with every call of its groups left out (its numbers are wrong, its work is the same). On the tiny model
 there is next to nothing to compute, so its time is what the host does for each layer.
 """
 
@@ -28,7 +28,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape
 from phalanx.models import Decoder
 from phalanx.parallel import build_model, count_valid, microbatches
-from phalanx.parallel.local import hold, model_stages
+from phalanx.parallel.local import build_local, model_stages
 from phalanx.program import build
 from phalanx.train import AdamW, Executor
 from phalanx.verify import batch_of
@@ -85,7 +85,7 @@ def torch_step(shape: Shape, wrap: Callable[[Decoder], Decoder]) -> Step:
 
 
 class _Mute(Group):
-    """A wire of two that sends nothing: what comes is what was there."""
+    """A group of two that sends nothing: what comes is what was there."""
 
     def _begin(self, call: Call) -> Work:
         return Work()
@@ -105,7 +105,7 @@ def our_step(world: World, shape: Shape, name: str, text: str) -> Step:
     layout = Layout.parse(text)
     model = build_model(shape)
     program = build(layout, model_stages(model, layout), model.tied)
-    held = hold(world, layout, model, program, prefix=f"{name}/")
+    held = build_local(world, layout, model, program, prefix=f"{name}/")
     performer = Executor(
         held,
         program,
@@ -122,9 +122,9 @@ def run(world: World, size: str, rounds: int) -> list[Row]:
     shape = SIZES[size]
     group = dist.new_group(backend="shm")
     worlds = {
-        "gloo": world, "shared": beside(), "without messages": MuteWorld(world.rank, 2, world.device)
+        "gloo": world, "shm": beside(), "without messages": MuteWorld(world.rank, 2, world.device)
     }  # fmt: skip
-    meshes = {"gloo": init_device_mesh("cpu", (2,)), "shared": DeviceMesh.from_group(group, "cpu")}
+    meshes = {"gloo": init_device_mesh("cpu", (2,)), "shm": DeviceMesh.from_group(group, "cpu")}
     steps = {"one process": alone(torch_step(shape, lambda m: m))}
     for name, mesh in meshes.items():
         steps[f"torch DTensor, {name}"] = torch_step(shape, partial(dtensor, mesh))
@@ -145,7 +145,7 @@ def main() -> None:
     said = parser.parse_args()
     print(machine())
     for size in said.sizes:
-        rows = launch(run, 2, size, said.rounds, wire="gloo", threads_per_rank=1)[0]
+        rows = launch(run, 2, size, said.rounds, backend="gloo", threads_per_rank=1)[0]
         print(f"\n{table(f'{size}, fp32, 2 ranks', rows, 'one process')}", flush=True)
 
 

@@ -88,7 +88,7 @@ def poison(x: Tensor) -> None:
         x.detach().fill_(1 if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
 
 
-def hold(where: str, call: Call, copy: Call, place: int) -> Held:
+def build_local(where: str, call: Call, copy: Call, place: int) -> Held:
     """Poison what the call writes to, but for what of it the call also reads."""
     into = written(call, place)
     fields = [field for field in ("x", "out", "parts") if field != into]
@@ -120,7 +120,7 @@ class LateMembers(ThreadMembers):
         where = f"rank {self.ranks[place]} in {call.kind} on {self.name}"
         # Under the lock, because others compare what they read of this rank under it.
         with self.hub.lock:
-            held = self.held[id(copy)] = hold(where, call, copy, place)
+            held = self.held[id(copy)] = build_local(where, call, copy, place)
         return LateWork(self, self.come(line, place, copy), place, copy, held)
 
     def _settle(self, meeting: Meeting) -> None:

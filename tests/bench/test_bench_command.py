@@ -23,7 +23,7 @@ def said(capsys: Capture, run: object, words: str) -> str:
 
 def test_collectives_as_table_json_and_picture(capsys: Capture, tmp_path: Path) -> None:
     picture = tmp_path / "c.svg"
-    words = "collectives --ranks 2 --wire threads --sizes 1K:4K --limit 0.01 --repeats 1"
+    words = "collectives --ranks 2 --backend threads --sizes 1K:4K --limit 0.01 --repeats 1"
     out = said(capsys, bench.run, f"{words} --ops all_reduce,send --out {picture}")
     assert out.count("right") == 4
     assert "fitted" in out
@@ -44,14 +44,14 @@ def test_products_steps_and_overlap(capsys: Capture, tmp_path: Path) -> None:
     words = "mfu --device cpu --layers 2 --width 16 --model tiny --seq 8 --limit 0.05"
     assert "forward x 3" in said(capsys, bench.run, words)
     assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["iterations"]) == 2
-    words = "overlap --device cpu --size 16 --copy 4K --wire threads --limit 0.05"
+    words = "overlap --device cpu --size 16 --copy 4K --backend threads --limit 0.05"
     assert "copying thread" in said(capsys, bench.run, words)
     assert len(json.loads(said(capsys, bench.run, f"{words} --json"))["overlaps"]) == 2
 
 
 def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> None:
     place = tmp_path / "machine.toml"
-    words = f"--device cpu --out {place} --limit 2 --ranks 4 --wire threads --model tiny"
+    words = f"--device cpu --out {place} --limit 2 --ranks 4 --backend threads --model tiny"
     out = said(capsys, doctor.run, words)
     assert f"written: {place}" in out
     machine = Machine.load(place)
@@ -61,7 +61,7 @@ def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> 
     # Worlds of 2 and of 4, and in that of 4 also every other rank.
     assert {(c.ranks, c.apart) for c in machine.curves} == {(2, 1), (4, 1), (2, 2)}
     assert len(machine.curves) == 3 * 9
-    assert {c.wire for c in machine.curves} == {"threads"}
+    assert {c.backend for c in machine.curves} == {"threads"}
     assert machine.memory_bandwidth > 0
     assert machine.best("fp32") is not None
     assert len(machine.hidden) == 3
@@ -108,7 +108,7 @@ BAD = {
     "bench collectives --groups two": "write 4 for neighbours",
     "bench collectives --dtype int3": "invalid choice: 'int3' (choose from",
     "bench collectives --repeats 0": "--repeats is 1 or more",
-    "bench collectives --wire smoke": "invalid choice: 'smoke' (choose from",
+    "bench collectives --backend smoke": "invalid choice: 'smoke' (choose from",
     "bench matmul --device cpu --dtype tf32": "tf32 is how GPUs multiply",
     "bench matmul --sizes big": "--sizes big",
     "bench matmul --threads 0": "--threads is 0",

@@ -74,7 +74,7 @@ def uneven(world: World) -> tuple[list[float], list[float]]:
 
 
 def test_the_slowest_rank_counts_and_all_ranks_read_the_same() -> None:
-    found = launch(uneven, 3, wire="threads")
+    found = launch(uneven, 3, backend="threads")
     assert [agreed for agreed, _ in found] == [[2.0, 10.0]] * 3
     assert found[0][1] == found[1][1] == found[2][1]
 

@@ -20,7 +20,7 @@ EVERY = tuple(OPERATIONS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_operation_is_right_over_threads(ranks: int) -> None:
     found = launch(
-        measure_collectives, ranks, QUICK(EVERY, (1, 6000), ((ranks, 1),)), wire="threads"
+        measure_collectives, ranks, QUICK(EVERY, (1, 6000), ((ranks, 1),)), backend="threads"
     )
     assert all(each == found[0] for each in found), "every rank is told the same"
     assert [s.op for s in found[0]] == [*EVERY, *EVERY]
@@ -35,12 +35,12 @@ def test_every_operation_is_right_over_threads(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_every_dtype_is_checked_exactly(dtype: str) -> None:
     ask = QUICK(EVERY, (4096,), ((4, 1),), dtype)
-    assert all(s.correct for s in launch(measure_collectives, 4, ask, wire="threads")[0])
+    assert all(s.correct for s in launch(measure_collectives, 4, ask, backend="threads")[0])
 
 
 def test_every_operation_is_right_over_gloo_and_in_groups() -> None:
     ask = QUICK(EVERY, (64, 4096), ((4, 1), (2, 1), (2, 2), (3, 1)))
-    with workers(4, wire="gloo", threads_per_rank=1) as run:
+    with workers(4, backend="gloo", threads_per_rank=1) as run:
         found: list[Sample] = run(measure_collectives, ask)[0]
     assert all(s.correct for s in found)
     assert {(s.ranks, s.apart) for s in found} == {(4, 1), (2, 1), (2, 2), (3, 1)}
@@ -58,9 +58,9 @@ def broken(world: World, kind: str) -> list[Sample]:
     if world.rank == 1:
         begin = ThreadGroup._begin
 
-        def spoiled(wire: ThreadGroup, call: object) -> object:
-            work = begin(wire, call)  # type: ignore[arg-type]
-            if wire.rank == 1 and call.kind == kind:  # type: ignore[attr-defined]
+        def spoiled(group: ThreadGroup, call: object) -> object:
+            work = begin(group, call)  # type: ignore[arg-type]
+            if group.rank == 1 and call.kind == kind:  # type: ignore[attr-defined]
                 work.wait()
                 into = call.x if call.out is None else call.out  # type: ignore[attr-defined]
                 into.view(-1)[-1] += 1
@@ -69,10 +69,10 @@ def broken(world: World, kind: str) -> list[Sample]:
         world.__dict__["_split_of"] = world._split
 
         def split(name: str, groups: list[tuple[int, ...]], flows: object) -> object:
-            wire = world.__dict__["_split_of"](name, groups, flows)
+            group = world.__dict__["_split_of"](name, groups, flows)
             if name != "bench":
-                wire._begin = partial(spoiled, wire)
-            return wire
+                group._begin = partial(spoiled, group)
+            return group
 
         world._split = split  # type: ignore[method-assign, assignment]
     return measure_collectives(world, QUICK(EVERY, (4096,), ((2, 1),)))
@@ -91,14 +91,14 @@ def broken(world: World, kind: str) -> list[Sample]:
     ],
 )
 def test_one_wrong_number_on_one_rank_is_seen_by_all(kind: str, hit: set[str]) -> None:
-    for found in launch(broken, 2, kind, wire="threads"):
+    for found in launch(broken, 2, kind, backend="threads"):
         assert {s.op for s in found if not s.correct} == hit
     assert "WRONG" in collectives_text(found, "threads", ())
 
 
 def test_no_larger_size_is_begun_once_the_time_is_over() -> None:
     ask = Ask(("all_reduce",), (64, 128), ((2, 1),), total=0.0)
-    assert launch(measure_collectives, 2, ask, wire="threads")[0] == []
+    assert launch(measure_collectives, 2, ask, backend="threads")[0] == []
 
 
 def test_what_is_told_names_s_the_factor_and_both_bandwidths() -> None:
@@ -118,7 +118,10 @@ def test_the_picture_is_well_formed_and_shows_every_point() -> None:
     import xml.etree.ElementTree as ET
 
     found = launch(
-        measure_collectives, 2, QUICK(("all_reduce", "send"), (64, 4096), ((2, 1),)), wire="threads"
+        measure_collectives,
+        2,
+        QUICK(("all_reduce", "send"), (64, 4096), ((2, 1),)),
+        backend="threads",
     )[0]
     root = ET.fromstring(collectives_chart(found, "threads <1 & 2>"))
     assert len(root.findall(".//{*}circle")) == 4

@@ -126,7 +126,7 @@ def test_overlap_tells_the_part_of_the_shorter_that_is_hidden() -> None:
 
 def test_copies_and_messages_are_measured_beside_products() -> None:
     (copy,) = measure_copies(CPU, size=32, copied=1 << 16, dtype="fp32", limit=0.05)
-    (message,) = launch(measure_messages, 2, 32, 1 << 12, "fp32", 0.05, wire="threads")[0]
+    (message,) = launch(measure_messages, 2, 32, 1 << 12, "fp32", 0.05, backend="threads")[0]
     for x in (copy, message):
         assert min(x.first, x.second, x.after, x.together) > 0
         assert x.as_hidden().part == pytest.approx(min(1.0, x.hidden), abs=1e-4)

@@ -26,20 +26,20 @@ def test_all_reasons_and_the_nearest_that_fit_are_named(capsys: Capture) -> None
 
 def test_json_of_an_illegal_layout_lists_rules(capsys: Capture) -> None:
     assert main(["check", "tp3", "--model", "tiny", "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
-    assert said["legal"] is False
-    assert [v["rule"] for v in said["violations"]] == ["heads", "ffn"]
+    args = json.loads(capsys.readouterr().out)
+    assert args["legal"] is False
+    assert [v["rule"] for v in args["violations"]] == ["heads", "ffn"]
 
 
 def test_a_legal_layout_says_what_its_ranks_hold(capsys: Capture) -> None:
     assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    args = json.loads(capsys.readouterr().out)
     shape = Shape.load("8b")
-    assert (said["ranks"], said["parameters"]) == (16, shape.total)
-    assert [s["held_microbatches"] for s in said["stages"]] == [4, 3, 2, 1]
-    assert sum(s["parameters"] for s in said["stages"]) == shape.total
-    assert sorted(p for s in said["stages"] for p in s["pieces"]) == list(range(shape.pieces))
-    assert sorted(r for s in said["stages"] for r in s["ranks"]) == list(range(16))
+    assert (args["ranks"], args["parameters"]) == (16, shape.total)
+    assert [s["held_microbatches"] for s in args["stages"]] == [4, 3, 2, 1]
+    assert sum(s["parameters"] for s in args["stages"]) == shape.total
+    assert sorted(p for s in args["stages"] for p in s["pieces"]) == list(range(shape.pieces))
+    assert sorted(r for s in args["stages"] for r in s["ranks"]) == list(range(16))
     assert main(["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b"]) == 0
     out = capsys.readouterr().out
     assert "its program is proved" in out

@@ -228,7 +228,7 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["plan", "--cluster", "this", "--machine", "deep.toml"], ("deep.toml", "more than 32 deep")),
     (["data", "show", "missing"], ("missing",)),
     # Names of what there is to choose from.
-    (["verify", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["verify", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["verify", "--axes", "dp zz"], ("--axes", "'zz'", "dp pp cp tp")),
     (["verify", "--axes", ""], ("--axes names nothing", "dp pp cp tp")),
     (["verify", "--dtype", ESC], ("--dtype", r"\x1b", "'float64'")),
@@ -238,21 +238,21 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["verify", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
     (["verify", "--model", "pipe.py:Net"], ("pipe.py", "a named pipe")),
     (["verify", "--layouts", "dp2 tp3"], ("tp=3", "Nearest")),
-    (["bench", "collectives", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["bench", "collectives", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["bench", "collectives", "--ops", "zz"], ("--ops zz", "all_reduce")),
     (["bench", "collectives", "--groups", "2x9", "--ranks", "2"], ("--groups '2x9'", "fits the 2")),
     (["bench", "matmul", "--device", "tpu"], ("--device", "'tpu'", "'cuda'")),
     (["bench", "matmul", "--dtype", "fp32,zz"], ("--dtype", "'zz'", "bf16")),
     (["bench", "matmul", "--model", "zz"], ("'zz'", "Shapes are")),
     (["bench", "mfu", "--dtype", "zz"], ("--dtype", "'zz'", "'bf16'")),
-    (["bench", "overlap", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
-    (["lab", "zero-3", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["bench", "overlap", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
+    (["lab", "zero-3", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["doctor", "--device", "tpu"], ("--device", "'tpu'", "'cuda'")),
-    (["doctor", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["doctor", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["doctor", "--model", "zz"], ("'zz'", "Shapes are")),
     (["doctor", "topology", "text.txt"], ("nvidia-smi topo -m", "GPU0")),
     (["doctor", "topology", "pipe.txt"], ("pipe.txt", "a named pipe")),
-    (["train", "--wire", "zz"], ("--wire", "'zz'", "'gloo'")),
+    (["train", "--backend", "zz"], ("--backend", "'zz'", "'gloo'")),
     (["train", "data=pipe.txt"], ("pipe.txt holds no tokens", "phalanx data prepare")),
     (["weigh", "--model", "syntax.py:Net"], ("syntax.py, line 2: SyntaxError", "Mend it there")),
     (["weigh", "--model", "missing.py:Net"], ("missing.py", "Write FILE.py:Net")),
@@ -422,12 +422,12 @@ def test_a_mistake_is_one_sentence_with_the_place_and_a_way_out(
 ) -> None:
     argv, parts = row
     assert main(argv) == 2
-    said = capsys.readouterr()
-    _is_clean(said.err)
-    assert said.out == ""
+    args = capsys.readouterr()
+    _is_clean(args.err)
+    assert args.out == ""
     for part in parts:
-        assert part in said.err
-    assert len(said.err) < 6000
+        assert part in args.err
+    assert len(args.err) < 6000
 
 
 # ---- what needs a process of its own
@@ -450,10 +450,10 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
         ["checkpoint", "import", "folder.svg", "--out", "x"],
         ["data", "show", "missing"], ["data", "show", "afile"], ["data", "verify", "afile"],
         ["data", "prepare", "text.txt", "--out", "afile/x"],
-        ["verify", "--wire", "zz"], ["verify", "--axes", "zz"], ["verify", "--model", "syntax.py:Net"],
+        ["verify", "--backend", "zz"], ["verify", "--axes", "zz"], ["verify", "--model", "syntax.py:Net"],
         ["verify", "--layouts", "dp2 tp3"], ["verify", "--log", "afile/x"],
         ["bench", "collectives", "--sizes", "1:99999999999999"], ["bench", "matmul", "--dtype", "zz"],
-        ["bench", "mfu", "--batch", "16777216"], ["bench", "overlap", "--wire", "zz"],
+        ["bench", "mfu", "--batch", "16777216"], ["bench", "overlap", "--backend", "zz"],
         ["lab", "nothing"], ["lab", "zero-3", "--ranks", "99999"],
         ["doctor", "--out", "afile/x.toml"], ["doctor", "topology", "text.txt"],
         ["doctor", "devices", "zz"], ["doctor", "clusters", "zz"], ["doctor", "hierarchy", "zz"],
@@ -462,7 +462,7 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
         ["plan", "calibrate", "missing", "--cluster", "h100x8"],
         ["report", "afile"], ["report", "folder.svg"], ["demo", "--out", "afile/x"],
         ["draw", "mesh", "zz"], ["draw", "run", "empty.json"], ["draw", "recompute", "--layers", "0"],
-        ["train", "data=pipe.txt"], ["train", "--wire", "zz"], ["zz"],
+        ["train", "data=pipe.txt"], ["train", "--backend", "zz"], ["zz"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -483,7 +483,7 @@ def test_torchrun_starts_the_package_as_a_module(tmp_path: Path) -> None:
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
         "--local-addr", "127.0.0.1", "-m", "phalanx", "train",
         "model={layers=1,hidden=16,heads=2,ffn=16,vocab=256}", "batch=2", "sequence=8", "steps=2",
-        "validation.batches=0", "layout=dp2", f"out={tmp_path / 'run'}", "--wire", "gloo",
+        "validation.batches=0", "layout=dp2", f"out={tmp_path / 'run'}", "--backend", "gloo",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -610,8 +610,8 @@ def test_standard_output_that_is_full_or_closed_is_no_traceback(folder: Path) ->
             [sys.executable, "-m", "phalanx", "draw", "1f1b"],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
         )  # fmt: skip
-    said = "phalanx: cannot write to standard output: No space left on device.\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    args = "phalanx: cannot write to standard output: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, args)
     script = '"$0" -m phalanx draw 1f1b >&-'
     closed = subprocess.run(["sh", "-c", script, sys.executable], capture_output=True, timeout=120)
     assert (closed.returncode, closed.stdout, closed.stderr) == (0, b"", b"")

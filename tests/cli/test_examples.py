@@ -51,8 +51,8 @@ def test_a_stranger_s_weight_without_a_rule_is_refused(
     with pytest.raises(LayoutError, match=r"no rule names the parameter blocks\.0\.mlp\.up\.bias"):
         model.rules.dims("blocks.0.mlp.up.bias", 1)
     assert main(["verify", "--model", f"{file}:Stranger", "--layouts", "tp2"]) in (1, 2)
-    said = capsys.readouterr()
-    assert "no rule names the parameter blocks.0.mlp.up.bias" in said.out + said.err
+    args = capsys.readouterr()
+    assert "no rule names the parameter blocks.0.mlp.up.bias" in args.out + args.err
 
 
 def test_a_stranger_s_loss_that_is_a_mean_is_found(
@@ -102,7 +102,7 @@ def test_the_pages_quote_the_examples_as_they_are() -> None:
 
 
 def _shown(page: Path) -> list[tuple[str, list[str]]]:
-    """The commands of a page's console blocks, each with the lines it is said to print."""
+    """The commands of a page's console blocks, each with the lines it is args to print."""
     found: list[tuple[str, list[str]]] = []
     for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.M | re.S):
         for line in block.splitlines():

@@ -54,7 +54,7 @@ BAD = {
     "draw recompute --layers 0": "--layers is 0",
     "draw pp2": "needs a model",
     "draw pp2 --model nope": "there is no shape 'nope'",
-    "draw pp2 --model tiny --zero 3": "--zero is said by the layout",
+    "draw pp2 --model tiny --zero 3": "--zero is args by the layout",
     "draw pp2 tp3 --model tiny": "tp=3 does not divide heads=4",
     "draw pp2 zzz --model tiny": "'zzz' means nothing in a layout",
     "check": "required: LAYOUT",
@@ -72,10 +72,10 @@ def test_bad_input_gets_a_sentence_with_the_place_and_exit_code_2(
     capsys: Capture, words: str
 ) -> None:
     assert main(words.split()) == 2
-    said = capsys.readouterr()
-    assert BAD[words] in said.err
-    assert said.out == ""
-    assert "Traceback" not in said.err
+    args = capsys.readouterr()
+    assert BAD[words] in args.err
+    assert args.out == ""
+    assert "Traceback" not in args.err
 
 
 def test_a_typo_in_a_program_file_is_named_with_its_line(capsys: Capture, tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def test_runs_move_the_stack_towards_what_they_ran_with_and_a_plan_reads_its_fil
     ]
     words = ["plan", "calibrate", *runs, "--machine", machine, "--out", str(out)]
     assert main([*words, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert [row["layout"] for row in said["runs"]] == list(LAYOUTS[:-1])
-    for row in said["runs"]:
+    args = json.loads(capsys.readouterr().out)
+    assert [row["layout"] for row in args["runs"]] == list(LAYOUTS[:-1])
+    for row in args["runs"]:
         assert abs(row["after"]) < 0.1 < abs(row["before"])
     found = stack(str(out))
-    assert said["stack"] == {name: getattr(found, name) for name in FITTED}
+    assert args["stack"] == {name: getattr(found, name) for name in FITTED}
     # A layout that was not among the runs is told better too.
     unseen = LAYOUTS[-1]
     truth, before, after = (seconds(unseen, s) for s in (TRUTH, local_stack(), found))
@@ -114,7 +114,7 @@ def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
     machine = machine_of(tmp_path)
     good = run_of(tmp_path / "good", "dp2", [9.0, 0.5, 0.5])
     short = run_of(tmp_path / "short", "dp2", [9.0])
-    for words, said in (
+    for words, args in (
         ([good, str(tmp_path), "--machine", machine], "cannot read the run"),
         ([good, short, "--machine", machine], "1 lines of steps"),
         ([good, "--machine", str(tmp_path / "nowhere.toml")], "there is no machine file"),
@@ -125,5 +125,5 @@ def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
         assert main(["plan", "calibrate", *words]) == 2
         told = capsys.readouterr()
         assert not told.out
-        assert said in told.err
+        assert args in told.err
         assert told.err.count("\n") == 1

@@ -32,7 +32,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-def said(capsys: Capture, *argv: str) -> dict[str, object]:
+def args(capsys: Capture, *argv: str) -> dict[str, object]:
     assert main([*SMALL, "--json", *argv]) == 0
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found
@@ -47,7 +47,7 @@ def test_the_table_fits_eighty_columns_and_names_rules_and_reasons(capsys: Captu
 
 
 def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(capsys: Capture) -> None:
-    found = said(capsys)
+    found = args(capsys)
     shape, layouts = Shape.load("124m"), found["layouts"]
     assert isinstance(layouts, list)
     times = [one["step_time_s"] for one in layouts]
@@ -67,14 +67,14 @@ def test_json_holds_legal_layouts_best_first_with_all_that_is_promised(capsys: C
 
 
 def test_mfu_is_the_model_s_flops_over_time_and_peak(capsys: Capture) -> None:
-    best = said(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
+    best = args(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
     flops = step_flops(Shape.load("124m"), 64, 1024).model
     assert best["mfu"] == pytest.approx(flops / best["step_time_s"] / 8 / 989.4e12, rel=1e-3)
 
 
 def test_explaining_a_pick_gives_its_numbers_and_its_timeline(capsys: Capture) -> None:
-    best = said(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
-    again = said(capsys, "--explain", best["layout"])
+    best = args(capsys, "--top", "1")["layouts"][0]  # type: ignore[index]
+    again = args(capsys, "--explain", best["layout"])
     assert again["step_time_s"] == pytest.approx(best["step_time_s"])
     assert main([*SMALL, "--explain", "pp4 dp2 1f1b:8"]) == 0
     out = capsys.readouterr().out
@@ -157,12 +157,12 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(capsys: Capture) -> N
 def test_a_batch_of_fewer_sequences_than_devices_is_planned_without_that_much_data_parallel(
     capsys: Capture,
 ) -> None:
-    best = said(capsys, "--batch-tokens", "4096")["layouts"]
+    best = args(capsys, "--batch-tokens", "4096")["layouts"]
     assert all(Layout.parse(one["layout"]).dp <= 4 for one in best)  # type: ignore[index, union-attr]
 
 
 def test_a_plan_from_cached_weighs_never_loads_torch(capsys: Capture) -> None:
-    said(capsys)
+    args(capsys)
     code = (
         "import sys; from phalanx.cli.main import main;"
         f" assert main({[*SMALL, '--json']!r}) == 0; assert 'torch' not in sys.modules"

@@ -53,8 +53,8 @@ def run_of(folder: Path, text: str = "dp2 zero1", device: str = "CPU", own: str 
         build(layout, stage_pieces(layout, SHAPE), agree=True),
         Costs({"F": 2e-3, "I": 1.5e-3, "W": 1.5e-3, "G": 1e-3}),
     )
-    said = {"step": 3, "layout": text, **timeline.to_json()}
-    (folder / "timeline.json").write_text(json.dumps(said))
+    args = {"step": 3, "layout": text, **timeline.to_json()}
+    (folder / "timeline.json").write_text(json.dumps(args))
     return folder
 
 
@@ -70,15 +70,15 @@ def test_the_table_is_in_the_terminal_on_the_page_and_in_the_json_with_the_same_
     assert report_verb.run(words) == 0
     told = capsys.readouterr().out
     assert report_verb.run([*words, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["compared"]
+    args = json.loads(capsys.readouterr().out)["compared"]
     page = (tmp_path / "run" / "report.html").read_text()
-    rows = {row["kind"]: row for row in said["rows"]}
+    rows = {row["kind"]: row for row in args["rows"]}
     assert rows["F"]["measured"] == pytest.approx(2e-3)
     assert rows["F"]["count"] == 4
     assert rows["B"]["measured"] == pytest.approx(3e-3)
     assert rows["F"]["ratio"] == pytest.approx(2e-3 / rows["F"]["predicted"])
     assert rows["A"]["predicted"] is None
-    assert said["usual"] == 0.03  # without the first, in which a process warms up
+    assert args["usual"] == 0.03  # without the first, in which a process warms up
     for row in rows.values():
         price = "-" if row["predicted"] is None else f"{1e3 * row['predicted']:.4g} ms"
         for cell in (row["words"], price, f"{1e3 * row['measured']:.4g} ms"):
@@ -115,8 +115,8 @@ def test_a_stack_that_is_half_as_fast_predicts_longer_computing(
     for speed in (0.9, 0.45):
         (tmp_path / "stack.toml").write_text(f"speed = {speed}\nhost = 0.0\n")
         assert report_verb.run([*words, "--stack", str(tmp_path / "stack.toml")]) == 0
-        said = json.loads(capsys.readouterr().out)["compared"]
-        times.append(next(r["predicted"] for r in said["rows"] if r["kind"] == "F"))
+        args = json.loads(capsys.readouterr().out)["compared"]
+        times.append(next(r["predicted"] for r in args["rows"] if r["kind"] == "F"))
     assert times[0] < times[1] < 2 * times[0]
 
 
@@ -147,7 +147,7 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize(
-    "name, text, said",
+    "name, text, args",
     [
         ("timeline.json", None, "cannot read .*timeline.json: No such file"),
         ("timeline.json", "{}", "this is not a timeline"),
@@ -158,7 +158,7 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     ],
 )
 def test_a_folder_that_lacks_its_step_is_refused_in_a_sentence(
-    name: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str | None, args: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(tmp_path / "run")
     if text is None:
@@ -166,7 +166,7 @@ def test_a_folder_that_lacks_its_step_is_refused_in_a_sentence(
     else:
         (run / name).write_text(text)
     told = _refused(capsys, str(run), "--machine", machine_of(tmp_path))
-    assert re.search(said, told), told
+    assert re.search(args, told), told
 
 
 def test_a_model_of_ones_own_is_run_only_when_the_command_names_it(

@@ -36,7 +36,7 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "argv, said",
+    "argv, args",
     [
         (["a.toml", "b.toml"], "name one run file"),
         (["--rank", "2"], "Did you mean --ranks?"),
@@ -45,8 +45,8 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["steps=1", "--ranks", "two"], "invalid int value"),
     ],
 )
-def test_wrong_usage_is_one_sentence(argv: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_wrong_usage_is_one_sentence(argv: list[str], args: str) -> None:
+    with pytest.raises(UsageError, match=args):
         train_verb.run(argv)
 
 
@@ -68,7 +68,7 @@ def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
 ) -> None:
     out = tmp_path / "run"
     assert train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1"]) == 0
-    said = capfd.readouterr().out
+    args = capfd.readouterr().out
     for part in (
         "step 3/3  loss",
         "tokens/s  MFU",
@@ -77,7 +77,7 @@ def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
         "validation loss",
         "saved",
     ):
-        assert part in said
+        assert part in args
     assert report_verb.run([str(out)]) == 0
     assert "wrote" in capfd.readouterr().out
     assert (out / "report.html").stat().st_size > 5000
@@ -111,8 +111,8 @@ def test_sigterm_ends_the_step_saves_and_leaves_with_75(whom: str, tmp_path: Pat
     process = _begun(tmp_path / "run", "--ranks", "2")
     told = process.pid if whom == "the command" else max(_descendants(process.pid))
     os.kill(told, signal.SIGTERM)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
+    args, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, args
     records = read_journal(tmp_path / "run" / "metrics.jsonl")
     last = [r for r in records if r["event"] == "step"][-1]["step"]
     assert records[-1]["event"] == "stop"
@@ -123,10 +123,10 @@ def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) 
     process = _begun(tmp_path / "run", "--ranks", "2")
     ranks = _descendants(process.pid)
     os.kill(max(ranks), signal.SIGKILL)
-    said, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, said
-    assert "was killed by signal 9" in said
-    assert "Traceback" not in said.split("was killed by signal 9")[0]
+    args, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, args
+    assert "was killed by signal 9" in args
+    assert "Traceback" not in args.split("was killed by signal 9")[0]
 
 
 def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Pa
         )
         for task in range(2)
     ]  # fmt: skip
-    said = [task.communicate(timeout=120) for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], said
-    assert json.loads(said[0][0])["step"] == 2
-    assert said[1][0] == ""  # one speaks
+    args = [task.communicate(timeout=120) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], args
+    assert json.loads(args[0][0])["step"] == 2
+    assert args[1][0] == ""  # one speaks
     start = next(r for r in read_journal(out / "metrics.jsonl") if r["event"] == "start")
     assert (start["ranks"], start["layout"]) == (2, "dp2 zero3")
     assert (out / "checkpoints" / "step-00000002" / "rank-00001.safetensors").is_file()

@@ -39,13 +39,13 @@ def test_the_table_fits_eighty_columns(argv: list[str], capsys: Capture) -> None
 def test_json_holds_every_operation(capsys: Capture) -> None:
     argv = ["weigh", "--model", "tiny", "tp2", "--rows", "3", "--sequence", "16", "--json"]
     assert main(argv) == 0
-    said = json.loads(capsys.readouterr().out)
+    args = json.loads(capsys.readouterr().out)
     shape = Shape.load("tiny")
-    numbers = [n for kind in said["pieces"] for n in kind["pieces"]]
+    numbers = [n for kind in args["pieces"] for n in kind["pieces"]]
     assert numbers == list(range(shape.pieces))
-    found = sum(len(k["pieces"]) * k["operations"]["F"]["flops_full"] for k in said["pieces"])
+    found = sum(len(k["pieces"]) * k["operations"]["F"]["flops_full"] for k in args["pieces"])
     assert 2 * found == sum(op.full for op in forward_flops(shape, 3, 16))
-    assert {m["axis"] for k in said["pieces"] for m in k["operations"]["B"]["messages"]} == {"tp"}
+    assert {m["axis"] for k in args["pieces"] for m in k["operations"]["B"]["messages"]} == {"tp"}
 
 
 @pytest.mark.parametrize(

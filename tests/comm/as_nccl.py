@@ -33,7 +33,7 @@ def as_nccl(world: ProcessWorld, fn: Callable[..., Any], *args: Any) -> Any:
 @contextmanager
 def nccl_worlds(size: int) -> Iterator[Callable[..., list[Any]]]:
     """What `verify` takes in place of the name of a transport."""
-    with workers(size, wire="gloo", timeout=60.0) as run:
+    with workers(size, backend="gloo", timeout=60.0) as run:
         yield lambda fn, *args: run(as_nccl, fn, *args)
 
 

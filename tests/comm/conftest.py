@@ -1,4 +1,4 @@
-"""Worlds that are kept for all tests of the wires."""
+"""Worlds that are kept for all tests of the groups."""
 
 from contextlib import ExitStack
 
@@ -10,7 +10,7 @@ from phalanx.comm.threads import run_threads
 
 WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
 LATE = ("late-1", "late-2", "late-3", "late-4", "late-8")
-PROCESSES = ("shared-2", "shared-3", "shared-4", "shared-8", "gloo-2", "gloo-4")
+PROCESSES = ("shm-2", "shm-3", "shm-4", "shm-8", "gloo-2", "gloo-4")
 
 
 def threads_of(size, timeout=30.0):
@@ -32,7 +32,9 @@ def kept():
                     over_threads(int(size))
                     if over_threads
                     else stack.enter_context(
-                        workers(int(size), wire="auto" if kind == "alone" else kind, timeout=30.0)
+                        workers(
+                            int(size), backend="auto" if kind == "alone" else kind, timeout=30.0
+                        )
                     )
                 )
             return runs[name], int(size)

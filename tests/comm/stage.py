@@ -130,7 +130,7 @@ class _Watch:
         raise AssertionError(text)
 
 
-class Member(local.SharedWorld):
+class Member(local.ShmWorld):
     """One rank of a stage: a world over the arena that all members of this process map."""
 
     def __init__(self, stage, reserved, rank):

@@ -36,32 +36,32 @@ class Machine(Devices):
 
 
 @pytest.mark.parametrize(
-    "machine, ranks, wire, kind, gpus",
+    "machine, ranks, backend, kind, gpus",
     [
         (Machine(), 1, "auto", "alone", 0),
-        (Machine(), 4, "auto", "shared", 0),
+        (Machine(), 4, "auto", "shm", 0),
         (Machine(), 4, "threads", "threads", 0),
         (Machine("a"), 1, "auto", "alone", 1),
         (Machine("a", "b"), 2, "auto", "nccl", 2),
         (Machine("a", "b"), 2, "gloo", "gloo", 0),
-        (Machine("a", "b"), 2, "shared", "shared", 0),
+        (Machine("a", "b"), 2, "shm", "shm", 0),
         # Fewer GPUs than ranks: they share them. It was the CPU, while a plan counted on the GPU.
         (Machine("a"), 2, "auto", "threads", 1),
         (Machine("a", "b"), 3, "auto", "threads", 2),
         (Machine("a", "b", nccl=False), 2, "auto", "threads", 2),
     ],
 )
-def test_local_ranks_compute_on_gpus_where_there_are_any(machine, ranks, wire, kind, gpus):
-    assert choose(wire, ranks, machine) == kind
+def test_local_ranks_compute_on_gpus_where_there_are_any(machine, ranks, backend, kind, gpus):
+    assert choose(backend, ranks, machine) == kind
     assert used_gpus(kind, ranks, machine) == gpus
 
 
 def test_nccl_for_more_ranks_than_gpus_is_refused():
-    with pytest.raises(CommMisuse, match="2 ranks need 2 GPUs and there are 1; use wire gloo"):
+    with pytest.raises(CommMisuse, match="2 ranks need 2 GPUs and there are 1; use backend gloo"):
         choose("nccl", 2, Machine("a"))
 
 
-def met(machines, wires=None):
+def met(machines, groups=None):
     """What each rank of a launcher settles with the others: a backend, or an error's text."""
     store, size = dist.HashStore(), len(machines)
     ends = [None] * size
@@ -69,7 +69,7 @@ def met(machines, wires=None):
     def rank_thread(rank):
         place = Place(rank, size, rank, "", 1, served=True)
         try:
-            offered = offer(place, wires[rank] if wires else "auto", machines[rank])
+            offered = offer(place, groups[rank] if groups else "auto", machines[rank])
             ends[rank] = meet(store, place, offered, timeout=20.0)
         except CommMisuse as error:
             ends[rank] = str(error)
@@ -111,18 +111,18 @@ def test_a_backend_that_not_all_ranks_can_use_is_refused_by_all_of_them(machines
     ends = met(machines)
     assert len(set(ends)) == 1
     assert said in ends[0]
-    assert "use wire gloo" in ends[0]
+    assert "use backend gloo" in ends[0]
 
 
-def test_ranks_that_were_told_other_wires_all_refuse():
+def test_ranks_that_were_given_other_backends_all_refuse():
     ends = met([HOST, HOST], ["nccl", "gloo"])
     assert len(set(ends)) == 1
-    assert "wire: rank 1 has gloo, rank 0 has nccl" in ends[0]
+    assert "backend: rank 1 has gloo, rank 0 has nccl" in ends[0]
     assert met([HOST, HOST], ["gloo", "gloo"]) == ["gloo", "gloo"]
 
 
-def test_a_flow_from_a_place_to_itself_is_refused():
-    with pytest.raises(CommMisuse, match=r"flows of wire 'pp' are \[\(0, 0\)\]"):
+def test_a_flow_from_a_rank_to_itself_is_refused():
+    with pytest.raises(CommMisuse, match=r"flows of split 'pp' are \[\(0, 0\)\]"):
         AloneWorld().split("pp", [[0]], [(0, 0)])
 
 

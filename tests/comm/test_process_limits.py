@@ -20,7 +20,7 @@ if __name__ == "__main__":
     kind = getattr(resource, sys.argv[1])
     resource.setrlimit(kind, (int(sys.argv[2]), resource.getrlimit(kind)[1]))
     try:
-        print(launch(total, 2, wire=sys.argv[3]))
+        print(launch(total, 2, backend=sys.argv[3]))
     except ValueError as error:
         print("refused:", error)
 """
@@ -50,7 +50,7 @@ def test_auto_takes_gloo_with_one_line_of_notice(tmp_path, limit, size, way_out)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the arena is a small file")
 @pytest.mark.parametrize("limit, size, way_out", LIMITS)
 def test_shared_is_refused_with_one_sentence_and_a_way_out(tmp_path, limit, size, way_out):
-    end = run(tmp_path, limit, size, "shared")
+    end = run(tmp_path, limit, size, "shm")
     (line,) = end.stdout.splitlines()
     assert line.startswith("refused: shared memory needs ")
     assert way_out in line

@@ -14,7 +14,7 @@ from phalanx.cost import Live, sizes_of
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, Unit, build_model, microbatches
 from phalanx.parallel.data import storage_of
-from phalanx.parallel.local import Holding, hold
+from phalanx.parallel.local import LocalModel, build_local
 from phalanx.program import Program, Sizes
 from phalanx.program.memory import changes, peaks
 from phalanx.train import AdamW, Executor
@@ -49,13 +49,13 @@ class Held(NamedTuple):
 class Watch(Live):
     """Asks at every new storage what everything together is."""
 
-    def __init__(self, holding: Holding, always: float) -> None:
+    def __init__(self, local: LocalModel, always: float) -> None:
         super().__init__()
-        self.holding, self.always = holding, always
+        self.local, self.always = local, always
         self.flat = self.total = 0.0
 
     def look(self) -> None:
-        flat = _out(self.holding)
+        flat = _out(self.local)
         self.flat = max(self.flat, flat)
         self.total = max(self.total, self.always + flat + self.now)
 
@@ -64,12 +64,12 @@ class Watch(Live):
         self.look()
 
 
-def _out(holding: Holding) -> float:
+def _out(local: LocalModel) -> float:
     """Bytes of the flat buffers that are out of the pool, without weights that never leave."""
-    pool = holding.pool
+    pool = local.pool
     made = sum(count * n * dtype.itemsize for (n, dtype), count in pool.made.items())
     free = sum(len(left) * n * dtype.itemsize for (n, dtype), left in pool.free.items())
-    resident = [u.buffer for u in holding.units.values() if u.resident and not u.same]
+    resident = [u.buffer for u in local.units.values() if u.resident and not u.same]
     return made - free - sum(b.numel() * b.itemsize for b in resident if b is not None)
 
 
@@ -83,7 +83,7 @@ def measured(world: World, layout: Layout) -> Held:
     """One step of a rank, the second, as flat buffers are made in the first and used again."""
     model = build_model(SHAPE)
     program = program_of(model, layout, agree=True)
-    held = hold(world, layout, model, program)
+    held = build_local(world, layout, model, program)
     performer = Executor(
         held, program, world.rank, AdamW(),
         width=SHAPE.hidden, clip=1.0, time_cut=layout.tp if layout.seq else 1,
@@ -131,7 +131,7 @@ def test_peak_memory_is_what_was_promised_within_five_percent_by_kind(text: str)
     layout = Layout.parse(text)
     program = program_of(build_model(SHAPE), layout, agree=True)
     sizes = sizes_of(partial(build_model, SHAPE), layout, program, BATCH, Precision())
-    found = launch(measured, layout.ranks, layout, wire="threads")
+    found = launch(measured, layout.ranks, layout, backend="threads")
     for row in range(len(program.rows)):
         expected, real = promised(program, sizes, row), found[program.owner.index(row)]
         for kind, amount in expected._asdict().items():
@@ -142,9 +142,9 @@ def test_over_gloo_what_was_sent_stays_until_the_step_ends() -> None:
     layout = Layout.parse("pp2 gpipe:8")
     program = program_of(build_model(SHAPE), layout, agree=True)
     make = partial(build_model, SHAPE)
-    sizes = sizes_of(make, layout, program, BATCH, Precision(), wire="gloo")
+    sizes = sizes_of(make, layout, program, BATCH, Precision(), backend="gloo")
     without = sizes_of(make, layout, program, BATCH, Precision())
-    found = launch(measured, layout.ranks, layout, wire="gloo")
+    found = launch(measured, layout.ranks, layout, backend="gloo")
     for row, real in enumerate(found):
         assert real.passing == pytest.approx(promised(program, sizes, row).passing, rel=0.05)
         assert peaks(program, sizes)[row].kinds["messages"] >= 8 * sizes.edge[0]

@@ -18,7 +18,7 @@ from phalanx.cost import cut_of, forward_flops, sizes_of, weigh
 from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.data import storage_of
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.program import Load, Weighed, at_rows, build
 from phalanx.train.program import program_of
 
@@ -170,7 +170,7 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str
     world = AloneWorld()
     try:
         program = build(cut_of(layout), (range(shape.pieces),))
-        held = hold(world, layout, model, program)
+        held = build_local(world, layout, model, program)
         saved: dict[int, int] = {}
         weights = {storage_of(p) for u in held.units.values() for p in u.parameters.values()}
 

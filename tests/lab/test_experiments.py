@@ -51,7 +51,7 @@ def test_every_claim_holds_in_an_odd_world() -> None:
 
 
 def test_every_claim_holds_among_four_processes() -> None:
-    wrong = {done.entry.name: failed(done) for done in conduct(NAMES, SMALL, wire="gloo")}
+    wrong = {done.entry.name: failed(done) for done in conduct(NAMES, SMALL, backend="gloo")}
     assert list(wrong) == list(NAMES)
     assert not any(wrong.values()), wrong
 
@@ -87,7 +87,7 @@ def test_whatever_a_rank_hands_over_is_judged(name: str, ranks: int) -> None:
 
 
 def nearly(calls: Sequence[Call]) -> None:
-    """A wire that gets everything right to one in a thousand."""
+    """A group that gets everything right to one in a thousand."""
     settle(calls)
     for call in calls:
         for x in call.tensors()[:2]:
@@ -97,7 +97,7 @@ def nearly(calls: Sequence[Call]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "process-groups"])
-def test_a_wire_that_is_a_little_wrong_is_found_out(
+def test_a_group_that_is_a_little_wrong_is_found_out(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(phalanx.comm.threads, "settle", nearly)
@@ -160,7 +160,7 @@ def test_a_mistake_in_an_experiment_is_found_by_its_check(
         exec(compiled, vars(module))
         monkeypatch.setattr(module, "check", before["check"])
         try:
-            # Two groups of two are the least that have a wire across.
+            # Two groups of two are the least that have a group across.
             ranks = 4 if name == "hybrid-sharding" else 2
             (done,) = conduct([name], SMALL, ranks=ranks)
         except (RankFailed, CommError, LabError):

@@ -191,7 +191,7 @@ def test_a_claim_that_fails_is_exit_code_1(
         ["zero-9"],
         ["grid", "--ranks", "0"],
         ["--html", "x"],
-        ["grid", "--wire", "pigeon"],
+        ["grid", "--backend", "pigeon"],
         ["grid", "--width", "0"],
         ["data-parallel", "--ranks", "3", "--batch", "8", "--width", "16"],
     ],

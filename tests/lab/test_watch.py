@@ -1,4 +1,4 @@
-"""What is written down of a rank is true: bytes over wires, bytes held, values, and the reference."""
+"""What is written down of a rank is true: bytes over groups, bytes held, values, and the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.lab.claims import equal
 from phalanx.lab.lab import Lab, Memory
 from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
 from phalanx.lab.record import value_of
-from phalanx.lab.trial import traced, wire_for
+from phalanx.lab.trial import backend_for, traced
 from phalanx.models import DeepMlp
 
 SMALL = Size(batch=8, width=16, layers=3, steps=2)
@@ -55,20 +55,20 @@ def test_training_brings_the_loss_down_so_that_equal_weights_mean_something() ->
 
 def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, float]:
     lab = Lab(world, SMALL)
-    wire = lab.group
+    group = lab.group
     n, rank = world.size, world.rank
     x, big = torch.zeros(8, dtype=torch.float64), torch.zeros(8 * n, dtype=torch.float64)
-    wire.all_reduce(x)
-    wire.reduce(x, root=1)
-    wire.broadcast(x, root=1)
-    wire.all_gather(big, x)
-    wire.reduce_scatter(x, big)
-    wire.all_to_all(torch.zeros_like(big), big)
-    wire.gather([torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, x, root=2)
-    wire.scatter(x, [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, root=2)
-    wire.barrier()
-    wire.send(x, to=(rank + 1) % n)
-    work = wire.receive(x, source=(rank - 1) % n, wait=False)
+    group.all_reduce(x)
+    group.reduce(x, root=1)
+    group.broadcast(x, root=1)
+    group.all_gather(big, x)
+    group.reduce_scatter(x, big)
+    group.all_to_all(torch.zeros_like(big), big)
+    group.gather([torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, x, root=2)
+    group.scatter(x, [torch.zeros_like(x) for _ in range(n)] if rank == 2 else None, root=2)
+    group.barrier()
+    group.send(x, to=(rank + 1) % n)
+    work = group.receive(x, source=(rank - 1) % n, wait=False)
     work.wait()
     work.wait()  # told once
     kinds: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, f
 
 def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
     n, one = 4, 64
-    results = launch(every_collective, n, wire="threads")
+    results = launch(every_collective, n, backend="threads")
     for rank, (kinds, spans, sent, _) in enumerate(results):
         want = {
             "all_reduce": 2 * one * (n - 1) // n,
@@ -151,9 +151,9 @@ def test_under_a_tracer_ranks_become_threads() -> None:
 
     def look() -> None:
         sys.settrace(lambda *_: None)
-        found.append((traced(), wire_for("gloo")))
+        found.append((traced(), backend_for("gloo")))
         sys.settrace(None)
-        found.append((traced(), wire_for("gloo")))
+        found.append((traced(), backend_for("gloo")))
 
     thread = threading.Thread(target=look)
     thread.start()

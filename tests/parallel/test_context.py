@@ -51,10 +51,10 @@ def _batch(
 def _core(world: World, ring: int, ulysses: int, inner: nn.Module | None = None) -> nn.Module:
     """A place's core, as `install_context` puts it into a model."""
     mesh = _layout(ring, ulysses).mesh
-    ring_wire = world.split("ring", mesh.groups(["cp.ring"]), context.around(mesh.of("cp.ring")))
-    ulysses_wire = world.split("ulysses", mesh.groups(["cp.ulysses"]))
-    core = RingCore(ring_wire) if ring > 1 else inner or Core()
-    return UlyssesCore(core, ulysses_wire) if ulysses > 1 else core
+    ring_group = world.split("ring", mesh.groups(["cp.ring"]), context.around(mesh.of("cp.ring")))
+    ulysses_group = world.split("ulysses", mesh.groups(["cp.ulysses"]))
+    core = RingCore(ring_group) if ring > 1 else inner or Core()
+    return UlyssesCore(core, ulysses_group) if ulysses > 1 else core
 
 
 def _attend(core: nn.Module, part: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -102,7 +102,7 @@ def _worst(run, ring: int, ulysses: int, batches: list[dict[str, Tensor]]) -> fl
 
 
 def _threads(ranks: int):
-    return lambda fn, *args: launch(fn, ranks, *args, wire="threads", timeout=20.0)
+    return lambda fn, *args: launch(fn, ranks, *args, backend="threads", timeout=20.0)
 
 
 CASES = [
@@ -138,7 +138,7 @@ def test_ulysses_is_attention_bit_for_bit():
 
 
 def test_processes_over_gloo_compute_what_threads_do():
-    with workers(4, wire="gloo", timeout=30.0) as run:
+    with workers(4, backend="gloo", timeout=30.0) as run:
         for ring, ulysses in ((4, 1), (1, 4), (2, 2)):
             assert _worst(run, ring, ulysses, CASES[2:6]) < 1e-12
 
@@ -162,7 +162,7 @@ def _compiled(world: World, batch: dict[str, Tensor]):
 
 
 def test_a_ring_compiles_whole_and_computes_the_same_bits():
-    for plain, compiled in launch(_compiled, 2, CASES[3], wire="threads", timeout=60.0):
+    for plain, compiled in launch(_compiled, 2, CASES[3], backend="threads", timeout=60.0):
         assert all(torch.equal(compiled[name], x) for name, x in plain.items())
 
 
@@ -314,9 +314,9 @@ def test_a_model_without_a_core_is_refused():
     for _, piece in model.pieces[1:-1]:
         piece.attn.heart = piece.attn.core
         del piece.attn.core
-    wire = TallyWorld(0, 2).split("ring", [(0, 1)])
+    group = TallyWorld(0, 2).split("ring", [(0, 1)])
     with pytest.raises(LayoutError, match="no piece has a child named 'core'"):
-        install_context(model, layout, wire, wire)
+        install_context(model, layout, group, group)
 
 
 def test_heads_that_ulysses_does_not_divide_are_refused():
@@ -345,6 +345,6 @@ def _strange(world: World, batch: dict[str, Tensor]) -> Tensor:
 def test_a_strangers_core_runs_under_ulysses_on_all_tokens():
     batch = _batch(24, 4, 4, documents=True)
     batch["positions"] = torch.arange(24).repeat(2, 1)
-    got = torch.cat(launch(_strange, 2, batch, wire="threads"), 1)
+    got = torch.cat(launch(_strange, 2, batch, backend="threads"), 1)
     expected = Strange()(*(batch[n] for n in ("q", "k", "v", "positions", "documents")))
     assert torch.allclose(got, expected, rtol=1e-13, atol=0)

@@ -15,7 +15,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape
 from phalanx.layout.rules import Cut
 from phalanx.parallel import Entry, Weight, build_model, microbatches
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
@@ -50,18 +50,18 @@ def held_after(
     model = build_model(shape)
     program = program_of(model, layout, agree=True)
     precision = precision_of(layout.precision)
-    holding = hold(world, layout, model, program, precision=precision)
+    local = build_local(world, layout, model, program, precision=precision)
     executor = Executor(
-        holding, program, world.rank, optimizer, width=shape.hidden, clip=0.25,
+        local, program, world.rank, optimizer, width=shape.hidden, clip=0.25,
         time_cut=layout.tp if layout.seq else 1,
         scaling=LossScale(1024.0) if layout.precision == "fp16" else None,
     )  # fmt: skip
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
-        own = microbatches(batch, layout, holding.place["dp"], holding.place["cp"])
+        own = microbatches(batch, layout, local.place["dp"], local.place["cp"])
         assert executor.step(own, 1e-2).finite
     told = []
-    for number, unit in holding.units.items():
+    for number, unit in local.units.items():
         flats = {"weight": unit.home}
         update = executor.updates[number]
         for run, view in update.runs:
@@ -80,7 +80,7 @@ def held_after(
 
 def differing(layout: Layout, shape: Shape, optimizer: AdamW | Sgd, steps: int = 8) -> set[str]:
     """Names of the weights whose copies, or their optimizer states, are not equal bit by bit."""
-    ranks = launch(held_after, layout.ranks, layout, shape, optimizer, steps, wire="threads")
+    ranks = launch(held_after, layout.ranks, layout, shape, optimizer, steps, backend="threads")
     apart, compared = set(), 0
     by_box: dict[tuple[str, str, str], list[Held]] = {}
     for held in (h for rank in ranks for h in rank):
@@ -132,13 +132,13 @@ def test_copies_of_norms_of_heads_stay_equal(layout: str) -> None:
 def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
     """By unit and shard: what each run of an update covers."""
     model = build_model(ODD)
-    holding = hold(world, layout, model, program_of(model, layout, agree=True))
+    local = build_local(world, layout, model, program_of(model, layout, agree=True))
     told = {
         (number, unit.groups.gather.rank): [
             [(s.start, s.stop, s.decay) for s in unit.own_segments()],
             [(e.weight.name, e.start, e.stop, e.offset) for e in unit.entries()],
         ]
-        for number, unit in holding.units.items()
+        for number, unit in local.units.items()
     }
     world.clear()
     return told
@@ -148,7 +148,7 @@ def runs(world: World, layout: Layout) -> dict[tuple[int, int], list[object]]:
 def test_all_ranks_that_hold_a_shard_update_it_in_the_same_runs(layout: str) -> None:
     where = Layout.parse(layout)
     first: dict[tuple[int, int], list[object]] = {}
-    for told in launch(runs, where.ranks, where, wire="threads"):
+    for told in launch(runs, where.ranks, where, backend="threads"):
         for key, run in told.items():
             assert first.setdefault(key, run) == run, key
 
@@ -160,9 +160,9 @@ def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...
     """What a rank's norm counts, what its updates change with the right decay, what it holds."""
     model = build_model(shape)
     program = program_of(model, layout, agree=True)
-    holding = hold(world, layout, model, program)
+    local = build_local(world, layout, model, program)
     counts, updates, held = list[Span](), list[Span](), list[Span]()
-    for number, unit in holding.units.items():
+    for number, unit in local.units.items():
         home = program.host[number] == program.owner[world.rank]
         counted = unit.counted_runs() if home and unit.groups.replica.rank == 0 else []
         segments = unit.own_segments()
@@ -206,7 +206,7 @@ def test_the_norm_counts_every_number_once_and_each_rank_updates_what_it_holds_o
     text: str, shape: Shape
 ) -> None:
     layout = Layout.parse(text)
-    ranks = launch(covered, layout.ranks, layout, shape, wire="threads")
+    ranks = launch(covered, layout.ranks, layout, shape, backend="threads")
     counted = times([span for counts, _, _ in ranks for span in counts], shape)
     assert (counted == 1).all()
     for _, updates, held in ranks:

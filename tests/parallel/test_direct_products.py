@@ -13,7 +13,7 @@ from phalanx.comm.alone import AloneWorld
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Rules
 from phalanx.parallel import Model
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.program import build
 from phalanx.train import Executor, Sgd
 
@@ -63,7 +63,7 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
     layout, model = Layout.parse(text), model_of(pieces)
     stages = (range(3),)
     program = build(layout, stages, model.tied)
-    held = hold(world, layout, model, program, poison=True)
+    held = build_local(world, layout, model, program, poison=True)
     for unit in held.units.values():
         for numel in (unit.numel, unit.part):
             held.pool.give(held.pool.take(numel, torch.float32))
@@ -89,7 +89,7 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
 def wanted(count: int) -> dict[str, Tensor]:
     pieces: list[nn.Module] = [First(), Odd(), Last()]
     model = model_of(copy.deepcopy(pieces))
-    held = hold(AloneWorld(), Layout(), model, build(Layout(), (range(3),), ()))
+    held = build_local(AloneWorld(), Layout(), model, build(Layout(), (range(3),), ()))
     plain = nn.Sequential(*pieces)
     weights = dict(held.units[0].parameters) | dict(held.units[1].parameters)
     for name, parameter in plain.named_parameters():
@@ -107,7 +107,7 @@ def test_weights_that_are_used_twice_read_or_idle_get_the_gradients_of_autograd(
     text: str, count: int
 ) -> None:
     expected = wanted(count)
-    (found,) = launch(gradients, 1, text, count, wire="threads")
+    (found,) = launch(gradients, 1, text, count, backend="threads")
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5)

@@ -105,7 +105,7 @@ def test_dropout_drops_what_the_formula_says_in_every_layout(name: str, text: st
     make = partial(build_model, SHAPES[name], dropout=RATE)
     setting = Setting(lambda step: batch(name), steps=1, precision=wide)
     program = program_in(layout, make, setting)
-    seen = launch(train_layout, layout.ranks, layout, program, make, setting, wire="threads")
+    seen = launch(train_layout, layout.ranks, layout, program, make, setting, backend="threads")
     (step,) = join(seen, 1).steps
     assert step.mismatches == ()
     assert step.loss == pytest.approx(loss, rel=1e-12)

@@ -21,7 +21,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.models import Decoder
 from phalanx.parallel import Unit, build_model, microbatches, start
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
@@ -51,23 +51,23 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
     model = build_model(SHAPE)
     program = program_of(model, layout, agree=True)
     precision = precision_of(layout.precision)
-    holding = hold(world, layout, model, program, precision=precision, poison=True)
+    local = build_local(world, layout, model, program, precision=precision, poison=True)
     fp16 = layout.precision == "fp16"
     executor = Executor(
-        holding, program, world.rank, AdamW(), width=SHAPE.hidden, clip=CLIP,
+        local, program, world.rank, AdamW(), width=SHAPE.hidden, clip=CLIP,
         scaling=LossScale(SCALE) if fp16 else None,
     )  # fmt: skip
     account, seen = Account([], [], [], []), list[Held]()
     for number, update in executor.updates.items():
-        executor.updates[number] = _watched(update, holding.units[number], seen)
+        executor.updates[number] = _watched(update, local.units[number], seen)
     for step in range(steps):
-        own = microbatches(batch_of(SHAPE, step), layout, holding.place["dp"])
+        own = microbatches(batch_of(SHAPE, step), layout, local.place["dp"])
         result = executor.step(own, lr)
         assert result.norm is not None
         account.losses.append(result.loss / result.count)
         account.norms.append(result.norm)
         account.gradients.append([(n, a, b, x / (SCALE if fp16 else 1)) for n, a, b, x in seen])
-        account.weights.append([h for u in holding.units.values() for h in _held(u, u.home)])
+        account.weights.append([h for u in local.units.values() for h in _held(u, u.home)])
         seen.clear()
     world.clear()
     return account
@@ -194,7 +194,7 @@ def test_narrow_steps_are_those_of_plain_torch_with_float32_weights_and_sums(
     """Plain torch begins each step from the ranks' weights: a weight on the edge between two
     narrow numbers would otherwise go one way here and the other way there."""
     layout, steps = Layout.parse(f"{text} {word}"), 3
-    ranks = launch(engine, layout.ranks, layout, steps, lr, wire="threads")
+    ranks = launch(engine, layout.ranks, layout, steps, lr, backend="threads")
     plain = Plain(DTYPES[word], lr)
     for step in range(steps):
         before = {name: w.detach().clone() for name, w in plain.masters.items()}

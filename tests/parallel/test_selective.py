@@ -17,7 +17,7 @@ from phalanx.comm.launch import launch
 from phalanx.cost.live import Live
 from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.parallel import Precision, build_model
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.parallel.recompute import contexts
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
@@ -41,7 +41,7 @@ def gradients(layout: Layout, name: str, *, packed: bool) -> dict[str, Tensor]:
     setting = Setting(batches, steps=1, precision=wide)
     make = partial(build_model, SHAPES[name], dropout=0.2)
     program = program_in(layout, make, setting)
-    seen = launch(train_layout, layout.ranks, layout, program, make, setting, wire="threads")
+    seen = launch(train_layout, layout.ranks, layout, program, make, setting, backend="threads")
     (step,) = join(seen, 1).steps
     return step.gradients
 
@@ -70,7 +70,7 @@ def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
     """Bytes that a block's forward leaves, its input and what says where tokens stand too."""
     layout = Layout.parse(text)
     model = build_model(shape, dropout=dropout)
-    piece = hold(world, layout, model, program_of(model, layout, agree=True)).pieces[1]
+    piece = build_local(world, layout, model, program_of(model, layout, agree=True)).pieces[1]
     places = layout.tp if layout.seq else 1
     with Live() as live:
         x = torch.randn(ROWS, shape.sequence // places, shape.hidden)
@@ -105,7 +105,7 @@ def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
     times = 8 * shape.sequence
     for dropout in (0.0, 0.1):
         text = f"{layout} recompute:selective"
-        (found, *_) = launch(held, t, text, shape, dropout, wire="threads")
+        (found, *_) = launch(held, t, text, shape, dropout, backend="threads")
         assert found == 4 * (ROWS * shape.sequence * numbers + scalars) + times
 
 
@@ -113,7 +113,7 @@ def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
 @pytest.mark.parametrize("text", ["tp1", "tp2", "tp2 seq"])
 def test_selective_leaves_less_than_none(text: str, shape: Shape) -> None:
     (none, *_), (selective, *_) = (
-        launch(held, Layout.parse(text).ranks, f"{text} {x}", shape, wire="threads")
+        launch(held, Layout.parse(text).ranks, f"{text} {x}", shape, backend="threads")
         for x in ("", "recompute:selective")
     )
     assert selective < 0.8 * none

@@ -15,7 +15,7 @@ from phalanx.comm import AloneWorld, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Run, Shape
 from phalanx.parallel import Entry, Precision, build_model, load_model, start
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.train.program import program_of
 from phalanx.train.rank import Rank
 from phalanx.verify import SHAPES
@@ -83,11 +83,11 @@ def test_weights_of_a_user_s_own_model_start_so_too(seed: int) -> None:
 def held(world: World, layout: Layout, shape: Shape, seed: int) -> list[tuple[Entry, Tensor]]:
     """What a rank begins with: of the weights as they are gathered, and of its part at home."""
     model = build_model(shape)
-    holding = hold(
+    local = build_local(
         world, layout, model, program_of(model, layout, agree=True), seed=seed, precision=WIDE
     )
     told = []
-    for unit in holding.units.values():
+    for unit in local.units.values():
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             told.append((entry, unit.home[run].clone()))
@@ -111,7 +111,7 @@ LAYOUTS = (
 def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(name: str, text: str) -> None:
     layout, shape = Layout.parse(text), SHAPES[name]
     found = set()
-    for told in launch(held, layout.ranks, layout, shape, 3, wire="threads"):
+    for told in launch(held, layout.ranks, layout, shape, 3, backend="threads"):
         for (weight, start_, stop, _), numbers in told:
             whole = drawn(weight.name, 3, torch.Size(weight.shape), shape).double()
             want = torch.zeros(weight.local, dtype=torch.float64)
@@ -127,7 +127,7 @@ def test_a_run_s_seed_is_that_of_its_weights(tmp_path: Path) -> None:
     for seed in (0, 5):
         run = Run.parse("", "seeded", (sizes, f"out={tmp_path}", f"seed={seed}", "batch=2"))
         rank = Rank(AloneWorld("cpu"), run, Layout())
-        for unit in rank.holding.units.values():
+        for unit in rank.local.units.values():
             for name, parameter in unit.parameters.items():
                 want = drawn(name, seed, parameter.shape, rank.shape)
                 assert torch.equal(parameter.detach(), want), name

@@ -12,7 +12,7 @@ from phalanx.comm.launch import launch
 from phalanx.layout import Layout, LayoutError, Rules, rules
 from phalanx.parallel import Model, Precision, build_model, groups, microbatches
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
@@ -28,7 +28,7 @@ def trained(world: World, layout: Layout) -> tuple[dict[int, tuple[int, int]], d
     """By unit how many shards and replicas it has; the whole weights after two steps of AdamW."""
     model = build_model(GQA)
     program = program_of(model, layout, agree=True)
-    held = hold(world, layout, model, program)
+    held = build_local(world, layout, model, program)
     executor = Executor(held, program, world.rank, AdamW(), width=GQA.hidden, clip=0.5)
     for step in range(2):
         batch = batch_of(GQA, step, dtype=torch.float32)
@@ -73,7 +73,7 @@ def test_units_of_one_model_sharded_over_different_ranks_train_as_one_process(
         return chosen[unit % len(chosen)]
 
     monkeypatch.setattr(groups, "unit_axes", turns)
-    ranks = launch(trained, 4, Layout.parse(layout), wire="threads")
+    ranks = launch(trained, 4, Layout.parse(layout), backend="threads")
     sizes = {ALL: (4, 1), HALF: (2, 2), NONE: (1, 4)}
     want = one_process()
     for here, weights in ranks:
@@ -117,6 +117,6 @@ def test_a_tied_unit_alone_has_a_group_over_the_stages_that_use_it() -> None:
         world.clear()
         return ranks
 
-    for rank, (embedding, *others) in enumerate(launch(ties, 3, wire="threads")):
+    for rank, (embedding, *others) in enumerate(launch(ties, 3, backend="threads")):
         assert embedding == ((0, 2) if rank != 1 else (1,))
         assert {*others} == {(rank,)}

@@ -11,10 +11,10 @@ import torch
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.comm.shm.local import SharedWorld
+from phalanx.comm.shm.local import ShmWorld
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
@@ -28,7 +28,7 @@ def train(
     """A few steps; what the rank holds afterwards, and at most while it worked."""
     model = build_model(shape)
     program = program_of(model, layout, agree=True)
-    held = hold(world, layout, model, program, precision=precision, poison=True)
+    held = build_local(world, layout, model, program, precision=precision, poison=True)
     performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden, clip=1.0)
     losses = []
     for step in range(steps):
@@ -64,7 +64,7 @@ def train(
 def test_bytes_per_rank_are_the_formula_to_within_padding(zero: int) -> None:
     # Rajbhandari et al. 2020, section 3, with float32 throughout: 4 bytes of weight, 8 of Adam.
     layout = Layout.parse(f"dp4 zero{zero}")
-    ranks = launch(train, 4, layout, Precision(), 2, wire="threads")
+    ranks = launch(train, 4, layout, Precision(), 2, backend="threads")
     parameters = GQA.total
     shards = 4 if zero else 1
     for told in ranks:
@@ -75,7 +75,9 @@ def test_bytes_per_rank_are_the_formula_to_within_padding(zero: int) -> None:
 
 def test_stage_3_holds_a_few_gathered_units_and_not_the_model() -> None:
     deep = replace(GQA, layers=12)
-    for told in launch(train, 4, Layout.parse("dp4 zero3"), Precision(), 2, deep, wire="threads"):
+    for told in launch(
+        train, 4, Layout.parse("dp4 zero3"), Precision(), 2, deep, backend="threads"
+    ):
         # Two gathered blocks (one ahead) and three whole gradients (two on their way), of twelve.
         assert told["made"][told["block"], torch.float32] <= 5
 
@@ -83,7 +85,7 @@ def test_stage_3_holds_a_few_gathered_units_and_not_the_model() -> None:
 @pytest.mark.parametrize("layout", ["dp4", "dp4 zero1", "dp2x2 zero2"])
 def test_losses_differ_across_replicas_and_weights_do_not_in_bf16_too(layout: str) -> None:
     bf16 = Precision(torch.bfloat16, torch.float32, torch.float32)
-    ranks = launch(train, 4, Layout.parse(layout), bf16, 20, wire="threads")
+    ranks = launch(train, 4, Layout.parse(layout), bf16, 20, backend="threads")
     assert len({tuple(r["losses"]) for r in ranks}) == 4
     # Sharded weights are as old as the last gather, and equal all the same.
     assert len({r["hash"] for r in ranks}) == 1
@@ -114,14 +116,14 @@ def test_cut_weights_tile_the_whole_of_every_weight() -> None:
 
 def of_shared_memory(world: World, text: str) -> list[bool]:
     layout, model = Layout.parse(text), build_model(GQA)
-    held = hold(world, layout, model, program_of(model, layout, agree=True))
+    held = build_local(world, layout, model, program_of(model, layout, agree=True))
     performer = Executor(
         held, program_of(model, layout, agree=True), world.rank, AdamW(), width=GQA.hidden
     )
     performer.step(
         microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.place["dp"]), 1e-3
     )
-    assert isinstance(world, SharedWorld)
+    assert isinstance(world, ShmWorld)
     flat = [u.home for u in held.units.values()]
     flat += [buffer for waiting in held.pool.free.values() for buffer in waiting]
     return [world._arena.address(buffer) >= 0 for buffer in flat]
@@ -129,6 +131,6 @@ def of_shared_memory(world: World, text: str) -> list[bool]:
 
 @pytest.mark.parametrize("text", ["dp2", "dp2 zero1", "dp2 zero3"])
 def test_flat_buffers_lie_in_what_ranks_share(text: str) -> None:
-    for told in launch(of_shared_memory, 2, text, wire="shared"):
+    for told in launch(of_shared_memory, 2, text, backend="shm"):
         assert len(told) > 6
         assert all(told)

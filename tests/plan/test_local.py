@@ -45,16 +45,16 @@ def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_
 
 
 def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> None:
-    wire = site_of_machine(MACHINE, 4).wire
+    group = site_of_machine(MACHINE, 4).network
     sizes, ranks = np.array([1e6, 1e6]), np.array([4.0, 1.0])
-    found = wire.seconds("all_reduce", sizes, ranks, np.array([1.0, 1.0]))
+    found = group.seconds("all_reduce", sizes, ranks, np.array([1.0, 1.0]))
     assert found == pytest.approx([MACHINE.curve("all_reduce", 4).seconds(1e6), 0.0])
 
 
 def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pair() -> None:
     def pair(ranks: int) -> float:
-        wire = site_of_machine(MACHINE, ranks).wire
-        return float(wire.seconds("all_reduce", np.array(1e6), np.array(2.0), np.array(1.0)))
+        group = site_of_machine(MACHINE, ranks).network
+        return float(group.seconds("all_reduce", np.array(1e6), np.array(2.0), np.array(1.0)))
 
     assert pair(4) == pytest.approx(SLOW.seconds(1e6))
     assert pair(2) == pytest.approx(MACHINE.curves[0].seconds(1e6))
@@ -147,7 +147,7 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     idle = replace(busy, cores=4)
     assert raw_of(load, busy, ring, "fp32", True).ring == 0.0
     # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
-    one = float(busy.wire.seconds("send", *map(np.array, (4096.0, 2.0, 1.0))))
+    one = float(busy.network.seconds("send", *map(np.array, (4096.0, 2.0, 1.0))))
     assert raw_of(load, busy, ring, "fp32", True).messages == pytest.approx(2 * one)
     assert raw_of(load, idle, ring, "fp32", True).ring > 0.0
     seen = time_of(load, busy, local_stack(), ring, "fp32")

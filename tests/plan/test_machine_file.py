@@ -71,7 +71,7 @@ def test_a_machine_tells_its_best_rate_and_its_curves() -> None:
     with pytest.raises(MachineError, match="no measured send"):
         MACHINE.curve("send", 2)
     with pytest.raises(MachineError, match="over gloo"):
-        MACHINE.curve("all_reduce", 2, wire="gloo")
+        MACHINE.curve("all_reduce", 2, backend="gloo")
 
 
 def test_bus_factors_are_what_a_rank_has_to_send() -> None:

@@ -56,9 +56,9 @@ def test_a_tile_too_many_costs_a_whole_wave() -> None:
 @pytest.mark.parametrize(("apart", "ranks"), [(1, 8), (8, 8), (1, 64)])
 def test_a_collective_is_never_faster_than_its_link(apart: int, ranks: int) -> None:
     whole = cluster("h100x64")
-    wire = site_of(whole).wire
+    group = site_of(whole).network
     size = 4e9
-    time = wire.seconds(
+    time = group.seconds(
         "all_gather", np.array([size]), np.array([float(ranks)]), np.array([float(apart)])
     )
     port = whole.level(ranks, apart).bandwidth * (8 if apart == 1 and ranks > 8 else 1)
@@ -66,10 +66,10 @@ def test_a_collective_is_never_faster_than_its_link(apart: int, ranks: int) -> N
 
 
 def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> None:
-    wire = site_of(cluster("h100x64")).wire
+    group = site_of(cluster("h100x64")).network
     ones = np.ones(1)
-    packed = wire.seconds("all_reduce", 1e9 * ones, 64 * ones, 1 * ones)
-    spread = wire.seconds("all_reduce", 1e9 * ones, 8 * ones, 8 * ones)
+    packed = group.seconds("all_reduce", 1e9 * ones, 64 * ones, 1 * ones)
+    spread = group.seconds("all_reduce", 1e9 * ones, 8 * ones, 8 * ones)
     assert packed[0] < spread[0] / 4
 
 
@@ -132,7 +132,7 @@ def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, s
     case = Case(replace(SHAPE, tied=True), layout, 1.0, SHAPE.sequence)
     tied = estimate(columns_of([case], [0]), [three], place, BARE)
     size = three[0].weights * BARE.reduce_bytes
-    pair = float(place.wire.seconds("all_reduce", *map(np.array, (size, 2.0, 1.0))))
+    pair = float(place.network.seconds("all_reduce", *map(np.array, (size, 2.0, 1.0))))
     assert tied.data - found.data == pytest.approx(pair if sums else 0.0)
 
 
@@ -153,7 +153,7 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
     assert whole.kept - part.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
-    one = site_of(cluster("h100x8")).wire.seconds("all_gather", *map(np.array, (size, 8.0, 1.0)))
+    one = site_of(cluster("h100x8")).network.seconds("all_gather", *map(np.array, (size, 8.0, 1.0)))
     late = max(0.0, 2 * float(one) - 0.9 * whole.inputs.device)
     assert part.inputs.messages - whole.inputs.messages == pytest.approx(late)
     assert (late > 0) == (faster > 1)

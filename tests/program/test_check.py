@@ -58,7 +58,7 @@ BROKEN: dict[str, tuple[Callable[[], Program], tuple[str, ...]]] = {
         lambda: moved(_pipe(), 0, "1F0>2", after="N"),
         ("rank 0: 1F0>2 stands before 1F0",),
     ),
-    "the ends of a wire differ in order": (
+    "the ends of a group differ in order": (
         lambda: swapped(pipeline("gpipe", 2, 2), 1, "1F0<0", "1F1<0"),
         ("rank 0 sends 0F0>1 where rank 1 receives 1F1<0",),
     ),
@@ -280,7 +280,7 @@ def test_a_validation_of_forwards_alone_is_a_program() -> None:
 
 
 def test_ranks_of_dp_may_follow_lists_of_their_own() -> None:
-    """A person may write one list for each rank; wires then join the stages of one pipeline."""
+    """A person may write one list for each rank; groups then join the stages of one pipeline."""
     for text in ("dp2 pp2 1f1b:3 zero1", "pp2 dp2 gpipe:2 zero3 gather:micro", "dp3 zero2 accum:2"):
         apart = per_rank(step(text, 6, tied=True, agree=True))
         assert faults(apart) == ()

@@ -52,7 +52,7 @@ def test_a_send_follows_its_value_and_a_receive_stands_one_computation_ahead() -
                 if op.kind == "<":
                     user = Op(op.of, op.piece, op.index)
                     earlier = [o for o in row[i:] if o.kind in "FBIW"]
-                    # Sooner only where an earlier message of the same wire comes even sooner.
+                    # Sooner only where an earlier message of the same group comes even sooner.
                     assert earlier.index(user) <= 1 or _behind(row, i)
                     assert user in works
 

@@ -64,7 +64,7 @@ def trained(layout: Layout, shape: Shape, setting: Setting, dropout: float = 0.0
     """What a layout does, on ranks that are threads."""
     make = partial(build_model, shape, dropout=dropout)
     program = program_in(layout, make, setting)
-    with workers(layout.ranks, wire="threads") as run:
+    with workers(layout.ranks, backend="threads") as run:
         return join(run(train_layout, layout, program, make, setting), setting.steps)
 
 

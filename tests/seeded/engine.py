@@ -22,7 +22,7 @@ from phalanx.train.optimizer import Update
 from .fault import fault, swapped
 
 
-def _whole(x: Tensor, wire: Group, *dims: int) -> Tensor:
+def _whole(x: Tensor, group: Group, *dims: int) -> Tensor:
     return x
 
 
@@ -146,8 +146,8 @@ def _() -> AbstractContextManager[None]:
 
     right = tensor.VocabularyCrossEntropy.__init__
 
-    def init(self: Any, cut: Cut, wire: Group) -> None:
-        right(self, replace(cut, stop=cut.start + cut.length), wire)
+    def init(self: Any, cut: Cut, group: Group) -> None:
+        right(self, replace(cut, stop=cut.start + cut.length), group)
 
     return swapped(tensor.VocabularyCrossEntropy, "__init__", init)
 
@@ -302,15 +302,15 @@ def _() -> AbstractContextManager[None]:
     right = Executor._agree
 
     def agree(self: Executor, op: Any) -> Work:
-        everyone = self.holding.wires.everyone
+        everyone = self.local.groups.everyone
 
         class Alone:
             def all_reduce(self, x: Tensor, *, wait: bool) -> Work:
                 return Work()
 
-        object.__setattr__(self.holding.wires, "everyone", Alone())
+        object.__setattr__(self.local.groups, "everyone", Alone())
         work = right(self, op)
-        object.__setattr__(self.holding.wires, "everyone", everyone)
+        object.__setattr__(self.local.groups, "everyone", everyone)
         return work
 
     return swapped(Executor, "_agree", agree)

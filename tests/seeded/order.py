@@ -61,7 +61,7 @@ def _() -> AbstractContextManager[None]:
 
     def forward(self: Executor, op: Op) -> None:
         kept = self.batches
-        if self.holding.pieces[op.piece].last:
+        if self.local.pieces[op.piece].last:
             self.batches = [kept[0], kept[2], kept[1]]  # of one size
         right(self, op)
         self.batches = kept
@@ -203,8 +203,8 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = regions.exchange
 
-    def exchange(x: Tensor, wire: Group, split: int, join: int) -> Tensor:
-        y = right(x, wire, split, join)
+    def exchange(x: Tensor, group: Group, split: int, join: int) -> Tensor:
+        y = right(x, group, split, join)
         return y.flip(2) if split == 1 else y
 
     return swapped(regions, "exchange", exchange)

@@ -12,7 +12,7 @@ import torch
 from phalanx.comm import World, launch
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.checkpoint import Saver, load
 from phalanx.train.checkpoint_manifest import Progress
@@ -42,9 +42,9 @@ class Run:
         model = build_model(shape)
         program = program_of(model, self.layout, agree=True)
         precision = Precision(compute, WIDE, WIDE)
-        self.holding = hold(world, self.layout, model, program, seed=seed, precision=precision)
+        self.local = build_local(world, self.layout, model, program, seed=seed, precision=precision)
         self.performer = Executor(
-            self.holding, program, world.rank, optimizer,
+            self.local, program, world.rank, optimizer,
             width=shape.hidden, clip=0.5, time_cut=self.layout.tp if self.layout.seq else 1,
         )  # fmt: skip
         self.updates: Any = self.performer.updates
@@ -55,11 +55,11 @@ class Run:
         losses = []
         for _ in range(count):
             batch = batch_of(self.shape, self.step)
-            place = self.holding.place
+            place = self.local.place
             own = microbatches(batch, self.layout, place["dp"], place["cp"])
             done = self.performer.step(own, 1e-2)
             loss = torch.tensor([done.loss], dtype=WIDE)
-            self.holding.wires.everyone.all_reduce(loss)
+            self.local.groups.everyone.all_reduce(loss)
             losses.append((float(loss) / done.count).hex())
             self.step += 1
         return losses
@@ -72,10 +72,10 @@ class Run:
         )  # fmt: skip
 
     def saver(self, folder: Path, **options: Any) -> Saver:
-        return Saver(folder, self.holding, self.updates, **options)
+        return Saver(folder, self.local, self.updates, **options)
 
     def resume(self, folder: Path) -> Any:
-        loaded = load(folder, self.holding, self.updates)
+        loaded = load(folder, self.local, self.updates)
         if loaded is not None:
             self.step = loaded.progress.step
         return loaded
@@ -89,7 +89,7 @@ def run(layout: str, what: Callable[[Run], Any], **options: Any) -> list[Any]:
         world.clear()
         return found
 
-    return launch(rank, Layout.parse(layout).ranks, wire="threads", timeout=30.0)
+    return launch(rank, Layout.parse(layout).ranks, backend="threads", timeout=30.0)
 
 
 def trained(folder: Path, layout: str, steps: int = 2, **options: Any) -> list[str]:

@@ -31,8 +31,8 @@ def small(out: Path, *more: str) -> Run:
     return Run.parse(RUN, "small", (f"out={out}", f"machine={machine}", *more))
 
 
-def trained(run: Run, layout: str, wire: str = "threads") -> list[Outcome]:
-    return launch(train, Layout.parse(layout).ranks, run, layout, True, wire=wire)
+def trained(run: Run, layout: str, backend: str = "threads") -> list[Outcome]:
+    return launch(train, Layout.parse(layout).ranks, run, layout, True, backend=backend)
 
 
 def records(out: Path, event: str) -> list[Record]:

@@ -53,9 +53,9 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
     loop.log.start(start, rank.flops, (1.0, ""), rank.tokens)
     loop.looked_at = -1
     if copy:
-        Saver(copy, rank.holding, rank.updates).save(loop._progress(start))
+        Saver(copy, rank.local, rank.updates).save(loop._progress(start))
     tokens, losses = [], []
-    place = rank.holding.place
+    place = rank.local.place
     tells = place["tp"] == place["pp"] == 0
     for step in range(start, start + steps):
         own = rank.batch(step)
@@ -72,7 +72,7 @@ def _run(out: Path, layout: str, steps: int, copy: Path | None = None) -> Went:
     run = Run.parse(RUN, "any", (f"out={out}",))
     text = f"{layout} fp64"
     ranks = Layout.parse(text).ranks
-    seen = launch(_went, ranks, run, text, steps, copy, wire="threads", timeout=30.0)
+    seen = launch(_went, ranks, run, text, steps, copy, backend="threads", timeout=30.0)
     assert len({tuple(each.losses) for each in seen}) == 1
     steps_of = zip(*(each.tokens for each in seen), strict=True)
     return Went([sorted(t for part in step for t in part) for step in steps_of], seen[0].losses)

@@ -143,9 +143,9 @@ def test_a_full_disk_on_one_rank_is_decided_alike_and_what_was_before_stays(
         with pytest.raises(CheckpointError, match=r"rank 1: .*No space left on device"):
             list(map(str, [*stopping.save(each.progress), *stopping.finish()]))
         each.steps(1)  # training goes on
-        each.holding.wires.everyone.barrier()
+        each.local.groups.everyone.barrier()
         full = False
-        each.holding.wires.everyone.barrier()
+        each.local.groups.everyone.barrier()
         decided += [*saver.save(each.progress), *saver.finish()]
         return decided
 

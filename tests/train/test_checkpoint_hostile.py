@@ -188,10 +188,10 @@ def test_a_hostile_checkpoint_runs_nothing_and_is_refused_in_a_sentence(
     change(path)
 
     def load(each: Run) -> str:
-        before = {n: u.home.clone() for n, u in each.holding.units.items()}
+        before = {n: u.home.clone() for n, u in each.local.units.items()}
         with pytest.raises(CheckpointError) as refused:
-            checkpoint.load(folder, each.holding, each.updates, path=path)
-        assert all(bool((before[n] == u.home).all()) for n, u in each.holding.units.items())
+            checkpoint.load(folder, each.local, each.updates, path=path)
+        assert all(bool((before[n] == u.home).all()) for n, u in each.local.units.items())
         return str(refused.value)
 
     (said,) = run("dp1", load)

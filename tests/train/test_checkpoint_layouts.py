@@ -158,10 +158,10 @@ def test_a_course_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
 def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(saved: Path) -> None:
     def work(each: Run) -> str:
         before = each.steps(1)
-        weights = {n: u.home.clone() for n, u in each.holding.units.items()}
+        weights = {n: u.home.clone() for n, u in each.local.units.items()}
         with pytest.raises(CheckpointError) as refused:
             each.resume(saved)
-        assert all(bool((weights[n] == u.home).all()) for n, u in each.holding.units.items())
+        assert all(bool((weights[n] == u.home).all()) for n, u in each.local.units.items())
         assert before
         return str(refused.value)
 

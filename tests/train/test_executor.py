@@ -16,7 +16,7 @@ from phalanx.comm import RankFailed, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.program import Program, ProgramError, Recorded, check
 from phalanx.train import AdamW, Executor, Sgd, StepResult
 from phalanx.train.precision import LossScale, precision_of
@@ -33,7 +33,7 @@ def performer_of(
     model = build_model(GQA)
     program = program or program_of(model, layout, agree=True)
     precision = options.pop("precision", F64)
-    held = hold(world, layout, model, program, precision=precision)  # type: ignore[arg-type]
+    held = build_local(world, layout, model, program, precision=precision)  # type: ignore[arg-type]
     performer = Executor(
         held, program, world.rank, AdamW(), width=GQA.hidden, clip=1.0, **options  # type: ignore[arg-type]
     )  # fmt: skip
@@ -66,8 +66,8 @@ def products(world: World, layout: Layout) -> int:
 
 
 def test_input_and_weight_gradients_apart_multiply_no_more_than_together() -> None:
-    whole = launch(products, 2, Layout.parse("pp2 1f1b:3"), wire="threads")
-    apart = launch(products, 2, Layout.parse("pp2 zb-h1:3"), wire="threads")
+    whole = launch(products, 2, Layout.parse("pp2 1f1b:3"), backend="threads")
+    apart = launch(products, 2, Layout.parse("pp2 zb-h1:3"), backend="threads")
     assert apart == whole
     assert min(whole) > 0
 
@@ -89,8 +89,8 @@ def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
     check(edited)
     gpipe = program_of(build_model(GQA), Layout.parse("pp2 gpipe:3"), agree=True)
     loaded = Program.parse(str(gpipe))
-    a = launch(step_of, 2, layout, loaded, wire="threads")
-    b = launch(step_of, 2, layout, None, wire="threads")
+    a = launch(step_of, 2, layout, loaded, backend="threads")
+    b = launch(step_of, 2, layout, None, backend="threads")
     assert a[0].norm == pytest.approx(b[0].norm, rel=1e-12)
     assert [str(s.op) for s in a[0].timeline.spans] != [str(s.op) for s in b[0].timeline.spans]
 
@@ -98,7 +98,7 @@ def test_a_program_from_an_edited_file_trains_as_the_one_it_came_from() -> None:
 def test_a_timeline_holds_every_operation_of_the_row_once() -> None:
     layout = Layout.parse("dp2 pp2 zero3 1f1b:3")
     program = program_of(build_model(GQA), layout, agree=True)
-    results = launch(step_of, 4, layout, None, wire="threads")
+    results = launch(step_of, 4, layout, None, backend="threads")
     for rank, result in enumerate(results):
         ran = sorted(str(span.op) for span in result.timeline.spans)
         assert ran == sorted(map(str, program.rows[program.owner[rank]]))
@@ -121,10 +121,10 @@ def test_a_file_that_is_no_run_is_refused(text: str) -> None:
 def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool, float]:
     scaling = LossScale(2.0**24)
     performer, own = performer_of(world, layout, precision=precision_of("fp16"), scaling=scaling)
-    homes = [u.home.clone() for u in performer.holding.units.values()]
+    homes = [u.home.clone() for u in performer.local.units.values()]
     norms = [performer.step(own, 1e-3).norm]
     same = all(
-        torch.equal(a, u.home) for a, u in zip(homes, performer.holding.units.values(), strict=True)
+        torch.equal(a, u.home) for a, u in zip(homes, performer.local.units.values(), strict=True)
     )
     while norms[-1] != norms[-1] or norms[-1] == float("inf"):
         norms.append(performer.step(own, 1e-3).norm)
@@ -133,7 +133,7 @@ def overflowing(world: World, layout: Layout) -> tuple[list[float | None], bool,
 
 
 def test_float16_overflow_skips_the_step_alike_on_all_ranks_and_halves_the_scale() -> None:
-    told = launch(overflowing, 4, Layout.parse("dp2 tp2 zero1"), wire="threads")
+    told = launch(overflowing, 4, Layout.parse("dp2 tp2 zero1"), backend="threads")
     norms, same, scale = told[0]
     assert len(norms) > 1
     assert same
@@ -159,9 +159,9 @@ def dying(world: World, layout: Layout, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_a_rank_that_fails_mid_step_ends_all_with_the_operation_each_was_at(how: str) -> None:
-    wire = "threads" if how == "raises" else "gloo"
+    backend = "threads" if how == "raises" else "gloo"
     with pytest.raises(RankFailed) as failed:
-        launch(dying, 2, Layout.parse("pp2 1f1b:3"), how, wire=wire, timeout=20)
+        launch(dying, 2, Layout.parse("pp2 1f1b:3"), how, backend=backend, timeout=20)
     said = str(failed.value)
     if how == "raises":
         assert "a cosmic ray" in said
@@ -178,14 +178,14 @@ def deaf(world: World, layout: Layout) -> None:
 
 def test_a_message_that_never_comes_ends_in_the_names_of_those_who_wait() -> None:
     with pytest.raises(RankFailed, match="Rank 0 was at 2B0"):
-        launch(deaf, 2, Layout.parse("pp2 1f1b:3"), wire="threads", timeout=2)
+        launch(deaf, 2, Layout.parse("pp2 1f1b:3"), backend="threads", timeout=2)
 
 
 def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
     layout = Layout.parse("dp2 zero2")
     model = build_model(GQA)
     program = program_of(model, layout, agree=False)
-    held = hold(world, layout, model, program, precision=F64)
+    held = build_local(world, layout, model, program, precision=F64)
     performer = Executor(held, program, world.rank, optimizer, width=GQA.hidden)
     seen = []
     for _ in range(5):
@@ -201,6 +201,6 @@ def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
 def test_without_clipping_each_unit_is_updated_as_soon_as_it_is_summed(
     optimizer: Sgd | AdamW,
 ) -> None:
-    told = launch(partial(losses), 2, optimizer, wire="threads")
+    told = launch(partial(losses), 2, optimizer, backend="threads")
     total = [a + b for a, b in zip(*told, strict=True)]
     assert total == sorted(total, reverse=True)

@@ -170,7 +170,7 @@ class _Spoiled(Rank):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.spoiled: set[int] = set()
-        piece = self.holding.pieces.get(self.piece)
+        piece = self.local.pieces.get(self.piece)
         if piece is None or self.world.rank != self.rank:
             return
         name = "backward" if self.backward else "forward"
@@ -182,7 +182,7 @@ class _Spoiled(Rank):
             if self.now in self.steps and self.now not in self.spoiled:
                 self.spoiled.add(self.now)
                 if self.backward:
-                    unit = self.holding.units[self.piece]
+                    unit = self.local.units[self.piece]
                     assert unit.full is not None
                     unit.full[0] = math.nan
                 else:

@@ -91,7 +91,7 @@ def test_the_command_trains_it_and_tells_how_many_parameters_it_has(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    argv = [f"model={STRANGER}", f"out={out}", *SMALL, "--wire", "threads"]
+    argv = [f"model={STRANGER}", f"out={out}", *SMALL, "--backend", "threads"]
     assert train_verb.run([*argv, "--layout", "dp2 zero2"]) == 0
     said = capfd.readouterr().out
     count = next(r["parameters"] for r in records(out, "start"))

@@ -144,7 +144,7 @@ def test_the_validation_loss_is_the_mean_over_all_tokens_of_all_batches(
     losses = plain_losses(run, count)
     mean = sum(loss for loss, _ in losses) / sum(tokens for _, tokens in losses)
     where = f"{layout} fp64"
-    for found in launch(validations, Layout.parse(where).ranks, run, where, wire="threads"):
+    for found in launch(validations, Layout.parse(where).ranks, run, where, backend="threads"):
         assert found == pytest.approx(mean, rel=1e-12)
     assert (losses[-1] == (0.0, 0)) == (count == 4)
     # Else the mean of their means would do.

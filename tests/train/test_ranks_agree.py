@@ -166,7 +166,7 @@ def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> 
     train(world, run, layouts[world.rank], quiet=True)
 
 
-@pytest.mark.parametrize("wire", ["threads", "shared"])
+@pytest.mark.parametrize("backend", ["threads", "shm"])
 @pytest.mark.parametrize(
     "keys, layouts, named",
     [
@@ -176,8 +176,8 @@ def train_apart(world: World, out: str, keys: list[str], layouts: list[str]) -> 
     ],
 )
 def test_local_ranks_that_differ_refuse_too(
-    wire: str, keys: list[str], layouts: list[str], named: str, tmp_path: Path
+    backend: str, keys: list[str], layouts: list[str], named: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RankFailed, match=named) as caught:
-        launch(train_apart, 3, str(tmp_path / "run"), keys, layouts, wire=wire, timeout=30.0)
+        launch(train_apart, 3, str(tmp_path / "run"), keys, layouts, backend=backend, timeout=30.0)
     assert len(caught.value.reports) == 3

@@ -24,7 +24,7 @@ from phalanx.layout import Layout
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.data import Then
 from phalanx.parallel.groups import Groups, UnitGroups, open_groups
-from phalanx.parallel.local import hold
+from phalanx.parallel.local import build_local
 from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
 from phalanx.train import AdamW, Executor
@@ -121,7 +121,7 @@ def timed_step(
     """This rank's step on a made-up clock, and when the calls of each group started and ended."""
     model = build_model(SHAPES[shape])
     program = program_of(model, layout, agree=agree)
-    held = hold(world, layout, model, program)
+    held = build_local(world, layout, model, program)
     times = open_groups(world, layout, model, program, prefix="times ")
     clock = Clock()
     costs = {
@@ -141,8 +141,8 @@ def timed_step(
             for group in [getattr(groups, name)]
         }
 
-    plain = held.wires
-    held = replace(held, wires=replace(plain, **slow(plain, times)))
+    plain = held.groups
+    held = replace(held, groups=replace(plain, **slow(plain, times)))
     for number, unit in held.units.items():
         unit.groups = replace(unit.groups, **slow(unit.groups, times.units[number]))
     known = {field.name for kind in (Groups, UnitGroups) for field in fields(kind)}
@@ -197,7 +197,7 @@ def test_every_operation_starts_and_ends_when_simulate_says(
 ) -> None:
     layout = Layout.parse(text)
     ranks = launch(
-        timed_step, layout.ranks, layout, shape, agree, kinds, wire="threads", timeout=60
+        timed_step, layout.ranks, layout, shape, agree, kinds, backend="threads", timeout=60
     )
     program = ranks[0][0]
     expected = simulate(program, Costs(kinds))
@@ -224,7 +224,7 @@ def test_slow_reductions_hold_up_the_backward_as_simulated() -> None:
     kinds = {**dict.fromkeys(FAST, 0.0), "S": 0.3}
     layout = Layout.parse("dp2 zero2")
     program, timeline, logs = launch(
-        timed_step, 2, layout, "gqa", True, kinds, wire="threads", timeout=60
+        timed_step, 2, layout, "gqa", True, kinds, backend="threads", timeout=60
     )[0]
     assert sum(op.kind == "S" for op in program.rows[0]) == 6
     for spans in (timeline.spans, simulate(program, Costs(kinds)).spans):

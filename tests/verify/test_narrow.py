@@ -99,13 +99,13 @@ def added_in_compute_dtype() -> AbstractContextManager[None]:
         self: Unit,
         number: int,
         weights: Any,
-        wires: Any,
+        groups: Any,
         pool: Any,
         precision: Precision,
         **more: Any,
     ) -> None:
         narrow = replace(precision, reduce=precision.compute)
-        right(self, number, weights, wires, pool, narrow, **more)
+        right(self, number, weights, groups, pool, narrow, **more)
 
     return swapped(Unit, "__init__", init)
 

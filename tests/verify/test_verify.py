@@ -77,7 +77,7 @@ def test_thirty_layouts_of_four_gloo_processes_agree_in_one_world() -> None:
     every = [x for x in every_layout(SHAPES["gqa"], 4) if x.ranks == 4]
     layouts = covering(tuple(every), 30)
     assert len(layouts) >= 30
-    assert failures(verify(SHAPES["gqa"], layouts, wire="gloo")) == []
+    assert failures(verify(SHAPES["gqa"], layouts, backend="gloo")) == []
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_replacement_by_a_rank_that_is_a_thread_is_refused() -> None:
             pass
 
     with pytest.raises(RankFailed, match="before the ranks start"):
-        launch(rank, 2, wire="threads")
+        launch(rank, 2, backend="threads")
 
 
 def test_every_layout_is_legal_and_listed_once() -> None:
@@ -181,7 +181,7 @@ def test_the_command_says_which_layouts_failed_and_exits_so(
         (["--layouts", "tp3"], "tp=3 does not divide heads=4"),
         (["--layouts", "tp2 sqe"], "sqe"),
         (["--dtype", "float8", "--layouts", "dp2"], "float8"),
-        (["--wire", "pigeon", "--layouts", "dp2"], "pigeon"),
+        (["--backend", "pigeon", "--layouts", "dp2"], "pigeon"),
         (["--part", "5/4"], "5/4"),
         (["--ranks", "0"], "--ranks"),
         (["--model", "nofile.py:Thing"], "nofile.py"),

@@ -370,12 +370,12 @@ def raising(world: World, layout: Layout, *rest: Any) -> Any:
     return trial.train_layout(world, layout, *rest)
 
 
-@pytest.mark.parametrize("wire", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("backend", ["threads", "gloo", "shm"])
 def test_a_layout_that_raises_is_named_and_the_others_are_compared(
-    wire: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["phalanx.verify.verify"], "train_layout", raising)
-    found = verdicts("dp2; dp2 zero1; dp2 zero2; dp2 zero1 accum:3; tp2", wire=wire)
+    found = verdicts("dp2; dp2 zero1; dp2 zero2; dp2 zero1 accum:3; tp2", backend=backend)
     assert [v.passed for v in found] == [True, False, True, False, True]
     for verdict in (found[1], found[3]):
         assert "rank 1 failed" in verdict.first_difference
@@ -422,7 +422,7 @@ def test_a_gradient_that_is_not_a_number_is_named() -> None:
     right = Executor._reduce
 
     def reduce(self: Executor, op: Op) -> Any:
-        full = self.holding.units[op.piece].full
+        full = self.local.units[op.piece].full
         if op.piece == 3 and full is not None:
             full[5] = math.nan
         return right(self, op)

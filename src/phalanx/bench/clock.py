@@ -49,11 +49,11 @@ class Timing:
 
 
 class Clock:
-    """The clock of one rank. Ranks that share a wire measure together: all call the same methods."""
+    """The clock of one rank. Ranks that share a group measure together: all call the same methods."""
 
-    def __init__(self, device: torch.device | str = "cpu", wire: Group | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", group: Group | None = None) -> None:
         self.device = torch.device(device)
-        self._wire = wire if wire is not None and wire.size > 1 else None
+        self._group = group if group is not None and group.size > 1 else None
 
     @property
     def method(self) -> str:
@@ -69,16 +69,16 @@ class Clock:
     def meet(self) -> None:
         """Return when every rank's device has done all it was asked."""
         self.settle()
-        if self._wire is not None:
-            self._wire.barrier()
+        if self._group is not None:
+            self._group.barrier()
             self.settle()
 
     def agree(self, seconds: Sequence[float]) -> list[float]:
         """The slowest rank's, of each time."""
-        if self._wire is None:
+        if self._group is None:
             return list(seconds)
         said = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        self._wire.all_reduce(said, "max")
+        self._group.all_reduce(said, "max")
         return [float(each) for each in said.tolist()]
 
     def read(self, work: WorkOf, calls: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""Collectives over a wire: checked, timed, and told as bandwidths that can be compared.
+"""Collectives over a group: checked, timed, and told as bandwidths that can be compared.
 
 Algorithm bandwidth is S/t. Bus bandwidth multiplies it with what each rank has to send for a byte
 of S, so that it can be held against a link. What S is, each operation says here: a formula that
@@ -101,80 +101,80 @@ def _sum(ranks: int, start: int, count: int, like: Tensor) -> Tensor:
     return _tile(sum((_table(rank) for rank in range(ranks)), torch.zeros(1)), start, count, like)
 
 
-def _all_reduce(wire: Group, n: int, like: Tensor) -> Trial:
-    x = pattern(wire.rank, 0, n, like)
-    return Trial(lambda: wire.all_reduce(x), x, _sum(wire.size, 0, n, like), x.zero_)
+def _all_reduce(group: Group, n: int, like: Tensor) -> Trial:
+    x = pattern(group.rank, 0, n, like)
+    return Trial(lambda: group.all_reduce(x), x, _sum(group.size, 0, n, like), x.zero_)
 
 
-def _halves(wire: Group, n: int, like: Tensor) -> Trial:
+def _halves(group: Group, n: int, like: Tensor) -> Trial:
     """All-reduce as its two halves."""
-    x = pattern(wire.rank, 0, n, like)
-    part = x.new_empty(n // wire.size)
+    x = pattern(group.rank, 0, n, like)
+    part = x.new_empty(n // group.size)
 
     def call() -> None:
-        wire.reduce_scatter(part, x)
-        wire.all_gather(x, part)
+        group.reduce_scatter(part, x)
+        group.all_gather(x, part)
 
-    return Trial(call, x, _sum(wire.size, 0, n, like), x.zero_)
-
-
-def _reduce(wire: Group, n: int, like: Tensor) -> Trial:
-    x = pattern(wire.rank, 0, n, like)
-    due = _sum(wire.size, 0, n, like) if wire.rank == 0 else None
-    return Trial(lambda: wire.reduce(x, 0), x if wire.rank == 0 else None, due, x.zero_)
+    return Trial(call, x, _sum(group.size, 0, n, like), x.zero_)
 
 
-def _broadcast(wire: Group, n: int, like: Tensor) -> Trial:
-    x = pattern(wire.rank, 0, n, like)
-    return Trial(lambda: wire.broadcast(x, 0), x, pattern(0, 0, n, like), _nothing)
+def _reduce(group: Group, n: int, like: Tensor) -> Trial:
+    x = pattern(group.rank, 0, n, like)
+    due = _sum(group.size, 0, n, like) if group.rank == 0 else None
+    return Trial(lambda: group.reduce(x, 0), x if group.rank == 0 else None, due, x.zero_)
 
 
-def _reduce_scatter(wire: Group, n: int, like: Tensor) -> Trial:
-    part = n // wire.size
-    x, out = pattern(wire.rank, 0, n, like), like.new_empty(part)
-    due = _sum(wire.size, wire.rank * part, part, like)
-    return Trial(lambda: wire.reduce_scatter(out, x), out, due, _nothing)
+def _broadcast(group: Group, n: int, like: Tensor) -> Trial:
+    x = pattern(group.rank, 0, n, like)
+    return Trial(lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like), _nothing)
 
 
-def _all_gather(wire: Group, n: int, like: Tensor) -> Trial:
-    part = n // wire.size
-    x, out = pattern(wire.rank, 0, part, like), like.new_empty(n)
-    due = torch.cat([pattern(rank, 0, part, like) for rank in range(wire.size)])
-    return Trial(lambda: wire.all_gather(out, x), out, due, _nothing)
+def _reduce_scatter(group: Group, n: int, like: Tensor) -> Trial:
+    part = n // group.size
+    x, out = pattern(group.rank, 0, n, like), like.new_empty(part)
+    due = _sum(group.size, group.rank * part, part, like)
+    return Trial(lambda: group.reduce_scatter(out, x), out, due, _nothing)
 
 
-def _all_to_all(wire: Group, n: int, like: Tensor) -> Trial:
-    part = n // wire.size
-    x, out = pattern(wire.rank, 0, n, like), like.new_empty(n)
-    due = torch.cat([pattern(r, wire.rank * part, part, like) for r in range(wire.size)])
-    return Trial(lambda: wire.all_to_all(out, x), out, due, _nothing)
+def _all_gather(group: Group, n: int, like: Tensor) -> Trial:
+    part = n // group.size
+    x, out = pattern(group.rank, 0, part, like), like.new_empty(n)
+    due = torch.cat([pattern(rank, 0, part, like) for rank in range(group.size)])
+    return Trial(lambda: group.all_gather(out, x), out, due, _nothing)
 
 
-def _scatter(wire: Group, n: int, like: Tensor) -> Trial:
-    part = n // wire.size
+def _all_to_all(group: Group, n: int, like: Tensor) -> Trial:
+    part = n // group.size
+    x, out = pattern(group.rank, 0, n, like), like.new_empty(n)
+    due = torch.cat([pattern(r, group.rank * part, part, like) for r in range(group.size)])
+    return Trial(lambda: group.all_to_all(out, x), out, due, _nothing)
+
+
+def _scatter(group: Group, n: int, like: Tensor) -> Trial:
+    part = n // group.size
     out = like.new_empty(part)
-    parts = pattern(0, 0, n, like).chunk(wire.size) if wire.rank == 0 else None
-    due = pattern(0, wire.rank * part, part, like)
-    return Trial(lambda: wire.scatter(out, parts, 0), out, due, _nothing)
+    parts = pattern(0, 0, n, like).chunk(group.size) if group.rank == 0 else None
+    due = pattern(0, group.rank * part, part, like)
+    return Trial(lambda: group.scatter(out, parts, 0), out, due, _nothing)
 
 
-def _gather(wire: Group, n: int, like: Tensor) -> Trial:
-    part = n // wire.size
-    x = pattern(wire.rank, 0, part, like)
-    if wire.rank:
-        return Trial(lambda: wire.gather(None, x, 0), None, None, _nothing)
+def _gather(group: Group, n: int, like: Tensor) -> Trial:
+    part = n // group.size
+    x = pattern(group.rank, 0, part, like)
+    if group.rank:
+        return Trial(lambda: group.gather(None, x, 0), None, None, _nothing)
     came = like.new_empty(n)
-    due = torch.cat([pattern(rank, 0, part, like) for rank in range(wire.size)])
-    return Trial(lambda: wire.gather(came.chunk(wire.size), x, 0), came, due, _nothing)
+    due = torch.cat([pattern(rank, 0, part, like) for rank in range(group.size)])
+    return Trial(lambda: group.gather(came.chunk(group.size), x, 0), came, due, _nothing)
 
 
-def _send(wire: Group, n: int, like: Tensor) -> Trial:
+def _send(group: Group, n: int, like: Tensor) -> Trial:
     """From the first rank of a group to the second; the others watch."""
-    x = pattern(0, 0, n, like) if wire.rank == 0 else like.new_empty(n if wire.rank == 1 else 0)
-    if wire.rank == 0:
-        return Trial(lambda: wire.send(x, 1), None, None, _nothing)
-    if wire.rank == 1:
-        return Trial(lambda: wire.receive(x, 0), x, pattern(0, 0, n, like), _nothing)
+    x = pattern(0, 0, n, like) if group.rank == 0 else like.new_empty(n if group.rank == 1 else 0)
+    if group.rank == 0:
+        return Trial(lambda: group.send(x, 1), None, None, _nothing)
+    if group.rank == 1:
+        return Trial(lambda: group.receive(x, 0), x, pattern(0, 0, n, like), _nothing)
     return Trial(_nothing, None, None, _nothing)
 
 
@@ -200,7 +200,7 @@ def measure_collectives(world: World, ask: Ask) -> list[Sample]:
     began = time.monotonic()
     everyone = world.split("bench", [range(world.size)])
     clock = Clock(world.device, everyone)
-    wires = {
+    groups = {
         (ranks, apart): world.split(
             f"bench-{ranks}x{apart}", grouped(world.size, ranks, apart), [(0, 1)]
         )
@@ -211,20 +211,20 @@ def measure_collectives(world: World, ask: Ask) -> list[Sample]:
         # One rank's clock decides for all, so that they stop together.
         if clock.agree([time.monotonic() - began])[0] > ask.total:
             break
-        for (ranks, apart), wire in wires.items():
-            found += [_sample(clock, wire, (op, ranks, apart), size, ask) for op in ask.ops]
+        for (ranks, apart), group in groups.items():
+            found += [_sample(clock, group, (op, ranks, apart), size, ask) for op in ask.ops]
     world.clear()
     return found
 
 
-def _sample(clock: Clock, wire: Group, what: tuple[str, int, int], size: int, ask: Ask) -> Sample:
+def _sample(clock: Clock, group: Group, what: tuple[str, int, int], size: int, ask: Ask) -> Sample:
     op, ranks, _ = what
     like = torch.empty(0, dtype=getattr(torch, ask.dtype), device=clock.device)
     # Each rank's part is whole numbers of the dtype, at least one.
     n = max(1, size // like.element_size() // ranks) * ranks
-    idle = wire.size < ranks  # left over where the shape does not part the world
+    idle = group.size < ranks  # left over where the shape does not part the world
     makers = [OPERATIONS[op], *([_halves] if op == "all_reduce" else [])]
-    trials = [Trial(_nothing, None, None, _nothing) if idle else m(wire, n, like) for m in makers]
+    trials = [Trial(_nothing, None, None, _nothing) if idle else m(group, n, like) for m in makers]
     checked = [_check(trial) for trial in trials]  # each is a call that every rank has to make
     timings = clock.measure(*(t.call for t in trials), repeats=ask.repeats, limit=ask.limit)
     # A rank that saw a wrong number says so to all.

@@ -32,7 +32,7 @@ class Examination:
 
     limit: float = 60.0
     ranks: int = 0  # 0: the GPUs, or 4 on a CPU
-    wire: str = "auto"
+    backend: str = "auto"
     model: str = "124m"
     sizes: tuple[int, ...] = tuple(4096 << 2 * i for i in range(7))  # to 16 MiB
     with_host: bool = False
@@ -66,11 +66,11 @@ def examine(
     say("overlap of products and copies")
     hidden = _copies(found, asked)
     samples: list[Sample] = []
-    wire = ""
+    backend = ""
     for ranks in asked.worlds(found):
         say(f"collectives of {ranks} ranks")
-        wire = choose(asked.wire, ranks)
-        more, messages = _collectives(found, asked, ranks, wire)
+        backend = choose(asked.backend, ranks)
+        more, messages = _collectives(found, asked, ranks, backend)
         samples, hidden = samples + more, hidden + messages
     _refuse_wrong(samples)
     return Machine(
@@ -90,7 +90,7 @@ def examine(
         stores=stores,
         rates=rates,
         hidden=hidden,
-        curves=fit_all(samples, wire),
+        curves=fit_all(samples, backend),
         links=topology_of(found).kinds,
     )
 
@@ -122,7 +122,7 @@ def _copies(found: Found, asked: Examination) -> tuple[Hidden, ...]:
 
 
 def _collectives(
-    found: Found, asked: Examination, ranks: int, wire: str
+    found: Found, asked: Examination, ranks: int, backend: str
 ) -> tuple[list[Sample], tuple[Hidden, ...]]:
     """A world of its own for each number of ranks, since ranks that idle would share the cores."""
     # In a world of 4 also the two groups of every other rank, both at once: an outer axis.
@@ -131,7 +131,7 @@ def _collectives(
     each = share / len(OPERATIONS) / len(asked.sizes) / len(groups)
     ask = Ask(tuple(OPERATIONS), asked.sizes, groups, repeats=5, limit=each, total=share)
     size, dtype = (8192, "bf16") if found.kind == "cuda" else (512, "fp32")
-    with workers(ranks, wire=wire, threads_per_rank=1) as run:
+    with workers(ranks, backend=backend, threads_per_rank=1) as run:
         samples: list[Sample] = run(measure_collectives, ask)[0]
         messages = run(measure_messages, size, 16 << 20, dtype, asked.limit / 20)[0]
     return samples, tuple(each.as_hidden() for each in messages)

@@ -39,11 +39,11 @@ class Growth:
         return "tree" if self.tree < self.ring else "ring"
 
 
-def fit_all(samples: Sequence[Sample], wire: str) -> tuple[Curve, ...]:
+def fit_all(samples: Sequence[Sample], backend: str) -> tuple[Curve, ...]:
     """A curve for each operation and shape of group; its form is how the operation grows."""
     forms = {growth.op: growth.better for growth in growths(samples)}
     return tuple(
-        fit(list(found), wire, forms.get(op, "ring")) for (op, _, _), found in _shapes(samples)
+        fit(list(found), backend, forms.get(op, "ring")) for (op, _, _), found in _shapes(samples)
     )
 
 
@@ -64,7 +64,7 @@ def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
     return tuple(found)
 
 
-def fit(samples: Sequence[Sample], wire: str, form: str = "ring") -> Curve:
+def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
     """The curve of one operation over one shape of group."""
     ordered = sorted(samples, key=lambda sample: sample.bytes)
     rows = [_row(sample, form) for sample in ordered]
@@ -72,7 +72,7 @@ def fit(samples: Sequence[Sample], wire: str, form: str = "ring") -> Curve:
     latency, slope = _line(rows)
     line = Curve(
         first.op,
-        wire,
+        backend,
         first.ranks,
         form,
         latency,

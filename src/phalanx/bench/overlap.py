@@ -107,7 +107,7 @@ def measure_messages(
     world: World, size: int, sent: int, dtype: str, limit: float = 20.0
 ) -> list[Overlap]:
     """On every rank a product beside an all-reduce of `sent` bytes. All ranks call it."""
-    wire = world.split("overlap", [range(world.size)])
+    group = world.split("overlap", [range(world.size)])
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     a, b = (torch.randn(size, size, device=world.device).to(kind) for _ in range(2))
     out, x = torch.empty_like(a), torch.zeros(sent // 4, device=world.device)
@@ -116,14 +116,14 @@ def measure_messages(
         torch.mm(a, b, out=out)
 
     def reduce() -> None:
-        wire.all_reduce(x)
+        group.all_reduce(x)
 
     def both() -> None:
-        work = wire.all_reduce(x, wait=False)
+        work = group.all_reduce(x, wait=False)
         multiply()
         work.wait()
 
-    clock = Clock(world.device, wire)
+    clock = Clock(world.device, group)
     name = f"product beside all-reduce of {world.size}"
     found = _measured(clock, name, (multiply, reduce, both), limit)
     world.clear()

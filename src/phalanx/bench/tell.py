@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def collectives_text(samples: Sequence[Sample], wire: str, forms: Sequence[Growth]) -> str:
+def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Growth]) -> str:
     """The table, the all-reduce beside its halves, the fitted curves, which form describes growth."""
     if not samples:
         return "nothing was measured: --total was over before the first size.\n"
@@ -47,11 +47,11 @@ def collectives_text(samples: Sequence[Sample], wire: str, forms: Sequence[Growt
         for s in samples
     ]
     parts = [
-        f"wire {wire}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all, its\n"
+        f"backend {backend}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all, its\n"
         "output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.\n",
         text_table(head, rows),
         _halves(samples),
-        _curves(samples, wire),
+        _curves(samples, backend),
         _forms(forms),
     ]
     return "\n".join(part for part in parts if part)
@@ -78,7 +78,7 @@ def _halves(samples: Sequence[Sample]) -> str:
     return title + text_table(head, rows, indent=2) if rows else ""
 
 
-def _curves(samples: Sequence[Sample], wire: str) -> str:
+def _curves(samples: Sequence[Sample], backend: str) -> str:
     head = ("operation", "ranks", "latency", "bandwidth", "error", "beyond")
     rows = [
         (
@@ -89,7 +89,7 @@ def _curves(samples: Sequence[Sample], wire: str) -> str:
             f"{c.error:.0%}",
             f"{rate(c.beyond)} beyond {size(c.bend)}" if c.bend else "",
         )
-        for c in fit_all(samples, wire)
+        for c in fit_all(samples, backend)
     ]
     title = (
         "fitted: latency of a step, bus bandwidth for large S, median error on what was fitted\n"
@@ -108,9 +108,9 @@ def _forms(forms: Sequence[Growth]) -> str:
     return title + text_table(("operation", "ranks", "ring", "tree", "better"), rows, indent=2)
 
 
-def collectives_chart(samples: Sequence[Sample], wire: str) -> str:
+def collectives_chart(samples: Sequence[Sample], backend: str) -> str:
     """Bus bandwidth over size as SVG, each operation with its fitted curve."""
-    curves = {(c.op, c.ranks, c.apart): c for c in fit_all(samples, wire)}
+    curves = {(c.op, c.ranks, c.apart): c for c in fit_all(samples, backend)}
     series = []
     for (op, ranks, apart), curve in curves.items():
         mine = [s for s in samples if (s.op, s.ranks, s.apart) == (op, ranks, apart)]
@@ -122,17 +122,17 @@ def collectives_chart(samples: Sequence[Sample], wire: str) -> str:
         "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
     ]
     across, up = Axis("S", size, 4), Axis("bus bandwidth in GB/s", lambda y: f"{y:g}")
-    return chart(f"collectives over {wire}", series, across, up, notes)
+    return chart(f"collectives over {backend}", series, across, up, notes)
 
 
-def as_json(samples: Sequence[Sample], wire: str) -> Mapping[str, object]:
+def as_json(samples: Sequence[Sample], backend: str) -> Mapping[str, object]:
     """Everything that the table says, and the curves."""
     rows = [
         asdict(s) | {"algorithm": s.algorithm, "factor": s.factor, "bus": s.bus} for s in samples
     ]
     forms = [asdict(g) | {"better": g.better} for g in growths(samples)]
-    curves = [asdict(c) for c in fit_all(samples, wire)]
-    return {"wire": wire, "samples": rows, "curves": curves, "forms": forms}
+    curves = [asdict(c) for c in fit_all(samples, backend)]
+    return {"backend": backend, "samples": rows, "curves": curves, "forms": forms}
 
 
 PRODUCT_HEAD = (

@@ -83,7 +83,7 @@ def _refuse_schedule(layout: Layout, shape: Shape | None) -> None:
 def _fitting(run: Run, layout: Layout | None) -> list[Mistake]:
     if layout is None or layout.recompute != "fit" or run.memory:
         return []
-    what = f"layout = {run.layout!r}: how much a rank may hold is not said, and no GPU tells it"
+    what = f"layout = {run.layout!r}: how much a rank may hold is not args, and no GPU tells it"
     return [Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all")]
 
 

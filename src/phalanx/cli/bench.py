@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..layout import Shape
-from ..layout.choices import DEVICES, PRODUCTS, WIRES
+from ..layout.choices import BACKENDS, DEVICES, PRODUCTS
 from ..plan.curve import FACTORS
 from ..plan.size import bytes_of, sizes_of
 from .before import refuse_large, refuse_ranks
@@ -81,37 +81,37 @@ def _collectives(argv: list[str]) -> int:
     )
     add("--groups", metavar="N,NxD", help="group sizes; 2x4: 2 ranks 4 apart; default --ranks")
     add("--dtype", default="fp32", choices=_SUMMED, help="default fp32")
-    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
+    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
     add("--repeats", type=int, default=7)
     add("--limit", type=float, default=4.0, help="seconds for an operation at a size")
     add("--total", type=float, default=600.0, help="seconds after which no larger size is begun")
     add("--out", metavar="FILE.svg", help="bandwidth over size, with what was fitted")
-    said = parser.read(argv)
-    refuse_ranks(said.ranks, 2)
-    sizes, ops = sizes_of(said.sizes), _operations(said.ops)
-    if said.repeats < 1 or not said.limit > 0:
+    args = parser.read(argv)
+    refuse_ranks(args.ranks, 2)
+    sizes, ops = sizes_of(args.sizes), _operations(args.ops)
+    if args.repeats < 1 or not args.limit > 0:
         raise UsageError("--repeats is 1 or more, --limit more than 0.")
     # Each rank has what it sends, what it receives, and what should have come.
-    need = 3.0 * max(sizes) * (said.ranks or 2)
-    refuse_large(need, f"--sizes {said.sizes[:60]}", "Write smaller sizes, as 1K:64M")
-    if said.groups and said.ranks:
-        _groups(said.groups, said.ranks)
-    try_file(said.out, formats=(".svg",))
+    need = 3.0 * max(sizes) * (args.ranks or 2)
+    refuse_large(need, f"--sizes {args.sizes[:60]}", "Write smaller sizes, as 1K:64M")
+    if args.groups and args.ranks:
+        _groups(args.groups, args.ranks)
+    try_file(args.out, formats=(".svg",))
     from ..bench import growths
     from ..bench.tell import as_json, collectives_chart, collectives_text
 
-    world = _World(said.ranks, said.wire)
-    ask = _ask(said, world.ranks, sizes, ops)
+    world = _World(args.ranks, args.backend)
+    ask = _ask(args, world.ranks, sizes, ops)
     found = world.run("measure_collectives", ask)
     if found is None:
         return 0
     wrong = [s for s in found if not s.correct]
-    if said.out:
-        _write(said.out, collectives_chart(found, world.wire))
-    if said.json:
-        print_json(as_json(found, world.wire))
+    if args.out:
+        _write(args.out, collectives_chart(found, world.backend))
+    if args.json:
+        print_json(as_json(found, world.backend))
     else:
-        say(collectives_text(found, world.wire, growths(found)), end="")
+        say(collectives_text(found, world.backend, growths(found)), end="")
     return 1 if wrong else 0
 
 
@@ -123,20 +123,20 @@ def _operations(text: str) -> tuple[str, ...]:
     return ops
 
 
-def _ask(said: argparse.Namespace, ranks: int, sizes: tuple[int, ...], ops: tuple[str, ...]) -> Any:
+def _ask(args: argparse.Namespace, ranks: int, sizes: tuple[int, ...], ops: tuple[str, ...]) -> Any:
     import torch
 
     from ..bench import Ask
     from ..bench.found import dtype_of
 
-    dtype = dtype_of(said.dtype, "cpu")
+    dtype = dtype_of(args.dtype, "cpu")
     if 2 * ranks > 2 / torch.finfo(dtype).eps:
         raise UsageError(
-            f"--dtype {said.dtype}: sums over {ranks} ranks cannot be checked exactly; use fp32."
+            f"--dtype {args.dtype}: sums over {ranks} ranks cannot be checked exactly; use fp32."
         )
     name = str(dtype).removeprefix("torch.")
-    groups = _groups(said.groups or str(ranks), ranks)
-    return Ask(ops, sizes, groups, name, said.repeats, said.limit, said.total)
+    groups = _groups(args.groups or str(ranks), ranks)
+    return Ask(ops, sizes, groups, name, args.repeats, args.limit, args.total)
 
 
 def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
@@ -157,7 +157,7 @@ def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
 class _World:
     """The ranks that measure: those that torchrun or Slurm has started, else new ones."""
 
-    def __init__(self, ranks: int | None, wire: str) -> None:
+    def __init__(self, ranks: int | None, backend: str) -> None:
         import torch
 
         from ..comm import choose
@@ -170,8 +170,8 @@ class _World:
             raise UsageError("the launcher has started 1 rank; a collective needs 2 or more.")
         if self.place and ranks not in (None, self.ranks):
             raise UsageError(f"--ranks {ranks}: the launcher has started {self.ranks}.")
-        self.asked = wire
-        self.wire = wire if self.place else choose(wire, self.ranks)
+        self.asked = backend
+        self.backend = backend if self.place else choose(backend, self.ranks)
 
     def run(self, name: str, *args: object) -> Any:
         """What a function of bench returns on rank 0; None on the other ranks of a launcher."""
@@ -180,10 +180,10 @@ class _World:
 
         work = getattr(bench, name)
         if self.place is None:
-            with workers(self.ranks, wire=self.asked, threads_per_rank=1) as run:
+            with workers(self.ranks, backend=self.asked, threads_per_rank=1) as run:
                 return run(work, *args)[0]
-        world = join(self.ranks, wire=self.asked)
-        self.wire = "nccl" if world.device.type == "cuda" else "gloo"
+        world = join(self.ranks, backend=self.asked)
+        self.backend = "nccl" if world.device.type == "cuda" else "gloo"
         found = work(world, *args)
         world.close()
         return found if self.place.rank == 0 else None
@@ -204,36 +204,36 @@ def _matmul(argv: list[str]) -> int:
     add("--tokens", type=int, default=0, help="rows of those; default by device")
     add("--limit", type=float, default=60.0, help="seconds; what would pass them is left out")
     add("--out", metavar="FILE.svg", help="rate over size")
-    said = parser.read(argv)
-    _refuse_device(said)
-    lengths = _lengths(said.sizes)
-    if said.tokens < 0 or not said.limit > 0:
+    args = parser.read(argv)
+    _refuse_device(args)
+    lengths = _lengths(args.sizes)
+    if args.tokens < 0 or not args.limit > 0:
         raise UsageError("--tokens is 1 or more, --limit more than 0.")
-    try_file(said.out, formats=(".svg",))
+    try_file(args.out, formats=(".svg",))
     from ..bench import decoder_products, find, measure_products, square_products
     from ..bench.found import dtype_of
     from ..bench.tell import PRODUCT_HEAD, product_line, products_chart, products_summary
 
-    found = find(said.device)
+    found = find(args.device)
     gpu = found.kind == "cuda"
-    _threads(said.threads)
-    dtypes = (said.dtype or ("bf16,fp16,tf32,fp32" if gpu else "fp32,bf16")).split(",")
+    _threads(args.threads)
+    dtypes = (args.dtype or ("bf16,fp16,tf32,fp32" if gpu else "fp32,bf16")).split(",")
     for dtype in dtypes:
         dtype_of(dtype, found.kind)
-    shape = Shape.load(said.model or ("8b" if gpu else "124m"))
+    shape = Shape.load(args.model or ("8b" if gpu else "124m"))
     squares = square_products(dtypes, lengths)
-    wide = decoder_products(shape, said.tokens or (8192 if gpu else 512), dtypes)
+    wide = decoder_products(shape, args.tokens or (8192 if gpu else 512), dtypes)
     done = []
-    if not said.json:
+    if not args.json:
         say(f"{found.known()}\n\n{PRODUCT_HEAD}")
     for wanted, share in ((squares, 0.7), (wide, 0.3)):
-        for product in measure_products(found, wanted, limit=said.limit * share):
+        for product in measure_products(found, wanted, limit=args.limit * share):
             done.append(product)
-            if not said.json:
+            if not args.json:
                 say(product_line(product, found, done), flush=True)
-    if said.out:
-        _write(said.out, products_chart(done, found))
-    if said.json:
+    if args.out:
+        _write(args.out, products_chart(done, found))
+    if args.json:
         rows = [
             asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
             for p in done
@@ -275,40 +275,40 @@ def _mfu(argv: list[str]) -> int:
     add("--batch", type=int, default=1, help="sequences for the block")
     add("--seq", type=int, help="their length; default 4096 on a GPU, 512 on a CPU")
     add("--limit", type=float, default=20.0, help="seconds for each")
-    said = parser.read(argv)
-    _refuse_device(said)
-    least = (said.layers, said.width, said.rows, said.batch, said.seq)
-    if min(1 if x is None else x for x in least) < 1 or not said.limit > 0:
+    args = parser.read(argv)
+    _refuse_device(args)
+    least = (args.layers, args.width, args.rows, args.batch, args.seq)
+    if min(1 if x is None else x for x in least) < 1 or not args.limit > 0:
         raise UsageError(
             "--layers, --width, --rows, --batch and --seq are 1 or more, --limit more than 0."
         )
-    wide = said.width or 1024
+    wide = args.width or 1024
     # Weights and their gradients, and what each layer keeps, two bytes a number.
-    need = 2.0 * said.layers * wide * (2 * wide + (said.rows or wide))
+    need = 2.0 * args.layers * wide * (2 * wide + (args.rows or wide))
     refuse_large(
-        need, f"an MLP of {said.layers:,} layers", "Write less --width, --layers or --rows"
+        need, f"an MLP of {args.layers:,} layers", "Write less --width, --layers or --rows"
     )
-    shape = Shape.load(said.model or "124m")
-    kept = 2.0 * said.batch * (said.seq or 512) * shape.hidden
-    refuse_large(kept, f"a batch of {said.batch:,}", "Write less --batch or --seq")
+    shape = Shape.load(args.model or "124m")
+    kept = 2.0 * args.batch * (args.seq or 512) * shape.hidden
+    refuse_large(kept, f"a batch of {args.batch:,}", "Write less --batch or --seq")
     from ..bench import Mlp, find, measure_block, measure_mlp, measure_products, square_products
     from ..bench.tell import iterations_text
 
-    found = find(said.device)
+    found = find(args.device)
     gpu = found.kind == "cuda"
-    _threads(said.threads)
-    dtype = said.dtype or ("bf16" if gpu else "fp32")
-    width = said.width or (8192 if gpu else 1024)
+    _threads(args.threads)
+    dtype = args.dtype or ("bf16" if gpu else "fp32")
+    width = args.width or (8192 if gpu else 1024)
     products = square_products([dtype], (2048, 4096, 8192) if gpu else (512, 1024, 2048))
-    best = max(p.rate for p in measure_products(found, products, limit=said.limit))
-    mlp = Mlp(said.layers, width, said.rows or width)
-    shape = Shape.load(said.model or ("8b" if gpu else "124m"))
-    sequence = said.seq or (4096 if gpu else 512)
+    best = max(p.rate for p in measure_products(found, products, limit=args.limit))
+    mlp = Mlp(args.layers, width, args.rows or width)
+    shape = Shape.load(args.model or ("8b" if gpu else "124m"))
+    sequence = args.seq or (4096 if gpu else 512)
     done = [
-        measure_mlp(found, mlp, dtype, limit=said.limit),
-        measure_block(found, shape, said.batch, sequence, dtype, limit=said.limit),
+        measure_mlp(found, mlp, dtype, limit=args.limit),
+        measure_block(found, shape, args.batch, sequence, dtype, limit=args.limit),
     ]
-    if said.json:
+    if args.json:
         peak = found.peak(dtype)
         rows = [
             asdict(x) | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
@@ -333,40 +333,40 @@ def _overlap(argv: list[str]) -> int:
     add("--copy", default="", help="bytes of the copy; default 1G on a GPU, 32M on a CPU")
     add("--dtype", choices=PRODUCTS, help="default bf16 on a GPU, fp32 on a CPU")
     add("--ranks", type=int, metavar="N", help="for the message; default the GPUs, else 2")
-    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
+    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
     add("--limit", type=float, default=20.0, help="seconds for each")
-    said = parser.read(argv)
-    _refuse_device(said)
-    refuse_ranks(said.ranks, 2)
-    if (said.size is not None and said.size < 1) or not said.limit > 0:
+    args = parser.read(argv)
+    _refuse_device(args)
+    refuse_ranks(args.ranks, 2)
+    if (args.size is not None and args.size < 1) or not args.limit > 0:
         raise UsageError("--size is 1 or more, --limit more than 0.")
-    ranks = said.ranks or 2
+    ranks = args.ranks or 2
     refuse_large(
-        6.0 * (said.size or 1024) ** 2 * ranks, f"--size {said.size}", "Write a smaller one"
+        6.0 * (args.size or 1024) ** 2 * ranks, f"--size {args.size}", "Write a smaller one"
     )
-    if said.copy:
-        need = 2.0 * bytes_of(said.copy) * ranks
-        refuse_large(need, f"--copy {said.copy[:60]}", "Write fewer bytes, as 32M")
+    if args.copy:
+        need = 2.0 * bytes_of(args.copy) * ranks
+        refuse_large(need, f"--copy {args.copy[:60]}", "Write fewer bytes, as 32M")
     from ..bench import find, measure_copies
     from ..bench.tell import overlaps_text
 
-    found = find(said.device)
+    found = find(args.device)
     gpu = found.kind == "cuda"
-    _threads(said.threads)
-    size = said.size or (16384 if gpu else 1024)
-    copied = bytes_of(said.copy or ("1G" if gpu else "32M"))
-    dtype = said.dtype or ("bf16" if gpu else "fp32")
-    world = _World(said.ranks, said.wire)
+    _threads(args.threads)
+    size = args.size or (16384 if gpu else 1024)
+    copied = bytes_of(args.copy or ("1G" if gpu else "32M"))
+    dtype = args.dtype or ("bf16" if gpu else "fp32")
+    world = _World(args.ranks, args.backend)
     # Of ranks that a launcher has started one copies and tells; all of them send.
     quiet = world.place is not None and world.place.rank > 0
     done: list[Overlap] = []
     if not quiet:
-        done = measure_copies(found, size=size, copied=copied, dtype=dtype, limit=said.limit)
-    if not gpu or found.count > 1 or said.ranks or world.place:
-        done += world.run("measure_messages", size, copied, dtype, said.limit) or []
+        done = measure_copies(found, size=size, copied=copied, dtype=dtype, limit=args.limit)
+    if not gpu or found.count > 1 or args.ranks or world.place:
+        done += world.run("measure_messages", size, copied, dtype, args.limit) or []
     if quiet:
         return 0
-    if said.json:
+    if args.json:
         print_json(
             {"device": found.name, "overlaps": [asdict(x) | {"hidden": x.hidden} for x in done]}
         )
@@ -389,19 +389,19 @@ def _add_device(parser: Parser) -> None:
     parser.add_argument("--threads", type=int, help="of the CPU; default those torch takes")
 
 
-def _refuse_device(said: argparse.Namespace) -> None:
+def _refuse_device(args: argparse.Namespace) -> None:
     """Refuse precisions, models and threads that no device has."""
-    if said.threads is not None and not 1 <= said.threads <= _THREADS:
-        raise UsageError(f"--threads is {said.threads:,}; write 1 to {_THREADS:,}.")
-    for dtype in (said.dtype or "fp32").split(","):
+    if args.threads is not None and not 1 <= args.threads <= _THREADS:
+        raise UsageError(f"--threads is {args.threads:,}; write 1 to {_THREADS:,}.")
+    for dtype in (args.dtype or "fp32").split(","):
         if dtype not in PRODUCTS:
             raise UsageError(
                 f"--dtype: there is no precision {dtype[:60]!r}; use {', '.join(PRODUCTS)}."
             )
-        if dtype == "tf32" and said.device == "cpu":
+        if dtype == "tf32" and args.device == "cpu":
             raise UsageError("--dtype tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
-    if getattr(said, "model", ""):
-        Shape.load(said.model)
+    if getattr(args, "model", ""):
+        Shape.load(args.model)
 
 
 def _threads(count: int | None) -> None:

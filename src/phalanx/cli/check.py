@@ -37,25 +37,25 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--seq", type=int, default=0, metavar="N", help="tokens of a sequence")
     parser.add_argument("--clip", action="store_true", help="with the agreement of clipping")
     parser.add_argument("--json", action="store_true", help="the findings as JSON")
-    said = parser.read(argv)
-    text = " ".join(said.what)
-    if said.batch < 0 or said.seq < 0:
+    args = parser.read(argv)
+    text = " ".join(args.what)
+    if args.batch < 0 or args.seq < 0:
         raise UsageError("--batch and --seq are 1 or more.")
-    if said.model is None:
+    if args.model is None:
         if text.endswith(".txt") or Path(text).is_file():
-            return _file(text, said)
+            return _file(text, args)
         Layout.parse(text)
         raise UsageError(
             f"the layout {text!r} needs a model: add --model with one of {', '.join(Shape.names())}."
         )
-    return _layout(Layout.parse(text), Shape.load(said.model), said)
+    return _layout(Layout.parse(text), Shape.load(args.model), args)
 
 
-def _layout(layout: Layout, shape: Shape, said: argparse.Namespace) -> int:
-    violations = legal(layout, shape, batch=said.batch, sequence=said.seq)
+def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
+    violations = legal(layout, shape, batch=args.batch, sequence=args.seq)
     if violations:
-        near = nearest(layout, shape, batch=said.batch, sequence=said.seq)
-        if said.json:
+        near = nearest(layout, shape, batch=args.batch, sequence=args.seq)
+        if args.json:
             reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
             print_json({"legal": False, "violations": reasons, "nearest": list(map(str, near))})
             return 1
@@ -72,10 +72,10 @@ def _layout(layout: Layout, shape: Shape, said: argparse.Namespace) -> int:
         replace(layout, recompute="none") if fitting else layout,
         stages,
         tied,
-        agree=said.clip,
+        agree=args.clip,
     )
     proof = check(program)
-    if said.json:
+    if args.json:
         print_json({"legal": True, **_statement(layout, shape, stages, program, proof)})
     else:
         _say(layout, shape, program, proof)
@@ -163,14 +163,14 @@ def _runs(numbers: Sequence[int]) -> str:
             out[-1][1] = n
         else:
             out.append([n, n])
-    said = [f"{a}-{b}" if a < b else str(a) for a, b in out]
-    return ",".join(said if len(said) <= 6 else [*said[:5], "..."])
+    args = [f"{a}-{b}" if a < b else str(a) for a, b in out]
+    return ",".join(args if len(args) <= 6 else [*args[:5], "..."])
 
 
-def _file(path: str, said: argparse.Namespace) -> int:
+def _file(path: str, args: argparse.Namespace) -> int:
     program = Program.parse(read(path, "program"), path)
     wrong = faults(program)
-    if said.json:
+    if args.json:
         peak = list(check(program).held) if not wrong else None
         print_json({"sound": not wrong, "faults": list(wrong), "peak_held": peak})
     elif wrong:

@@ -40,12 +40,12 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument("--dtype", default="", type=str.upper, choices=STORED, help="of the export")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
-    said = parser.read(argv)
-    if said.what in ("export", "import") and not said.out:
-        raise UsageError(f"phalanx checkpoint {said.what} DIR needs --out DIR.")
-    try_folder(said.out)
+    args = parser.read(argv)
+    if args.what in ("export", "import") and not args.out:
+        raise UsageError(f"phalanx checkpoint {args.what} DIR needs --out DIR.")
+    try_folder(args.out)
     verbs = {"show": _show, "verify": _verify, "export": _export, "import": _import}
-    return verbs[said.what](said)
+    return verbs[args.what](args)
 
 
 _NAME = "Name a run's `out`, or one checkpoint in it."
@@ -82,8 +82,8 @@ def _refuse_irregular(file: Path, way_out: str = _NAME) -> None:
         raise UsageError(f"cannot read {file}: {reason(error)}. {way_out}") from None
 
 
-def _show(said: argparse.Namespace) -> int:
-    found = _checkpoints(said.source)
+def _show(args: argparse.Namespace) -> int:
+    found = _checkpoints(args.source)
     from ..train.checkpoint_manifest import read_manifest
 
     manifest = read_manifest(found[0])
@@ -111,7 +111,7 @@ def _show(said: argparse.Namespace) -> int:
         "updates": manifest.updates,
         "versions": dict(manifest.versions),
     }
-    if said.json:
+    if args.json:
         print_json(figures | {"older": [str(path) for path in found[1:]]})
         return 0
     if found[1:]:
@@ -125,12 +125,12 @@ def _show(said: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(said: argparse.Namespace) -> int:
-    paths = _checkpoints(said.source)
+def _verify(args: argparse.Namespace) -> int:
+    paths = _checkpoints(args.source)
     from ..train.checkpoint_manifest import verify_checkpoint
 
     verdicts = {str(path): verify_checkpoint(path) for path in paths}
-    if said.json:
+    if args.json:
         print_json({"sound": not any(verdicts.values()), "faults": verdicts})
     else:
         for path, faults in verdicts.items():
@@ -138,31 +138,31 @@ def _verify(said: argparse.Namespace) -> int:
     return 1 if any(verdicts.values()) else 0
 
 
-def _export(said: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> int:
     from ..train.checkpoint_exchange import export_weights
     from ..train.checkpoint_manifest import verify_checkpoint
 
-    path = _checkpoints(said.source)[0]
+    path = _checkpoints(args.source)[0]
     faults = verify_checkpoint(path)
     if faults:
         say("\n".join(faults))
         return 1
-    files = export_weights(path, Path(said.out), family=said.family, dtype=said.dtype)
-    return _written(said, files)
+    files = export_weights(path, Path(args.out), family=args.family, dtype=args.dtype)
+    return _written(args, files)
 
 
-def _import(said: argparse.Namespace) -> int:
-    if not Path(said.source).is_dir():
-        raise UsageError(f"there is no folder {said.source}. {_THEIRS}")
-    _refuse_irregular(Path(said.source, "config.json"), _THEIRS)
+def _import(args: argparse.Namespace) -> int:
+    if not Path(args.source).is_dir():
+        raise UsageError(f"there is no folder {args.source}. {_THEIRS}")
+    _refuse_irregular(Path(args.source, "config.json"), _THEIRS)
     from ..train.checkpoint_exchange import import_weights
 
     # Where a run looks for what it goes on from.
-    return _written(said, [import_weights(Path(said.source), Path(said.out, CHECKPOINTS))])
+    return _written(args, [import_weights(Path(args.source), Path(args.out, CHECKPOINTS))])
 
 
-def _written(said: argparse.Namespace, files: list[Path]) -> int:
-    if said.json:
+def _written(args: argparse.Namespace, files: list[Path]) -> int:
+    if args.json:
         print_json({"written": [str(file) for file in files]})
     else:
         say("\n".join(f"wrote {file}" for file in files))

@@ -33,26 +33,26 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--field", default="text", metavar="NAME", help="of .jsonl and .parquet")
     parser.add_argument("--held-out", type=float, default=0.05, metavar="SHARE")
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
-    said = parser.read(argv)
-    if said.source != "python" and not Path(said.source).exists():
-        raise UsageError(f"{said.source} is not there. Name a file or a folder, or python to show.")
-    if said.what == "prepare":
-        return _prepare(said)
-    return _show(said) if said.what == "show" else _verify(said)
+    args = parser.read(argv)
+    if args.source != "python" and not Path(args.source).exists():
+        raise UsageError(f"{args.source} is not there. Name a file or a folder, or python to show.")
+    if args.what == "prepare":
+        return _prepare(args)
+    return _show(args) if args.what == "show" else _verify(args)
 
 
-def _prepare(said: argparse.Namespace) -> int:
-    if not said.out:
+def _prepare(args: argparse.Namespace) -> int:
+    if not args.out:
         raise UsageError("phalanx data prepare SRC needs --out DIR.")
-    if not 0 <= said.held_out < 1:
-        raise UsageError(f"--held-out is {said.held_out}; a share from 0 to below 1 belongs there.")
-    try_folder(said.out)
+    if not 0 <= args.held_out < 1:
+        raise UsageError(f"--held-out is {args.held_out}; a share from 0 to below 1 belongs there.")
+    try_folder(args.out)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..train.data import open_vocabulary, prepare
 
-    vocabulary = open_vocabulary(Path(said.tokenizer) if said.tokenizer else None, said.end)
+    vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -62,21 +62,21 @@ def _prepare(said: argparse.Namespace) -> int:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
         prepare(
-            Path(said.source),
-            Path(said.out),
+            Path(args.source),
+            Path(args.out),
             vocabulary,
-            share=said.held_out,
-            field=said.field,
+            share=args.held_out,
+            field=args.field,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    said.source = said.out
-    return _show(said)
+    args.source = args.out
+    return _show(args)
 
 
-def _show(said: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     from ..train.data import open_corpus
 
-    corpus = open_corpus(said.source)
+    corpus = open_corpus(args.source)
     figures: dict[str, object] = {
         "name": corpus.name,
         "vocab": corpus.vocab,
@@ -85,7 +85,7 @@ def _show(said: argparse.Namespace) -> int:
     }
     for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
         figures[name] = {"tokens": stream.size, "documents": len(stream.starts) - 1}
-    if said.json:
+    if args.json:
         print_json(figures)
         return 0
     vocab = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an untold vocabulary"
@@ -100,19 +100,19 @@ def _show(said: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(said: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     from ..train.data import verify_prepared
     from ..train.data.token_files import INDEX
 
-    path = Path(said.source)
+    path = Path(args.source)
     if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):
         raise UsageError(
             f"{path} is no prepared corpus: it has no {INDEX}. `phalanx data prepare` makes one of"
             " text; other forms have no checksums to verify."
         )
     faults = verify_prepared(path)
-    if said.json:
+    if args.json:
         print_json({"sound": not faults, "faults": faults})
     else:
-        say("\n".join(faults) or f"{said.source}: every checksum is right")
+        say("\n".join(faults) or f"{args.source}: every checksum is right")
     return 1 if faults else 0

@@ -47,17 +47,17 @@ def run(argv: list[str]) -> int:
         "--out", default="runs/demo", metavar="DIR", help="default runs/demo, made anew"
     )
     parser.add_argument("--json", action="store_true", help="only what was found, as JSON")
-    said = parser.read(argv)
+    args = parser.read(argv)
     begun = time.monotonic()
-    out = Path(said.out)
+    out = Path(args.out)
     for folder in (out, _alone(out)):
         try_folder(str(folder))
     for old in (out, _alone(out)):
         if (old / "metrics.jsonl").is_file():  # only what an earlier demo has written
             shutil.rmtree(old)
-    found = _Demo(out, quiet=said.json).play()
+    found = _Demo(out, quiet=args.json).play()
     found["seconds"] = round(time.monotonic() - begun, 1)
-    if said.json:
+    if args.json:
         print_json(found)
     else:
         say(f"{found['seconds']} s. The page of the run: {found['report']}")
@@ -114,7 +114,7 @@ class _Demo:
         return Run.parse(_RUN, "demo", (f"layout={layout}", f"out={out or self.out}"))
 
     def killed(self) -> str:
-        """Train until a rank is killed; what is then said."""
+        """Train until a rank is killed; what is then args."""
         from ..comm import RankFailed, launch
         from ..train.loop import train
 
@@ -138,7 +138,7 @@ class _Demo:
             self.run_of(layout, out),
             layout,
             True,
-            wire="gloo" if ranks > 1 else "auto",
+            backend="gloo" if ranks > 1 else "auto",
         )
 
     def watch(self, *, kill: bool) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..draw import Bars, Part, bars
 from ..layout import Shape
-from ..layout.choices import DEVICES, WIRES
+from ..layout.choices import BACKENDS, DEVICES
 from ..plan.size import rate, seconds, size
 from .before import refuse_ranks
 from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
@@ -50,43 +50,43 @@ def run(argv: list[str]) -> int:
     add("--out", metavar="FILE", help="machine.toml, or .svg with hierarchy")
     add("--device", default="auto", choices=DEVICES, help="default auto")
     add("--ranks", type=int, default=0, metavar="N", help="of the largest group measured")
-    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
+    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
     add("--model", default="124m", metavar="SHAPE", help="whose products are measured")
     add("--limit", type=float, default=60.0, help="seconds for all measurements of --out, about")
     add("--with-host", action="store_true", help="write the host's name into the file")
     add("--json", action="store_true")
-    said = parser.read(argv)
-    if said.subject is None:
-        return _here(said)
-    if said.out and said.subject != "hierarchy":
-        raise UsageError(f"--out does not go with {said.subject}.")
-    if said.subject == "topology":
-        return _topology(said)
-    return _catalogue(said)
+    args = parser.read(argv)
+    if args.subject is None:
+        return _here(args)
+    if args.out and args.subject != "hierarchy":
+        raise UsageError(f"--out does not go with {args.subject}.")
+    if args.subject == "topology":
+        return _topology(args)
+    return _catalogue(args)
 
 
 # ---- this machine
 
 
-def _here(said: argparse.Namespace) -> int:
-    if not said.limit > 0:
+def _here(args: argparse.Namespace) -> int:
+    if not args.limit > 0:
         raise UsageError("--limit is more than 0.")
-    refuse_ranks(said.ranks or None, 2)
-    Shape.load(said.model)
-    if said.out and not said.out.endswith(".toml"):
-        raise UsageError(f"--out {said.out}: a machine file is .toml.")
-    try_file(said.out)
+    refuse_ranks(args.ranks or None, 2)
+    Shape.load(args.model)
+    if args.out and not args.out.endswith(".toml"):
+        raise UsageError(f"--out {args.out}: a machine file is .toml.")
+    try_file(args.out)
     from ..bench import WrongResult, examine, find
     from ..bench.doctor import Examination, topology_of
     from ..comm import RankFailed
 
-    found = find(said.device)
-    if not said.out:
-        return _look(said, found, topology_of(found))
-    asked = Examination(said.limit, said.ranks, said.wire, said.model, with_host=said.with_host)
+    found = find(args.device)
+    if not args.out:
+        return _look(args, found, topology_of(found))
+    asked = Examination(args.limit, args.ranks, args.backend, args.model, with_host=args.with_host)
 
     def measuring(line: str) -> None:
-        if not said.json:
+        if not args.json:
             say(f"measuring {line}", flush=True)
 
     try:
@@ -94,19 +94,19 @@ def _here(said: argparse.Namespace) -> int:
     except (WrongResult, RankFailed) as failed:
         complain(str(failed))
         return 1
-    write(said.out, {".toml": lambda m: m.text()}, machine)
-    if said.json:
+    write(args.out, {".toml": lambda m: m.text()}, machine)
+    if args.json:
         print_json(asdict(machine))
     else:
-        say("\n".join([*_identity(found), *_measured(machine), f"written: {said.out}"]))
+        say("\n".join([*_identity(found), *_measured(machine), f"written: {args.out}"]))
     return 0
 
 
-def _look(said: argparse.Namespace, found: Found, topology: Topology) -> int:
+def _look(args: argparse.Namespace, found: Found, topology: Topology) -> int:
     from ..bench import measure_stores
 
     stores = measure_stores(found)
-    if said.json:
+    if args.json:
         entry = found.entry
         print_json(
             {
@@ -166,18 +166,18 @@ def _measured(machine: Machine) -> list[str]:
             lines.append(f"{dtype}: {tera(best.flops)} at {shape}; {judged(best.flops, peak)}")
     lines += [f"{h.name}: {h.part:.0%} of the shorter hidden" for h in machine.hidden]
     lines += [
-        f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.wire}:"
+        f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.backend}:"
         f" {seconds(c.latency)} a step, {rate(c.beyond or c.bandwidth)}, error {c.error:.0%}"
         for c in machine.curves
     ]
     return lines
 
 
-def _topology(said: argparse.Namespace) -> int:
+def _topology(args: argparse.Namespace) -> int:
     from ..plan import parse_topology, read_topology
 
-    found = parse_topology(read(said.name, "topology")) if said.name else read_topology()
-    if said.json:
+    found = parse_topology(read(args.name, "topology")) if args.name else read_topology()
+    if args.json:
         print_json(
             {
                 "devices": list(found.devices),
@@ -197,39 +197,39 @@ def _topology(said: argparse.Namespace) -> int:
 # ---- the catalogue
 
 
-def _catalogue(said: argparse.Namespace) -> int:
+def _catalogue(args: argparse.Namespace) -> int:
     from ..plan import cluster, clusters, device, devices, hierarchy, links
 
-    if said.subject == "hierarchy":
-        if not said.name:
+    if args.subject == "hierarchy":
+        if not args.name:
             raise UsageError("hierarchy of which device? As in `phalanx doctor hierarchy h100`.")
-        places = hierarchy(device(said.name))
-        if said.out:
-            title = f"{device(said.name).title}, from the inside out"
-            write(said.out, {".svg": lambda p: _hierarchy_svg(title, p)}, places)
-        if said.json:
+        places = hierarchy(device(args.name))
+        if args.out:
+            title = f"{device(args.name).title}, from the inside out"
+            write(args.out, {".svg": lambda p: _hierarchy_svg(title, p)}, places)
+        if args.json:
             print_json({"places": [asdict(place) for place in places]})
         else:
-            say(hierarchy_text(device(said.name)))
+            say(hierarchy_text(device(args.name)))
         return 0
-    if said.subject == "links":
-        if said.json:
+    if args.subject == "links":
+        if args.json:
             print_json({n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()})
         else:
             say(links_text())
         return 0
-    if said.subject == "clusters":
-        chosen = [cluster(said.name)] if said.name else list(clusters().values())
-        if said.json:
+    if args.subject == "clusters":
+        chosen = [cluster(args.name)] if args.name else list(clusters().values())
+        if args.json:
             print_json({c.name: asdict(c) | {"totals": c.totals()} for c in chosen})
         else:
             say(clusters_text(chosen))
         return 0
-    named = [device(said.name)] if said.name else list(devices().values())
-    if said.json:
+    named = [device(args.name)] if args.name else list(devices().values())
+    if args.json:
         print_json({d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in named})
     else:
-        say(device_text(named[0]) if said.name else devices_text(named))
+        say(device_text(named[0]) if args.name else devices_text(named))
     return 0
 
 

@@ -43,19 +43,19 @@ def run(argv: list[str]) -> int:
         return draw_recompute.run(argv[1:])
     if argv[:1] == ["run"]:
         return draw_run.run(argv[1:])
-    said = _parser().read(argv)
-    try_file(said.out, formats=(*_FORMATS, ".txt"))
-    screen(said.width)
-    step = _step(said)
-    picture = _picture(step, said)
-    if said.out:
-        _write(step, picture, said.out)
-    if said.json:
-        print_json(_figures(step, picture, said.repeat))
-    elif said.out:
-        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
+    args = _parser().read(argv)
+    try_file(args.out, formats=(*_FORMATS, ".txt"))
+    screen(args.width)
+    step = _step(args)
+    picture = _picture(step, args)
+    if args.out:
+        _write(step, picture, args.out)
+    if args.json:
+        print_json(_figures(step, picture, args.repeat))
+    elif args.out:
+        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {args.out}")))
     else:
-        width, colour = screen(said.width)
+        width, colour = screen(args.width)
         say(text(picture, width=width, colour=colour), end="", colour=colour)
     return 0
 
@@ -102,21 +102,21 @@ def _names() -> list[str]:
     return [*SCHEDULES, "searched"]
 
 
-def _step(said: argparse.Namespace) -> Step:
-    if said.repeat < 1:
-        raise UsageError(f"--repeat is {said.repeat}; draw 1 step or more.")
-    if said.what[0] == "program":
-        if len(said.what) != 2:
+def _step(args: argparse.Namespace) -> Step:
+    if args.repeat < 1:
+        raise UsageError(f"--repeat is {args.repeat}; draw 1 step or more.")
+    if args.what[0] == "program":
+        if len(args.what) != 2:
             raise UsageError(
                 "`phalanx draw program` takes one file: phalanx draw program step.txt."
             )
-        return of_file(said.what[1], said)
-    name = " ".join(said.what)
-    if said.model:
-        return of_layout(name, said)
+        return of_file(args.what[1], args)
+    name = " ".join(args.what)
+    if args.model:
+        return of_layout(name, args)
     if name not in _names() and _is_layout(name):
         raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
-    return of_schedule(name, said)
+    return of_schedule(name, args)
 
 
 def _is_layout(text: str) -> bool:
@@ -127,14 +127,14 @@ def _is_layout(text: str) -> bool:
         return " " in text
 
 
-def _picture(step: Step, said: argparse.Namespace) -> Picture:
+def _picture(step: Step, args: argparse.Namespace) -> Picture:
     proof = check(step.program)
     # A page and a trace show memory over time; counted in pieces, as nobody has weighed them here.
-    counted = said.out and said.out.endswith((".html", ".json"))
+    counted = args.out and args.out.endswith((".html", ".json"))
     sizes = Sizes.counts(step.program.pieces) if counted else None
-    timeline = simulate(repeat(step.program, said.repeat), step.costs, sizes)
-    title = step.title + (f", {said.repeat} steps" if said.repeat > 1 else "")
-    notes = (*step.notes, *_barrier(step, timeline, said.repeat))
+    timeline = simulate(repeat(step.program, args.repeat), step.costs, sizes)
+    title = step.title + (f", {args.repeat} steps" if args.repeat > 1 else "")
+    notes = (*step.notes, *_barrier(step, timeline, args.repeat))
     return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")
 
 

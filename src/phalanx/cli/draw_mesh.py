@@ -26,21 +26,21 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--width", type=int, metavar="N", help="columns of the text")
     parser.add_argument("--out", metavar="FILE.svg", help="write the picture as SVG")
     parser.add_argument("--json", action="store_true", help="ranks, groups and parts as JSON")
-    said = parser.read(argv)
-    try_file(said.out, formats=(".svg",))
-    picture = MeshPicture.parse(" ".join(said.layout), said.weight)
+    args = parser.read(argv)
+    try_file(args.out, formats=(".svg",))
+    picture = MeshPicture.parse(" ".join(args.layout), args.weight)
     if picture.mesh.size > MOST:
         raise UsageError(
             f"{picture.mesh.size} ranks are too many for a picture; draw {MOST} or fewer."
         )
-    if said.out:
-        write(said.out, {".svg": mesh_svg}, picture)
-    if said.json:
+    if args.out:
+        write(args.out, {".svg": mesh_svg}, picture)
+    if args.json:
         print_json(_figures(picture))
-    elif said.out:
-        say(f"{picture.title}\nwrote {said.out}")
+    elif args.out:
+        say(f"{picture.title}\nwrote {args.out}")
     else:
-        say(mesh_text(picture, width=screen(said.width)[0]), end="")
+        say(mesh_text(picture, width=screen(args.width)[0]), end="")
     return 0
 
 

@@ -23,15 +23,15 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--layers", type=int, default=16, metavar="N", help="layers (default 16)")
     parser.add_argument("--costs", metavar="K=T,...", help="of one layer (default F=1,B=2)")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
-    said = parser.read(argv)
-    if said.layers < 1:
-        raise UsageError(f"--layers is {said.layers}; a stage has 1 or more.")
-    lines = table(said.layers, costs_of(said.costs, split=False))
-    if said.json:
-        print_json({"layers": said.layers, "table": lines})
+    args = parser.read(argv)
+    if args.layers < 1:
+        raise UsageError(f"--layers is {args.layers}; a stage has 1 or more.")
+    lines = table(args.layers, costs_of(args.costs, split=False))
+    if args.json:
+        print_json({"layers": args.layers, "table": lines})
         return 0
     say(
-        f"{said.layers} layers on one stage, one microbatch; the peak counts what is held at once\n"
+        f"{args.layers} layers on one stage, one microbatch; the peak counts what is held at once\n"
     )
     head = ("recompute", "recomputed", "time", "against none", "peak", "pieces", "inputs")
     formats = ("", "", ".4g", ".3f", ".4g", ".4g", ".4g")

@@ -29,9 +29,9 @@ def run(argv: list[str]) -> int:
     parser.add_argument("--width", type=int, metavar="N", help="columns of the text")
     parser.add_argument("--out", metavar="FILE", help=".svg, .html or .json (a trace)")
     parser.add_argument("--json", action="store_true", help="figures and both timelines as JSON")
-    said = parser.read(argv)
-    try_file(said.out, formats=_FORMATS)
-    recorded = Recorded.parse(read(said.file, "recorded step"))
+    args = parser.read(argv)
+    try_file(args.out, formats=_FORMATS)
+    recorded = Recorded.parse(read(args.file, "recorded step"))
     proof = check(recorded.program)
     predicted, measured = recorded.predicted(), recorded.measured()
     picture = Picture(
@@ -42,9 +42,9 @@ def run(argv: list[str]) -> int:
         notes=(_bubbles(predicted, measured),),
         clock="s",
     )
-    if said.out:
-        write(said.out, _FORMATS, picture)
-    if said.json:
+    if args.out:
+        write(args.out, _FORMATS, picture)
+    if args.json:
         print_json(
             {
                 "predicted": _figures(predicted),
@@ -52,10 +52,10 @@ def run(argv: list[str]) -> int:
                 "program": str(recorded.program),
             }
         )
-    elif said.out:
-        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {said.out}")))
+    elif args.out:
+        say("\n".join((picture.title, *picture.summary, *picture.notes, f"wrote {args.out}")))
     else:
-        width, colour = screen(said.width)
+        width, colour = screen(args.width)
         say(text(picture, width=width, colour=colour), end="", colour=colour)
     return 0
 

@@ -17,7 +17,7 @@ __all__ = ["run"]
 _EPILOG = """\
   phalanx lab                               lists the experiments
   phalanx lab zero-3 --ranks 2              runs one, shows the values of each rank, checks them
-  phalanx lab pipeline --wire gloo          the same with a process for each rank
+  phalanx lab pipeline --backend gloo          the same with a process for each rank
   phalanx lab all --html lab.html           runs all, writes one page
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
@@ -25,45 +25,45 @@ Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usag
 
 def run(argv: list[str]) -> int:
     """List the experiments, or run those that are named."""
-    said = _parser().read(argv)
-    refuse_ranks(said.ranks)
-    if not said.names:
-        if said.html:
+    args = _parser().read(argv)
+    refuse_ranks(args.ranks)
+    if not args.names:
+        if args.html:
             raise UsageError("--html needs an experiment's name, or all.")
-        if said.json:
+        if args.json:
             print_json({name: entry(name).title for name in NAMES})
         else:
             say(listing(), end="")
         return 0
-    names = list(NAMES) if said.names == ["all"] else said.names
+    names = list(NAMES) if args.names == ["all"] else args.names
     for name in names:
         entry(name)
-    size = Size(said.batch, said.width, said.layers, said.steps)
+    size = Size(args.batch, args.width, args.layers, args.steps)
     # Weights, gradients and what they are compared with; what each layer keeps.
     need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
     refuse_large(
         need, f"an MLP of {size.layers:,} layers", "Write less --width, --batch or --layers"
     )
-    try_file(said.html, "--html")
+    try_file(args.html, "--html")
     from ..comm import RankFailed
     from ..lab import as_json, claims_text, conduct, page, text
 
     trials: list[Trial] = []
     try:
-        for trial in conduct(names, size, ranks=said.ranks, wire=said.wire):
+        for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):
             trials.append(trial)
-            if not said.json:
-                if said.html or said.names == ["all"]:
+            if not args.json:
+                if args.html or args.names == ["all"]:
                     name = f"{trial.entry.name:24}"
-                    say(name + claims_text(trial, verbose=said.verbose), end="", flush=True)
+                    say(name + claims_text(trial, verbose=args.verbose), end="", flush=True)
                 else:
-                    say(text(trial, verbose=said.verbose), end="", flush=True)
+                    say(text(trial, verbose=args.verbose), end="", flush=True)
     except RankFailed as failed:
         complain(str(failed))
         return 1
-    if said.html:
-        save(said.html, page(trials))
-    if said.json:
+    if args.html:
+        save(args.html, page(trials))
+    if args.json:
         print_json({"experiments": [as_json(trial) for trial in trials]})
     return 0 if all(trial.holds for trial in trials) else 1
 
@@ -76,7 +76,7 @@ def _parser() -> Parser:
     add("names", nargs="*", metavar="NAME", help="experiments, or all; none: list them")
     add("--ranks", type=int, default=4, metavar="N", help="how many ranks (default 4)")
     add(
-        "--wire",
+        "--backend",
         choices=("threads", "gloo"),
         default="threads",
         help="the transport: ranks are threads, or processes with gloo",

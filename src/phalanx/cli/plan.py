@@ -53,46 +53,46 @@ def run(argv: list[str]) -> int:
     add("--out", metavar="FILE.toml", help="a run file with the best layout, for train")
     add("--page", metavar="FILE.html", help="memory over throughput of all candidates")
     add("--json", action="store_true")
-    said = parser.read(argv)
-    if said.top < 1:
-        raise UsageError(f"--top {said.top}: write 1 or more.")
-    try_file(said.out, formats=(".toml",))
-    try_file(said.page, "--page", (".html",))
-    asked = asked_of(said)
-    if said.explain is not None:
+    args = parser.read(argv)
+    if args.top < 1:
+        raise UsageError(f"--top {args.top}: write 1 or more.")
+    try_file(args.out, formats=(".toml",))
+    try_file(args.page, "--page", (".html",))
+    asked = asked_of(args)
+    if args.explain is not None:
         from .plan_explain import explain
 
-        return explain(said.explain, asked, as_json=said.json)
-    return _plan(asked, said)
+        return explain(args.explain, asked, as_json=args.json)
+    return _plan(asked, args)
 
 
-def _plan(asked: Asked, said: argparse.Namespace) -> int:
+def _plan(asked: Asked, args: argparse.Namespace) -> int:
     plan = search(
         asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
-        batch=asked.batch, precision=asked.precision, limit=asked.limit, top=said.top,
+        batch=asked.batch, precision=asked.precision, limit=asked.limit, top=args.top,
         model=asked.own,
     )  # fmt: skip
     if not plan.layouts:
-        return _nothing(asked, plan, as_json=said.json)
+        return _nothing(asked, plan, as_json=args.json)
     beside = rivals(
         asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
         batch=asked.batch, precision=asked.precision, room=plan.room, model=asked.own,
     )  # fmt: skip
-    if said.json:
+    if args.json:
         print_json(figures(asked, plan, beside))
     else:
         say(told(asked, plan, beside))
-    if said.page:
+    if args.page:
         from .plan_page import page
 
-        write(said.page, {".html": lambda p: page(asked, p, beside)}, plan, "--page")
-    if said.out:
+        write(args.page, {".html": lambda p: page(asked, p, beside)}, plan, "--page")
+    if args.out:
         run = Run.parse(
             f'model = "{asked.own or asked.shape.name}"\nlayout = "{plan.layouts[0].layout}"\n'
             f"batch = {asked.batch}\nsequence = {asked.sequence}\n",
-            said.out,
+            args.out,
         )
-        write(said.out, {".toml": str}, run)
+        write(args.out, {".toml": str}, run)
     return 0
 
 
@@ -158,35 +158,35 @@ def asking(parser: Parser) -> None:
     add("--stack", metavar="NAME", help="whose software; default ours")
 
 
-def asked_of(said: argparse.Namespace) -> Asked:
+def asked_of(args: argparse.Namespace) -> Asked:
     """What the flags mean, or why they mean nothing."""
-    if not 0 < said.limit <= 1:
+    if not 0 < args.limit <= 1:
         raise UsageError(
-            f"--limit {said.limit:g}: write a part of the memory, above 0 and up to 1."
+            f"--limit {args.limit:g}: write a part of the memory, above 0 and up to 1."
         )
-    if said.seq < 0:
+    if args.seq < 0:
         raise UsageError("--seq is 1 or more.")
-    if said.precision not in (None, *PRECISIONS):
-        raise UsageError(f"--precision {said.precision}: choose {', '.join(PRECISIONS)}.")
-    own = said.model if names_source(said.model) else ""
-    shape = _own(own) if own else Shape.load(said.model)
-    site, kind = _site(said)
-    sequence = said.seq or shape.sequence
+    if args.precision not in (None, *PRECISIONS):
+        raise UsageError(f"--precision {args.precision}: choose {', '.join(PRECISIONS)}.")
+    own = args.model if names_source(args.model) else ""
+    shape = _own(own) if own else Shape.load(args.model)
+    site, kind = _site(args)
+    sequence = args.seq or shape.sequence
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
             f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
             f" Write --seq {shape.sequence} or less."
         )
     shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
-    batch = _sequences(said.batch_tokens, sequence) if said.batch_tokens else shape.batch
-    precision = said.precision or ("fp32" if site.cores else "bf16")
-    local = bool(site.cores) and said.stack is None
-    software = local_stack(precision) if local else stack(said.stack or "phalanx").on(kind)
+    batch = _sequences(args.batch_tokens, sequence) if args.batch_tokens else shape.batch
+    precision = args.precision or ("fp32" if site.cores else "bf16")
+    local = bool(site.cores) and args.stack is None
+    software = local_stack(precision) if local else stack(args.stack or "phalanx").on(kind)
     target = "cpu" if site.cores else "cuda"
     return Asked(
-        shape=shape, own=own, site=site, cluster="" if said.cluster == "this" else said.cluster,
+        shape=shape, own=own, site=site, cluster="" if args.cluster == "this" else args.cluster,
         stack=software, sequence=sequence, batch=batch,
-        precision=precision, limit=said.limit, weigh=partial(weighs, target=target),
+        precision=precision, limit=args.limit, weigh=partial(weighs, target=target),
     )  # fmt: skip
 
 
@@ -201,19 +201,19 @@ def _own(text: str) -> Shape:
     return shape
 
 
-def _site(said: argparse.Namespace) -> tuple[Site, str]:
+def _site(args: argparse.Namespace) -> tuple[Site, str]:
     """Where it would run, and the name of its device."""
-    if said.cluster != "this" and not said.machine:
-        found = cluster(said.cluster)
+    if args.cluster != "this" and not args.machine:
+        found = cluster(args.cluster)
         return site_of(found), found.device
-    file = said.machine or "machine.toml"
+    file = args.machine or "machine.toml"
     if not Path(file).is_file():
         raise UsageError(
             f"--cluster this: there is no machine file {file}."
             f" Measure one: phalanx doctor --out {file}; or name a cluster, as h100x64."
         )
     machine = Machine.load(file)
-    site = site_of_machine(machine, said.ranks or 0)
+    site = site_of_machine(machine, args.ranks or 0)
     return site, machine.device
 
 

@@ -22,7 +22,7 @@ from .usage import Parser, UsageError, print_json, say, write
 __all__ = ["run"]
 
 _EXAMPLES = """\
-  phalanx doctor --out machine.toml --wire gloo
+  phalanx doctor --out machine.toml --backend gloo
   phalanx plan calibrate runs/a runs/b --machine machine.toml --out stack.toml
   phalanx plan calibrate runs/* --cluster h100x8 --stack phalanx
 
@@ -42,48 +42,48 @@ def run(argv: Sequence[str]) -> int:
     add("runs", nargs="+", metavar="RUNDIR")
     add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
     add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
-    add("--wire", default="", metavar="NAME", help="whose curves of the machine file: gloo, shared")
+    add("--backend", default="", metavar="NAME", help="whose curves of the machine file: gloo, shm")
     add("--stack", metavar="NAME|FILE", help="where the fit begins; default ours")
     add("--out", metavar="FILE", help="stack.toml, for phalanx plan --stack FILE")
     add("--json", action="store_true")
-    said = parser.read(list(argv))
-    if said.cluster and said.machine:
+    args = parser.read(list(argv))
+    if args.cluster and args.machine:
         raise UsageError("--cluster and --machine both say where the runs ran; name one.")
-    try_file(said.out, formats=(".toml",))
-    trials = [read_run(Path(folder)) for folder in said.runs]
-    groups = [_timed(those, said) for those in by_model(trials)]
-    before = _begin(said, groups[0].site, trials)
+    try_file(args.out, formats=(".toml",))
+    trials = [read_run(Path(folder)) for folder in args.runs]
+    groups = [_timed(those, args) for those in by_model(trials)]
+    before = _begin(args, groups[0].site, trials)
     after = calibrated(before, groups)
-    if said.out:
-        write(said.out, {".toml": partial(dump, short=True)}, after)
+    if args.out:
+        write(args.out, {".toml": partial(dump, short=True)}, after)
     rows = _rows(groups, before, after)
-    if said.json:
+    if args.json:
         print_json({"runs": rows, "stack": {name: getattr(after, name) for name in FITTED}})
     else:
-        say(_told(rows, before, after, said.out))
+        say(_told(rows, before, after, args.out))
     return 0
 
 
-def _timed(trials: Sequence[Trial], said: Namespace) -> Timed:
+def _timed(trials: Sequence[Trial], args: Namespace) -> Timed:
     ranks = trials[0].case.layout.ranks
-    if said.cluster:
-        site = site_of(cluster(said.cluster), ranks)
+    if args.cluster:
+        site = site_of(cluster(args.cluster), ranks)
     else:
-        file = said.machine or "machine.toml"
+        file = args.machine or "machine.toml"
         if not Path(file).is_file():
             raise UsageError(
                 f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
                 " or name a cluster: --cluster h100x64."
             )
-        site = site_of_machine(Machine.load(file), ranks, said.wire)
+        site = site_of_machine(Machine.load(file), ranks, args.backend)
     return Timed(trials, site, partial(weighs, target="cpu" if site.cores else "cuda"), cut_of)
 
 
-def _begin(said: Namespace, site: Site, trials: Sequence[Trial]) -> Stack:
+def _begin(args: Namespace, site: Site, trials: Sequence[Trial]) -> Stack:
     """Where the fit begins: what was named, else ours, as it is on such a device."""
-    if said.stack or not site.cores:
-        named = stack(said.stack or "phalanx")
-        device = cluster(said.cluster).device if said.cluster else ""
+    if args.stack or not site.cores:
+        named = stack(args.stack or "phalanx")
+        device = cluster(args.cluster).device if args.cluster else ""
         return replace(named.on(device), by_device={})
     return local_stack(trials[0].case.layout.precision)
 

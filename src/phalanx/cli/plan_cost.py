@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 # float32 weights and two averages: what a checkpoint holds of each parameter.
 _SAVED = 12.0
-_DISK = 1e9  # bytes a second that each device writes, when nothing is said
+_DISK = 1e9  # bytes a second that each device writes, when nothing is args
 _EPILOG = f"""\
 Failures: one device fails once in {MTBF_HOURS:,.0f} hours unless --mtbf says otherwise, from the 419
 unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts (section 3.3.4).
@@ -42,32 +42,32 @@ def run(argv: list[str]) -> int:
     add("--saving", type=float, metavar="SECONDS", help="a checkpoint holds training up")
     add("--restart", type=float, default=600, metavar="SECONDS", help="after a failure (600)")
     add("--json", action="store_true")
-    said = parser.read(argv)
-    _refuse(said)
-    tokens = count(said.tokens, "--tokens")
-    asked = asked_of(said)
-    choice = _choice(asked, said.layout)
+    args = parser.read(argv)
+    _refuse(args)
+    tokens = count(args.tokens, "--tokens")
+    asked = asked_of(args)
+    choice = _choice(asked, args.layout)
     if choice is None:
         say(f"No layout of {asked.shape.name} fits on {asked.site.name}: see `phalanx plan`.")
         return 1
-    saving = said.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
+    saving = args.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
     spent = spending(
         tokens=tokens,
         batch_tokens=asked.tokens,
         step=choice.step,
         devices=asked.site.ranks,
-        price=said.price,
-        mtbf_hours=said.mtbf,
+        price=args.price,
+        mtbf_hours=args.mtbf,
         saving=saving,
-        restart=said.restart,
+        restart=args.restart,
     )
     if math.isinf(spent.hours):
         say(
             f"{asked.site.ranks:,} devices fail faster than they can start again: every"
-            f" {seconds(3600 * said.mtbf / asked.site.ranks)}."
+            f" {seconds(3600 * args.mtbf / asked.site.ranks)}."
         )
         return 1
-    if said.json:
+    if args.json:
         more = {
             "hours": spent.hours,
             "device_hours": spent.device_hours,
@@ -79,16 +79,16 @@ def run(argv: list[str]) -> int:
         }
         print_json(asdict(spent) | more)
     else:
-        say("\n".join(_lines(asked, choice, spent, said, saving)))
+        say("\n".join(_lines(asked, choice, spent, args, saving)))
     return 0
 
 
-def _refuse(said: argparse.Namespace) -> None:
+def _refuse(args: argparse.Namespace) -> None:
     for name in ("price", "mtbf", "saving", "restart"):
-        number = getattr(said, name)
+        number = getattr(args, name)
         if number is not None and not (math.isfinite(number) and number >= 0):
             raise UsageError(f"--{name} {number:g}: write a number of 0 or more.")
-    if said.mtbf == 0:
+    if args.mtbf == 0:
         raise UsageError("--mtbf 0: write the hours after which one device fails.")
 
 
@@ -111,12 +111,12 @@ def _choice(asked: Asked, words: str | None) -> Choice | None:
 
 
 def _lines(
-    asked: Asked, choice: Choice, spent: Spending, said: argparse.Namespace, saving: float
+    asked: Asked, choice: Choice, spent: Spending, args: argparse.Namespace, saving: float
 ) -> list[str]:
     low, high = (1 - asked.error) * spent.money, (1 + asked.error) * spent.money
     step = f"of {asked.tokens:,} tokens, {seconds(choice.step)} each"
     saved = f"one every {seconds(spent.interval)}, {seconds(saving)} each"
-    every = said.mtbf / spent.devices
+    every = args.mtbf / spent.devices
     rows = [
         ("steps", f"{spent.steps:,}", f"{step} (MFU {rates(asked, choice).mfu:.1%})"),
         ("computing", f"{spent.computing:,.1f}", "hours"),
@@ -139,8 +139,8 @@ def _lines(
         ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
     ]
     return [
-        f"{asked.own or asked.shape.name}, {said.tokens} tokens on {asked.site.name}"
-        f" at {said.price:g} an hour and device",
+        f"{asked.own or asked.shape.name}, {args.tokens} tokens on {asked.site.name}"
+        f" at {args.price:g} an hour and device",
         str(choice.layout),
         "",
         *text_table((), rows, left="lrl", indent=2).splitlines(),

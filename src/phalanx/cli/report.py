@@ -34,7 +34,7 @@ _HOW = (
     "Predicted against measured, by kind of operation: add --machine machine.toml\n"
     "(phalanx doctor --out machine.toml writes it) or --cluster NAME, as h100x8."
 )
-_SITE = ("wire", "stack", "model")
+_SITE = ("backend", "stack", "model")
 
 
 def run(argv: list[str]) -> int:
@@ -45,25 +45,25 @@ def run(argv: list[str]) -> int:
     add("--out", metavar="FILE", help="default RUNDIR/report.html")
     add("--machine", metavar="FILE", help="where it ran: what doctor --out measured there")
     add("--cluster", metavar="NAME", help="where it ran, as catalogued: h100x8")
-    add("--wire", metavar="NAME", help="whose curves of the machine file: gloo, shared")
+    add("--backend", metavar="NAME", help="whose curves of the machine file: gloo, shm")
     add("--stack", metavar="NAME|FILE", help="whose software; default ours")
     add("--model", metavar="FILE.py:Class", help="your own model of the run: its file is run")
     add("--json", action="store_true", help="where it is, as JSON, and the comparison")
-    said = parser.read(argv)
-    try_file(said.out)
+    args = parser.read(argv)
+    try_file(args.out)
     from ..report import report
 
-    folder = Path(said.folder)
+    folder = Path(args.folder)
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}. Name the `out` of a run.")
-    out = Path(said.out) if said.out else folder / "report.html"
-    compared = _compared(folder, said)
+    out = Path(args.out) if args.out else folder / "report.html"
+    compared = _compared(folder, args)
     page = report(folder, compared)
-    if said.out:
+    if args.out:
         save(out, page)
     else:
         _replace(out, page)
-    if said.json:
+    if args.json:
         more = {"compared": compared.figures()} if compared else {}
         print_json({"report": str(out), "bytes": len(page), **more})
     else:
@@ -79,30 +79,30 @@ def _replace(out: Path, page: str) -> None:
         raise UsageError(f"cannot write {out}: {reason(error)}. Write --out FILE.") from None
 
 
-def _compared(folder: Path, said: argparse.Namespace) -> Compared | None:
-    """The run's step beside its prediction, if it is said where it ran."""
-    if not said.machine and not said.cluster:
-        if given := flags(said, _SITE):
+def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
+    """The run's step beside its prediction, if it is args where it ran."""
+    if not args.machine and not args.cluster:
+        if given := flags(args, _SITE):
             raise UsageError(
                 f"{given[0]} goes with --machine or --cluster, which say where it ran."
             )
         return None
-    if said.machine and said.cluster:
+    if args.machine and args.cluster:
         raise UsageError("--cluster and --machine both say where it ran; name one.")
     from ..cost import weighs
     from ..report.predicted import predicted, read_step
 
     step = read_step(folder)
-    if step.own and said.model != step.own:
+    if step.own and args.model != step.own:
         raise UsageError(
             f"the model of {folder} is {step.own}, and a report runs no code of a run's folder by"
             f" itself. Say that it may: --model {step.own}"
         )
-    site, stack = _site(step, said)
+    site, stack = _site(step, args)
     return predicted(step, site, stack, partial(weighs, target="cpu" if site.cores else "cuda"))
 
 
-def _site(step: Step, said: argparse.Namespace) -> tuple[Site, Stack]:
+def _site(step: Step, args: argparse.Namespace) -> tuple[Site, Stack]:
     """Where it ran and with what software; refused if the run was on another device."""
     from ..plan import Machine, cluster
     from ..plan.local import local_stack, site_of_machine
@@ -110,24 +110,24 @@ def _site(step: Step, said: argparse.Namespace) -> tuple[Site, Stack]:
     from ..plan.stack import stack
 
     ranks = step.layout.ranks
-    if said.cluster:
-        if said.wire:
-            raise UsageError("--wire chooses curves of a machine file; a cluster has none.")
-        found = cluster(said.cluster)
+    if args.cluster:
+        if args.backend:
+            raise UsageError("--backend chooses curves of a machine file; a cluster has none.")
+        found = cluster(args.cluster)
         if ranks > found.size:
             raise UsageError(
-                f"the run had {ranks} ranks, and {said.cluster} has {found.size} devices."
+                f"the run had {ranks} ranks, and {args.cluster} has {found.size} devices."
             )
-        _same_device(step, said.cluster, "cuda", (found.device, *found.kind.drivers))
+        _same_device(step, args.cluster, "cuda", (found.device, *found.kind.drivers))
         site, kind = site_of(found, ranks), found.device
     else:
-        machine = Machine.load(said.machine)
-        _same_device(step, said.machine, machine.kind, (machine.device,))
-        site, kind = site_of_machine(machine, ranks, said.wire or ""), machine.catalogue
-    if site.cores and not said.stack:
+        machine = Machine.load(args.machine)
+        _same_device(step, args.machine, machine.kind, (machine.device,))
+        site, kind = site_of_machine(machine, ranks, args.backend or ""), machine.catalogue
+    if site.cores and not args.stack:
         return site, local_stack(step.layout.precision)
     # A file of calibrate still has the name of the stack with which its fit began.
-    return site, replace(stack(said.stack or "phalanx").on(kind), name=said.stack or "phalanx")
+    return site, replace(stack(args.stack or "phalanx").on(kind), name=args.stack or "phalanx")
 
 
 def _same_device(step: Step, name: str, kind: str, devices: tuple[str, ...]) -> None:

@@ -72,51 +72,51 @@ def costs_of(text: str | None, *, split: bool) -> dict[str, float]:
     return found
 
 
-def of_schedule(name: str, said: argparse.Namespace) -> Step:
+def of_schedule(name: str, args: argparse.Namespace) -> Step:
     """The step of a bare schedule: its stages are the only ranks."""
     if name not in (*SCHEDULES, "searched") and not names_source(name):
         schedule(name, 1, 1)  # refuses it, with the nearest name
-    stages = _count("stages", said.stages, 1 if name == "accum" else 4)
-    microbatches = _count("microbatches", said.microbatches, 8)
+    stages = _count("stages", args.stages, 1 if name == "accum" else 4)
+    microbatches = _count("microbatches", args.microbatches, 8)
     notes: tuple[str, ...] = ()
     if name == "naive" and microbatches > 1:
         microbatches = 1
         notes = ("naive sharding takes the batch whole, as one microbatch",)
     layout = Layout(
         # ZeRO shards over copies, so there have to be two; they follow the same rows.
-        mesh=Mesh.parse(f"dp2 pp{stages}" if said.zero else f"pp{stages}"),
-        zero=said.zero or 0,
+        mesh=Mesh.parse(f"dp2 pp{stages}" if args.zero else f"pp{stages}"),
+        zero=args.zero or 0,
         schedule=name,
-        chunks=0 if said.chunks is None else _count("chunks", said.chunks, 1),
+        chunks=0 if args.chunks is None else _count("chunks", args.chunks, 1),
         microbatches=microbatches,
-        gather=said.gather or "",
-        reduce=said.reduce or "",
-        prefetch=1 if said.prefetch is None else said.prefetch,
-        recompute=said.recompute or "none",
+        gather=args.gather or "",
+        reduce=args.reduce or "",
+        prefetch=1 if args.prefetch is None else args.prefetch,
+        recompute=args.recompute or "none",
     )
-    pieces = _spread(said.layers, layout.virtual_stages)
+    pieces = _spread(args.layers, layout.virtual_stages)
     layers = pieces[-1].stop
     costs = Costs(
-        costs_of(said.costs, split=layout.splits_backward),
+        costs_of(args.costs, split=layout.splits_backward),
         share=dict.fromkeys(range(layers), stages / layers),
     )
     title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}"
     title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
     title += f", zero{layout.zero}" if layout.zero else ""
     title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
-    program, free = _built(layout, pieces, (), said, costs)
+    program, free = _built(layout, pieces, (), args, costs)
     return Step(title, program, costs, stages, layout.chunks, notes, free)
 
 
-def of_layout(text: str, said: argparse.Namespace) -> Step:
+def of_layout(text: str, args: argparse.Namespace) -> Step:
     """The step of a layout for a model; an illegal one is refused with the nearest that is not."""
-    if given := flags(said, _SCHEDULE_FLAGS):
+    if given := flags(args, _SCHEDULE_FLAGS):
         raise UsageError(
-            f"{given[0]} is said by the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
+            f"{given[0]} is args by the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
         )
-    layout, shape = Layout.parse(text), Shape.load(said.model)
-    refuse_illegal(layout, shape, batch=said.batch or 0, sequence=said.seq or 0)
-    kinds = costs_of(said.costs, split=layout.splits_backward)
+    layout, shape = Layout.parse(text), Shape.load(args.model)
+    refuse_illegal(layout, shape, batch=args.batch or 0, sequence=args.seq or 0)
+    kinds = costs_of(args.costs, split=layout.splits_backward)
     # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
     # by its weights.
     work, weights = ([f(p) for p in range(shape.pieces)] for f in (shape.cost, shape.parameters))
@@ -131,14 +131,14 @@ def of_layout(text: str, said: argparse.Namespace) -> Step:
         },
     )
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    program, free = _built(layout, stage_pieces(layout, shape), tied, said, costs)
+    program, free = _built(layout, stage_pieces(layout, shape), tied, args, costs)
     title = f"{layout} on {shape.name}" if str(layout) else f"one rank on {shape.name}"
     return Step(title, program, costs, layout.pp, layout.chunks, free=free)
 
 
-def of_file(path: str, said: argparse.Namespace) -> Step:
+def of_file(path: str, args: argparse.Namespace) -> Step:
     """The step that a program file tells, checked."""
-    if given := flags(said, (*_SCHEDULE_FLAGS, "model", "batch", "seq", "memory_limit", "clip")):
+    if given := flags(args, (*_SCHEDULE_FLAGS, "model", "batch", "seq", "memory_limit", "clip")):
         raise UsageError(f"{given[0]} does not go with a program file, which is the step itself.")
     program = Program.parse(read(path, "program"), path)
     check(program)
@@ -148,7 +148,7 @@ def of_file(path: str, said: argparse.Namespace) -> Step:
     )
     share = stages / max(1, program.pieces)
     costs = Costs(
-        costs_of(said.costs, split=split), share=dict.fromkeys(range(program.pieces), share)
+        costs_of(args.costs, split=split), share=dict.fromkeys(range(program.pieces), share)
     )
     chunks = max(1, program.pieces // stages)
     return Step(path, program, costs, stages, chunks)
@@ -168,11 +168,11 @@ def _built(
     layout: Layout,
     pieces: Sequence[range],
     tied: tuple[tuple[int, int], ...],
-    said: argparse.Namespace,
+    args: argparse.Namespace,
     costs: Costs,
 ) -> tuple[Program, Program | None]:
     """The program, and with clipping also the one without."""
-    limit = said.memory_limit
+    limit = args.memory_limit
     if limit is not None and layout.schedule != "searched" and layout.recompute != "fit":
         raise UsageError(
             "--memory-limit is for the schedule 'searched' (microbatches that a stage may hold) and"
@@ -196,7 +196,7 @@ def _built(
         limit=float("inf") if limit is None else limit,
         held=None if limit is None else [limit] * layout.pp,
     )
-    return step(agree=said.clip), step() if said.clip else None
+    return step(agree=args.clip), step() if args.clip else None
 
 
 def _spread(layers: int | None, stages: int) -> tuple[range, ...]:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import WIRES
+from ..layout.choices import BACKENDS
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
 from .before import refuse_before
@@ -47,29 +47,29 @@ def run(argv: list[str]) -> int:
         _EPILOG,
     )
     add = parser.add_argument
-    add("said", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
+    add("args", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
     add("--ranks", type=int, metavar="N", help="local processes; one a GPU, or 2 without any")
     add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
-    add("--wire", default="auto", choices=WIRES, help="what carries messages; default auto")
+    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
     add("--print-config", action="store_true", help="print the whole run file and end")
     add("--schema", action="store_true", help="print the run file's JSON Schema and end")
     add("--json", action="store_true", help="only what became of the run, as JSON")
     # Keys may stand between the flags, which argparse calls intermixed.
-    said, rest = parser.parse_known_intermixed_args(argv)
+    args, rest = parser.parse_known_intermixed_args(argv)
     if rest:
         parser.read(rest)
-    parser.check(said)
-    if said.schema:
+    parser.check(args)
+    if args.schema:
         print_json(run_schema())
         return 0
     try:
-        wanted, notice = _run_of(said)
-        if said.print_config:
+        wanted, notice = _run_of(args)
+        if args.print_config:
             say(wanted, end="")
             return 0
-        if said.ranks is not None and said.ranks < 1:
-            raise UsageError(f"--ranks {said.ranks}: write 1 or more.")
-        _refuse_misfit(wanted, said.ranks)
+        if args.ranks is not None and args.ranks < 1:
+            raise UsageError(f"--ranks {args.ranks}: write 1 or more.")
+        _refuse_misfit(wanted, args.ranks)
         refuse_before(wanted)
     except (ValueError, OSError) as error:
         if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
@@ -77,17 +77,17 @@ def run(argv: list[str]) -> int:
 
             tell_failure(f"{type(error).__name__}: {error}")
         raise
-    return _train(wanted, said, notice)
+    return _train(wanted, args, notice)
 
 
-def _run_of(said: argparse.Namespace) -> tuple[Run, str]:
+def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
     """The run, and a line for the screen where its model is that of its newest checkpoint."""
-    files = [word for word in said.said if "=" not in word]
+    files = [word for word in args.args if "=" not in word]
     if len(files) > 1:
         raise UsageError(f"{' and '.join(files)}: name one run file; keys are set by key=value.")
-    overrides = [word for word in said.said if "=" in word]
-    if said.layout is not None:
-        overrides.append(f"layout={said.layout}")
+    overrides = [word for word in args.args if "=" in word]
+    if args.layout is not None:
+        overrides.append(f"layout={args.layout}")
     adopted = list[str]()
 
     def adopt(plain: Run) -> Run:
@@ -134,7 +134,7 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
         )
 
 
-def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
+def _train(wanted: Run, args: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
     from ..comm import choose
     from ..comm.join import find
@@ -142,14 +142,14 @@ def _train(wanted: Run, said: argparse.Namespace, notice: str) -> int:
 
     place = find(os.environ)
     if place is not None:
-        return _joined(wanted, said, notice, place)
-    ranks = _ranks(wanted, said.ranks)
-    gpus = used_gpus(choose(said.wire, ranks), ranks)
-    layout = _layout_that_fits(wanted, ranks, gpus, notice, quiet=said.json)
-    return _local(wanted, layout, said)
+        return _joined(wanted, args, notice, place)
+    ranks = _ranks(wanted, args.ranks)
+    gpus = used_gpus(choose(args.backend, ranks), ranks)
+    layout = _layout_that_fits(wanted, ranks, gpus, notice, quiet=args.json)
+    return _local(wanted, layout, args)
 
 
-def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) -> int:
+def _joined(wanted: Run, args: argparse.Namespace, notice: str, place: Place) -> int:
     """One rank of those that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..train.checkpoint_file import CheckpointError
@@ -157,24 +157,24 @@ def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) ->
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
 
-    if said.ranks not in (None, place.size):
+    if args.ranks not in (None, place.size):
         raise UsageError(
-            f"the launcher has started {place.size} ranks, and --ranks says {said.ranks}."
+            f"the launcher has started {place.size} ranks, and --ranks says {args.ranks}."
         )
-    world = join(place.size, wire=said.wire)
+    world = join(place.size, backend=args.backend)
     gpus = place.size if world.device.type == "cuda" else 0
     try:
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
             layout = _layout_that_fits(
-                wanted, place.size, gpus, notice, quiet=said.json or place.rank > 0
+                wanted, place.size, gpus, notice, quiet=args.json or place.rank > 0
             )
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
             world.close()  # all ranks are here
         raise
     try:
-        outcome = train(world, wanted, str(layout), quiet=said.json)
+        outcome = train(world, wanted, str(layout), quiet=args.json)
     except (RanksDiffer, PeerFailed):
         world.close()
         raise
@@ -185,7 +185,7 @@ def _joined(wanted: Run, said: argparse.Namespace, notice: str, place: Place) ->
         report(f"rank {place.rank}: {type(error).__name__}: {error}")
         return 1
     world.close()
-    return _ended(wanted, outcome, said.json and place.rank == 0)
+    return _ended(wanted, outcome, args.json and place.rank == 0)
 
 
 def _layout_that_fits(wanted: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:
@@ -247,7 +247,7 @@ def _layout(wanted: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) ->
     return found
 
 
-def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
+def _local(wanted: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
     from ..comm import RankFailed, RanksDiffer, launch
     from ..program import ProgramError
@@ -270,15 +270,15 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
     ours = tuple(kind.__name__ for kind in refusals)
     with hold_run(Path(wanted.out), wanted.checkpoints), _passed_on(Path(wanted.out, STOP)):
         notice = remove_stale_stop(wanted, _BEGUN)
-        if not said.json:
+        if not args.json:
             ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
             count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
             report(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
             if notice:
                 report(notice)
-        words = (wanted, str(layout), said.json, True)
+        words = (wanted, str(layout), args.json, True)
         try:
-            outcomes = launch(train, layout.ranks, *words, wire=said.wire)
+            outcomes = launch(train, layout.ranks, *words, backend=args.backend)
         except RankFailed as error:
             told = error.reports[0].error
             if f"signal {signal.SIGBUS.value}" in told and (cut := _cut_file(wanted)):
@@ -290,7 +290,7 @@ def _local(wanted: Run, layout: Layout, said: argparse.Namespace) -> int:
         except (TrainError, CheckpointError, JournalError, DataError) as error:
             report(f"{type(error).__name__}: {error}")
             return 1
-    return _ended(wanted, outcomes[0], said.json)
+    return _ended(wanted, outcomes[0], args.json)
 
 
 def _cut_file(wanted: Run) -> str:

@@ -70,25 +70,25 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv: list[str]) -> argparse.Namespace:
         """The arguments; what is left over is refused with the nearest flag."""
-        said, rest = self.parse_known_args(argv)
+        args, rest = self.parse_known_args(argv)
         if not rest:
-            return self.check(said)
+            return self.check(args)
         known = [o for action in self._actions for o in action.option_strings]
         near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UsageError(f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`.")
 
-    def check(self, said: argparse.Namespace) -> argparse.Namespace:
+    def check(self, args: argparse.Namespace) -> argparse.Namespace:
         """The arguments, if no number among them is beyond what any command can mean."""
         for action in self._actions:
-            number, name = getattr(said, action.dest, None), [*action.option_strings, action.dest]
+            number, name = getattr(args, action.dest, None), [*action.option_strings, action.dest]
             most = _MOST.get(action.dest, 1 << 24)
             if type(number) is float and not math.isfinite(number):
                 raise UsageError(f"{name[0]} is {number}; write a finite number.")
             if type(number) is int and abs(number) > most:
                 shown = str(number) if abs(number) < 10**30 else "a number of very many digits"
                 raise UsageError(f"{name[0]} is {shown}; write at most {most:,}.")
-        return said
+        return args
 
 
 # The largest numbers that flags may have; beyond them nothing but waiting would come.
@@ -99,9 +99,9 @@ _MOST = {
 }  # fmt: skip
 
 
-def flags(said: argparse.Namespace, names: Iterable[str]) -> list[str]:
+def flags(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Those of the named flags that were given, as they are written."""
-    return [f"--{n.replace('_', '-')}" for n in names if getattr(said, n) not in (None, False)]
+    return [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) not in (None, False)]
 
 
 def read(path: str, what: str, limit: int = TEXT) -> str:
@@ -188,5 +188,5 @@ def complain(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
 
-def print_json(said: Mapping[str, object]) -> None:
-    say(json.dumps(said, indent=1))
+def print_json(args: Mapping[str, object]) -> None:
+    say(json.dumps(args, indent=1))

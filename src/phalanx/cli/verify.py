@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape, legal, nearest
 from ..layout.cases import AXES, SHAPES, covering, every_layout
-from ..layout.choices import DTYPES, OPTIMIZERS, WIRES
+from ..layout.choices import BACKENDS, DTYPES, OPTIMIZERS
 from ..layout.files import open_regular, reason
 from ..layout.source import names_source, refuse_broken
 from .before import refuse_ranks
@@ -57,7 +57,12 @@ def run(argv: list[str]) -> int:
     add("--axes", default="dp pp cp tp", help="the axes that --ranks enumerates")
     add("--layouts", metavar="TEXT", help="these layouts instead, separated by ;")
     add("--cover", type=int, metavar="N", help="a subset of N or more that covers all pairs")
-    add("--wire", default="threads", choices=WIRES, help="what carries messages; default threads")
+    add(
+        "--backend",
+        default="threads",
+        choices=BACKENDS,
+        help="what carries messages; default threads",
+    )
     add("--steps", type=int, default=3)
     add("--dtype", default="float64", choices=DTYPES, help="default float64")
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
@@ -80,7 +85,7 @@ def run(argv: list[str]) -> int:
     verdicts = []
     for verdict in verify(
         shape, layouts,
-        wire=args.wire, steps=args.steps, dtype=args.dtype, seed=args.seed,
+        backend=args.backend, steps=args.steps, dtype=args.dtype, seed=args.seed,
         packed=args.packed, dropout=args.dropout, optimizer=args.optimizer,
         log=log, make=make,
         record=Path(args.record) if args.record else None,
@@ -174,7 +179,7 @@ def _enough(
     parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
     need = needed(
         shape, parameters, layouts,
-        steps=args.steps, dtype=args.dtype, processes=args.wire != "threads",
+        steps=args.steps, dtype=args.dtype, processes=args.backend != "threads",
     )  # fmt: skip
     limit = available() if args.memory is None else args.memory * GIB
     if need.total > limit:
@@ -244,7 +249,7 @@ def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
     if not args.log and not args.part:
         return None
     part = str(args.part).replace("/", "of")
-    default = f"{shape.name}-{args.ranks}-{args.dtype}-{args.wire}-{part}.jsonl"
+    default = f"{shape.name}-{args.ranks}-{args.dtype}-{args.backend}-{part}.jsonl"
     log = Path(args.log) if args.log else Path("runs", "verify", default)
     try_folder(str(log.parent), "--log")
     log.parent.mkdir(parents=True, exist_ok=True)

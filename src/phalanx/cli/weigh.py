@@ -17,7 +17,7 @@ from .usage import Parser, UsageError, print_json, say
 __all__ = ["run"]
 
 _EPILOG = """\
-Found by running each piece on meta tensors over a wire that sends nothing; kept in
+Found by running each piece on meta tensors over a backend that sends nothing; kept in
 $XDG_CACHE_HOME/phalanx/weighs. F forward, B backward (or I input's and W weights'
 gradient, when the schedule splits it), R what recomputation repeats.
 
@@ -38,38 +38,38 @@ def run(argv: list[str]) -> int:
     add("--sequence", type=int, default=0, metavar="N", help="tokens of one; default the shape's")
     add("--target", default="cuda", metavar="cuda|cpu", help="whose kernels (default cuda)")
     add("--json", action="store_true")
-    said = parser.read(argv)
-    if said.rows < 1 or said.sequence < 0:
+    args = parser.read(argv)
+    if args.rows < 1 or args.sequence < 0:
         raise UsageError("--rows and --sequence are 1 or more.")
-    if said.target not in ("cuda", "cpu"):
-        raise UsageError(f"--target {said.target}: choose cuda or cpu.")
-    layout = Layout.parse(" ".join(said.layout))
-    own = names_source(said.model)
+    if args.target not in ("cuda", "cpu"):
+        raise UsageError(f"--target {args.target}: choose cuda or cpu.")
+    layout = Layout.parse(" ".join(args.layout))
+    own = names_source(args.model)
     if own:
-        refuse_broken(said.model, LayoutError)
-    shape = _own(said.model) if own else Shape.load(said.model)
-    _refuse(layout, shape, said.sequence)
+        refuse_broken(args.model, LayoutError)
+    shape = _own(args.model) if own else Shape.load(args.model)
+    _refuse(layout, shape, args.sequence)
     cut = cut_of(layout)
     pieces = weighs(
-        said.model if own else shape, [layout], sequence=said.sequence, target=said.target
+        args.model if own else shape, [layout], sequence=args.sequence, target=args.target
     )[cut]
-    kinds = list(_kinds(pieces, said.rows))
-    if said.json:
+    kinds = list(_kinds(pieces, args.rows))
+    if args.json:
         print_json(
             {
                 "model": shape.name,
                 "layout": str(layout),
                 "cut": str(cut),
-                "rows": said.rows,
-                "sequence": said.sequence or shape.sequence,
-                "target": said.target,
+                "rows": args.rows,
+                "sequence": args.sequence or shape.sequence,
+                "target": args.target,
                 "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
             }
         )
         return 0
-    tokens = f" of {said.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
+    tokens = f" of {args.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
     say(f"{shape.name} as {str(cut) or 'one rank'}")
-    say(f"one rank, rows in a microbatch: {said.rows}{tokens}; kernels of {said.target}")
+    say(f"one rank, rows in a microbatch: {args.rows}{tokens}; kernels of {args.target}")
     for numbers, found in kinds:
         say("\n" + "\n".join(_lines(cut, numbers, found)))
     return 0

@@ -15,7 +15,7 @@ from phalanx.comm.base import (
 from phalanx.comm.join import join
 from phalanx.comm.launch import Run, choose, launch, workers
 from phalanx.comm.tally import Message, Tally, TallyWorld
-from phalanx.layout.choices import WIRES
+from phalanx.layout.choices import BACKENDS
 
 __all__ = [
     "Group",
@@ -33,7 +33,7 @@ __all__ = [
     "join",
     "agreement",
     "choose",
-    "WIRES",
+    "BACKENDS",
     "Run",
     "AloneWorld",
     "Tally",

@@ -1,4 +1,4 @@
-"""The one protocol every message goes through: a world of ranks, and wires between some of them.
+"""The one protocol every message goes through: a world of ranks, and groups between some of them.
 
 A `Group` checks what it is asked, writes it down as a `Call`, and hands the call to `_begin`, the only
 method a transport has to write. How the bytes travel is not here; what a collective means when
@@ -112,7 +112,7 @@ class Group(ABC):
 
     Tensors are contiguous, or refused. With `wait=True` a call is complete when it returns; with
     `wait=False` its tensors are left alone until `.wait()` of the returned work. Calls of one rank
-    on one wire progress in the order in which they were made. Sums of bf16 and fp16 are made in
+    on one group progress in the order in which they were made. Sums of bf16 and fp16 are made in
     float32 and rounded once (over NCCL: as NCCL does). A NaN on any rank survives min and max.
     """
 
@@ -127,10 +127,10 @@ class Group(ABC):
     def _begin(self, call: Call) -> Work:
         """Start a call that has been checked."""
 
-    def close(self) -> None:  # noqa: B027 - most wires hold nothing
-        """Give back what the wire holds. Every member closes, in the same order."""
+    def close(self) -> None:  # noqa: B027 - most groups hold nothing
+        """Give back what the group holds. Every member closes, in the same order."""
 
-    def flush(self) -> None:  # noqa: B027 - most wires keep nothing of what was sent
+    def flush(self) -> None:  # noqa: B027 - most groups keep nothing of what was sent
         """Wait until all that was sent has left. Only where every receive of it is, or will be,
         posted without anything more from here."""
 
@@ -218,13 +218,13 @@ class World(ABC):
         self.rank = rank
         self.size = size
         self.device = device
-        self._wires: dict[str, Group] = {}
+        self._groups: dict[str, Group] = {}
 
     @abstractmethod
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
-        """The wire of the group that holds this rank, with a communicator of its own."""
+        """This rank's group, with a communicator of its own."""
 
     def split(
         self,
@@ -232,7 +232,7 @@ class World(ABC):
         groups: Sequence[Sequence[int]],
         flows: Sequence[tuple[int, int]] = (),
     ) -> Group:
-        """The wire of this rank's group. Every rank calls it, with the same groups, in the same order.
+        """This rank's group. Every rank calls it, with the same groups, in the same order.
 
         The groups part the ranks of the world. `flows` are the (from, to) places that will send to
         each other: NCCL needs a communicator for each, other transports take any pair.
@@ -240,41 +240,41 @@ class World(ABC):
         fixed = [tuple(group) for group in groups]
         if sorted(rank for group in fixed for rank in group) != list(range(self.size)):
             raise CommMisuse(
-                f"the groups of wire {name!r} hold the ranks {[list(each) for each in fixed]}; "
+                f"the groups of split {name!r} hold the ranks {[list(each) for each in fixed]}; "
                 f"each of the {self.size} ranks of the world must stand in exactly one group."
             )
         if any(list(group) != sorted(group) for group in fixed):
             raise CommMisuse(
-                f"the groups of wire {name!r} are {[list(each) for each in fixed]}; "
+                f"the groups of split {name!r} are {[list(each) for each in fixed]}; "
                 "write the ranks of each in ascending order."
             )
         if any(i == j or min(i, j) < 0 for i, j in flows):
             raise CommMisuse(
-                f"the flows of wire {name!r} are {list(flows)}; each goes from one place of a group "
+                f"the flows of split {name!r} are {list(flows)}; each goes from one rank of a group "
                 "to another."
             )
-        if name in self._wires:
-            raise CommMisuse(f"this world already has a wire {name!r}; close it or choose a name.")
-        wire = self._split(name, fixed, tuple(flows))
-        self._wires[name] = wire
-        if wire.size > 1:
-            _here()[name] = wire
-        return wire
+        if name in self._groups:
+            raise CommMisuse(f"this world already has a group {name!r}; close it or choose a name.")
+        group = self._split(name, fixed, tuple(flows))
+        self._groups[name] = group
+        if group.size > 1:
+            _here()[name] = group
+        return group
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor to send and receive much with: where ranks share memory, they share it."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def release(self, name: str) -> None:
-        """Close one wire, so that its name is free again. Every member comes here."""
-        wire = self._wires.pop(name)
-        wire.close()
-        if _here().get(name) is wire:
+        """Close one group, so that its name is free again. Every member comes here."""
+        group = self._groups.pop(name)
+        group.close()
+        if _here().get(name) is group:
             del _here()[name]
 
     def clear(self) -> None:
-        """Close every wire split so far, in that order, so that their names are free again."""
-        for name in tuple(self._wires):
+        """Close every group split so far, in that order, so that their names are free again."""
+        for name in tuple(self._groups):
             self.release(name)
 
     def close(self) -> None:
@@ -282,8 +282,8 @@ class World(ABC):
         self.clear()
 
 
-# The one table of the house: a wire's name to its far side. Compiled code carries only the name,
-# since a graph cannot hold a wire. A process is usually one rank and has one table; ranks that are
+# The one table of the house: a group's name to its far side. Compiled code carries only the name,
+# since a graph cannot hold a group. A process is usually one rank and has one table; ranks that are
 # threads of one process have one each.
 _process: dict[str, Group] = {}
 _thread = threading.local()
@@ -295,42 +295,42 @@ def _here() -> dict[str, Group]:
 
 
 def become_a_rank() -> None:
-    """From here on, wires that this thread splits are found from this thread only."""
+    """From here on, groups that this thread splits are found from this thread only."""
     _thread.table = {}
 
 
 def far_side(name: str) -> Group:
-    """The open wire of that name, for code that can carry only the name."""
+    """The open group of that name, for code that can carry only the name."""
     try:
         return _here()[name]
     except KeyError:
-        raise CommError(f"no open wire is named {name!r} on this rank.") from None
+        raise CommError(f"no open group is named {name!r} on this rank.") from None
 
 
 def _tuple(tensors: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
     return None if tensors is None else tuple(tensors)
 
 
-def _splits(wire: Group, x: Tensor, splits: Sequence[int] | None, what: str) -> tuple[int, ...]:
+def _splits(group: Group, x: Tensor, splits: Sequence[int] | None, what: str) -> tuple[int, ...]:
     rows = x.shape[0] if x.dim() else 0
     if splits is None:
-        if rows % wire.size:
+        if rows % group.size:
             raise CommMisuse(
-                f"all_to_all on {wire.name}: {rows} rows do not divide by {wire.size} ranks; "
+                f"all_to_all on {group.name}: {rows} rows do not divide by {group.size} ranks; "
                 f"give {what}."
             )
-        return (rows // wire.size,) * wire.size
-    if len(splits) != wire.size or sum(splits) != rows or min(splits) < 0:
+        return (rows // group.size,) * group.size
+    if len(splits) != group.size or sum(splits) != rows or min(splits) < 0:
         raise CommMisuse(
-            f"all_to_all on {wire.name}: {what} {list(splits)} must be {wire.size} counts "
+            f"all_to_all on {group.name}: {what} {list(splits)} must be {group.size} counts "
             f"that add up to {rows} rows."
         )
     return tuple(splits)
 
 
-def check(wire: Group, call: Call) -> None:
+def check(group: Group, call: Call) -> None:
     """Refuse a call that cannot be right on any transport."""
-    where = f"{call.kind} on {wire.name}"
+    where = f"{call.kind} on {group.name}"
     for tensor in (call.x,) if call.out is None and call.parts is None else call.tensors():
         # gloo would work on the first numel() elements of the storage and say nothing.
         if not tensor.is_contiguous():
@@ -343,9 +343,9 @@ def check(wire: Group, call: Call) -> None:
     if call.op:
         _check_op(where, call)
     if call.at != -1 or call.kind in _PLACED:
-        _check_place(where, wire, call)
+        _check_place(where, group, call)
     if call.out is not None or call.parts is not None:
-        _check_sizes(where, wire, call)
+        _check_sizes(where, group, call)
 
 
 def _check_op(where: str, call: Call) -> None:
@@ -356,25 +356,25 @@ def _check_op(where: str, call: Call) -> None:
         raise CommMisuse(f"{where}: {call.op} of {call.x.dtype} is not defined; convert it first.")
 
 
-def _check_place(where: str, wire: Group, call: Call) -> None:
-    if not 0 <= call.at < wire.size:
-        raise CommMisuse(f"{where}: there is no place {call.at} in a group of {wire.size}.")
+def _check_place(where: str, group: Group, call: Call) -> None:
+    if not 0 <= call.at < group.size:
+        raise CommMisuse(f"{where}: there is no rank {call.at} in a group of {group.size}.")
     if call.kind in ("gather", "scatter"):
         parts = None if call.parts is None else len(call.parts)
-        if parts != (wire.size if wire.rank == call.at else None):
+        if parts != (group.size if group.rank == call.at else None):
             raise CommMisuse(
-                f"{where}: the root passes {wire.size} tensors and the others None; "
-                f"place {wire.rank} passed {parts} with root {call.at}."
+                f"{where}: the root passes {group.size} tensors and the others None; "
+                f"place {group.rank} passed {parts} with root {call.at}."
             )
 
 
-def _check_sizes(where: str, wire: Group, call: Call) -> None:
+def _check_sizes(where: str, group: Group, call: Call) -> None:
     x, out = call.x.numel(), 0 if call.out is None else call.out.numel()
-    wanted = {"all_gather": x * wire.size, "reduce_scatter": x / wire.size}.get(call.kind, out)
+    wanted = {"all_gather": x * group.size, "reduce_scatter": x / group.size}.get(call.kind, out)
     if out != wanted:
         raise CommMisuse(
             f"{where}: out has {out} elements, {wanted:g} are needed for x of {x} "
-            f"in a group of {wire.size}."
+            f"in a group of {group.size}."
         )
     for i, part in enumerate(call.parts or ()):
         if part.numel() != x:

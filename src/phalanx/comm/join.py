@@ -44,7 +44,7 @@ class Place:
 def join(
     ranks: int | None = None,
     *,
-    wire: str = "auto",
+    backend: str = "auto",
     timeout: float = 300.0,
     environment: Mapping[str, str] = os.environ,
     devices: Devices | None = None,
@@ -67,7 +67,7 @@ def join(
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
     gpu = devices.index(place.local)
     store = _store(place, timeout)
-    backend = meet(store, place, offer(place, wire, devices), timeout)
+    backend = meet(store, place, offer(place, backend, devices), timeout)
     return ProcessWorld(backend, store, place.rank, place.size, gpu=gpu or 0, timeout=timeout)
 
 
@@ -87,14 +87,14 @@ def _store(place: Place, timeout: float) -> Any:
 # ---- what ranks settle before the first of them opens a connection to another
 
 
-def offer(place: Place, wire: str, devices: Devices) -> dict[str, str]:
+def offer(place: Place, backend: str, devices: Devices) -> dict[str, str]:
     """What this rank tells the others about itself. Facts without a colon have to be the same."""
-    if wire not in ("auto", "gloo", "nccl"):
-        raise CommMisuse(f"wire {wire!r} cannot join processes; use gloo, nccl or auto.")
+    if backend not in ("auto", "gloo", "nccl"):
+        raise CommMisuse(f"backend {backend!r} cannot join processes; use gloo, nccl or auto.")
     gpu = devices.index(place.local)
     return {
         "number of ranks": str(place.size),
-        "wire": wire,
+        "backend": backend,
         **versions(),
         ":nccl": "yes" if devices.has("nccl") else "",
         ":gpu": "" if gpu is None else devices.identity(gpu),
@@ -179,21 +179,23 @@ def _compared(offered: Mapping[str, str]) -> dict[str, str]:
 
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
     """NCCL if every rank has a GPU of its own, gloo if none sees any; else it must be said."""
-    wire = offers[0]["wire"]
+    backend = offers[0]["backend"]
     seen = [rank for rank, each in enumerate(offers) if int(each[":gpus"])]
-    if wire == "gloo" or (wire == "auto" and not seen):
+    if backend == "gloo" or (backend == "auto" and not seen):
         return "gloo"
-    way_out = "Start one rank for each GPU, or use wire gloo, which computes on CPUs."
+    way_out = "Start one rank for each GPU, or use backend gloo, which computes on CPUs."
     if without := [rank for rank, each in enumerate(offers) if not each[":nccl"]]:
-        raise CommMisuse(f"wire nccl cannot be used: {named(without)} no NCCL in torch. {way_out}")
+        raise CommMisuse(
+            f"backend nccl cannot be used: {named(without)} no NCCL in torch. {way_out}"
+        )
     if without := [rank for rank, each in enumerate(offers) if not each[":gpu"]]:
-        raise CommMisuse(f"wire nccl cannot be used: {named(without)} no GPU. {way_out}")
+        raise CommMisuse(f"backend nccl cannot be used: {named(without)} no GPU. {way_out}")
     owner: dict[str, int] = {}
     for rank, each in enumerate(offers):
         other = owner.setdefault(each[":gpu"], rank)
         if other != rank:
             raise CommMisuse(
-                f"wire nccl cannot be used: ranks {other} and {rank} have the same GPU. {way_out}"
+                f"backend nccl cannot be used: ranks {other} and {rank} have the same GPU. {way_out}"
             )
     return "nccl"
 

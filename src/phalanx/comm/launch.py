@@ -16,7 +16,7 @@ from phalanx.comm.devices import Devices
 from phalanx.comm.pool import Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
-from phalanx.layout.choices import WIRES
+from phalanx.layout.choices import BACKENDS
 
 
 class Run(Protocol):
@@ -29,7 +29,7 @@ def launch(
     fn: Callable[..., Any],
     ranks: int,
     *args: Any,
-    wire: str = "auto",
+    backend: str = "auto",
     timeout: float = 300.0,
     threads_per_rank: int | None = None,
 ) -> list[Any]:
@@ -38,7 +38,7 @@ def launch(
     A rank that raises, or is killed, ends the others; `RankFailed` shows its traceback first.
     `timeout` is how long a call may wait for a peer. Processes need `fn` at the top of a module.
     """
-    with workers(ranks, wire=wire, timeout=timeout, threads_per_rank=threads_per_rank) as run:
+    with workers(ranks, backend=backend, timeout=timeout, threads_per_rank=threads_per_rank) as run:
         return run(fn, *args)
 
 
@@ -46,7 +46,7 @@ def launch(
 def workers(
     ranks: int,
     *,
-    wire: str = "auto",
+    backend: str = "auto",
     timeout: float = 300.0,
     threads_per_rank: int | None = None,
 ) -> Iterator[Run]:
@@ -54,8 +54,8 @@ def workers(
 
     After a run that failed, the next one starts new ranks.
     """
-    kind = choose(wire, ranks)
-    if wire == "auto" and kind == "gloo" and (why := why_not(ranks)):
+    kind = choose(backend, ranks)
+    if backend == "auto" and kind == "gloo" and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
     if kind == "alone":
         yield _run_alone
@@ -72,7 +72,7 @@ def workers(
             pool.close()
 
 
-def choose(wire: str, ranks: int, devices: Devices | None = None) -> str:
+def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
     """The transport that will carry `ranks` local ranks, or one sentence why there is none.
 
     `auto` computes on GPUs where there are any: over NCCL if each rank has one, else as threads that
@@ -82,24 +82,24 @@ def choose(wire: str, ranks: int, devices: Devices | None = None) -> str:
     devices = devices or Devices()
     if ranks < 1:
         raise CommMisuse(f"a world has at least 1 rank, not {ranks}.")
-    if wire not in WIRES:
-        raise CommMisuse(f"no wire is named {wire!r}; there are {', '.join(WIRES)}.")
-    if wire == "nccl" and not (devices.has("nccl") and devices.gpus >= ranks):
+    if backend not in BACKENDS:
+        raise CommMisuse(f"no backend is named {backend!r}; there are {', '.join(BACKENDS)}.")
+    if backend == "nccl" and not (devices.has("nccl") and devices.gpus >= ranks):
         why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
         if not devices.has("nccl"):
             why = "this build of torch has no NCCL"
-        raise CommMisuse(f"wire nccl cannot be used: {why}; use wire gloo or threads.")
+        raise CommMisuse(f"backend nccl cannot be used: {why}; use backend gloo or threads.")
     if ranks == 1:
         return "alone"
-    if wire == "auto" and devices.gpus:
-        wire = "nccl" if devices.has("nccl") and devices.gpus >= ranks else "threads"
-    elif wire == "auto":
-        wire = "gloo" if devices.has("gloo") and why_not(ranks) else "shared"
-    if wire == "shared" and os.name != "posix":
-        wire = "gloo"
-    if wire == "gloo" and not devices.has("gloo"):
-        raise CommMisuse("this build of torch has no gloo; use wire threads.")
-    return wire
+    if backend == "auto" and devices.gpus:
+        backend = "nccl" if devices.has("nccl") and devices.gpus >= ranks else "threads"
+    elif backend == "auto":
+        backend = "gloo" if devices.has("gloo") and why_not(ranks) else "shm"
+    if backend == "shm" and os.name != "posix":
+        backend = "gloo"
+    if backend == "gloo" and not devices.has("gloo"):
+        raise CommMisuse("this build of torch has no gloo; use backend threads.")
+    return backend
 
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:

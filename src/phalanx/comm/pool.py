@@ -24,7 +24,7 @@ import torch
 from phalanx.comm.base import RankFailed, Report, World
 from phalanx.comm.process import ProcessWorld, file_store
 from phalanx.comm.shm.arena import Extent, Reserved
-from phalanx.comm.shm.local import SharedWorld
+from phalanx.comm.shm.local import ShmWorld
 
 # Seconds in which the others may say how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.
@@ -61,7 +61,7 @@ class Pool:
         backend, ranks, _, _ = self._terms
         context = _context(backend)
         meeting: Meeting
-        if backend == "shared":
+        if backend == "shm":
             self._arena = Reserved(ranks)
             meeting = self._arena.path, self._arena.extent
         else:
@@ -199,7 +199,7 @@ def _serve(
         world.close()
     except BaseException as error:
         report = Report.of(rank, error)
-        if isinstance(world, SharedWorld):
+        if isinstance(world, ShmWorld):
             world.fail(f"rank {rank} raised {report.error.splitlines()[0]};")
         with contextlib.suppress(OSError):
             pipe.send(report)
@@ -214,7 +214,7 @@ def _world(
 ) -> World:
     torch.set_num_threads(threads)
     if not isinstance(meeting, str):
-        return SharedWorld(*meeting, rank, timeout=timeout)
+        return ShmWorld(*meeting, rank, timeout=timeout)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     store = file_store(meeting, ranks)

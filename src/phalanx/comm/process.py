@@ -109,7 +109,7 @@ class TorchGroup(Group):
         self.barrier()
         for group in (self._group, *(self._flows or {}).values()):
             dist.destroy_process_group(group)
-        # A group's threads run until nobody holds it, and cycles may hold this wire for long.
+        # A group's threads run until nobody holds it, and cycles may hold this group for long.
         del self._group, self._flows, group
 
     def _begin(self, call: Call) -> Work:
@@ -281,7 +281,7 @@ class TorchGroup(Group):
         flow = (self.rank, call.at) if call.kind == "send" else (call.at, self.rank)
         if flow not in self._flows:
             raise CommMisuse(
-                f"{self._where(call)}: the wire was split without the flow {flow}; NCCL needs a "
+                f"{self._where(call)}: the group was split without the flow {flow}; NCCL needs a "
                 f"communicator for each, so pass flows=[{flow}, ...] to split."
             )
         return self._flows[flow]

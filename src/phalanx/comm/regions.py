@@ -1,4 +1,4 @@
-"""Conjugate pairs: what goes over a wire in forward, and what its gradient does in backward.
+"""Conjugate pairs: what goes over a group in forward, and what its gradient does in backward.
 
     copy        identity                  <->  reduce       all-reduce
     gather      all-gather along dim      <->  take         this place's slice along dim
@@ -7,11 +7,11 @@
 
 Each is the other's backward. `copy`, `gather` and `take` expect that all ranks do the same work with
 the whole value, so its gradient is the same on all of them; `gather_sum` is for ranks that do
-different work with it. On a wire of one rank every region is the identity and costs nothing.
+different work with it. On a group of one rank every region is the identity and costs nothing.
 
-Eagerly a region calls its wire directly, and backward uses that same wire from whichever thread it
-runs in. A compiled graph cannot hold a wire: there the region is one opaque op that carries the
-wire's name and finds the far side in the table. That one mechanism serves every transport.
+Eagerly a region calls its group directly, and backward uses that same group from whichever thread it
+runs in. A compiled graph cannot hold a group: there the region is one opaque op that carries the
+group's name and finds the far side in the table. That one mechanism serves every transport.
 """
 
 import threading
@@ -25,39 +25,39 @@ from torch import Tensor
 from phalanx.comm.base import CommMisuse, Group, far_side
 
 
-def copy(x: Tensor, wire: Group) -> Tensor:
-    """`x`, whose gradient is the sum over the wire: where a column region's input forks."""
-    return _region("copy", x, wire)
+def copy(x: Tensor, group: Group) -> Tensor:
+    """`x`, whose gradient is the sum over the group: where a column region's input forks."""
+    return _region("copy", x, group)
 
 
-def reduce(x: Tensor, wire: Group) -> Tensor:
+def reduce(x: Tensor, group: Group) -> Tensor:
     """The sum of everyone's `x`; the gradient passes: where a row region's output joins."""
-    return _region("reduce", x, wire)
+    return _region("reduce", x, group)
 
 
-def gather(x: Tensor, wire: Group, dim: int) -> Tensor:
+def gather(x: Tensor, group: Group, dim: int) -> Tensor:
     """Everyone's `x` joined along `dim`, used alike by all; its gradient is this place's slice."""
-    return _region("gather", x, wire, dim)
+    return _region("gather", x, group, dim)
 
 
-def take(x: Tensor, wire: Group, dim: int) -> Tensor:
+def take(x: Tensor, group: Group, dim: int) -> Tensor:
     """This place's slice of an `x` that all have whole; the gradient is gathered."""
-    return _region("take", x, wire, dim)
+    return _region("take", x, group, dim)
 
 
-def gather_sum(x: Tensor, wire: Group, dim: int) -> Tensor:
-    """Everyone's `x` joined along `dim`; its gradient is summed over the wire and sliced."""
-    return _region("gather_sum", x, wire, dim)
+def gather_sum(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Everyone's `x` joined along `dim`; its gradient is summed over the group and sliced."""
+    return _region("gather_sum", x, group, dim)
 
 
-def scatter_sum(x: Tensor, wire: Group, dim: int) -> Tensor:
+def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
     """This place's slice of the sum of everyone's `x`; the gradient is gathered."""
-    return _region("scatter_sum", x, wire, dim)
+    return _region("scatter_sum", x, group, dim)
 
 
-def exchange(x: Tensor, wire: Group, split_dim: int, join_dim: int) -> Tensor:
+def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
     """`x` cut along one dim, slice j sent to place j, what came joined along another dim."""
-    return _region("exchange", x, wire, split_dim, join_dim)
+    return _region("exchange", x, group, split_dim, join_dim)
 
 
 _CONJUGATE = {
@@ -79,7 +79,7 @@ _local = threading.local()
 @contextmanager
 def opaque() -> Iterator[None]:
     """Regions as one op each on this thread, also eagerly: for code that looks at every operation,
-    as selective recomputation does. What goes on inside a wire is no business of its."""
+    as selective recomputation does. What goes on inside a group is no business of its."""
     _local.opaque = True
     try:
         yield
@@ -91,35 +91,35 @@ def is_opaque() -> bool:
     return torch.compiler.is_compiling() or getattr(_local, "opaque", False)
 
 
-def _region(kind: str, x: Tensor, wire: Group, dim: int = 0, join: int = 0) -> Tensor:
-    if wire.size == 1:
+def _region(kind: str, x: Tensor, group: Group, dim: int = 0, join: int = 0) -> Tensor:
+    if group.size == 1:
         return x
     if kind not in ("copy", "reduce"):
         dim, join = dim % x.dim(), join % x.dim()
-    if kind in (*_SHRINKS, "exchange") and x.shape[dim] % wire.size:
+    if kind in (*_SHRINKS, "exchange") and x.shape[dim] % group.size:
         raise CommMisuse(
-            f"{kind} on {wire.name}: dim {dim} of {x.shape[dim]} does not divide by "
-            f"{wire.size} ranks; pad it to {-(-x.shape[dim] // wire.size) * wire.size}."
+            f"{kind} on {group.name}: dim {dim} of {x.shape[dim]} does not divide by "
+            f"{group.size} ranks; pad it to {-(-x.shape[dim] // group.size) * group.size}."
         )
     if is_opaque():
         result = _Compiled.apply(  # type: ignore[no-untyped-call]
-            x, kind, wire.name, wire.size, dim, join
+            x, kind, group.name, group.size, dim, join
         )
     else:
-        result = _Eager.apply(x, kind, wire, dim, join)  # type: ignore[no-untyped-call]
+        result = _Eager.apply(x, kind, group, dim, join)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, wire: Group, dim: int, join: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
         ctx.conjugate = (
-            (_CONJUGATE[kind], wire, join, dim)
+            (_CONJUGATE[kind], group, join, dim)
             if kind == "exchange"
-            else (_CONJUGATE[kind], wire, dim, join)
+            else (_CONJUGATE[kind], group, dim, join)
         )
-        return x.view_as(x) if kind == "copy" else carry(x, kind, wire, dim, join)
+        return x.view_as(x) if kind == "copy" else carry(x, kind, group, dim, join)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,20 +145,20 @@ class _Compiled(torch.autograd.Function):
         return (grad, None, None, None, None, None)
 
 
-def carry(x: Tensor, kind: str, wire: Group, dim: int, join: int) -> Tensor:
-    """The value after the wire, without autograd; always a new tensor."""
-    n = wire.size
+def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
+    """The value after the group, without autograd; always a new tensor."""
+    n = group.size
     if kind == "reduce":
         total = x.clone(memory_format=torch.contiguous_format)
-        wire.all_reduce(total)
+        group.all_reduce(total)
         return total
     if kind == "take":
-        return x.chunk(n, dim)[wire.rank].clone(memory_format=torch.contiguous_format)
+        return x.chunk(n, dim)[group.rank].clone(memory_format=torch.contiguous_format)
     if kind in _GROWS:
         parts = x.new_empty((n, *x.shape))
-        wire.all_gather(parts, x.contiguous())
+        group.all_gather(parts, x.contiguous())
         return _joined(parts, dim)
-    # Slices lie one after another, so that each is contiguous on the wire.
+    # Slices lie one after another, so that each is contiguous on the group.
     cut = (
         torch.stack(x.chunk(n, dim))
         if dim
@@ -166,10 +166,10 @@ def carry(x: Tensor, kind: str, wire: Group, dim: int, join: int) -> Tensor:
     )
     if kind == "scatter_sum":
         mine = torch.empty_like(cut[0])
-        wire.reduce_scatter(mine, cut)
+        group.reduce_scatter(mine, cut)
         return mine
     came = torch.empty_like(cut)
-    wire.all_to_all(came, cut)
+    group.all_to_all(came, cut)
     return _joined(came, join)
 
 

@@ -1,6 +1,6 @@
 """What each collective means, given the calls of all members at once.
 
-The wires that have everyone's tensors in one process (alone, threads) settle their calls here, and
+The groups that have everyone's tensors in one process (alone, threads) settle their calls here, and
 it is the definition the other transports are tested against. Reductions go in rank order, halves
 through float32 with one rounding.
 """

@@ -1,4 +1,4 @@
-"""A wire that sends nothing and writes down what would have been sent.
+"""A group that sends nothing and writes down what would have been sent.
 
 A piece of a model run on meta tensors over tallies weighs its messages with the very lines that
 send them. Outputs keep whatever they held.
@@ -14,13 +14,13 @@ from phalanx.comm.base import Call, Group, Work, World
 
 @dataclass(frozen=True)
 class Message:
-    """One call on one wire.
+    """One call on one group.
 
     `bytes` is the whole buffer the collective is about, on one rank: for all-gather what comes out,
     for reduce-scatter what goes in, for gather and scatter the root's list together, else `x`.
     """
 
-    wire: str
+    group: str
     collective: str
     bytes: int
     size: int
@@ -53,7 +53,7 @@ class Tally(Group):
 
 
 class TallyWorld(World):
-    """One rank of a world that is not there; `ledger` holds the messages of all its wires in order."""
+    """One rank of a world that is not there; `ledger` holds the messages of all its groups in order."""
 
     def __init__(self, rank: int, size: int, device: torch.device | str = "meta") -> None:
         super().__init__(rank, size, torch.device(device))

@@ -1,4 +1,4 @@
-"""A piece weighed by running it: the one that trains, on meta tensors, over a wire that sends nothing.
+"""A piece weighed by running it: the one that trains, on meta tensors, over a group that sends nothing.
 
 No formula per model: the piece is cut as the layout cuts it, and the lines that compute, keep and
 send in training do so here. The sums of gradients that stand in S (data parallel's, and those of
@@ -19,7 +19,7 @@ from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
-from ..parallel.local import hold
+from ..parallel.local import build_local
 from ..program import Weighed, build
 from .cut import cut_of
 from .scales import PREFIX, Known, Scales
@@ -106,7 +106,7 @@ def weigh_kinds(
     # The last place of a ring merges most; along tp all places are as large.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
     try:
-        held = hold(
+        held = build_local(
             world, cut, few, program, precision=Precision(compute, wide, wide), prefix=PREFIX
         )
         for _, module in few.pieces:

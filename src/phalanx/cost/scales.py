@@ -81,7 +81,7 @@ def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
     return ring_gradients(gradient, q, kv, ids, out, lse, far_side(name))
 
 
-# Opaque operations, which under selective recomputation stand where a wire is called: opened, so
+# Opaque operations, which under selective recomputation stand where a group is called: opened, so
 # that what goes on inside is counted and what is sent is told.
 _OPAQUE: dict[Any, Callable[..., Any]] = {
     torch.ops.phalanx.region: _region,
@@ -148,7 +148,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         """The messages sent since, to the page that is on. A receive is the other end of a send."""
         for sent in self.ledger[self.told :]:
             if sent.collective != "receive":
-                name = sent.wire.removeprefix(PREFIX)
+                name = sent.group.removeprefix(PREFIX)
                 self.page.messages.append(
                     Message(_AXES.get(name, name), sent.collective, float(sent.bytes))
                 )

@@ -16,7 +16,7 @@ from ..layout import Layout
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.data import storage_of
-from ..parallel.local import Holding, hold
+from ..parallel.local import LocalModel, build_local
 from ..program import Program, Sizes, Weighed
 from .pieces import alike, run
 from .scales import PREFIX, Known
@@ -34,12 +34,12 @@ def sizes_of(
     precision: Precision,
     *,
     target: str = "cpu",
-    wire: str = "",
+    backend: str = "",
 ) -> Sizes:
     """The bytes that every piece and unit of a layout takes, for its largest microbatch.
 
     `batch` is a step's batch, on any device: only its shapes and dtypes count. On the target `cpu`
-    norms are those of the model; CUDA's fused one keeps as much. `wire` is what messages go over, as
+    norms are those of the model; CUDA's fused one keeps as much. `backend` is what messages go over, as
     far as it is known: gloo's keeps what was sent.
     """
     whole = {name: x.to("meta") for name, x in batch.items()}
@@ -50,7 +50,7 @@ def sizes_of(
         world = TallyWorld(program.owner.index(row), layout.ranks)
         model = make()
         try:
-            held = hold(world, layout, model, program, precision=precision, prefix=PREFIX)
+            held = build_local(world, layout, model, program, precision=precision, prefix=PREFIX)
             own = microbatches(whole, layout, held.place["dp"], held.place["cp"])[0]
             width = model.shape.hidden if model.shape else 0
             edge = edge_shape(own, width, layout.tp if layout.seq else 1)
@@ -67,12 +67,12 @@ def sizes_of(
         kept_after_i=tuple(w.kept_after_i for w in weighed),
         temporary=tuple(w.temporary for w in weighed),
         edge=tuple(w.edge for w in weighed),
-        sends_stay=wire == "gloo",
+        sends_stay=backend == "gloo",
     )
 
 
 def _weighed(
-    held: Holding,
+    held: LocalModel,
     kinds: tuple[int, ...],
     edge: tuple[int, ...],
     batch: Batch,

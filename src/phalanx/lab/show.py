@@ -19,7 +19,7 @@ def as_json(trial: Trial) -> dict[str, object]:
         "name": trial.entry.name,
         "title": trial.entry.title,
         "ranks": trial.ranks,
-        "wire": trial.wire,
+        "backend": trial.backend,
         "size": asdict(trial.size),
         "holds": trial.holds,
         "claims": [asdict(claim) for claim in trial.claims],
@@ -30,7 +30,7 @@ def as_json(trial: Trial) -> dict[str, object]:
 def conditions(trial: Trial) -> str:
     """What it was run with, in a line."""
     size = trial.size
-    ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.wire}"
+    ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.backend}"
     return (
         f"{ranks}; batch {size.batch}, width {size.width}, {size.layers} layers, {size.steps} steps"
     )

@@ -19,7 +19,7 @@ from .claims import Claim, LabError, Results, Size, Values
 from .lab import Lab
 from .record import Record, Step
 
-__all__ = ["Trial", "conduct", "judge", "traced", "wire_for"]
+__all__ = ["Trial", "conduct", "judge", "traced", "backend_for"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trial:
     entry: Entry
     size: Size
     ranks: int
-    wire: str
+    backend: str
     records: tuple[Record, ...]
     values: tuple[Values, ...]
     claims: tuple[Claim, ...]
@@ -52,13 +52,13 @@ class Trial:
 
 
 def conduct(
-    names: Sequence[str], size: Size | None = None, *, ranks: int = 4, wire: str = "threads"
+    names: Sequence[str], size: Size | None = None, *, ranks: int = 4, backend: str = "threads"
 ) -> Iterator[Trial]:
     """The experiments one after another, all in one world of ranks."""
     size = size or Size()
     entries = [entry(name) for name in names]
-    wire = wire_for(wire)
-    with workers(ranks, wire=wire, timeout=60.0) as run:
+    backend = backend_for(backend)
+    with workers(ranks, backend=backend, timeout=60.0) as run:
         for each in entries:
             try:
                 answers = run(on_a_rank, each.module, size)
@@ -69,7 +69,9 @@ def conduct(
                 raise error from None
             records = tuple(record for record, _ in answers)
             values = tuple(_unpacked(packed) for _, packed in answers)
-            yield Trial(each, size, ranks, wire, records, values, judge(each.module, values, size))
+            yield Trial(
+                each, size, ranks, backend, records, values, judge(each.module, values, size)
+            )
 
 
 def judge(module: str, values: Results, size: Size) -> tuple[Claim, ...]:
@@ -95,9 +97,9 @@ def traced() -> bool:
     return sys.gettrace() is not None
 
 
-def wire_for(wire: str) -> str:
+def backend_for(backend: str) -> str:
     """The backend that was asked for; under a debugger threads, so that every rank can be stopped."""
-    return "threads" if traced() else wire
+    return "threads" if traced() else backend
 
 
 # Tensors go through a process's pipe as arrays: torch would pass on a file descriptor for each.

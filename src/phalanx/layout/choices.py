@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 __all__ = [
-    "DEVICES", "DTYPES", "FAMILIES", "LOCAL_RANKS", "OPTIMIZERS", "PRODUCTS", "STORED", "WIRES",
+    "DEVICES", "DTYPES", "FAMILIES", "LOCAL_RANKS", "OPTIMIZERS", "PRODUCTS", "STORED", "BACKENDS",
 ]  # fmt: skip
 
-WIRES = ("auto", "threads", "shared", "gloo", "nccl")  # what carries messages
+BACKENDS = ("auto", "threads", "shm", "gloo", "nccl")  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = ("auto", "cpu", "cuda")
 # Precisions in which matrix products are measured, and the dtypes of their tensors.

@@ -58,9 +58,9 @@ class UlyssesCore(nn.Module):
     Of k and v with fewer heads than places each is sent to several; their gradients are added.
     """
 
-    def __init__(self, inner: nn.Module, wire: Group) -> None:
+    def __init__(self, inner: nn.Module, group: Group) -> None:
         super().__init__()
-        self.inner, self.wire = inner, wire
+        self.inner, self.group = inner, group
 
     def forward(
         self,
@@ -70,7 +70,7 @@ class UlyssesCore(nn.Module):
         positions: Tensor | None,
         documents: Tensor | None,
     ) -> Tensor:
-        places, heads, kv_heads = self.wire.size, q.shape[2], k.shape[2]
+        places, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
         if heads % places:
             raise LayoutError(
                 f"ulysses={places} does not divide the {heads} heads of a rank.\n"
@@ -85,13 +85,13 @@ class UlyssesCore(nn.Module):
             x.view(*x.shape[:2], places, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in (q, k, v)
         ]
         sizes = [x.shape[3] for x in parts]
-        mine = regions.exchange(torch.cat(parts, 3), self.wire, 0, 2).squeeze(0)
+        mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
         positions, documents = self._all_times(positions), self._all_times(documents)
         y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents)
-        return regions.exchange(y, self.wire, 1, 2)
+        return regions.exchange(y, self.group, 1, 2)
 
     def _all_times(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else regions.gather(x, self.wire, 1)
+        return None if x is None else regions.gather(x, self.group, 1)
 
 
 class RingCore(nn.Module):
@@ -103,9 +103,9 @@ class RingCore(nn.Module):
     gradient behind it, one place later; after as many steps as places that is home.
     """
 
-    def __init__(self, wire: Group) -> None:
+    def __init__(self, group: Group) -> None:
         super().__init__()
-        self.wire = wire
+        self.group = group
 
     def forward(
         self,
@@ -120,9 +120,9 @@ class RingCore(nn.Module):
         q, kv = q.contiguous(), torch.stack((k, v))
         ids = None if documents is None else documents.contiguous()
         if regions.is_opaque():
-            y: Tensor = _ring_op(q, kv, ids, self.wire.name)[0]
+            y: Tensor = _ring_op(q, kv, ids, self.group.name)[0]
         else:
-            y = _Ring.apply(q, kv, ids, self.wire)  # type: ignore[no-untyped-call]
+            y = _Ring.apply(q, kv, ids, self.group)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -130,20 +130,20 @@ class _Ring(torch.autograd.Function):
     """Keeps q, k, v, the result and its log-sum-exp for this place's own tokens; no visitors."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Tensor | None, wire: Group) -> Tensor:
-        out, lse = ring_attention(q, kv, ids, wire)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Tensor | None, group: Group) -> Tensor:
+        out, lse = ring_attention(q, kv, ids, group)
         ctx.save_for_backward(q, kv, ids, out, lse)
-        ctx.wire = wire
+        ctx.group = group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, ids, out, lse = ctx.saved_tensors
-        return *ring_gradients(gradient, q, kv, ids, out, lse, ctx.wire), None, None
+        return *ring_gradients(gradient, q, kv, ids, out, lse, ctx.group), None, None
 
 
-# A compiled graph cannot hold a wire: there the ring is an opaque op that carries the wire's name,
+# A compiled graph cannot hold a group: there the ring is an opaque op that carries the group's name,
 # as a region is.
 
 
@@ -189,7 +189,7 @@ _ring_op.register_autograd(_back, setup_context=_keep)
 
 
 def around(places: int) -> list[tuple[int, int]]:
-    """Who sends to whom on a ring, for the wire that is split for it."""
+    """Who sends to whom on a ring, for the group that is split for it."""
     return [(place, (place + 1) % places) for place in range(places)] if places > 1 else []
 
 
@@ -209,13 +209,15 @@ def needed(step: int, place: int, places: int, length: int) -> Sight:
     return Sight(slice(half, length), whole)
 
 
-def ring_attention(q: Tensor, kv: Tensor, ids: Tensor | None, wire: Group) -> tuple[Tensor, Tensor]:
+def ring_attention(
+    q: Tensor, kv: Tensor, ids: Tensor | None, group: Group
+) -> tuple[Tensor, Tensor]:
     """The result (B, T, heads, size) of this place's queries and its log-sum-exp (B, T, heads)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q, dtype=wide)
     lse = torch.full_like(out[..., 0], -math.inf)
-    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, wire)):
-        block = needed(step, wire.rank, wire.size, q.shape[1])
+    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, group)):
+        block = needed(step, group.rank, group.size, q.shape[1])
         for sight in sights(q, block, ids, its_ids):
             part = attend(q, visitor, sight)
             _merge(out[:, sight.rows], lse[:, sight.rows], *part)
@@ -229,15 +231,15 @@ def ring_gradients(
     ids: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    wire: Group,
+    group: Group,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this place's q and kv; `out` and `lse` are what `ring_attention` gave."""
     gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
     into_q = torch.zeros_like(q, dtype=wide)
     behind: _Passing | None = None  # the gradient that follows the block which is here
-    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, wire)):
-        block = needed(step, wire.rank, wire.size, q.shape[1])
+    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, group)):
+        block = needed(step, group.rank, group.size, q.shape[1])
         into_kv = torch.zeros_like(kv, dtype=wide)
         for sight in sights(q, block, ids, its_ids):
             totals = into_q[:, sight.rows], *into_kv[:, :, sight.keys]
@@ -247,7 +249,7 @@ def ring_gradients(
                 total += part
         if behind is not None:
             into_kv += behind.come()[0]
-        behind = _Passing((into_kv,), wire)
+        behind = _Passing((into_kv,), group)
     assert behind is not None
     (into_kv,) = behind.come()  # home
     return into_q.to(q.dtype), into_kv.to(q.dtype)
@@ -256,12 +258,12 @@ def ring_gradients(
 class _Passing:
     """Tensors on their way to the next place, and as many on theirs from the one before."""
 
-    def __init__(self, tensors: Sequence[Tensor], wire: Group) -> None:
+    def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
         self.leaving = tensors  # they live until they have left
         self.coming = [torch.empty_like(x) for x in tensors]
-        before, after = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-        self.works: list[Work] = [wire.send(x, after, wait=False) for x in tensors]
-        self.works += [wire.receive(x, before, wait=False) for x in self.coming]
+        before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
+        self.works: list[Work] = [group.send(x, after, wait=False) for x in tensors]
+        self.works += [group.receive(x, before, wait=False) for x in self.coming]
 
     def come(self) -> list[Tensor]:
         for work in self.works:
@@ -270,14 +272,14 @@ class _Passing:
         return self.coming
 
 
-def _visits(kv: Tensor, ids: Tensor | None, wire: Group) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _visits(kv: Tensor, ids: Tensor | None, group: Group) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The blocks in the order in which they come, one's own first, each with its documents.
 
     While the caller works with one the next is on its way.
     """
     here = [kv] if ids is None else [kv, ids]
-    for step in range(wire.size):
-        passing = _Passing(here, wire) if step + 1 < wire.size else None
+    for step in range(group.size):
+        passing = _Passing(here, group) if step + 1 < group.size else None
         yield here[0], here[1] if ids is not None else None
         if passing is not None:
             here = passing.come()

@@ -19,16 +19,16 @@ from .model import Model, start
 from .pieces import Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
-__all__ = ["Holding", "hold", "model_stages"]
+__all__ = ["LocalModel", "build_local", "model_stages"]
 
 
 @dataclass(frozen=True, eq=False)
-class Holding:
-    """One rank's pieces and units by number, the wires to the other ranks, the buffers' pool."""
+class LocalModel:
+    """One rank's pieces and units by number, the groups to the other ranks, the buffers' pool."""
 
     pieces: dict[int, Piece]
     units: dict[int, Unit]
-    wires: Groups
+    groups: Groups
     pool: Pool
     place: dict[str, int]  # where the rank sits on each axis
 
@@ -39,7 +39,7 @@ def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
     return stage_pieces(layout, model.shape)
 
 
-def hold(
+def build_local(
     world: World,
     layout: Layout,
     model: Model,
@@ -49,7 +49,7 @@ def hold(
     precision: Precision | None = None,
     poison: bool = False,
     prefix: str = "",
-) -> Holding:
+) -> LocalModel:
     """This rank's part of a model, with the weights of the run's start.
 
     Every rank calls it; the model's modules are changed and belong to this rank from here on.
@@ -57,18 +57,18 @@ def hold(
     refuse_unfit(model, layout)
     mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
     held = sorted({unit for piece in mine for unit in program.units(piece)})
-    wires = open_groups(world, layout, model, program, prefix=prefix)
+    groups = open_groups(world, layout, model, program, prefix=prefix)
     precision = precision or Precision()
     pool = Pool(world.device, empty=world.empty, poison=poison)
-    weights = cut_weights(model, layout, wires.tp.rank)
-    install_context(model, layout, wires.ring, wires.ulysses)
-    install_regions(model, layout, wires)
+    weights = cut_weights(model, layout, groups.tp.rank)
+    install_context(model, layout, groups.ring, groups.ulysses)
+    install_regions(model, layout, groups)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
     units = {
         number: Unit(
             number,
             [w for name, w in weights.items() if model.unit_of[name] == number],
-            wires.units[number],
+            groups.units[number],
             pool,
             precision,
             resident=number not in dropped,
@@ -77,12 +77,12 @@ def hold(
         )
         for number in held
     }
-    _place(model, units, mine, layout, wires.tp.rank, world.device)
+    _place(model, units, mine, layout, groups.tp.rank, world.device)
     _fill(model, units, weights, seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
     selective = layout.recompute == "selective"
     pieces = {p: _piece(model, p, program, units, kinds, selective) for p in mine}
-    return Holding(pieces, units, wires, pool, world_place(layout, world.rank))
+    return LocalModel(pieces, units, groups, pool, world_place(layout, world.rank))
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """What selective recomputation keeps of a forward, and gives back when it is computed again.
 
-Kept are the outputs of products, attention and wires. Of an output whose values nobody will ask for
+Kept are the outputs of products, attention and groups. Of an output whose values nobody will ask for
 a hollow stand-in is kept, of the right shape and without memory: what runs again needs something to
 go on with, and the backward of a product asks for its factors alone.
 """

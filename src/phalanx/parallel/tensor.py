@@ -32,7 +32,7 @@ IGNORED = -100
 class Weight:
     """One parameter as this rank holds it.
 
-    `adds` names the wire over which the copies' gradients are summed because they did different
+    `adds` names the group over which the copies' gradients are summed because they did different
     work. `counted` is true on the one rank of the copies that the gradient norm counts.
     """
 
@@ -137,18 +137,18 @@ class _CutCrossEntropy(torch.autograd.Function):
     """Cross-entropy over a cut vocabulary: what crosses is three numbers a token, never a logit row."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut, wire: Group) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut, group: Group) -> Tensor:
         wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).clone()
         wide[:, cut.stop - cut.start :] = float("-inf")  # padding is no word
         most = wide.amax(-1) if cut.stop > cut.start else wide.new_full(targets.shape, -1e30)
-        wire.all_reduce(most, "max")
+        group.all_reduce(most, "max")
         shares = wide.sub_(most.unsqueeze(-1))
         mine = (targets >= cut.start) & (targets < cut.stop)
         at = torch.where(mine, targets - cut.start, 0).unsqueeze(-1)
         chosen = torch.where(mine, shares.gather(-1, at).squeeze(-1), 0.0)
         shares = shares.exp_()
         sums = torch.stack((shares.sum(-1), chosen))
-        wire.all_reduce(sums)
+        group.all_reduce(sums)
         valid = targets != IGNORED
         shares /= sums[0].unsqueeze(-1)
         ctx.save_for_backward(shares, at, mine & valid, valid)
@@ -165,34 +165,34 @@ class _CutCrossEntropy(torch.autograd.Function):
 class VocabularyCrossEntropy(nn.Module):
     """The summed cross-entropy of logits that are cut over the vocabulary."""
 
-    def __init__(self, cut: Cut, wire: Group) -> None:
+    def __init__(self, cut: Cut, group: Group) -> None:
         super().__init__()
-        self.cut, self.wire = cut, wire
+        self.cut, self.group = cut, group
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, -2), targets.flatten(), self.cut, self.wire
+            logits.flatten(0, -2), targets.flatten(), self.cut, self.group
         )
         return loss
 
 
-def install_regions(model: Model, layout: Layout, wires: Groups) -> None:
+def install_regions(model: Model, layout: Layout, groups: Groups) -> None:
     """Fork, join and replace, so that the model computes on cut weights what it did on whole ones."""
     if layout.tp == 1:
         return
     for prefix, piece in model.pieces:
-        _Installer(model, layout, wires, prefix, piece).run()
+        _Installer(model, layout, groups, prefix, piece).run()
 
 
 class _Installer:
     """Puts the regions into one piece."""
 
     def __init__(
-        self, model: Model, layout: Layout, wires: Groups, prefix: str, piece: nn.Module
+        self, model: Model, layout: Layout, groups: Groups, prefix: str, piece: nn.Module
     ) -> None:
-        self.model, self.wires, self.prefix, self.piece = model, wires, prefix, piece
+        self.model, self.groups, self.prefix, self.piece = model, groups, prefix, piece
         self.tp, self.seq = layout.tp, layout.seq
-        tp = wires.tp
+        tp = groups.tp
         if layout.seq:
             self.fork: Callable[[Tensor], Tensor] = lambda x: regions.gather_sum(x, tp, 1)
             self.join: Callable[[Tensor], Tensor] = lambda x: regions.scatter_sum(x, tp, 1)
@@ -260,12 +260,12 @@ class _Installer:
         self._replace(name, VocabularyEmbedding(module, cut, self.join))
 
     def _vocabulary(self, module: Any) -> Cut:
-        return Cut.of(module.weight.shape[0], self.tp, self.wires.tp.rank)
+        return Cut.of(module.weight.shape[0], self.tp, self.groups.tp.rank)
 
     def _single(self, name: str, dim: str) -> None:
         """A column weight with no row weight after it: the whole output is gathered, unless it is
         the vocabulary's, whose loss takes it cut."""
-        module, tp = self._at(name), self.wires.tp
+        module, tp = self._at(name), self.groups.tp
         self._fork(module)
         owner = self._at(name.rpartition(".")[0])
         if dim == "vocab":
@@ -275,7 +275,7 @@ class _Installer:
 
     def _cut_time(self) -> None:
         """Under seq what runs between the regions sees its own tokens: learned positions and noise."""
-        tp = self.wires.tp
+        tp = self.groups.tp
 
         def own(x: Tensor) -> Tensor:
             return x.chunk(tp.size, 1)[tp.rank]

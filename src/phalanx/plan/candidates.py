@@ -285,7 +285,9 @@ def _zeros(space: Space, grid: Grid, count: int) -> Iterator[_Zero]:
         return
     apart = grid.apart("dp")
     levels = (
-        [h.inside for h in space.site.wire.hops] if isinstance(space.site.wire, Network) else []
+        [h.inside for h in space.site.network.hops]
+        if isinstance(space.site.network, Network)
+        else []
     )
     ends = {
         max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels

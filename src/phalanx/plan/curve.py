@@ -61,7 +61,7 @@ class Curve:
     """
 
     op: str
-    wire: str
+    backend: str
     ranks: int
     form: str  # "ring" or "tree": how its time grows with the ranks
     latency: float  # seconds of a step

@@ -214,7 +214,7 @@ def _bubble(c: Columns, stage: _Stage) -> Numbers:
 
 def _pipe(c: Columns, of: _Of, site: Site, stack: Stack) -> Numbers:
     """Sends between stages: along the ramp always, at every microbatch unless they overlap."""
-    one = site.wire.seconds("send", of(1, "edge"), c.pp, c.pp_apart)
+    one = site.network.seconds("send", of(1, "edge"), c.pp, c.pp_apart)
     ramp = 2 * (c.pp - 1) * one
     steady = 2 * c.microbatches * np.maximum(c.chunks, 1.0) * one
     return np.where(c.pp > 1, ramp + (1 - stack.hides_pipe) * steady, 0.0)
@@ -243,21 +243,21 @@ def _update(c: Columns, site: Site, stack: Stack, weights: Numbers) -> Numbers:
 def gathering(c: Columns, site: Site, size: Numbers) -> Numbers:
     """Seconds until so many bytes, of which each rank has a part, are on every rank that shares."""
     shards = np.where(c.zero >= 1, c.shards, 1.0)
-    return site.wire.seconds("all_gather", size, shards, c.shard_apart)
+    return site.network.seconds("all_gather", size, shards, c.shard_apart)
 
 
 def summing(c: Columns, site: Site, size: Numbers) -> Numbers:
     """Seconds in which gradients of so many bytes are summed: over all copies, or sharded over
     those that share."""
-    whole = site.wire.seconds("all_reduce", size, c.replicas * c.shards, c.shard_apart)
-    cut = site.wire.seconds("reduce_scatter", size, c.shards, c.shard_apart)
-    alone = site.wire.seconds("all_reduce", size, c.replicas, c.replica_apart)
+    whole = site.network.seconds("all_reduce", size, c.replicas * c.shards, c.shard_apart)
+    cut = site.network.seconds("reduce_scatter", size, c.shards, c.shard_apart)
+    alone = site.network.seconds("all_reduce", size, c.replicas, c.replica_apart)
     return np.where(c.zero >= 1, np.where(c.shards > 1, cut, alone), whole)
 
 
 def summing_replicas(c: Columns, site: Site, size: Numbers) -> Numbers:
     """Seconds in which the sharded sums of gradients of so many bytes are summed over replicas."""
-    rest = site.wire.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
+    rest = site.network.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
     return np.where((c.zero >= 1) & (c.shards > 1), rest, 0.0)
 
 
@@ -269,13 +269,13 @@ def tying(c: Columns, site: Site, size: Numbers) -> Numbers:
     pair = np.where(c.tied & (_ends(c)[0].head == 0), 2.0, 1.0)
     part = size / np.where(c.zero >= 1, c.shards, 1.0)
     # Two halves of a pipeline are as far from each other as its ends.
-    return site.wire.seconds("all_reduce", part, pair, c.pp_apart * c.pp / 2)
+    return site.network.seconds("all_reduce", part, pair, c.pp_apart * c.pp / 2)
 
 
 def counting(c: Columns, site: Site) -> Numbers:
     """Seconds in which all who share a batch agree on how many tokens it has."""
     number = np.full_like(c.shards, _NUMBER)
-    return site.wire.seconds("all_reduce", number, c.replicas * c.shards, c.shard_apart)
+    return site.network.seconds("all_reduce", number, c.replicas * c.shards, c.shard_apart)
 
 
 def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Numbers:

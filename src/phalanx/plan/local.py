@@ -86,7 +86,7 @@ class Curves:
 
     machine: Machine
     ranks: int
-    wire: str = ""
+    backend: str = ""
 
     def seconds(self, op: str, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers:
         """Time of a collective over groups of `ranks`, each `apart` from the next."""
@@ -105,10 +105,10 @@ class Curves:
         group = 2 if op == "send" else ranks
         shares = self.machine.kind == "cpu"
         gap = max(1, self.ranks // group) if shares and op != "send" else apart
-        return self.machine.curve(op, group, wire=self.wire, apart=gap).seconds(size)
+        return self.machine.curve(op, group, backend=self.backend, apart=gap).seconds(size)
 
 
-def site_of_machine(machine: Machine, ranks: int = 0, wire: str = "") -> Site:
+def site_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> Site:
     """The machine of a file as a place to run so many ranks; 0: one for each device or core."""
     cpu = machine.kind == "cpu"
     cores = max(1, machine.cores // machine.threads) if cpu else 0
@@ -130,7 +130,7 @@ def site_of_machine(machine: Machine, ranks: int = 0, wire: str = "") -> Site:
         ranks=ranks,
         memory=machine.memory / ranks if cpu else machine.memory,
         rates=Measured(machine, known),
-        wire=Curves(machine, ranks, wire),
+        network=Curves(machine, ranks, backend),
         node=ranks,
         peak={dtype: max(r.flops for r in rates) for dtype, rates in known.items()},
         host=machine.host_bandwidth or HOST_LINK,

@@ -105,15 +105,15 @@ class Machine:
         rates = [rate for rate in self.rates if rate.dtype == dtype]
         return max(rates, key=lambda rate: rate.flops, default=None)
 
-    def curve(self, op: str, ranks: int, *, wire: str = "", apart: int = 1) -> Curve:
+    def curve(self, op: str, ranks: int, *, backend: str = "", apart: int = 1) -> Curve:
         """The curve of an operation for a group; that of the nearest size that was measured,
         with the steps and bytes of the size that is asked for."""
-        known = [c for c in self.curves if c.op == op and (not wire or c.wire == wire)]
+        known = [c for c in self.curves if c.op == op and (not backend or c.backend == backend)]
         if not known:
-            wires = sorted({c.wire for c in self.curves})
+            backends = sorted({c.backend for c in self.curves})
             raise MachineError(
-                f"{self.name} has no measured {op}{f' over {wire}' if wire else ''};"
-                f" it has {', '.join(wires) or 'no collectives'}."
+                f"{self.name} has no measured {op}{f' over {backend}' if backend else ''};"
+                f" it has {', '.join(backends) or 'no collectives'}."
                 " Measure it: phalanx doctor --out FILE."
             )
         near = min(known, key=lambda c: (c.apart != apart, abs(c.ranks - ranks), -c.ranks))

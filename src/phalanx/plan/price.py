@@ -135,7 +135,7 @@ def _messages(load: Load, site: Site, cut: Layout) -> tuple[float, float]:
     for message in load.messages:
         ranks, apart = _group(message, cut)
         size, n = np.asarray(message.bytes), np.asarray(float(ranks))
-        time = float(site.wire.seconds(message.op, size, n, np.asarray(float(apart))))
+        time = float(site.network.seconds(message.op, size, n, np.asarray(float(apart))))
         if message.op == "send":
             ring += time
         else:

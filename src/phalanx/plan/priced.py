@@ -31,25 +31,29 @@ Three = tuple[Trio, Trio, Trio]  # embedding, block, head
 class _Remembering:
     """A network that tells the time of one message at once when it is asked again."""
 
-    wire: Network
+    network: Network
     known: dict[tuple[str, float, float, float], Numbers] = field(default_factory=dict)
 
     @property
     def hops(self) -> Sequence[object]:
-        return self.wire.hops
+        return self.network.hops
 
     def seconds(self, op: str, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers:
         if np.ndim(size) or np.ndim(ranks) or np.ndim(apart):
-            return self.wire.seconds(op, size, ranks, apart)
+            return self.network.seconds(op, size, ranks, apart)
         key = (op, float(size), float(ranks), float(apart))
         if key not in self.known:
-            self.known[key] = self.wire.seconds(op, size, ranks, apart)
+            self.known[key] = self.network.seconds(op, size, ranks, apart)
         return self.known[key]
 
 
 def remembering(site: Site) -> Site:
     """The site with a network that prices each message inside a block once."""
-    return replace(site, wire=_Remembering(site.wire)) if isinstance(site.wire, Network) else site
+    return (
+        replace(site, network=_Remembering(site.network))
+        if isinstance(site.network, Network)
+        else site
+    )
 
 
 class Priced:

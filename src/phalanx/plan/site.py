@@ -179,7 +179,7 @@ class Site:
     ranks: int
     memory: float  # bytes of one device
     rates: Rates
-    wire: Group
+    network: Group
     node: int  # devices that the fastest links join
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
     host: float = HOST_LINK  # bytes a second between a device and its host
@@ -209,7 +209,7 @@ def site_of(cluster: Cluster, ranks: int = 0) -> Site:
         ranks=ranks or cluster.size,
         memory=device.memory.bytes,
         rates=Chip(device),
-        wire=Network(tuple(hops)),
+        network=Network(tuple(hops)),
         node=cluster.levels[0].size,
         peak={dtype: device.peak(dtype) for dtype in device.dtypes},
         host=next((link(x).bandwidth for x in device.links if x.startswith(_TO_HOST)), HOST_LINK),

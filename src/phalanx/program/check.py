@@ -62,7 +62,7 @@ def faults(program: Program) -> tuple[str, ...]:
         return tuple(found)
     made = graph(program)
     found += _needs(made)
-    found += _wires(made)
+    found += _groups(made)
     found += _collectives(made)
     for number in range(len(program.rows)):
         found += _left_over(program, number)
@@ -152,7 +152,7 @@ def _needs(made: Graph) -> Iterator[str]:
                 yield f"{_rank(made.program, row)}: {op} stands before {made.ops[j][1]}, which it needs."
 
 
-def _wires(made: Graph) -> Iterator[str]:
+def _groups(made: Graph) -> Iterator[str]:
     """Both ends of every flow list the same messages in the same order."""
     ends: dict[str, tuple[list[tuple[int, Op]], list[tuple[int, Op]]]] = {}
     for i, (row, op) in enumerate(made.ops):

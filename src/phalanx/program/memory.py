@@ -25,7 +25,7 @@ class Sizes:
     the weights that a rank always holds; `gathered`: the whole weights when they are not at home.
     `gradient_shard`: what is left of a gradient once it is summed; left out, sums are in place and
     the whole gradient stays until the update. `edge`: what a piece puts out, which a message takes
-    to the next stage; its gradient is as large. `sends_stay`: the wire keeps a copy of what was
+    to the next stage; its gradient is as large. `sends_stay`: the group keeps a copy of what was
     sent until the step ends, as gloo's does; else it goes when it has been received.
     """
 

@@ -166,7 +166,7 @@ def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
 def _prices(
     step: Step, choice: Choice, three: Three, site: Site, stack: Stack
 ) -> dict[tuple[str, int], float]:
-    """Of one operation each: what computes as `costs_of` has it, messages by the site's wire."""
+    """Of one operation each: what computes as `costs_of` has it, messages by the site's network."""
     layout, last = step.layout, step.shape.pieces - 1
     trios = {p: three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)}
     prices = dict(costs_of(trios).pieces)
@@ -184,7 +184,7 @@ def _prices(
         for p, w in weights.items()
     }
     prices[ops.COUNT, -1] = float(counting(c, site)[0])
-    sent = float(site.wire.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
+    sent = float(site.network.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
     prices |= {(ops.RECEIVE, p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.
     most = _fullest(step.timeline, weights)

@@ -1,6 +1,6 @@
 """Floor 6: a rank at work.
 
-`launch(train, ranks, Run.load("run.toml"), "dp2 pp2 1f1b:4", wire="gloo")` is a whole run: `launch`
+`launch(train, ranks, Run.load("run.toml"), "dp2 pp2 1f1b:4", backend="gloo")` is a whole run: `launch`
 and `join` are of `phalanx.comm`, `Run` of `phalanx.layout`.
 
 What needs torch is imported when it is asked for: a corpus is opened without it. So no file here may

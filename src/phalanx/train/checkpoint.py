@@ -26,7 +26,7 @@ from ..comm import Group
 from ..comm.agree import broadcast_text, errors_of, gather_texts
 from ..layout.files import sync_folder, write_text
 from ..parallel import Entry
-from ..parallel.local import Holding
+from ..parallel.local import LocalModel
 from .checkpoint_file import NAMES, CheckpointError, File, chunk_sums, read_header, write_file
 from .checkpoint_manifest import (
     MANIFEST,
@@ -82,10 +82,10 @@ class Saved:
 
 
 def save(
-    folder: Path, progress: Progress, holding: Holding, updates: Updates, *, keep: int = 2
+    folder: Path, progress: Progress, local: LocalModel, updates: Updates, *, keep: int = 2
 ) -> Path:
     """Save now; every rank calls it. The folder that it made, or an error on every rank."""
-    (saved,) = Saver(folder, holding, updates, keep=keep).save(progress)
+    (saved,) = Saver(folder, local, updates, keep=keep).save(progress)
     return saved.path
 
 
@@ -102,7 +102,7 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        holding: Holding,
+        local: LocalModel,
         updates: Updates,
         *,
         keep: int = 2,
@@ -111,9 +111,9 @@ class Saver:
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"keep={keep}: at least 1 checkpoint stays.")
-        self.folder, self.holding, self.updates = folder, holding, updates
+        self.folder, self.local, self.updates = folder, local, updates
         self.keep, self.asynchronous, self.on_failure = keep, asynchronous, on_failure
-        self.group: Group = holding.wires.everyone
+        self.group: Group = local.groups.everyone
         self.buffers: dict[str, Tensor] = {}  # host memory, used again by every save
         self.pending: _Pending | None = None
 
@@ -124,7 +124,7 @@ class Saver:
         error = _make_hidden(hidden) if self.group.rank == 0 else ""
         if errors := errors_of(self.group, error):
             return (*before, self._decide(progress.step, errors))
-        snapshot = Snapshot.take(self.holding, self.updates, self.buffers)
+        snapshot = Snapshot.take(self.local, self.updates, self.buffers)
         path = hidden / f"rank-{self.group.rank:05}.safetensors"
         self.pending = _Pending(progress, snapshot, path)
         if self.asynchronous:
@@ -197,11 +197,11 @@ class Part(NamedTuple):
         return Logical(self.kind, weight.name, NAMES[self.numbers.dtype], weight.shape, (piece,))
 
 
-def owned(holding: Holding, updates: Updates) -> Iterator[Part]:
+def owned(local: LocalModel, updates: Updates) -> Iterator[Part]:
     """The numbers that this rank writes: those that no rank before it has."""
-    for number, unit in holding.units.items():
+    for number, unit in local.units.items():
         # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
-        if number not in holding.pieces or unit.groups.replica.rank:
+        if number not in local.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
             padding = any(a == b for a, b in _box(entry))
@@ -240,19 +240,19 @@ class Snapshot:
     updates: tuple[float, ...] = ()
 
     @classmethod
-    def take(cls, holding: Holding, updates: Updates, buffers: dict[str, Tensor]) -> Snapshot:
+    def take(cls, local: LocalModel, updates: Updates, buffers: dict[str, Tensor]) -> Snapshot:
         """Copy into `buffers`, host memory that is kept from one snapshot to the next."""
         tensors: dict[str, Tensor] = {}
         described = []
-        for part in owned(holding, updates):
+        for part in owned(local, updates):
             logical, numbers = part.described(), part.numbers
             key = logical.title
             if key not in buffers or buffers[key].shape != numbers.shape:
                 buffers[key] = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
             tensors[key] = buffers[key].copy_(numbers, non_blocking=True)
             described.append(logical)
-        if holding.pool.device.type == "cuda":
-            torch.cuda.current_stream(holding.pool.device).synchronize()
+        if local.pool.device.type == "cuda":
+            torch.cuda.current_stream(local.pool.device).synchronize()
         counts = {
             float(state["step"])
             for update in updates.values()
@@ -368,7 +368,7 @@ class Loaded:
 
 def load(
     folder: Path,
-    holding: Holding,
+    local: LocalModel,
     updates: Updates,
     *,
     path: Path | None = None,
@@ -380,7 +380,7 @@ def load(
     model to be that of `identity`, or at least the tensors to be those of the model. None when there
     is no checkpoint.
     """
-    group, damaged = holding.wires.everyone, tuple[str, ...]()
+    group, damaged = local.groups.everyone, tuple[str, ...]()
     if path is None:
         path, manifest, damaged = choose(folder, group)
     else:
@@ -391,15 +391,15 @@ def load(
         return None
     if identity is not None:
         refuse_other(path, manifest, identity)
-    _raise_on_all(group, path, "; ".join(misfits(manifest, holding, updates)))
+    _raise_on_all(group, path, "; ".join(misfits(manifest, local, updates)))
     error = ""
     try:
         with Reader(path, manifest) as reader:
-            fill(reader, holding, updates)
+            fill(reader, local, updates)
     except (CheckpointError, OSError) as wrong_file:
         error = _why(wrong_file)
     _raise_on_all(group, path, error)
-    for unit in holding.units.values():  # ranks gather here, so all must come
+    for unit in local.units.values():  # ranks gather here, so all must come
         unit.refresh()
         if unit.resident and unit.groups.gather.size > 1:
             unit.gather().wait()
@@ -475,9 +475,9 @@ def _raise_on_all(group: Group, path: Path, error: str) -> None:
         raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(errors))
 
 
-def misfits(manifest: Manifest, holding: Holding, updates: Updates) -> list[str]:
+def misfits(manifest: Manifest, local: LocalModel, updates: Updates) -> list[str]:
     """Why the checkpoint's tensors are not those of this rank's model and optimizer."""
-    own = {w.name: tuple(w.shape) for unit in holding.units.values() for w in unit.order}
+    own = {w.name: tuple(w.shape) for unit in local.units.values() for w in unit.order}
     wrong = weight_differences(manifest, own)
     kinds, optimizer = _kinds(manifest), _optimizer(updates)
     if not kinds:
@@ -501,10 +501,10 @@ def _kinds(manifest: Manifest) -> list[str]:
     return sorted({each.kind for each in manifest.tensors} - {WEIGHT})
 
 
-def fill(reader: Reader, holding: Holding, updates: Updates) -> None:
+def fill(reader: Reader, local: LocalModel, updates: Updates) -> None:
     """This rank's homes and optimizer state become those of the checkpoint."""
     kinds = _kinds(reader.manifest)
-    for number, unit in holding.units.items():
+    for number, unit in local.units.items():
         fresh = _fresh_state(updates[number], kinds, reader.manifest.updates)
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)

@@ -22,7 +22,7 @@ from ..comm import CommError, Group, Work
 from ..parallel import Unit, count_valid
 from ..parallel.batch import edge_shape
 from ..parallel.data import Precision, Then
-from ..parallel.local import Holding
+from ..parallel.local import LocalModel
 from ..parallel.pieces import Box, CopyLane
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
@@ -60,7 +60,7 @@ class Executor:
 
     def __init__(
         self,
-        holding: Holding,
+        local: LocalModel,
         program: Program,
         rank: int,
         optimizer: Optimizer,
@@ -70,7 +70,7 @@ class Executor:
         time_cut: int = 1,
         scaling: LossScale | None = None,
     ) -> None:
-        self.holding, self.program, self.rank = holding, program, rank
+        self.local, self.program, self.rank = local, program, rank
         self.number = program.owner[rank]
         state = State(program, self.number)
         self.row, self.at = state.ops, state.at
@@ -80,11 +80,11 @@ class Executor:
             op: tuple(n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE)
             for op, needs in state.walk()
         }
-        self.updates = {n: optimizer.of(u) for n, u in holding.units.items()}
+        self.updates = {n: optimizer.of(u) for n, u in local.units.items()}
         self.width, self.clip, self.time_cut = width, clip, time_cut
         self.scaling = scaling
-        self.out, self.back = CopyLane(holding.pool.device), CopyLane(holding.pool.device)
-        self.precision = next((u.precision for u in holding.units.values()), Precision())
+        self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
+        self.precision = next((u.precision for u in local.units.values()), Precision())
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
             ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
@@ -95,7 +95,7 @@ class Executor:
             ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back,
         }  # fmt: skip
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
-            unit, groups = holding.units[number], holding.units[number].groups
+            unit, groups = local.units[number], local.units[number].groups
             both = groups.reduce.size > 1 and groups.replica.size > 1
             if unit.replicas_apart != program.replicated or (both and not program.replicated):
                 raise ProgramError(
@@ -125,8 +125,8 @@ class Executor:
                 self._compare(state, op)
         for op in tuple(self.under_way):
             self._wait(op)
-        for wire in (self.holding.wires.activations, self.holding.wires.gradients):
-            wire.flush()
+        for group in (self.local.groups.activations, self.local.groups.gradients):
+            group.flush()
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=math.isfinite(self.norm))
         return StepResult(self.loss, self.count, self.norm, Timeline(tuple(self.spans)))
@@ -158,7 +158,7 @@ class Executor:
 
     def _compare(self, state: State, op: Op) -> None:
         """Raise if what this rank holds after an operation is not what the program says."""
-        units, pieces = self.holding.units, self.holding.pieces
+        units, pieces = self.local.units, self.local.pieces
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
         copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
         away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
@@ -203,17 +203,17 @@ class Executor:
         total = torch.tensor(
             [float(sum(map(count_valid, self.batches)))],
             dtype=torch.float64,
-            device=self.holding.pool.device,
+            device=self.local.pool.device,
         )
 
         def counted() -> None:
             self.count = float(total)
 
-        return Then(self.holding.wires.count.all_reduce(total, wait=False), counted)
+        return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
 
     def _agree(self, op: Op) -> Work:
-        squares = torch.zeros(1, dtype=torch.float64, device=self.holding.pool.device)
-        for number, unit in self.holding.units.items():
+        squares = torch.zeros(1, dtype=torch.float64, device=self.local.pool.device)
+        for number, unit in self.local.units.items():
             if self._counts(number):
                 squares += _squares(unit)
         said = torch.cat((squares, squares.new_tensor(self._said())))
@@ -227,7 +227,7 @@ class Executor:
                 # As torch's clip_grad_norm_ does, with its 1e-6.
                 self.scale *= min(1.0, self.clip / (self.norm + 1e-6))
 
-        return Then(self.holding.wires.everyone.all_reduce(said, wait=False), agreed)
+        return Then(self.local.groups.everyone.all_reduce(said, wait=False), agreed)
 
     def _said(self) -> Sequence[float]:
         """What else this rank says when all agree; every rank says as many numbers."""
@@ -239,7 +239,7 @@ class Executor:
     def _counts(self, unit: int) -> bool:
         """Each logical weight is counted by one rank of its copies, and on one stage."""
         home = self.program.host[unit] == self.program.owner[self.rank]
-        return home and self.holding.units[unit].groups.replica.rank == 0
+        return home and self.local.units[unit].groups.replica.rank == 0
 
     @property
     def _loss_scale(self) -> float:
@@ -249,7 +249,7 @@ class Executor:
 
     def _forward(self, op: Op) -> None:
         p, m = op.piece, op.index
-        piece = self.holding.pieces[p]
+        piece = self.local.pieces[p]
         x = None if piece.first else self.inputs.pop((p, m))
         if restarts(self.at, p, m) and x is not None:
             self.segments[p, m] = x
@@ -266,11 +266,11 @@ class Executor:
 
     def _own_loss(self, y: Tensor) -> float:
         # Every rank of tp computes the same loss; one of them tells it.
-        return float(y) if self.holding.wires.tp.rank == 0 else 0.0
+        return float(y) if self.local.groups.tp.rank == 0 else 0.0
 
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index
-        piece = self.holding.pieces[p]
+        piece = self.local.pieces[p]
         x = None if piece.first else self.segments.pop((p, m))
         y = piece.forward(m, x, self.batches[m], keep=True)
         if Op(ops.RECOMPUTE, p + 1, m) in self.at and not restarts(self.at, p + 1, m):
@@ -278,7 +278,7 @@ class Executor:
 
     def _backward(self, op: Op) -> None:
         p, m = op.piece, op.index
-        piece = self.holding.pieces[p]
+        piece = self.local.pieces[p]
         # A step without a single valid token has zero gradients.
         seed = partial(piece.seed, m, self._loss_scale / max(1.0, self.count))
         gradient = seed() if piece.last else self.gradients.pop((p, m))
@@ -287,7 +287,7 @@ class Executor:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
     def _weight_gradient(self, op: Op) -> None:
-        self.holding.pieces[op.piece].weight_gradient(op.index)
+        self.local.pieces[op.piece].weight_gradient(op.index)
 
     def _leave(self, op: Op) -> Work:
         key = op.piece, op.index
@@ -296,7 +296,7 @@ class Executor:
             return self.out.begin(self.away[key].leave)
         if Op(ops.RECOMPUTE, *key) in self.at:
             return Work()  # the first piece, recomputed, keeps nothing at all
-        return self.out.begin(partial(self.holding.pieces[op.piece].leave, op.index))
+        return self.out.begin(partial(self.local.pieces[op.piece].leave, op.index))
 
     def _come_back(self, op: Op) -> Work:
         key = op.piece, op.index
@@ -309,10 +309,10 @@ class Executor:
             return Then(self.back.begin(box.come_back), back)
         if Op(ops.RECOMPUTE, *key) in self.at:
             return Work()
-        return self.back.begin(partial(self.holding.pieces[op.piece].come_back, op.index))
+        return self.back.begin(partial(self.local.pieces[op.piece].come_back, op.index))
 
     def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
-        if to in self.holding.pieces:
+        if to in self.local.pieces:
             self._arrivals(way)[to, m] = x
         else:
             self.outgoing[way, p, m] = x.contiguous()
@@ -323,8 +323,8 @@ class Executor:
         return self.inputs if way == ops.FORWARD else self.gradients
 
     def _flow(self, op: Op) -> Group:
-        wires = self.holding.wires
-        return wires.activations if op.of == ops.FORWARD else wires.gradients
+        groups = self.local.groups
+        return groups.activations if op.of == ops.FORWARD else groups.gradients
 
     def _send(self, op: Op) -> Work:
         way = ops.FORWARD if op.of == ops.FORWARD else ops.BACKWARD
@@ -335,7 +335,7 @@ class Executor:
         x = torch.empty(
             edge_shape(self.batches[op.index], self.width, self.time_cut),
             dtype=self.precision.compute,
-            device=self.holding.pool.device,
+            device=self.local.pool.device,
         )
         self._arrivals(op.of)[op.piece, op.index] = x
         return self._flow(op).receive(x, self.program.host[op.peer], wait=False)
@@ -343,19 +343,19 @@ class Executor:
     # ---- weights and gradients
 
     def _gather(self, op: Op) -> Work:
-        return self.holding.units[op.piece].gather()
+        return self.local.units[op.piece].gather()
 
     def _drop(self, op: Op) -> None:
-        self.holding.units[op.piece].drop()
+        self.local.units[op.piece].drop()
 
     def _reduce(self, op: Op) -> Work:
-        return self.holding.units[op.piece].reduce()
+        return self.local.units[op.piece].reduce()
 
     def _reduce_replicas(self, op: Op) -> Work:
-        return self.holding.units[op.piece].reduce_replicas()
+        return self.local.units[op.piece].reduce_replicas()
 
     def _tie(self, op: Op) -> Work:
-        unit = self.holding.units[op.piece]
+        unit = self.local.units[op.piece]
         assert unit.gradient is not None
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
@@ -364,7 +364,7 @@ class Executor:
             self.updates[op.piece](self.lr, self.scale)
         else:
             # Every rank has the same norm, so all of them leave their weights as they are.
-            self.holding.units[op.piece].spend()
+            self.local.units[op.piece].spend()
 
 
 def _squares(unit: Unit) -> Tensor:

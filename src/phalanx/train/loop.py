@@ -156,11 +156,11 @@ class _Loop:
 
     def __init__(self, rank: Rank, *, quiet: bool) -> None:
         self.rank, self.run_, self.trainer = rank, rank.run, rank.trainer
-        self.everyone = rank.holding.wires.everyone
+        self.everyone = rank.local.groups.everyone
         self.log = RunLog(rank.run, active=rank.world.rank == 0, quiet=quiet)
         kept = rank.run.checkpoint
         self.saver = Saver(
-            rank.run.checkpoints, rank.holding, rank.updates,
+            rank.run.checkpoints, rank.local, rank.updates,
             keep=kept.keep, asynchronous=kept.asynchronous,
             on_failure="stop" if kept.on_disk_full == "stop" else "go on",
         )  # fmt: skip
@@ -197,7 +197,7 @@ class _Loop:
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
         loaded = load(
-            self.run_.checkpoints, self.rank.holding, self.rank.updates, identity=self.rank.identity
+            self.run_.checkpoints, self.rank.local, self.rank.updates, identity=self.rank.identity
         )
         if loaded is None:
             return 0
@@ -227,7 +227,7 @@ class _Loop:
                 print_line(text)
 
     def _memory_parts(self) -> int:
-        return sum(unit.part for unit in self.rank.holding.units.values())
+        return sum(unit.part for unit in self.rank.local.units.values())
 
     # ---- one step
 

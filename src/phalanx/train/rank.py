@@ -14,7 +14,7 @@ from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
 from ..parallel import Model, Unit, microbatches, share
-from ..parallel.local import Holding, hold
+from ..parallel.local import LocalModel, build_local
 from ..plan import Machine
 from ..program import Program
 from ..program.build import forward_only
@@ -79,19 +79,19 @@ class Rank:
             program = None if fits else program_of(self.model, layout, agree=True)
             facts |= facts_of(run, layout, self.shape, self.batches.corpus, self.model, program)
         self.program: Program = program or self._fitting_program()
-        self.holding: Holding = hold(
+        self.local: LocalModel = build_local(
             world, layout, self.model, self.program, seed=run.seed, precision=self.precision
         )
         sizes = {"width": self.shape.hidden, "time_cut": layout.tp if layout.seq else 1}
         self.trainer = Trainer(
-            self.holding, self.program, world.rank, optimizer_of(run), **sizes,
+            self.local, self.program, world.rank, optimizer_of(run), **sizes,
             clip=run.optimizer.clip,
             scaling=LossScale() if layout.precision == "fp16" else None,
         )  # fmt: skip
         made = self.trainer.updates
         self.updates = {n: u for n, u in made.items() if isinstance(u, Update)}
         bare = forward_only(self.program, layout)
-        self.validator = Validator(self.holding, bare, world.rank, **sizes)
+        self.validator = Validator(self.local, bare, world.rank, **sizes)
         self.flops = step_flops(self.shape, self.shape.batch, self.tokens, self.program)
 
     @property
@@ -126,11 +126,11 @@ class Rank:
 
     @cached_property
     def _rows(self) -> slice:
-        return share(self.batches.size, self.layout.dp, self.holding.place["dp"])
+        return share(self.batches.size, self.layout.dp, self.local.place["dp"])
 
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         there = {name: x.to(self.world.device) for name, x in rows.items()}
-        return microbatches(there, self.layout, None, self.holding.place["cp"])
+        return microbatches(there, self.layout, None, self.local.place["cp"])
 
     # ---- for the log
 
@@ -149,17 +149,16 @@ class Rank:
         file, precision = self.run.machine, self.layout.precision
         if file and (known := _peak(Machine.load(file), precision)):
             return known * self.world.size, f"{file} for each rank"
-        return measured_peak(self.holding.wires.everyone, self.precision.compute), "measured"
+        return measured_peak(self.local.groups.everyone, self.precision.compute), "measured"
 
     def memory(self) -> dict[str, dict[str, float]]:
         """Bytes by kind on this rank: as the program promises, and as it was."""
-        units = self.holding.units
+        units = self.local.units
         state = {n: _state(self.updates[n].torch) for n in units}
         row = self.program.owner[self.world.rank]
         promised = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
         pool = sum(
-            count * numel * dtype.itemsize
-            for (numel, dtype), count in self.holding.pool.made.items()
+            count * numel * dtype.itemsize for (numel, dtype), count in self.local.pool.made.items()
         )
         measured = {
             "weights": float(sum(_bytes(u.home) for u in units.values())),

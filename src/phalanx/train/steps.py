@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..parallel import Unit
-from ..parallel.local import Holding
+from ..parallel.local import LocalModel
 from ..program import Op, Program, ops
 from .executor import Batch, Executor, StepResult
 
@@ -53,7 +53,7 @@ class Trainer(Executor):
 
     def _update(self, op: Op) -> None:
         if self.norm is not None and not math.isfinite(self.norm):
-            gradient = self.holding.units[op.piece].gradient
+            gradient = self.local.units[op.piece].gradient
             if gradient is not None and not bool(gradient.isfinite().all()):
                 self.bad_units.append(op.piece)
         super()._update(op)
@@ -78,7 +78,7 @@ class Trainer(Executor):
     def first_bad(self) -> tuple[int, str] | None:
         """What was the first that was not finite in the step just done, of what this rank made: how far
         along the step, and what it is. A gradient that ranks have summed is nobody's own."""
-        pieces, units = self.program.pieces, self.holding.units
+        pieces, units = self.program.pieces, self.local.units
         bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
         found = [(p, f"the output of piece {p}") for way, p in bad if way == ops.FORWARD]
         # Backward begins at the last piece.
@@ -105,8 +105,8 @@ class _Nothing:
 class Validator(Executor):
     """Forward only: the loss of a batch over all ranks."""
 
-    def __init__(self, holding: Holding, program: Program, rank: int, **told: Any) -> None:
-        super().__init__(holding, program, rank, _Nothing(), **told)
+    def __init__(self, local: LocalModel, program: Program, rank: int, **told: Any) -> None:
+        super().__init__(local, program, rank, _Nothing(), **told)
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""
@@ -119,7 +119,7 @@ class Validator(Executor):
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """The sum of the losses and the count of the targets, over all ranks."""
         result = self.step(batches, 0.0)
-        wire = self.holding.wires.everyone
-        total = torch.tensor([result.loss], dtype=torch.float64, device=wire.device)
-        wire.all_reduce(total)
+        group = self.local.groups.everyone
+        total = torch.tensor([result.loss], dtype=torch.float64, device=group.device)
+        group.all_reduce(total)
         return float(total), self.count

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..comm import World
 from ..layout import Layout
 from ..parallel import Entry, Model, Piece, Precision, microbatches
-from ..parallel.local import Holding, hold
+from ..parallel.local import LocalModel, build_local
 from ..parallel.tensor import Weight
 from ..program import Op, Program, Timeline
 from ..program.build import forward_only
@@ -95,13 +95,13 @@ class _Recorder(Executor):
     """Keeps each gradient, as it is without the loss scale, before it is used or skipped."""
 
     def __init__(
-        self, holding: Holding, program: Program, rank: int, optimizer: Optimizer, **more: Any
+        self, local: LocalModel, program: Program, rank: int, optimizer: Optimizer, **more: Any
     ) -> None:
-        super().__init__(holding, program, rank, optimizer, **more)
+        super().__init__(local, program, rank, optimizer, **more)
         self.seen: dict[int, Tensor] = {}
 
     def _update(self, op: Op) -> None:
-        gradient = self.holding.units[op.piece].gradient
+        gradient = self.local.units[op.piece].gradient
         assert gradient is not None
         self.seen[op.piece] = gradient.detach() / self._loss_scale
         super()._update(op)
@@ -110,14 +110,14 @@ class _Recorder(Executor):
 class _Tracer:
     """What each piece puts out in a step. Recomputing does not count again."""
 
-    def __init__(self, layout: Layout, holding: Holding, model: Model) -> None:
+    def __init__(self, layout: Layout, local: LocalModel, model: Model) -> None:
         self.outputs: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
         self.places = layout.tp if layout.seq else 1
-        self.place = holding.place["tp"]
+        self.place = local.place["tp"]
         # Under tp without seq every rank has the same outputs, and the first one tells them.
         if self.places > 1 or self.place == 0:
-            for number, piece in holding.pieces.items():
+            for number, piece in local.pieces.items():
                 self._wrap(number, piece, model.pieces[number][0])
 
     def _wrap(self, number: int, piece: Piece, name: str) -> None:
@@ -159,7 +159,7 @@ def train_layout(
 ) -> Seen:
     """This rank's view of a few steps in a layout; every rank of the world calls it."""
     mine = model()
-    holding = hold(
+    local = build_local(
         world, layout, mine, program,
         seed=setting.seed, precision=setting.precision, poison=True,
     )  # fmt: skip
@@ -169,15 +169,15 @@ def train_layout(
         "time_cut": layout.tp if layout.seq else 1,
     }
     executor = _Recorder(
-        holding, program, world.rank, setting.optimizer, clip=setting.clip,
+        local, program, world.rank, setting.optimizer, clip=setting.clip,
         scaling=LossScale(*setting.scaling) if half else None, **told,
     )  # fmt: skip
     executor.checked = True  # what each rank holds is what the program says
-    seen = Seen([*_parts(holding, {}, -1)])
-    tracer = _Tracer(layout, holding, mine)
+    seen = Seen([*_parts(local, {}, -1)])
+    tracer = _Tracer(layout, local, mine)
     for step in range(setting.steps):
         batch = setting.batches(step)
-        own = _own(batch, layout, holding, world)
+        own = _own(batch, layout, local, world)
         seen.sizes.append(_numbered(batch).shape)
         seen.scales.append(executor.scaling.scale if executor.scaling else 1.0)
         result = executor.step(own, setting.rate(step))
@@ -185,21 +185,20 @@ def train_layout(
         seen.counts.append(result.count)
         seen.norms.append(result.norm)
         seen.outputs.append(tracer.take())
-        seen.parts += _parts(holding, executor.seen, step)
+        seen.parts += _parts(local, executor.seen, step)
         seen.timeline = result.timeline
-    validator = Validator(holding, forward_only(program, layout), world.rank, **told)
+    validator = Validator(local, forward_only(program, layout), world.rank, **told)
     seen.validation = validator.mean_loss(
-        _own(batch, layout, holding, world)
-        for batch in validation_of(setting.batches, setting.steps)
+        _own(batch, layout, local, world) for batch in validation_of(setting.batches, setting.steps)
     )
     world.clear()
     return seen
 
 
-def _own(batch: Batch, layout: Layout, holding: Holding, world: World) -> list[dict[str, Tensor]]:
+def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: _numbered(batch)}
     there = {name: x.to(world.device) for name, x in numbered.items()}
-    return microbatches(there, layout, holding.place["dp"], holding.place["cp"])
+    return microbatches(there, layout, local.place["dp"], local.place["cp"])
 
 
 def _numbered(batch: Batch) -> Tensor:
@@ -208,8 +207,8 @@ def _numbered(batch: Batch) -> Tensor:
     return torch.arange(1, like.numel() + 1).view(like.shape)
 
 
-def _parts(holding: Holding, gradients: Mapping[int, Tensor], step: int) -> Iterable[Part]:
-    for number, unit in holding.units.items():
+def _parts(local: LocalModel, gradients: Mapping[int, Tensor], step: int) -> Iterable[Part]:
+    for number, unit in local.units.items():
         gradient, home = gradients.get(number), unit.home
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)

@@ -77,7 +77,7 @@ def verify(
     shape: Shape,
     layouts: Iterable[Layout],
     *,
-    wire: str = "threads",
+    backend: str = "threads",
     steps: int = 3,
     dtype: str = "float64",
     seed: int = 0,
@@ -94,9 +94,9 @@ def verify(
     One world of ranks serves all layouts of its size; after a layout that raises, new ranks start.
     `record` is where the last layout's last step is written, for `phalanx draw run`. `make` makes
     the model, where that is not the built-in one of the shape. `worlds` opens the worlds in place of
-    what `wire` names.
+    what `backend` names.
     """
-    worlds = worlds or partial(workers, wire=wire)
+    worlds = worlds or partial(workers, backend=backend)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
     for layout in layouts:
         refuse_unfit(make(), layout)

@@ -143,8 +143,8 @@ def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gett
         finally:
             os.close(fd)
     raise CommMisuse(
-        f"wire shared needs {whole(size, 1 << 20) >> 20} MiB of shared memory and there is no room "
-        f"in {' or '.join(said)}; give a container more with --shm-size, or use wire gloo."
+        f"backend shm needs {whole(size, 1 << 20) >> 20} MiB of shared memory and there is no room "
+        f"in {' or '.join(said)}; give a container more with --shm-size, or use backend gloo."
     )
 
 

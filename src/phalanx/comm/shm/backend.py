@@ -10,7 +10,7 @@ torch's own that refuses every call. Kernels of torch's operators `c10d::*`, at 
 a backend is selected, carry the call out if the group is one of these and pass on all others. The
 profiler and dispatch modes stand in front of them and see the operators as with any backend.
 
-This is for code that speaks torch.distributed; ours splits its groups from a `SharedWorld`.
+This is for code that speaks torch.distributed; ours splits its groups from a `ShmWorld`.
 """
 
 import atexit
@@ -33,11 +33,11 @@ from torch import Tensor
 from phalanx.comm.base import Call, CommError, CommMisuse, Work
 from phalanx.comm.shm.arena import Extent, Reserved
 from phalanx.comm.shm.little import Little
-from phalanx.comm.shm.local import Ongoing, SharedWire, SharedWorld
+from phalanx.comm.shm.local import Ongoing, ShmGroup, ShmWorld
 from phalanx.comm.shm.table import Done, Line, Table
 from phalanx.comm.shm.watch import CommTimeout
 
-__all__ = ["SharedGroup", "SharedWorld"]
+__all__ = ["ShmProcessGroup", "ShmWorld"]
 
 # Their stubs lack most of what is used here.
 _c10d: Any = torch._C._distributed_c10d
@@ -56,9 +56,9 @@ _OPS = {
 
 # Guards all groups of this process: whoever moves calls holds it, and nobody sleeps with it.
 _lock = threading.RLock()
-_groups: "dict[str, SharedGroup]" = {}
+_groups: "dict[str, ShmProcessGroup]" = {}
 # All lines with calls, of all groups.
-_busy: "dict[Line, SharedWorld]" = {}
+_busy: "dict[Line, ShmWorld]" = {}
 
 # Seconds that the thread leaves a new call to whoever made it: most are waited for at once.
 _NAP = 2e-4
@@ -75,10 +75,14 @@ class Later(dist.Work):
     """
 
     def __init__(
-        self, group: "SharedGroup", works: Sequence[Work], result: Any, after: Callable[[], None]
+        self,
+        group: "ShmProcessGroup",
+        works: Sequence[Work],
+        result: Any,
+        after: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._group: SharedGroup | None = group
+        self._group: ShmProcessGroup | None = group
         self._works = [work for work in works if isinstance(work, Ongoing)]
         self._result, self._after = result, after
         self._from = -1
@@ -254,7 +258,7 @@ class _Progress:
 _progress = _Progress()
 
 
-class _World(SharedWorld):
+class _World(ShmWorld):
     """The ranks of one process group. It moves with all others of this process."""
 
     def __init__(self, path: str, extent: Extent, rank: int, timeout: timedelta) -> None:
@@ -293,7 +297,7 @@ class _World(SharedWorld):
 # ---- one process group
 
 
-class SharedGroup:
+class ShmProcessGroup:
     """One rank's part in a process group over shared memory: its calls, by the names of `c10d`."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> None:
@@ -323,9 +327,9 @@ class SharedGroup:
             ) from error
         if reserved is not None:
             reserved.close()
-        wire = self.world.split(f"group {name}", [range(size)])
-        assert isinstance(wire, SharedWire)
-        self._wire = wire
+        group = self.world.split(f"group {name}", [range(size)])
+        assert isinstance(group, ShmGroup)
+        self._group = group
         # Calls of several threads are made one after another.
         self._order = threading.RLock()
 
@@ -361,31 +365,31 @@ class SharedGroup:
     def all_reduce(self, flat: "_Flat", tensors: list[Tensor], op: Any) -> Any:
         name = _op(op)
         works = [
-            self._wire.all_reduce(x, name, wait=False)
+            self._group.all_reduce(x, name, wait=False)
             for x in map(flat.into, tensors)
-            if not (flat.waits and self._wire.all_reduce_little(x, name))
+            if not (flat.waits and self._group.all_reduce_little(x, name))
         ]
         return works, tensors
 
     def broadcast(self, flat: "_Flat", tensors: list[Tensor], root: int, index: int = 0) -> Any:
-        return [self._wire.broadcast(flat.into(x), root, wait=False) for x in tensors], tensors
+        return [self._group.broadcast(flat.into(x), root, wait=False) for x in tensors], tensors
 
     def reduce(
         self, flat: "_Flat", tensors: list[Tensor], op: Any, root: int, index: int = 0
     ) -> Any:
         name = _op(op)
-        return [self._wire.reduce(flat.into(x), root, name, wait=False) for x in tensors], tensors
+        return [self._group.reduce(flat.into(x), root, name, wait=False) for x in tensors], tensors
 
     def all_gather_into(self, flat: "_Flat", outs: list[Tensor], xs: list[Tensor]) -> Any:
         pairs = zip(outs, xs, strict=True)
-        works = [self._wire.all_gather(flat.into(out), _of(x), wait=False) for out, x in pairs]
+        works = [self._group.all_gather(flat.into(out), _of(x), wait=False) for out, x in pairs]
         return works, outs
 
     def all_gather(self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor]) -> Any:
         works = []
         for parts, x in zip(outs, xs, strict=True):
             whole = flat.parts(parts, x)
-            works.append(self._wire.all_gather(whole, _of(x), wait=False))
+            works.append(self._group.all_gather(whole, _of(x), wait=False))
         return works, outs
 
     def all_gather_coalesced(
@@ -399,7 +403,7 @@ class SharedGroup:
     ) -> Any:
         name, pairs = _op(op), zip(outs, xs, strict=True)
         works = [
-            self._wire.reduce_scatter(flat.into(out), _of(x), name, wait=False) for out, x in pairs
+            self._group.reduce_scatter(flat.into(out), _of(x), name, wait=False) for out, x in pairs
         ]
         return works, outs
 
@@ -409,35 +413,35 @@ class SharedGroup:
         return self.reduce_scatter_from(flat, outs, [_joined(parts) for parts in xs], op)
 
     def gather(self, flat: "_Flat", outs: list[list[Tensor]], xs: list[Tensor], root: int) -> Any:
-        parts = [flat.into(out) for out in outs[0]] if self._wire.rank == root else None
-        return [self._wire.gather(parts, _of(xs[0]), root, wait=False)], outs
+        parts = [flat.into(out) for out in outs[0]] if self._group.rank == root else None
+        return [self._group.gather(parts, _of(xs[0]), root, wait=False)], outs
 
     def scatter(self, flat: "_Flat", outs: list[Tensor], xs: list[list[Tensor]], root: int) -> Any:
-        parts = [_of(x) for x in xs[0]] if self._wire.rank == root else None
-        return [self._wire.scatter(flat.into(outs[0]), parts, root, wait=False)], outs
+        parts = [_of(x) for x in xs[0]] if self._group.rank == root else None
+        return [self._group.scatter(flat.into(outs[0]), parts, root, wait=False)], outs
 
     def all_to_all(self, flat: "_Flat", outs: list[Tensor], xs: list[Tensor]) -> Any:
         came = outs[0].new_empty(sum(out.numel() for out in outs))
         sizes = [out.numel() for out in outs], [x.numel() for x in xs]
         flat.copy(outs, torch.split(came, sizes[0]))
-        return [self._wire.all_to_all(came, _joined(xs), *sizes, wait=False)], outs
+        return [self._group.all_to_all(came, _joined(xs), *sizes, wait=False)], outs
 
     def all_to_all_into(
         self, flat: "_Flat", out: Tensor, x: Tensor, takes: list[int], sends: list[int]
     ) -> Any:
-        work = self._wire.all_to_all(
+        work = self._group.all_to_all(
             flat.into(out), _of(x), takes or None, sends or None, wait=False
         )
         return [work], [out]
 
     def barrier(self, flat: "_Flat", *of_others: Any) -> Any:
-        return [self._wire.barrier(wait=False)], []
+        return [self._group.barrier(wait=False)], []
 
     def send(self, flat: "_Flat", tensors: list[Tensor], to: int, tag: int) -> Any:
-        return [self._wire.send_tagged(_of(x), to, tag) for x in tensors], tensors
+        return [self._group.send_tagged(_of(x), to, tag) for x in tensors], tensors
 
     def recv(self, flat: "_Flat", tensors: list[Tensor], source: int, tag: int) -> Any:
-        return [self._wire.receive_tagged(flat.into(x), source, tag) for x in tensors], tensors
+        return [self._group.receive_tagged(flat.into(x), source, tag) for x in tensors], tensors
 
     def recv_any_source(self, flat: "_Flat", tensors: list[Tensor], tag: int) -> Any:
         return self.recv(flat, tensors, -1, tag)
@@ -448,16 +452,16 @@ class SharedGroup:
             raise CommMisuse("backend shm: sparse tensors can be summed and not reduced otherwise.")
         for x in tensors:
             part = x.detach().coalesce()
-            counts = torch.empty(self._wire.size, dtype=torch.int64)
-            self._wire.all_gather(counts, torch.tensor([part._nnz()]))
+            counts = torch.empty(self._group.size, dtype=torch.int64)
+            self._group.all_gather(counts, torch.tensor([part._nnz()]))
             wide = int(counts.max())
             # Rows of zeros, which add nothing, make them all as long as the longest.
             at = _padded(part.indices().T, wide)
             values = _padded(part.values(), wide)
-            all_at = at.new_empty((self._wire.size * wide, *at.shape[1:]))
-            all_values = values.new_empty((self._wire.size * wide, *values.shape[1:]))
-            self._wire.all_gather(all_at, at)
-            self._wire.all_gather(all_values, values)
+            all_at = at.new_empty((self._group.size * wide, *at.shape[1:]))
+            all_values = values.new_empty((self._group.size * wide, *values.shape[1:]))
+            self._group.all_gather(all_at, at)
+            self._group.all_gather(all_values, values)
             total = torch.sparse_coo_tensor(all_at.T, all_values, x.shape).coalesce()
             with torch.no_grad(), _torch.autograd._unsafe_preserve_version_counter(x):
                 x.copy_(total)
@@ -535,38 +539,38 @@ def _no_monitored_barrier(*args: Any) -> Any:
 
 # Of each operator: the call, and what it passes of the operator's arguments after the group.
 _KERNELS: dict[str, Callable[..., Any]] = {
-    "allreduce_": lambda xs, op, sparse: (SharedGroup.all_reduce, (xs, op)),
-    "allreduce_coalesced_": lambda xs, op: (SharedGroup.all_reduce, (xs, op)),
-    "broadcast_": lambda xs, root, i: (SharedGroup.broadcast, (xs, root, i)),
-    "reduce_": lambda xs, op, root, i: (SharedGroup.reduce, (xs, op, root, i)),
-    "allgather_": lambda outs, xs: (SharedGroup.all_gather, (outs, xs)),
-    "allgather_coalesced_": lambda outs, xs: (SharedGroup.all_gather_coalesced, (outs, xs)),
-    "_allgather_base_": lambda out, x: (SharedGroup.all_gather_into, ([out], [x])),
-    "allgather_into_tensor_coalesced_": lambda outs, xs: (SharedGroup.all_gather_into, (outs, xs)),
-    "reduce_scatter_": lambda outs, xs, op: (SharedGroup.reduce_scatter, (outs, xs, op)),
+    "allreduce_": lambda xs, op, sparse: (ShmProcessGroup.all_reduce, (xs, op)),
+    "allreduce_coalesced_": lambda xs, op: (ShmProcessGroup.all_reduce, (xs, op)),
+    "broadcast_": lambda xs, root, i: (ShmProcessGroup.broadcast, (xs, root, i)),
+    "reduce_": lambda xs, op, root, i: (ShmProcessGroup.reduce, (xs, op, root, i)),
+    "allgather_": lambda outs, xs: (ShmProcessGroup.all_gather, (outs, xs)),
+    "allgather_coalesced_": lambda outs, xs: (ShmProcessGroup.all_gather_coalesced, (outs, xs)),
+    "_allgather_base_": lambda out, x: (ShmProcessGroup.all_gather_into, ([out], [x])),
+    "allgather_into_tensor_coalesced_": lambda outs, xs: (ShmProcessGroup.all_gather_into, (outs, xs)),
+    "reduce_scatter_": lambda outs, xs, op: (ShmProcessGroup.reduce_scatter, (outs, xs, op)),
     "_reduce_scatter_base_": lambda out, x, op: (
-        SharedGroup.reduce_scatter_from, ([out], [x], op)
+        ShmProcessGroup.reduce_scatter_from, ([out], [x], op)
     ),
     "reduce_scatter_tensor_coalesced_": lambda outs, xs, op: (
-        SharedGroup.reduce_scatter_from, (outs, xs, op)
+        ShmProcessGroup.reduce_scatter_from, (outs, xs, op)
     ),
-    "gather_": lambda outs, xs, root: (SharedGroup.gather, (outs, xs, root)),
-    "scatter_": lambda outs, xs, root: (SharedGroup.scatter, (outs, xs, root)),
-    "alltoall_": lambda outs, xs: (SharedGroup.all_to_all, (outs, xs)),
+    "gather_": lambda outs, xs, root: (ShmProcessGroup.gather, (outs, xs, root)),
+    "scatter_": lambda outs, xs, root: (ShmProcessGroup.scatter, (outs, xs, root)),
+    "alltoall_": lambda outs, xs: (ShmProcessGroup.all_to_all, (outs, xs)),
     "alltoall_base_": lambda out, x, takes, sends: (
-        SharedGroup.all_to_all_into, (out, x, takes, sends)
+        ShmProcessGroup.all_to_all_into, (out, x, takes, sends)
     ),
     "monitored_barrier_": _no_monitored_barrier,
-    "barrier": lambda x, ids: (SharedGroup.barrier, ()),
-    "send": lambda xs, to, tag: (SharedGroup.send, (xs, to, tag)),
-    "recv_": lambda xs, source, tag: (SharedGroup.recv, (xs, source, tag)),
-    "recv_any_source_": lambda xs, tag: (SharedGroup.recv_any_source, (xs, tag)),
+    "barrier": lambda x, ids: (ShmProcessGroup.barrier, ()),
+    "send": lambda xs, to, tag: (ShmProcessGroup.send, (xs, to, tag)),
+    "recv_": lambda xs, source, tag: (ShmProcessGroup.recv, (xs, source, tag)),
+    "recv_any_source_": lambda xs, tag: (ShmProcessGroup.recv_any_source, (xs, tag)),
 }  # fmt: skip
 
 # Kept, since the kernels go with it.
 _library: Any = None
 # What each process group of this process has on the CPU, None for those of other backends.
-_known: "weakref.WeakKeyDictionary[Any, SharedGroup | None]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[Any, ShmProcessGroup | None]" = weakref.WeakKeyDictionary()
 
 
 def _install() -> None:
@@ -597,14 +601,14 @@ def _kernel(name: str, meaning: Callable[..., Any]) -> Callable[..., Any]:
             return own.redispatch(keyset & _BELOW, *args)
         call, passed = meaning(*args[:at], *args[at + 1 : waits])
         if sparse:
-            call = SharedGroup.all_reduce_sparse
+            call = ShmProcessGroup.all_reduce_sparse
         work = group.call(call, passed, waits is not None and not args[waits])
         return (args[0], work.boxed()) if len(schema.returns) == 2 else work.boxed()
 
     return kernel
 
 
-def _group_of(boxed: Any) -> SharedGroup | None:
+def _group_of(boxed: Any) -> ShmProcessGroup | None:
     """The shm group that a process group has for CPU tensors, if it has one."""
     process_group = _dist.ProcessGroup.unbox(boxed)
     try:
@@ -662,7 +666,7 @@ def _make(options: Any, _: Any) -> Any:
     before = _groups.get(name)
     if before is not None:  # its process group was destroyed and another one has its name
         before.leave()
-    group = SharedGroup(
+    group = ShmProcessGroup(
         options.store, options.group_rank, options.group_size, options.timeout, name
     )
     with _lock:

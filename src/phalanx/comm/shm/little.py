@@ -30,8 +30,8 @@ class Plan(NamedTuple):
 class Little:
     """The small all-reduces of one member. `wait` is called when the others are not there soon."""
 
-    def __init__(self, table: Table, wire: Group, wait: Callable[[], None]) -> None:
-        self._table, self._wire, self._wait = table, wire, wait
+    def __init__(self, table: Table, group: Group, wait: Callable[[], None]) -> None:
+        self._table, self._group, self._wait = table, group, wait
         self._plans: dict[tuple[str, torch.Size, torch.dtype, int], Plan] = {}
 
     def all_reduce(self, x: Tensor, op: str) -> bool:
@@ -65,7 +65,7 @@ class Little:
         self, x: Tensor, op: str, key: tuple[str, torch.Size, torch.dtype, int]
     ) -> Plan | None:
         call = Call("all_reduce", x, op=op)
-        check(self._wire, call)
+        check(self._group, call)
         n = x.numel()
         if not n or n * x.itemsize > LITTLE:
             return None

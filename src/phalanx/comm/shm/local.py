@@ -24,7 +24,7 @@ from phalanx.comm.shm.watch import Watch
 class Ongoing(Work):
     """A call that a line carries out."""
 
-    def __init__(self, world: "SharedWorld", call: Call, number: int, line: Line, done: Done):
+    def __init__(self, world: "ShmWorld", call: Call, number: int, line: Line, done: Done):
         self._world, self._kind, self._number = world, call.kind, number
         self._line, self._done = line, done
 
@@ -57,10 +57,10 @@ class Ongoing(Work):
 _DONE = Work()
 
 
-class SharedWire(Group):
+class ShmGroup(Group):
     """A group of ranks around a table, as one of them sees it."""
 
-    def __init__(self, world: "SharedWorld", number: int, table: Table) -> None:
+    def __init__(self, world: "ShmWorld", number: int, table: Table) -> None:
         super().__init__(table.name, table.rank, table.ranks, world.device)
         self._world, self._number, self._table = world, number, table
         self._inboxes: dict[int, Inbox] = {}
@@ -144,7 +144,7 @@ class SharedWire(Group):
         self._world.free(self._number)
 
 
-class SharedWorld(World):
+class ShmWorld(World):
     """This process as one rank of an arena. `path` is where to open it, once."""
 
     def __init__(
@@ -154,7 +154,7 @@ class SharedWorld(World):
         rank: int,
         *,
         timeout: float,
-        busy: "dict[Line, SharedWorld] | None" = None,
+        busy: "dict[Line, ShmWorld] | None" = None,
     ) -> None:
         super().__init__(rank, extent.ranks, torch.device("cpu"))
         self._arena = Arena(path, extent, rank)
@@ -163,7 +163,7 @@ class SharedWorld(World):
         self._everyone = Table(self._arena, 0, "the world", tuple(range(self.size)), 1)
         # Lines with calls; worlds that share this move each other's.
         self._busy = {} if busy is None else busy
-        # Seats by wire, alike on every rank, since all split and close in the same order.
+        # Seats by group, alike on every rank, since all split and close in the same order.
         self._seats: dict[int, int] = {}
         self._splits = 0
         self._meet(Call("barrier", torch.empty(0)))
@@ -183,14 +183,14 @@ class SharedWorld(World):
         taken = set(self._seats.values())
         seat = next(i for i in range(1, len(taken) + 2) if i not in taken)
         if seat >= self._arena.extent.seats:
-            raise CommError(f"wire {name!r}: this arena has {seat} seats and all are taken.")
+            raise CommError(f"group {name!r}: this arena has {seat} seats and all are taken.")
         self._seats[self._splits] = seat
         ranks = next(group for group in groups if self.rank in group)
         table = Table(self._arena, seat, name, ranks, self._splits + 1)
-        return SharedWire(self, self._splits, table)
+        return ShmGroup(self, self._splits, table)
 
     def free(self, number: int) -> None:
-        """A wire is closed; another may have its seat."""
+        """A group is closed; another may have its seat."""
         del self._seats[number]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -389,7 +389,7 @@ class Outbox:
         if letter is None:
             raise CommError(
                 f"there is no room for a letter of {size} bytes in shared memory; its receiver is "
-                "far behind, or the machine has no memory that can grow: use wire gloo."
+                "far behind, or the machine has no memory that can grow: use backend gloo."
             )
         self._words[(letter >> 3) + NEXT] = self._words[(letter >> 3) + STATE] = 0
         self._words[(letter >> 3) + TAG] = tag

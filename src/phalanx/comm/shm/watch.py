@@ -161,7 +161,7 @@ class Watch:
         for rank in range(self._size):
             doing = self._words[(self._arena.page(rank) >> 3) + DOING]
             number, kind = doing >> 8, KINDS[doing & 255]
-            name = self.names[number] if number < len(self.names) else f"wire {number}"
+            name = self.names[number] if number < len(self.names) else f"group {number}"
             said.append(f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}")
         return ", ".join(said) + "."
 

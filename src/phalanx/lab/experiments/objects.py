@@ -77,7 +77,7 @@ def run(lab: Lab) -> Values:
         if rank:
             lab.note(f"Rank {rank} received its own process id: receiving called a function.")
     elif rank == 0:
-        lab.note("The object forms need processes: run this with --wire gloo.")
+        lab.note("The object forms need processes: run this with --backend gloo.")
     return {"text": total, "tensor": same, "pickled": pickled, "called": int(pid == os.getpid())}
 
 

@@ -19,7 +19,7 @@ from phalanx.comm.tally import TallyWorld
 from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
-from phalanx.lab.trial import traced, wire_for
+from phalanx.lab.trial import backend_for, traced
 
 
 def rank_code(group: Group, size: Size) -> tuple[Tensor, Tensor]:
@@ -58,12 +58,12 @@ def run(lab: Lab) -> Values:
 
     lab.step("all ranks as threads of this process")
     with _disable_current_modes():
-        thread = launch(as_thread, lab.n, lab.size, wire="threads")[lab.rank]
+        thread = launch(as_thread, lab.n, lab.size, backend="threads")[lab.rank]
     lab.shows("before the message", gradient=thread[0])
     lab.shows("after", gradient=thread[1])
     if lab.rank == 0:
         state = "on" if traced() else "off"
-        lab.note(f"A tracer is {state}: for --wire gloo the lab uses {wire_for('gloo')}.")
+        lab.note(f"A tracer is {state}: for --backend gloo the lab uses {backend_for('gloo')}.")
     return {
         "own": own,
         "gradient": gradient,
@@ -83,7 +83,7 @@ def chosen_under_a_tracer() -> str:
         before = sys.gettrace()
         sys.settrace(lambda *_: None)
         try:
-            chosen.append(wire_for("gloo"))
+            chosen.append(backend_for("gloo"))
         finally:
             sys.settrace(before)
 

@@ -8,7 +8,7 @@ times the weights while the others idle. And a replica is a whole model on one d
 be combined with splitting the model. Here it is measured beside one process for each rank, which
 sends 2(n-1)/n of the weights.
 
-Ranks as threads also share one interpreter; `--wire gloo` gives the second form its processes.
+Ranks as threads also share one interpreter; `--backend gloo` gives the second form its processes.
 Without several GPUs the devices are the CPU under n names: copies are real, the devices are not.
 """
 

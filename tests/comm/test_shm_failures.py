@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from wire_cases import (
+from group_cases import (
     one_raises,
     one_returns,
     one_stays_away,
@@ -59,7 +59,7 @@ def lost_in_a_call(world, signal_number):
 @pytest.mark.parametrize("number, how", [(9, "is lost, its process"), (19, "does not answer")])
 def test_a_rank_that_is_killed_or_stopped_is_named_by_all_with_the_call_each_was_in(number, how):
     before = of_shared_memory()
-    with workers(3, wire="shared", timeout=3600.0) as run:
+    with workers(3, backend="shm", timeout=3600.0) as run:
         error = failure(run, lost_in_a_call, number)
     said = [each for rank, each in told(error).items() if rank != 1]
     if number == 9:
@@ -76,7 +76,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_by_all_with_the_call_each_was
 
 
 def test_a_rank_that_raises_comes_first_and_the_others_say_where_they_were():
-    with workers(3, wire="shared", timeout=3600.0) as run:
+    with workers(3, backend="shm", timeout=3600.0) as run:
         error = failure(run, one_raises)
     assert error.rank == 1
     assert "in one_raises" in str(error)
@@ -96,14 +96,14 @@ def test_a_rank_that_raises_comes_first_and_the_others_say_where_they_were():
     ],
 )
 def test_ranks_that_disagree_end_at_once_with_both_sides_of_it(fn, said):
-    with workers(2, wire="shared", timeout=3600.0) as run:
+    with workers(2, backend="shm", timeout=3600.0) as run:
         text = str(failure(run, fn))
     assert "the ranks disagree on call 0 of tp: rank 0 is in" in text
     assert said in text
 
 
 def test_a_timeout_over_shared_memory_names_who_has_not_come_and_where_it_waits():
-    with workers(3, wire="shared", timeout=1.0) as run:
+    with workers(3, backend="shm", timeout=1.0) as run:
         text = str(failure(run, one_stays_away)).splitlines()[0]
     assert "not arrived in 1 s" in text
     assert "rank 0 was in all_gather on tp" in text
@@ -112,17 +112,17 @@ def test_a_timeout_over_shared_memory_names_who_has_not_come_and_where_it_waits(
 
 def busy(world, seed):
     """Calls without end, of all kinds and sizes, and letters."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     half = world.split("pair", [[i, i + 1] for i in range(0, world.size, 2)])
     draw = random.Random(seed)
     os.write(1, f"pid {os.getpid()}\n".encode())
     while True:
         n = draw.choice([1, 100, 3000, 700_000])
         x = torch.ones(n * world.size)
-        wire.all_reduce(x)
-        works = [wire.reduce_scatter(torch.ones(n), x, wait=False)]
+        group.all_reduce(x)
+        works = [group.reduce_scatter(torch.ones(n), x, wait=False)]
         half.send(x[:n].clone(), 1 - half.rank)
-        works.append(wire.all_gather(x, torch.ones(n), wait=False))
+        works.append(group.all_gather(x, torch.ones(n), wait=False))
         half.receive(torch.ones(n), 1 - half.rank)
         for work in works:
             work.wait()
@@ -131,10 +131,10 @@ def busy(world, seed):
 LAUNCHER = """
 import os, sys
 from phalanx.comm import workers, RankFailed
-from test_wire_shared_failures import busy
+from test_shm_failures import busy
 if __name__ == "__main__":
     os.write(1, f"pid {os.getpid()}\\n".encode())
-    with workers(4, wire="shared", timeout=3600.0) as run:
+    with workers(4, backend="shm", timeout=3600.0) as run:
         try:
             run(busy, int(sys.argv[1]))
         except RankFailed as error:

@@ -78,7 +78,7 @@ def test_a_port_in_use_is_refused_before_anybody_waits():
 JOINED = """
 import torch
 from phalanx.comm import join
-world = join(2, wire="gloo", timeout=30.0)
+world = join(2, backend="gloo", timeout=30.0)
 x = torch.tensor([float(world.rank + 1)])
 world.split("all", [range(2)]).all_reduce(x)
 print(f"sum {x.item()}\\n", end="", flush=True)

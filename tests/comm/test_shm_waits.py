@@ -7,14 +7,14 @@ import random
 
 import pytest
 import torch
+from group_cases import one_process
 from stage import CHUNK, perform
-from wire_cases import one_process
 
 from phalanx.comm import CommError
 from phalanx.comm.base import Call
 from phalanx.comm.shm import little, table
 from phalanx.comm.shm.arena import LINE, Arena, Extent
-from phalanx.comm.shm.local import SharedWire
+from phalanx.comm.shm.local import ShmGroup
 from phalanx.comm.shm.rounds import LITTLE
 from phalanx.comm.shm.table import Inbox, Letters, Outbox, Table
 
@@ -103,32 +103,32 @@ def brought(world, kind, k, size, n, made):
     return x, tensor(n) if kind == "ring" else tensor(n * size)
 
 
-def begin(wire, kind, x, out, n, root, wait):
-    size, me = wire.size, wire.rank
+def begin(group, kind, x, out, n, root, wait):
+    size, me = group.size, group.rank
     if kind in ("reduce", "broadcast"):
-        return getattr(wire, kind)(x, root, wait=wait)
+        return getattr(group, kind)(x, root, wait=wait)
     if kind == "all_reduce":
-        return wire.all_reduce(x, wait=wait)
+        return group.all_reduce(x, wait=wait)
     if kind in ("all_gather", "still", "inside"):
-        return wire.all_gather(out, x, still=kind == "still", wait=wait)
+        return group.all_gather(out, x, still=kind == "still", wait=wait)
     if kind == "gather":
         parts = list(out.view(size, n)) if me == root else None
-        return wire.gather(parts, x, root, wait=wait)
+        return group.gather(parts, x, root, wait=wait)
     if kind == "scatter":
         parts = list(x.view(size, n)) if me == root else None
-        return wire.scatter(out, parts, root, wait=wait)
+        return group.scatter(out, parts, root, wait=wait)
     if kind in ("reduce_scatter", "into_own", "into_other"):
-        return wire.reduce_scatter(out, x, wait=wait)
+        return group.reduce_scatter(out, x, wait=wait)
     if kind in ("all_to_all", "in_place"):
-        return wire.all_to_all(out, x, wait=wait)
+        return group.all_to_all(out, x, wait=wait)
     if kind == "uneven":
         sends, takes = [me + 1] * size, [i + 1 for i in range(size)]
-        return wire.all_to_all(out.view(-1, n), x.view(-1, n), takes, sends, wait=wait)
+        return group.all_to_all(out.view(-1, n), x.view(-1, n), takes, sends, wait=wait)
     if kind == "barrier":
-        return wire.barrier(wait=wait)
-    wire.send(x, (me + 1) % size)
+        return group.barrier(wait=wait)
+    group.send(x, (me + 1) % size)
     x.fill_(POISON)  # what was sent is the sender's again at once
-    return wire.receive(out, (me - 1) % size, wait=wait)
+    return group.receive(out, (me - 1) % size, wait=wait)
 
 
 def calls(world, plan):
@@ -138,7 +138,7 @@ def calls(world, plan):
     those without `wait` are waited for after the next call with it. What was promised to stay
     (`still`) is overwritten when a later call has shown that all are past it.
     """
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     late, wrong, under_way = [], [], []
 
     def finish(k, kind, n, x, out, work):
@@ -161,7 +161,7 @@ def calls(world, plan):
 
     for k, (kind, n, made, wait) in enumerate(plan):
         x, out = brought(world, kind, k, world.size, n, made)
-        call = (k, kind, n, x, out, begin(wire, kind, x, out, n, k % world.size, wait))
+        call = (k, kind, n, x, out, begin(group, kind, x, out, n, k % world.size, wait))
         if not wait:
             under_way.append(call)
             continue
@@ -295,7 +295,7 @@ def test_a_letter_is_hung_up_and_given_back_after_a_fence_and_read_after_one(tra
 
 def test_a_small_sum_reads_after_a_fence(traced):
     (mine, other), trace = traced
-    group = SharedWire.__new__(SharedWire)
+    group = ShmGroup.__new__(ShmGroup)
     group.name, group.size, group.rank = "all", 2, 0
     x = torch.ones(4)
 
@@ -311,11 +311,11 @@ def test_a_small_sum_reads_after_a_fence(traced):
 
 def differing(world, small):
     """The third call is of another size on each member."""
-    wire = world.split("all", [range(2)])
+    group = world.split("all", [range(2)])
     for _ in range(2):
-        wire.all_reduce(torch.ones(4))
+        group.all_reduce(torch.ones(4))
     x = torch.ones(4 + world.rank)
-    wire.all_reduce(x) if small else wire.all_reduce(x, wait=False).wait()
+    group.all_reduce(x) if small else group.all_reduce(x, wait=False).wait()
 
 
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]])
@@ -330,15 +330,15 @@ def letters_for_ever(world):
     """More letters than there is room for at once, some read late, on groups that come and go."""
     late = torch.zeros(1)
     for round_ in range(4):
-        wire = world.split(f"w{round_}", [range(2)])
-        wire.send_tagged(torch.tensor([float(round_)]), 1 - wire.rank, 7)
+        group = world.split(f"w{round_}", [range(2)])
+        group.send_tagged(torch.tensor([float(round_)]), 1 - group.rank, 7)
         for k in range(100):
             x = torch.full((100_000,), float(k))
-            wire.send(x, 1 - wire.rank)
-            wire.receive(x, 1 - wire.rank)
+            group.send(x, 1 - group.rank)
+            group.receive(x, 1 - group.rank)
             assert x[0] == x[-1] == k
             if k == 50:
-                wire.receive_tagged(late, 1 - wire.rank, 7).wait()
+                group.receive_tagged(late, 1 - group.rank, 7).wait()
                 assert late.item() == round_
         world.clear()
     heap = world._arena.heap

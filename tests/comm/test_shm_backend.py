@@ -58,7 +58,7 @@ def joined(world, place, fn):
 
 def over_shm(fn, size=2):
     with tempfile.TemporaryDirectory() as place:
-        return launch(joined, size, place, fn, wire="shared", timeout=60.0)
+        return launch(joined, size, place, fn, backend="shm", timeout=60.0)
 
 
 def as_ddp(rank, size):

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import threads_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from wire_cases import (
+from group_cases import (
     DTYPES,
     EXACT,
     KINDS,
@@ -27,6 +25,8 @@ from wire_cases import (
     start,
     uneven,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.comm import OPS
 
@@ -138,9 +138,9 @@ def test_a_letter_is_not_taken_for_a_part_of_a_collective(world):
 
 
 @pytest.mark.parametrize(
-    "name", ["threads-2", "threads-4", "threads-8", "shared-4", "shared-8", "gloo-2", "gloo-4"]
+    "name", ["threads-2", "threads-4", "threads-8", "shm-4", "shm-8", "gloo-2", "gloo-4"]
 )
-def test_each_rank_gets_the_wire_of_its_own_group_and_names_are_free_after_clear(name, kept):
+def test_each_rank_gets_the_group_of_its_own_group_and_names_are_free_after_clear(name, kept):
     run, n = kept(name)
     half = n // 2
     for rank, (ranks, place, a, b, c) in enumerate(run(grid)):
@@ -153,7 +153,7 @@ def test_each_rank_gets_the_wire_of_its_own_group_and_names_are_free_after_clear
 @pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="counts threads as Linux tells them"
 )
-def test_a_wire_that_is_closed_leaves_no_thread_behind_though_somebody_holds_it(kept):
+def test_a_group_that_is_closed_leaves_no_thread_behind_though_somebody_holds_it(kept):
     run, _ = kept("gloo-2")
     for before, while_open, after in run(closed_and_held):
         assert while_open > before

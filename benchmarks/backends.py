@@ -1,9 +1,9 @@
 """The collectives of ranks of one machine: gloo beside shared memory beside a plain copy.
 
-    python benchmarks/wires.py --ranks 2 4 --sizes 1K 32K 1M 16M 64M 256M
+    python benchmarks/backends.py --ranks 2 4 --sizes 1K 32K 1M 16M 64M 256M
 
-Five ways, interleaved in one run: torch's own functions over gloo, our wire over gloo (which trades
-parts for most collectives), our wire over shared memory with ordinary tensors and with buffers that
+Five ways, interleaved in one run: torch's own functions over gloo, our group over gloo (which trades
+parts for most collectives), our group over shared memory with ordinary tensors and with buffers that
 lie in shared memory, and a copy of as many bytes within each rank, as the limit. One thread a rank.
 
 A size is the whole buffer that a call is about, on one rank: for all-gather what comes out, for
@@ -27,18 +27,18 @@ from phalanx.comm import Group, World, workers
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send/receive")
 WAYS = {
     "gloo": ("gloo", "own"),
-    "wire over gloo": ("gloo", "wire"),
-    "shared": ("shared", "wire"),
-    "shared buffers": ("shared", "buffers"),
-    "copy": ("shared", "copy"),
+    "group over gloo": ("gloo", "group"),
+    "shm": ("shm", "group"),
+    "shared buffers": ("shm", "buffers"),
+    "copy": ("shm", "copy"),
 }
 
 
 def calls(
-    wire: Group, kind: str, how: str, x: Tensor, part: Tensor, y: Tensor
+    group: Group, kind: str, how: str, x: Tensor, part: Tensor, y: Tensor
 ) -> Callable[[], object]:
     """What is measured; x and y are whole buffers, part is one rank's part."""
-    before, after = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+    before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     if how == "copy":
         return lambda: y.copy_(x)
     if how == "own":
@@ -52,15 +52,15 @@ def calls(
         }[kind]
 
     def ring() -> None:
-        wire.send(x, after)
-        wire.receive(y, before)
+        group.send(x, after)
+        group.receive(y, before)
 
     return {
-        "all_reduce": lambda: wire.all_reduce(x),
-        "all_gather": lambda: wire.all_gather(x, part),
-        "reduce_scatter": lambda: wire.reduce_scatter(part, x),
-        "all_to_all": lambda: wire.all_to_all(y, x),
-        "broadcast": lambda: wire.broadcast(x, 0),
+        "all_reduce": lambda: group.all_reduce(x),
+        "all_gather": lambda: group.all_gather(x, part),
+        "reduce_scatter": lambda: group.reduce_scatter(part, x),
+        "all_to_all": lambda: group.all_to_all(y, x),
+        "broadcast": lambda: group.broadcast(x, 0),
         "send/receive": ring,
     }[kind]
 
@@ -73,18 +73,18 @@ def own_ring(x: Tensor, y: Tensor, before: int, after: int) -> None:
 
 def measure(world: World, kind: str, how: str, size: int, repeats: int) -> list[float]:
     """Seconds of each call on this rank, after one that warms up."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     numel = size // 4
     make = world.empty if how == "buffers" else torch.empty
     x, y, part = (
         make(n, dtype=torch.float32).fill_(1.0) for n in (numel, numel, numel // world.size)
     )
-    call = calls(wire, kind, how, x, part, y)
+    call = calls(group, kind, how, x, part, y)
     # Several calls make one time where a call is short, so that coming together is not measured.
     many = max(1, min(50, (1 << 18) // size))
     seconds = []
     for turn in range(repeats + 1):
-        wire.barrier()
+        group.barrier()
         start = time.perf_counter()
         for _ in range(many):
             call()
@@ -115,15 +115,15 @@ def table(
     print(" shared x | buffers x |\n|---|--:|" + "--:|--:|" * len(WAYS) + "--:|--:|")
     with ExitStack() as stack:
         runs = {
-            wire: stack.enter_context(workers(ranks, wire=wire, threads_per_rank=1))
-            for wire in ("gloo", "shared")
+            backend: stack.enter_context(workers(ranks, backend=backend, threads_per_rank=1))
+            for backend in ("gloo", "shm")
         }
         for kind in kinds:
             for size in sizes:
                 seconds: dict[str, list[float]] = {way: [] for way in WAYS}
                 for _ in range(rounds):
-                    for way, (wire, how) in WAYS.items():
-                        told = runs[wire](measure, kind, how, size, repeats)
+                    for way, (group, how) in WAYS.items():
+                        told = runs[group](measure, kind, how, size, repeats)
                         seconds[way] += map(max, zip(*told, strict=True))
                 print(row(kind, size, ranks, seconds), flush=True)
 
@@ -136,7 +136,7 @@ def row(kind: str, size: int, ranks: int, seconds: dict[str, list[float]]) -> st
         low, high = min(times) * 1e3, max(times) * 1e3
         text += f" {middle[way] * 1e3:.3g} ({low:.3g} - {high:.3g}) | {bus:.2f} |"
     return text + "".join(
-        f" {middle['gloo'] / middle[way]:.1f} |" for way in ("shared", "shared buffers")
+        f" {middle['gloo'] / middle[way]:.1f} |" for way in ("shm", "shared buffers")
     )
 
 

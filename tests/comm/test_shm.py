@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from conftest import threads_of
-from wire_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
+from group_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
 
 from phalanx.comm import OPS, CommMisuse, launch, workers
 from phalanx.comm.shm import arena
@@ -26,7 +26,7 @@ def fill(x, seed):
     return x.copy_(torch.randn(x.shape, generator=g))
 
 
-def call_of(wire, world, draw, seed):
+def call_of(group, world, draw, seed):
     """Make a random call, which is the same on all ranks of the group; its work and its results."""
     step = Step("average", "average", 0, torch.int64)
     while not meaningful(step):
@@ -39,28 +39,28 @@ def call_of(wire, world, draw, seed):
         )
     size = draw.choice(SIZES) if draw.random() < 0.98 else arena.CHUNK // 8 + 1
     made = world.empty if draw.random() < 0.4 else torch.empty
-    n, me, root = wire.size, wire.rank, step.root % wire.size
+    n, me, root = group.size, group.rank, step.root % group.size
     return _begin(
-        wire, step, root, size, lambda k, s: fill(made(k, dtype=step.dtype), s + me), n, seed
+        group, step, root, size, lambda k, s: fill(made(k, dtype=step.dtype), s + me), n, seed
     )
 
 
-def _begin(wire, step, root, m, tensor, n, seed):
-    me, wait, mine = wire.rank, step.wait, 1000 * seed
+def _begin(group, step, root, m, tensor, n, seed):
+    me, wait, mine = group.rank, step.wait, 1000 * seed
     if step.kind in REDUCING[:2] or step.kind == "broadcast":
         x = tensor(m, mine)
         at = () if step.kind == "all_reduce" else (root,)
         op = () if step.kind == "broadcast" else (step.op,)
-        return getattr(wire, step.kind)(x, *at, *op, wait=wait), [x]
+        return getattr(group, step.kind)(x, *at, *op, wait=wait), [x]
     if step.kind == "reduce_scatter":
         out = tensor(m, mine)
-        return wire.reduce_scatter(out, tensor(m * n, mine + 100), step.op, wait=wait), [out]
+        return group.reduce_scatter(out, tensor(m * n, mine + 100), step.op, wait=wait), [out]
     if step.kind == "all_gather":
         out = tensor(m * n, mine)
         # Sometimes in place: a rank's part stands where it belongs.
         x = out.view(n, m)[me] if step.root % 3 == 0 else tensor(m, mine + 100)
         # x is held to the end, so that it may be promised to stay as it is.
-        return wire.all_gather(out, x, still=step.root % 2 == 0, wait=wait), [out, x]
+        return group.all_gather(out, x, still=step.root % 2 == 0, wait=wait), [out, x]
     if step.kind == "all_to_all":
         counts = [
             [random.Random(f"{seed} {i} {j}").randrange(4) for j in range(n)] for i in range(n)
@@ -68,18 +68,18 @@ def _begin(wire, step, root, m, tensor, n, seed):
         takes, sends = [counts[i][me] for i in range(n)], counts[me]
         out = tensor(sum(takes) * m, mine).view(sum(takes), m)
         x = tensor(sum(sends) * m, mine + 100).view(sum(sends), m)
-        return wire.all_to_all(out, x, takes, sends, wait=wait), [out]
+        return group.all_to_all(out, x, takes, sends, wait=wait), [out]
     if step.kind in ("gather", "scatter"):
         x = tensor(m, mine)
         parts = [tensor(m, mine + 100 * (i + 1)) for i in range(n)] if me == root else None
         first, second = (parts, x) if step.kind == "gather" else (x, parts)
-        return getattr(wire, step.kind)(first, second, root, wait=wait), [x, *(parts or ())]
+        return getattr(group, step.kind)(first, second, root, wait=wait), [x, *(parts or ())]
     if step.kind == "barrier":
-        return wire.barrier(wait=wait), []
+        return group.barrier(wait=wait), []
     x, out = tensor(m, mine), tensor(m, mine + 100)
-    wire.send(x, (me + 1) % n)
+    group.send(x, (me + 1) % n)
     x.zero_()
-    return wire.receive(out, (me - 1) % n, wait=wait), [out]
+    return group.receive(out, (me - 1) % n, wait=wait), [out]
 
 
 def groups_of(size, draw):
@@ -91,13 +91,13 @@ def groups_of(size, draw):
 
 
 def dance(world, first, last):
-    """Random sequences of calls on several wires at once; a digest of all results for each."""
+    """Random sequences of calls on several groups at once; a digest of all results for each."""
     digests = []
     for seed in range(first, last):
         draw = random.Random(seed)
-        wires = [world.split(f"w{i}", groups_of(world.size, draw)) for i in range(2)]
+        groups = [world.split(f"w{i}", groups_of(world.size, draw)) for i in range(2)]
         calls = [
-            call_of(wires[draw.randrange(2)], world, draw, 100 * seed + k)
+            call_of(groups[draw.randrange(2)], world, draw, 100 * seed + k)
             for k in range(draw.randrange(1, 7))
         ]
         order = list(calls)
@@ -124,7 +124,7 @@ def assert_like_threads(run, size, first, last):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_random_sequences_of_calls_equal_those_over_threads_bit_for_bit(size, kept):
-    run, _ = kept(f"shared-{size}")
+    run, _ = kept(f"shm-{size}")
     assert_like_threads(run, size, 0, 60 if size < 8 else 20)
 
 
@@ -132,27 +132,27 @@ def test_random_sequences_of_calls_equal_those_over_threads_bit_for_bit(size, ke
 @pytest.mark.parametrize("part", range(20))
 def test_ten_thousand_random_sequences_equal_those_over_threads(part, kept):
     size = (2, 3, 4, 8)[part % 4]
-    run, _ = kept(f"shared-{size}")
+    run, _ = kept(f"shm-{size}")
     assert_like_threads(run, size, 1000 + 500 * part, 1500 + 500 * part)
 
 
 def large(world, numel, dtype):
     """Calls of several chunks, on ordinary tensors and on those in shared memory."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     n, results = world.size, []
     for made in (torch.empty, world.empty):
         x, part = fill(made(numel * n, dtype=dtype), world.rank), made(numel, dtype=dtype)
-        wire.reduce_scatter(part, x)
+        group.reduce_scatter(part, x)
         results.append(part.clone())
-        wire.all_gather(x, part, still=made is world.empty)
+        group.all_gather(x, part, still=made is world.empty)
         results.append(x.clone())
-        wire.all_reduce(x)
+        group.all_reduce(x)
         results.append(x)
     world.clear()
     return [x.clone() for x in results]
 
 
-@pytest.mark.parametrize("name", ["shared-2", "shared-3"])
+@pytest.mark.parametrize("name", ["shm-2", "shm-3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_calls_of_many_chunks_give_the_same_in_and_outside_of_shared_memory(name, dtype, kept):
     run, size = kept(name)
@@ -176,17 +176,17 @@ def recycled(world):
 
 
 def test_a_shared_buffer_lives_as_long_as_any_view_of_it(kept):
-    run, _ = kept("shared-2")
+    run, _ = kept("shm-2")
     assert run(recycled) == [(True, True)] * 2
 
 
 def idle(world):
     """The share of a core that a rank uses while it waits, after it has waited for a while."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     if world.rank == 0:
         time.sleep(1.5)
     used, start = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-    wire.barrier()
+    group.barrier()
     now, seconds = resource.getrusage(resource.RUSAGE_SELF), time.monotonic() - start
     world.clear()
     return (now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / max(seconds, 1.5)
@@ -194,7 +194,7 @@ def idle(world):
 
 def test_waiting_ranks_leave_the_cores_to_others():
     # All four together stay below a tenth of a core; a rank that spins would take a whole one.
-    assert sum(launch(idle, 4, wire="shared")) < 0.1
+    assert sum(launch(idle, 4, backend="shm")) < 0.1
 
 
 def test_without_room_for_shared_memory_the_size_needed_is_said(monkeypatch, tmp_path):
@@ -214,39 +214,39 @@ def test_a_small_shared_memory_file_system_falls_back_to_a_file_on_disk(tmp_path
 
 
 def in_a_filled_file(world):
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     x = torch.full((100_000,), float(world.rank))
-    wire.all_reduce(x)
-    wire.send(x, 1 - world.rank)
+    group.all_reduce(x)
+    group.send(x, 1 - world.rank)
     out = torch.zeros_like(x)
-    wire.receive(out, 1 - world.rank)
+    group.receive(out, 1 - world.rank)
     left = [name for name in os.listdir("/dev/shm") if name.startswith("phalanx")]
     return out.sum().item(), left
 
 
 def test_where_memory_without_a_name_cannot_be_had_ranks_meet_in_a_file_that_goes(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    with workers(2, wire="shared") as run:
+    with workers(2, backend="shm") as run:
         # It has lost its name while they still use it.
         assert run(in_a_filled_file) == [(100_000.0, [])] * 2
 
 
 def laid_down(world, kind, made):
     """How many bytes of this rank's slots a call of more than a chunk has written to."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     numel = arena.CHUNK // 4 + 64
     part, whole = made(world)(numel, torch.float32), made(world)(2 * numel, torch.float32)
     part.fill_(1.0), whole.fill_(1.0)
     if kind == "all_reduce":
-        wire.all_reduce(whole)
+        group.all_reduce(whole)
     elif kind == "reduce_scatter":
-        wire.reduce_scatter(part, whole)
+        group.reduce_scatter(part, whole)
     elif kind == "broadcast":
-        wire.broadcast(whole, 1)
+        group.broadcast(whole, 1)
     else:
-        wire.all_gather(whole, part, still=kind == "still")
-    wire.barrier()
-    slots = [wire._table.view(wire.rank, turn, 0, 100, torch.float32) for turn in (0, 1)]
+        group.all_gather(whole, part, still=kind == "still")
+    group.barrier()
+    slots = [group._table.view(group.rank, turn, 0, 100, torch.float32) for turn in (0, 1)]
     return int(sum(slot.count_nonzero() for slot in slots))
 
 
@@ -263,25 +263,25 @@ def shared(world):
 )
 def test_what_lies_in_shared_memory_is_not_laid_down_once_more(kind):
     # New ranks each time: slots are empty only where no call was before.
-    assert launch(laid_down, 2, kind, shared, wire="shared") == [0, 0]
-    assert max(launch(laid_down, 2, kind, ordinary, wire="shared")) > 0
+    assert launch(laid_down, 2, kind, shared, backend="shm") == [0, 0]
+    assert max(launch(laid_down, 2, kind, ordinary, backend="shm")) > 0
 
 
 def uneven_stretches(world, made):
     """An all-to-all of stretches of no length alike, some of several chunks."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     row, me = arena.CHUNK // 32, world.rank + 1
     sends = takes = [me * (i + 1) for i in range(world.size)]
     x = made(world)(sum(sends) * row, torch.int32).view(-1, row)
     out = made(world)(sum(takes) * row, torch.int32).view(-1, row)
     x.copy_(torch.arange(x.numel(), dtype=torch.int32).view(-1, row) * 8 + world.rank)
-    wire.all_to_all(out, x, takes, sends)
+    group.all_to_all(out, x, takes, sends)
     return out.clone()
 
 
 @pytest.mark.parametrize("made", [ordinary, shared])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_an_all_to_all_of_long_uneven_stretches_is_that_of_the_threads_wire(made, ranks):
-    due = launch(uneven_stretches, ranks, ordinary, wire="threads")
-    came = launch(uneven_stretches, ranks, made, wire="shared")
+def test_an_all_to_all_of_long_uneven_stretches_is_that_of_the_threads_group(made, ranks):
+    due = launch(uneven_stretches, ranks, ordinary, backend="threads")
+    came = launch(uneven_stretches, ranks, made, backend="shm")
     assert all(torch.equal(x, y) for x, y in zip(came, due, strict=True))

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import threads_of
-from wire_cases import (
+from group_cases import (
     listening,
     one_is_killed,
     one_raises,
@@ -88,7 +88,7 @@ def test_waiting_for_a_thread_that_has_returned_ends_without_the_timeout():
     ],
 )
 def test_a_process_that_ends_ends_the_others_and_the_next_run_starts_afresh(fn, first):
-    with workers(3, wire="gloo", timeout=3600.0) as run:
+    with workers(3, backend="gloo", timeout=3600.0) as run:
         old = run(process)
         assert str(failure(run, fn)).startswith(first)
         assert not any(alive(pid) for pid in old)
@@ -98,7 +98,7 @@ def test_a_process_that_ends_ends_the_others_and_the_next_run_starts_afresh(fn, 
 
 
 def test_a_silent_peer_over_gloo_is_named_when_the_timeout_has_passed():
-    with workers(2, wire="gloo", timeout=1.0) as run:
+    with workers(2, backend="gloo", timeout=1.0) as run:
         text = str(failure(run, one_stays_away))
     assert "in all_gather on" in text.splitlines()[0]
     assert "waits for rank" in text.splitlines()[0]
@@ -106,8 +106,8 @@ def test_a_silent_peer_over_gloo_is_named_when_the_timeout_has_passed():
 
 LAUNCHER = """
 from phalanx.comm import workers
-from wire_cases import both_wait
-with workers(2, wire="gloo", timeout=3600.0) as run:
+from group_cases import both_wait
+with workers(2, backend="gloo", timeout=3600.0) as run:
     run(both_wait)
 """
 
@@ -145,20 +145,22 @@ def test_a_member_may_close_a_group_of_threads_before_another_has_come_to_it():
     assert hub.waiting == [hub.everyone.changed]
 
 
-WIRE = "no wire is named 'ether'; there are auto, threads, shared, gloo, nccl."
+BACKEND = "no backend is named 'ether'; there are auto, threads, shm, gloo, nccl."
 
 
-def test_an_unknown_wire_and_a_world_of_nobody_are_refused_in_a_sentence():
-    with pytest.raises(CommMisuse, match=WIRE):
-        launch(process, 2, wire="ether")
+def test_an_unknown_group_and_a_world_of_nobody_are_refused_in_a_sentence():
+    with pytest.raises(CommMisuse, match=BACKEND):
+        launch(process, 2, backend="ether")
     with pytest.raises(CommMisuse, match="at least 1 rank, not 0"):
         launch(process, 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here nccl may well be used")
 def test_nccl_without_gpus_is_refused_before_any_process_starts():
-    with pytest.raises(CommMisuse, match=r"wire nccl cannot be used: .*; use wire gloo or threads"):
-        launch(process, 2, wire="nccl")
+    with pytest.raises(
+        CommMisuse, match=r"backend nccl cannot be used: .*; use backend gloo or threads"
+    ):
+        launch(process, 2, backend="nccl")
 
 
 MISUSES = {
@@ -168,8 +170,8 @@ MISUSES = {
         torch.ones(1).long(), "average"
     ),
     "sum of torch.bool is not defined": lambda w: w.all_reduce(torch.ones(1).bool()),
-    "there is no place 1 in a group of 1": lambda w: w.broadcast(torch.zeros(1), 1),
-    "there is no place -1 in a group of 1": lambda w: w.send(torch.zeros(1), -1),
+    "there is no rank 1 in a group of 1": lambda w: w.broadcast(torch.zeros(1), 1),
+    "there is no rank -1 in a group of 1": lambda w: w.send(torch.zeros(1), -1),
     "out has 2 elements, 3 are needed": lambda w: w.all_gather(torch.zeros(2), torch.zeros(3)),
     "torch.float64 and torch.float32 in one": lambda w: w.all_gather(
         torch.zeros(3).double(), torch.zeros(3)
@@ -184,9 +186,9 @@ MISUSES = {
 
 @pytest.mark.parametrize("said", MISUSES)
 def test_a_call_that_cannot_be_right_is_refused_before_anything_is_sent(said):
-    wire = AloneWorld().split("tp", [[0]])
+    group = AloneWorld().split("tp", [[0]])
     with pytest.raises(CommMisuse) as caught:
-        MISUSES[said](wire)
+        MISUSES[said](group)
     assert said in str(caught.value)
     assert " on tp: " in str(caught.value)
 
@@ -194,7 +196,7 @@ def test_a_call_that_cannot_be_right_is_refused_before_anything_is_sent(said):
 def test_groups_that_do_not_part_the_ranks_and_names_in_use_are_refused():
     world = AloneWorld()
     world.split("tp", [[0]])
-    with pytest.raises(CommMisuse, match="already has a wire 'tp'"):
+    with pytest.raises(CommMisuse, match="already has a group 'tp'"):
         world.split("tp", [[0]])
     with pytest.raises(CommMisuse, match="must stand in exactly one group"):
         world.split("dp", [[0, 0]])

@@ -1,4 +1,4 @@
-"""What the ranks of the wire tests do, at the top of a module so that processes can find it, and
+"""What the ranks of the group tests do, at the top of a module so that processes can find it, and
 what plain torch on one process says should come of it."""
 
 import gc
@@ -57,38 +57,38 @@ def start(k: int, step: Step, rank: int, size: int) -> Tensor:
     return torch.randn(size * M, generator=g, dtype=torch.float64).to(step.dtype)
 
 
-def begin(wire, step, x):
+def begin(group, step, x):
     """Make the call; return the work and the tensor that its result will be in."""
-    n, me, root, wait = wire.size, wire.rank, step.root, step.wait
+    n, me, root, wait = group.size, group.rank, step.root, step.wait
     rows = x.view(n, M)
     if step.kind == "all_reduce":
-        return wire.all_reduce(x, step.op, wait=wait), x
+        return group.all_reduce(x, step.op, wait=wait), x
     if step.kind == "reduce":
-        return wire.reduce(x, root, step.op, wait=wait), x
+        return group.reduce(x, root, step.op, wait=wait), x
     if step.kind == "broadcast":
-        return wire.broadcast(x, root, wait=wait), x
+        return group.broadcast(x, root, wait=wait), x
     if step.kind == "all_gather":
         out = torch.zeros_like(x)
-        return wire.all_gather(out, rows[me].clone(), wait=wait), out
+        return group.all_gather(out, rows[me].clone(), wait=wait), out
     if step.kind == "reduce_scatter":
         out = torch.zeros_like(rows[0])
-        return wire.reduce_scatter(out, x, step.op, wait=wait), out
+        return group.reduce_scatter(out, x, step.op, wait=wait), out
     if step.kind == "all_to_all":
         out = torch.zeros_like(x)
-        return wire.all_to_all(out, x, wait=wait), out
+        return group.all_to_all(out, x, wait=wait), out
     if step.kind == "gather":
         out = torch.zeros_like(rows)
         outs = list(out) if me == root else None
-        return wire.gather(outs, rows[0].clone(), root, wait=wait), out
+        return group.gather(outs, rows[0].clone(), root, wait=wait), out
     if step.kind == "scatter":
         out = torch.zeros_like(rows[0])
-        return wire.scatter(out, list(rows) if me == root else None, root, wait=wait), out
+        return group.scatter(out, list(rows) if me == root else None, root, wait=wait), out
     if step.kind == "barrier":
-        return wire.barrier(wait=wait), x
+        return group.barrier(wait=wait), x
     # Everyone sends first and receives then.
     out = torch.zeros_like(x)
-    wire.send(x, (me + 1) % n)
-    return wire.receive(out, (me - 1) % n, wait=wait), out
+    group.send(x, (me + 1) % n)
+    return group.receive(out, (me - 1) % n, wait=wait), out
 
 
 def one_process(parts: list[Tensor], op: str) -> Tensor:
@@ -136,11 +136,11 @@ def expected(step: Step, xs: list[Tensor]) -> list[Tensor]:
 
 def sequence(world: World, steps: list[Step]) -> list[Tensor]:
     """Every step on tensors of its own; those without wait are waited for at the end, last first."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     results = []
     works = []
     for k, step in enumerate(steps):
-        work, result = begin(wire, step, start(k, step, world.rank, world.size))
+        work, result = begin(group, step, start(k, step, world.rank, world.size))
         works.append(work)
         results.append(result)
     for work in reversed(works):
@@ -151,41 +151,41 @@ def sequence(world: World, steps: list[Step]) -> list[Tensor]:
 
 
 def halves(world: World) -> list[Tensor]:
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     mine = 256.0 if world.rank == 0 else 1.0
     x = torch.full((world.size,), mine, dtype=torch.bfloat16)
     part = torch.zeros(1, dtype=torch.bfloat16)
-    wire.reduce_scatter(part, x)
-    wire.all_reduce(x)
+    group.reduce_scatter(part, x)
+    group.all_reduce(x)
     world.clear()
     return [x, part]
 
 
 def nothing(world: World, dtype: torch.dtype) -> int:
     """Reductions of no numbers at all, as a shard of a small weight over many ranks may be."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     empty = torch.empty(0, dtype=dtype)
-    wire.all_reduce(empty)
-    wire.reduce(empty, 0)
-    wire.reduce_scatter(torch.empty(0, dtype=dtype), empty)
-    wire.barrier()
+    group.all_reduce(empty)
+    group.reduce(empty, 0)
+    group.reduce_scatter(torch.empty(0, dtype=dtype), empty)
+    group.barrier()
     return empty.numel()
 
 
 def large_numbers(world: World) -> list[Tensor]:
     """Integers that no float32 holds, reduced to each rank in turn and to all."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     results = []
     for root in (*range(world.size), None):
         x = torch.tensor([2**40 + 1 + world.rank])
-        wire.all_reduce(x) if root is None else wire.reduce(x, root)
+        group.all_reduce(x) if root is None else group.reduce(x, root)
         if root in (None, world.rank):
             results.append(x)
     return results
 
 
 def nans(world: World) -> list[Tensor]:
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     results = []
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for op in ("min", "max"):
@@ -193,7 +193,7 @@ def nans(world: World) -> list[Tensor]:
             values = [float("inf"), float("-inf"), -0.0, float(world.rank), -1.5 - world.rank]
             values[0] = float("nan") if world.rank == world.size - 1 else values[0]
             x = torch.tensor(values, dtype=dtype)
-            wire.all_reduce(x, op)
+            group.all_reduce(x, op)
             results.append(x)
     world.clear()
     return results
@@ -201,28 +201,28 @@ def nans(world: World) -> list[Tensor]:
 
 def uneven(world: World) -> list[Tensor]:
     """Rank i sends i + j rows to rank j."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     n, me = world.size, world.rank
     counts = [me + j for j in range(n)]
     x = torch.cat([torch.full((me + j, 2), float(10 * me + j)) for j in range(n)])
     out = torch.zeros(sum(counts), 2)
-    wire.all_to_all(out, x, counts, counts)
+    group.all_to_all(out, x, counts, counts)
     world.clear()
     return [out]
 
 
 def letters(world: World) -> list[float]:
     """Several messages each way between the first and the last, sends first, of unlike sizes."""
-    wire = world.split("all", [range(world.size)])
-    peer = {0: wire.size - 1, wire.size - 1: 0}.get(wire.rank)
+    group = world.split("all", [range(world.size)])
+    peer = {0: group.size - 1, group.size - 1: 0}.get(group.rank)
     got = []
     if peer is not None:
         for i in range(4):
-            x = torch.full((1 + 100_000 * (i % 2),), float(10 * wire.rank + i))
-            wire.send(x, peer)
+            x = torch.full((1 + 100_000 * (i % 2),), float(10 * group.rank + i))
+            group.send(x, peer)
             x.fill_(-1.0)  # what was sent is the sender's again at once
         late = [torch.zeros(1 + 100_000 * (i % 2)) for i in range(4)]
-        works = [wire.receive(x, peer, wait=i == 0) for i, x in enumerate(late)]
+        works = [group.receive(x, peer, wait=i == 0) for i, x in enumerate(late)]
         for work in reversed(works):
             work.wait()
         got = [x[-1].item() for x in late]
@@ -248,15 +248,15 @@ def grid(world: World) -> tuple:
 
 
 def closed_and_held(world: World) -> tuple[int, int, int]:
-    """Threads of this process before wires are split, while they are open, and once they are closed,
+    """Threads of this process before groups are split, while they are open, and once they are closed,
     though somebody still holds them."""
     counts = []
     gc.disable()
     try:
         counts.append(len(os.listdir("/proc/self/task")))
-        wires = [world.split(f"held{i}", (tuple(range(world.size)),)) for i in range(4)]
-        for wire in wires:
-            wire.all_reduce(torch.ones(4))
+        groups = [world.split(f"held{i}", (tuple(range(world.size)),)) for i in range(4)]
+        for group in groups:
+            group.all_reduce(torch.ones(4))
         counts.append(len(os.listdir("/proc/self/task")))
         world.clear()
         counts.append(len(os.listdir("/proc/self/task")))
@@ -287,21 +287,21 @@ def process(world: World) -> int:
 
 
 def one_raises(world: World) -> None:
-    wire = world.split("tp", [range(world.size)])
+    group = world.split("tp", [range(world.size)])
     if world.rank == 1:
         raise KeyError("the second rank stumbles")
-    wire.all_reduce(torch.ones(3))
+    group.all_reduce(torch.ones(3))
 
 
 def one_is_killed(world: World) -> None:
-    wire = world.split("tp", [range(world.size)])
+    group = world.split("tp", [range(world.size)])
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    wire.all_reduce(torch.ones(3))
+    group.all_reduce(torch.ones(3))
 
 
 def one_stays_away(world: World) -> None:
-    """The last rank calls on another wire."""
+    """The last rank calls on another group."""
     here, there = (world.split(name, [range(world.size)]) for name in ("tp", "dp"))
     (there if world.rank == world.size - 1 else here).all_gather(
         torch.zeros(3 * world.size), torch.ones(3)
@@ -309,9 +309,9 @@ def one_stays_away(world: World) -> None:
 
 
 def one_returns(world: World) -> None:
-    wire = world.split("tp", [range(world.size)])
+    group = world.split("tp", [range(world.size)])
     if world.rank:
-        wire.all_reduce(torch.ones(3))
+        group.all_reduce(torch.ones(3))
 
 
 def other_size(world: World) -> None:
@@ -319,42 +319,42 @@ def other_size(world: World) -> None:
 
 
 def other_order(world: World) -> None:
-    wire = world.split("tp", [range(world.size)])
-    calls = [lambda: wire.barrier(), lambda: wire.broadcast(torch.ones(2), 0)]
+    group = world.split("tp", [range(world.size)])
+    calls = [lambda: group.barrier(), lambda: group.broadcast(torch.ones(2), 0)]
     for call in calls if world.rank else reversed(calls):
         call()
 
 
 def other_splits(world: World) -> None:
-    wire = world.split("tp", [range(world.size)])
+    group = world.split("tp", [range(world.size)])
     counts = [world.rank + 1] * world.size
     x = torch.ones(sum(counts))
-    wire.all_to_all(x.clone(), x, counts, counts)
+    group.all_to_all(x.clone(), x, counts, counts)
 
 
 def other_letter(world: World) -> None:
-    wire = world.split("tp", [range(world.size)])
-    if wire.rank == 0:
-        wire.send(torch.ones(3), 1)
-    if wire.rank == 1:
-        wire.receive(torch.ones(4), 0)
-    wire.barrier()
+    group = world.split("tp", [range(world.size)])
+    if group.rank == 0:
+        group.send(torch.ones(3), 1)
+    if group.rank == 1:
+        group.receive(torch.ones(4), 0)
+    group.barrier()
 
 
 def both_wait(world: World) -> None:
     """Say so, and wait for what never comes."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     os.write(1, b"here\n")
-    wire.receive(torch.ones(3), (world.rank + 1) % world.size)
+    group.receive(torch.ones(3), (world.rank + 1) % world.size)
 
 
 def late_letter(world: World) -> list[Tensor]:
     """A letter sent before a collective is received after it, from the neighbour on each side."""
-    wire = world.split("all", [range(world.size)])
+    group = world.split("all", [range(world.size)])
     n, me = world.size, world.rank
-    wire.send(torch.tensor([100.0 + me]), (me + 1) % n)
+    group.send(torch.tensor([100.0 + me]), (me + 1) % n)
     everyone, letter = torch.zeros(n), torch.zeros(1)
-    wire.all_gather(everyone, torch.tensor([float(me)]))
-    wire.receive(letter, (me - 1) % n)
+    group.all_gather(everyone, torch.tensor([float(me)]))
+    group.receive(letter, (me - 1) % n)
     world.clear()
     return [everyone, letter]

@@ -1,4 +1,4 @@
-"""Regions are conjugate: over any wire, values and gradients are those of one process."""
+"""Regions are conjugate: over any group, values and gradients are those of one process."""
 
 import pytest
 import torch
@@ -16,15 +16,15 @@ def whole(*shape, seed=0):
 def columns_and_rows(world, compiled):
     """A two-layer block cut over its hidden dim, with and without the sequence cut."""
     n, me = world.size, world.rank
-    wire = world.split("tp", [range(n)])
+    group = world.split("tp", [range(n)])
 
     def block(x, a, b):
-        return regions.reduce(torch.tanh(regions.copy(x, wire) @ a) @ b, wire)
+        return regions.reduce(torch.tanh(regions.copy(x, group) @ a) @ b, group)
 
     def sequence_block(x, a, b):
-        mine = regions.take(x, wire, 0)
-        y = torch.tanh(regions.gather_sum(mine.sin(), wire, 0) @ a) @ b
-        return regions.gather(regions.scatter_sum(y, wire, 0).cos(), wire, 0)
+        mine = regions.take(x, group, 0)
+        y = torch.tanh(regions.gather_sum(mine.sin(), group, 0) @ a) @ b
+        return regions.gather(regions.scatter_sum(y, group, 0).cos(), group, 0)
 
     results = []
     for fn in (block, sequence_block):
@@ -70,8 +70,8 @@ def assert_like_one_process(results):
         "threads-2",
         "threads-4",
         "threads-8",
-        "shared-2",
-        "shared-4",
+        "shm-2",
+        "shm-4",
         "gloo-2",
         "gloo-4",
     ],
@@ -86,7 +86,7 @@ def test_regions_compile_without_a_graph_break_and_change_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["threads-4", "shared-2", "gloo-2"])
+@pytest.mark.parametrize("name", ["threads-4", "shm-2", "gloo-2"])
 def test_regions_compile_with_inductor(name, kept):
     run, _ = kept(name)
     assert_like_one_process(run(columns_and_rows, "inductor"))
@@ -97,20 +97,18 @@ DIMS = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1), (-1, 0), (0, -1)]
 
 def exchanges(world):
     """Every pair of dims: the values, and the gradient of a weighted sum."""
-    wire = world.split("cp", [range(world.size)])
+    group = world.split("cp", [range(world.size)])
     results = []
     for split, join in DIMS:
         x = whole(4, 8, 4).chunk(world.size, join)[world.rank].clone().requires_grad_()
-        y = regions.exchange(x, wire, split, join)
+        y = regions.exchange(x, group, split, join)
         (y * whole(4, 8, 4, seed=1).chunk(world.size, split)[world.rank]).sum().backward()
         results.append((y.detach(), x.grad))
     world.clear()
     return results
 
 
-@pytest.mark.parametrize(
-    "name", ["alone-1", "threads-2", "threads-4", "shared-4", "gloo-2", "gloo-4"]
-)
+@pytest.mark.parametrize("name", ["alone-1", "threads-2", "threads-4", "shm-4", "gloo-2", "gloo-4"])
 def test_exchange_moves_the_cut_from_one_dim_to_another_and_its_gradient_back(name, kept):
     run, n = kept(name)
     for me, pairs in enumerate(run(exchanges)):
@@ -122,12 +120,12 @@ def test_exchange_moves_the_cut_from_one_dim_to_another_and_its_gradient_back(na
 def inner_products(world):
     """<region(x), y> and <x, conjugate(y)>, summed over the ranks, for each linear pair."""
     n, me = world.size, world.rank
-    wire = world.split("tp", [range(n)])
+    group = world.split("tp", [range(n)])
     results = []
     for dim in (0, 1, -1):
         for region in (regions.gather_sum, regions.scatter_sum):
             x = whole(4, 8, seed=10 + me).requires_grad_()
-            out = region(x, wire, dim)
+            out = region(x, group, dim)
             y = whole(*out.shape, seed=20 + me)
             out.backward(y)
             results.append(((out.detach() * y).sum().item(), (x.detach() * x.grad).sum().item()))
@@ -141,30 +139,30 @@ def test_backward_of_a_sum_region_is_its_adjoint_over_all_ranks():
         assert forward == pytest.approx(backward, rel=1e-12)
 
 
-def test_on_a_wire_of_one_every_region_returns_its_very_input():
-    wire = TallyWorld(0, 1).split("tp", [[0]])
+def test_on_a_group_of_one_every_region_returns_its_very_input():
+    group = TallyWorld(0, 1).split("tp", [[0]])
     x = torch.zeros(3, 5)
     for name in ("copy", "reduce"):
-        assert getattr(regions, name)(x, wire) is x
+        assert getattr(regions, name)(x, group) is x
     for name in ("gather", "take", "gather_sum", "scatter_sum"):
-        assert getattr(regions, name)(x, wire, 1) is x
-    assert regions.exchange(x, wire, 0, 1) is x
+        assert getattr(regions, name)(x, group, 1) is x
+    assert regions.exchange(x, group, 0, 1) is x
 
 
 def test_a_dim_that_does_not_divide_is_refused_with_the_size_to_pad_to():
-    wire = TallyWorld(1, 4).split("tp", [range(4)])
+    group = TallyWorld(1, 4).split("tp", [range(4)])
     with pytest.raises(CommMisuse, match="dim 1 of 6 does not divide by 4 ranks; pad it to 8"):
-        regions.scatter_sum(torch.zeros(2, 6, device="meta"), wire, -1)
+        regions.scatter_sum(torch.zeros(2, 6, device="meta"), group, -1)
 
 
 def test_a_tally_weighs_forward_and_backward_on_meta_tensors():
     world = TallyWorld(1, 8)
-    wire = world.split("tp", [range(4), range(4, 8)])
-    assert (wire.rank, wire.size) == (1, 4)
+    group = world.split("tp", [range(4), range(4, 8)])
+    assert (group.rank, group.size) == (1, 4)
     x = torch.zeros(8, 6, device="meta", requires_grad=True)
-    y = regions.reduce(regions.copy(x, wire), wire)
-    y = regions.gather_sum(regions.scatter_sum(y, wire, 0), wire, 0)
-    y = regions.gather(regions.take(y, wire, 0), wire, 0)
+    y = regions.reduce(regions.copy(x, group), group)
+    y = regions.gather_sum(regions.scatter_sum(y, group, 0), group, 0)
+    y = regions.gather(regions.take(y, group, 0), group, 0)
     assert y.shape == (8, 6)
     y.sum().backward()
     full = 8 * 6 * 4
@@ -175,19 +173,19 @@ def test_a_tally_weighs_forward_and_backward_on_meta_tensors():
 
 def test_a_tally_writes_down_every_kind_with_the_bytes_of_its_whole_buffer():
     world = TallyWorld(0, 2)
-    wire = world.split("dp", [[0, 1]])
+    group = world.split("dp", [[0, 1]])
     x, out = torch.zeros(6, device="meta"), torch.zeros(12, device="meta")
-    wire.all_gather(out, x).wait()
-    wire.reduce_scatter(x, out)
-    wire.all_reduce(x.bfloat16(), "max")
-    wire.reduce(x, 1)
-    wire.broadcast(x, 1)
-    wire.all_to_all(x.clone(), x)
-    wire.gather([x, x.clone()], x, 0)
-    wire.scatter(x, None, 1)
-    wire.send(x, 1)
-    wire.receive(x, 1)
-    wire.barrier()
+    group.all_gather(out, x).wait()
+    group.reduce_scatter(x, out)
+    group.all_reduce(x.bfloat16(), "max")
+    group.reduce(x, 1)
+    group.broadcast(x, 1)
+    group.all_to_all(x.clone(), x)
+    group.gather([x, x.clone()], x, 0)
+    group.scatter(x, None, 1)
+    group.send(x, 1)
+    group.receive(x, 1)
+    group.barrier()
     assert [(each.collective, each.bytes) for each in world.ledger] == [
         ("all_gather", 48),
         ("reduce_scatter", 48),
