@@ -219,7 +219,7 @@ class Decoder(nn.Module):
             self.draw(name, weight)
 
     def forward(self, tokens: Tensor, targets: Tensor, **shared: Tensor | None) -> Tensor:
-        """The summed loss. `shm` is what every block is called with: positions, if need be
+        """The summed loss. `shared` is what every block is called with: positions, if need be
         documents and noise."""
         if shared.get("positions") is None:
             shared["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
