@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.cli import bench, doctor
 from phalanx.comm import CommMisuse
+from phalanx.layout.numbers import NumberError
 from phalanx.plan import Machine, MachineError
 
 Capture = pytest.CaptureFixture[str]
@@ -131,6 +132,6 @@ def test_what_means_nothing_is_refused_with_a_sentence(words: str) -> None:
     verb, *argv = words.split()
     from phalanx.cli.usage import UsageError
 
-    with pytest.raises((UsageError, MachineError, CommMisuse)) as told:
+    with pytest.raises((UsageError, NumberError, MachineError, CommMisuse)) as told:
         {"bench": bench.run, "doctor": doctor.run}[verb](argv)
     assert BAD[words] in str(told.value)

@@ -9,7 +9,6 @@ import pytest
 
 from phalanx.plan import Curve, Hidden, Machine, MachineError, Rate, Store, bus_factor
 from phalanx.plan.curve import moved, steps
-from phalanx.plan.size import bytes_of, rate, seconds, size, sizes_of, tera
 
 MACHINE = Machine(
     name="this", date="2026-01-31", method='a "clock" \\ with\ta tab', device="NVIDIA H200", kind="cuda",
@@ -100,26 +99,3 @@ def test_a_bent_curve_goes_on_where_it_bends() -> None:
     slope = (curve.seconds(2e9) - curve.seconds(1e9)) / 1e9
     assert slope == pytest.approx(moved("all_reduce", "tree", 8) / 3e11)
     assert curve.bus(1e9) == pytest.approx(bus_factor("all_reduce", 8) * 1e9 / curve.seconds(1e9))
-
-
-def test_sizes_are_read_and_written_as_people_do() -> None:
-    assert [bytes_of(text) for text in ("7", "1K", "512M", "2GiB")] == [7, 1024, 512 << 20, 2 << 30]
-    assert sizes_of("1K:64K") == (1024, 4096, 16384, 65536)
-    assert sizes_of("1K:6K:2") == (1024, 2048, 4096, 6144)
-    assert sizes_of("8K,1K") == (1024, 8192)
-    for wrong in ("", "0", "-1K", "1X", "4K:1K", "1K:4K:1", "1K:4K:x", "1:2:3:4"):
-        with pytest.raises(MachineError):
-            sizes_of(wrong)
-    assert [size(n) for n in (96, 80 * 2**30, 1.875 * 2**50)] == ["96 B", "80 GiB", "1.875 PiB"]
-    assert [rate(x) for x in (3352e9, 33.5e12, 0.2e9)] == ["3352 GB/s", "33.5 TB/s", "0.2 GB/s"]
-    assert [seconds(x) for x in (2.5, 0.0123, 4.5e-6, 6e-8)] == [
-        "2.5 s",
-        "12.3 ms",
-        "4.5 us",
-        "60 ns",
-    ]
-    assert [tera(x) for x in (989.4e12, 24.3e18, 5e9)] == [
-        "989.4 TFLOP/s",
-        "24.3 EFLOP/s",
-        "5 GFLOP/s",
-    ]

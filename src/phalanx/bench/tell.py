@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from ..draw import Axis, Series, chart, text_table
-from ..plan.size import rate, seconds, size, tera
+from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
 from .collectives import Sample
 from .fit import Growth, fit_all, growths
 from .found import Found
@@ -36,9 +36,9 @@ def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Gr
         (
             s.op,
             _group(s.ranks, s.apart),
-            size(s.bytes),
-            seconds(s.seconds),
-            f"{seconds(s.least)}..{seconds(s.most)}",
+            binary_text(s.bytes),
+            seconds_text(s.seconds),
+            f"{seconds_text(s.least)}..{seconds_text(s.most)}",
             f"{s.algorithm / 1e9:.3f} GB/s",
             f"{s.factor:.3f}",
             f"{s.bus / 1e9:.3f}",
@@ -65,9 +65,9 @@ def _halves(samples: Sequence[Sample]) -> str:
     rows = [
         (
             s.ranks,
-            size(s.bytes),
-            seconds(s.seconds),
-            seconds(s.halves),
+            binary_text(s.bytes),
+            seconds_text(s.seconds),
+            seconds_text(s.halves),
             f"{s.halves / s.seconds:.2f}",
         )
         for s in samples
@@ -84,10 +84,10 @@ def _curves(samples: Sequence[Sample], backend: str) -> str:
         (
             c.op,
             _group(c.ranks, c.apart),
-            seconds(c.latency),
-            rate(c.bandwidth),
+            seconds_text(c.latency),
+            rate_text(c.bandwidth),
             f"{c.error:.0%}",
-            f"{rate(c.beyond)} beyond {size(c.bend)}" if c.bend else "",
+            f"{rate_text(c.beyond)} beyond {binary_text(c.bend)}" if c.bend else "",
         )
         for c in fit_all(samples, backend)
     ]
@@ -121,7 +121,10 @@ def collectives_chart(samples: Sequence[Sample], backend: str) -> str:
     notes = [
         "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
     ]
-    across, up = Axis("S", size, 4), Axis("bus bandwidth in GB/s", lambda y: f"{y:g}")
+    across, up = (
+        Axis("S", binary_text, 4),
+        Axis("bus bandwidth in GB/s", lambda y: f"{y:g}"),
+    )
     return chart(f"collectives over {backend}", series, across, up, notes)
 
 
@@ -148,9 +151,9 @@ def product_line(product: Product, found: Found, done: Sequence[Product]) -> str
     shape = f"{product.m} x {product.n} x {product.k}"
     of_peak = f"{product.rate / peak:.0%}" if peak else "unknown"
     return (
-        f"{product.name[:24]:24} {product.dtype:5} {shape:>22} {seconds(product.seconds):>8}"
-        f" {tera(product.rate):>13} {of_peak:>8} {product.rate / best:>8.0%}"
-        f"  {tera(product.claimed_rate)}"
+        f"{product.name[:24]:24} {product.dtype:5} {shape:>22} {seconds_text(product.seconds):>8}"
+        f" {flops_text(product.rate):>13} {of_peak:>8} {product.rate / best:>8.0%}"
+        f"  {flops_text(product.claimed_rate)}"
     )
 
 
@@ -161,7 +164,7 @@ def products_summary(done: Sequence[Product], found: Found, asked: int) -> str:
         best = max((p for p in done if p.dtype == dtype), key=lambda p: p.rate)
         said = judged(best.rate, found.peak(dtype))
         lines.append(
-            f"{dtype}: best {tera(best.rate)} ({best.m} x {best.n} x {best.k}); HFU {said}."
+            f"{dtype}: best {flops_text(best.rate)} ({best.m} x {best.n} x {best.k}); HFU {said}."
         )
     if found.kind == "cuda":
         lines.append(
@@ -191,16 +194,16 @@ def iterations_text(done: Sequence[Iteration], found: Found, best: float) -> str
     """Each iteration's time against the time its products need."""
     dtype = done[0].dtype
     peak = found.peak(dtype)
-    lines = [found.known(), f"best product measured in {dtype}: {tera(best)}"]
+    lines = [found.known(), f"best product measured in {dtype}: {flops_text(best)}"]
     if peak:
-        lines.append(f"peak of the catalogue in {dtype}: {tera(peak)}; {judged(best, peak)}")
+        lines.append(f"peak of the catalogue in {dtype}: {flops_text(peak)}; {judged(best, peak)}")
     for x in done:
         of = peak or best
         lines += [
             "",
             x.name,
-            f"  iteration {seconds(x.seconds)}, forward alone {seconds(x.forward)};"
-            f" products need {seconds(x.flops / of)} at {'the peak' if peak else 'the best rate'}",
+            f"  iteration {seconds_text(x.seconds)}, forward alone {seconds_text(x.forward)};"
+            f" products need {seconds_text(x.flops / of)} at {'the peak' if peak else 'the best rate'}",
             f"  {'MFU' if peak else 'of the best measured rate'} {x.share(of):.1%}"
             + (f", {x.share(best):.1%} of the best measured rate" if peak else "")
             + (
@@ -225,7 +228,7 @@ def overlaps_text(done: Sequence[Overlap]) -> str:
     """How much of the shorter activity is hidden."""
     head = ("", "first", "second", "one by one", "together", "hidden")
     rows = [
-        (x.name, *map(seconds, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")
+        (x.name, *map(seconds_text, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")
         for x in done
     ]
     note = (

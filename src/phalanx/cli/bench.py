@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import Shape
 from ..layout.choices import BACKENDS, DEVICES, PRODUCTS
+from ..layout.numbers import parse_byte_sizes, parse_bytes
 from ..plan.curve import FACTORS
-from ..plan.size import bytes_of, sizes_of
 from .before import refuse_large, refuse_ranks
 from .outputs import try_file
 from .usage import Parser, UsageError, complain, print_json, say
@@ -88,7 +88,7 @@ def _collectives(argv: list[str]) -> int:
     add("--out", metavar="FILE.svg", help="bandwidth over size, with what was fitted")
     args = parser.read(argv)
     refuse_ranks(args.ranks, 2)
-    sizes, ops = sizes_of(args.sizes), _operations(args.ops)
+    sizes, ops = parse_byte_sizes(args.sizes), _operations(args.ops)
     if args.repeats < 1 or not args.limit > 0:
         raise UsageError("--repeats is 1 or more, --limit more than 0.")
     # Each rank has what it sends, what it receives, and what should have come.
@@ -345,7 +345,7 @@ def _overlap(argv: list[str]) -> int:
         6.0 * (args.size or 1024) ** 2 * ranks, f"--size {args.size}", "Write a smaller one"
     )
     if args.copy:
-        need = 2.0 * bytes_of(args.copy) * ranks
+        need = 2.0 * parse_bytes(args.copy) * ranks
         refuse_large(need, f"--copy {args.copy[:60]}", "Write fewer bytes, as 32M")
     from ..bench import find, measure_copies
     from ..bench.tell import overlaps_text
@@ -354,7 +354,7 @@ def _overlap(argv: list[str]) -> int:
     gpu = found.kind == "cuda"
     _threads(args.threads)
     size = args.size or (16384 if gpu else 1024)
-    copied = bytes_of(args.copy or ("1G" if gpu else "32M"))
+    copied = parse_bytes(args.copy or ("1G" if gpu else "32M"))
     dtype = args.dtype or ("bf16" if gpu else "fp32")
     world = _World(args.ranks, args.backend)
     # Of ranks that a launcher has started one copies and tells; all of them send.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..draw import Bars, Part, bars
 from ..layout import Shape
 from ..layout.choices import BACKENDS, DEVICES
-from ..plan.size import rate, seconds, size
+from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
 from .before import refuse_ranks
 from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
 from .outputs import try_file
@@ -134,7 +134,8 @@ def _identity(found: Found) -> list[str]:
 
     many = f"{found.count} x " if found.count > 1 else ""
     return [
-        f"{many}{found.name}: {size(found.memory)}, {size(found.free)} free; {found.cores} CPU cores",
+        f"{many}{found.name}: {binary_text(found.memory)}, {binary_text(found.free)} free;"
+        f" {found.cores} CPU cores",
         found.known(),
         f"torch {torch.__version__} with {', '.join(found.backends) or 'no backends'}",
     ]
@@ -148,26 +149,27 @@ def _stores(stores: tuple[Store, ...], found: Found) -> list[str]:
         of = ""
         if found.entry and store.name in ("copy", "read", "write"):
             of = f" ({judged(store.bandwidth, found.entry.memory.bandwidth)})"
-        lines.append(f"memory, {store.name}: {rate(store.bandwidth)}{of}")
+        lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
     return lines
 
 
 def _measured(machine: Machine) -> list[str]:
-    lines = [f"memory, {s.name}: {rate(s.bandwidth)}" for s in machine.stores]
-    lines.append(f"starting an operation takes {seconds(machine.launch)}")
+    lines = [f"memory, {s.name}: {rate_text(s.bandwidth)}" for s in machine.stores]
+    lines.append(f"starting an operation takes {seconds_text(machine.launch)}")
     for dtype in dict.fromkeys(r.dtype for r in machine.rates):
         best = machine.best(dtype)
         if best:
             from ..bench import judged
-            from ..plan.size import tera
 
             peak = machine.entry.peak(dtype) if machine.entry else 0.0
             shape = f"{best.m} x {best.n} x {best.k}"
-            lines.append(f"{dtype}: {tera(best.flops)} at {shape}; {judged(best.flops, peak)}")
+            lines.append(
+                f"{dtype}: {flops_text(best.flops)} at {shape}; {judged(best.flops, peak)}"
+            )
     lines += [f"{h.name}: {h.part:.0%} of the shorter hidden" for h in machine.hidden]
     lines += [
         f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.backend}:"
-        f" {seconds(c.latency)} a step, {rate(c.beyond or c.bandwidth)}, error {c.error:.0%}"
+        f" {seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}, error {c.error:.0%}"
         for c in machine.curves
     ]
     return lines
@@ -239,8 +241,12 @@ def _hierarchy_svg(title: str, places: Sequence[Place]) -> str:
     low = math.floor(min(logs)) - 0.5
     rows = []
     for place, log in zip(places, logs, strict=True):
-        held = f"{size(place.bytes)}, read in {seconds(place.to_read)}" if place.bytes else ""
+        held = (
+            f"{binary_text(place.bytes)}, read in {seconds_text(place.to_read)}"
+            if place.bytes
+            else ""
+        )
         below = " · ".join(words for words in (held, place.how) if words)
         part = Part(place.name, log - low, tip=place.how)
-        rows.append(Bars(place.name, [part], rate(place.bandwidth), below))
+        rows.append(Bars(place.name, [part], rate_text(place.bandwidth), below))
     return bars(title, rows, ["Each bar is as long as the logarithm of the bytes a second."])

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from ..draw import text_table
+from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
 from ..plan import Cluster, Device, hierarchy, link, links
-from ..plan.size import rate, seconds, size, tera
 
 __all__ = ["clusters_text", "device_text", "devices_text", "hierarchy_text", "links_text"]
 
@@ -21,8 +21,8 @@ def devices_text(devices: Sequence[Device]) -> str:
             _peak(d, "bf16"),
             _peak(d, "fp8"),
             _peak(d, "fp32"),
-            size(d.memory.bytes),
-            rate(d.memory.bandwidth),
+            binary_text(d.memory.bytes),
+            rate_text(d.memory.bandwidth),
             f"{d.ridge:.0f}",
         )
         for d in devices
@@ -39,15 +39,15 @@ def _peak(device: Device, dtype: str) -> str:
 def device_text(device: Device) -> str:
     """One device: what follows from its data file, and where every number there is from."""
     lines = [device.title, ""]
-    peaks = [(dtype, tera(device.peak(dtype))) for dtype in device.dtypes]
+    peaks = [(dtype, flops_text(device.peak(dtype))) for dtype in device.dtypes]
     lines += text_table((), peaks, indent=2).splitlines()
     lines.append(
-        f"  {device.memory.kind}: {size(device.memory.bytes)} at {rate(device.memory.bandwidth)}"
+        f"  {device.memory.kind}: {binary_text(device.memory.bytes)} at {rate_text(device.memory.bandwidth)}"
     )
     for name in device.links:
         way = link(name)
         lines.append(
-            f"  {way.title}: {rate(way.bandwidth)} in one direction, {rate(way.both)} both"
+            f"  {way.title}: {rate_text(way.bandwidth)} in one direction, {rate_text(way.both)} both"
         )
     chip = device.chip
     if chip:
@@ -57,7 +57,7 @@ def device_text(device: Device) -> str:
         each = f" x {matrix // chip.matrix_cores} FLOP" if chip.matrix_cores else ""
         lines.append(
             f"  {chip.matrix_cores} matrix cores a unit{each} a cycle in bf16:"
-            f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {tera(device.peak('bf16'))}"
+            f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {flops_text(device.peak('bf16'))}"
         )
     if device.pod:
         lines.append(f"  pods of {device.pod:,}")
@@ -78,7 +78,7 @@ def links_text() -> str:
     for name, x in links().items():
         factor = x.all_reduce_factor
         halved = f"all-reduce sends {factor:g} of a ring's bytes" if factor != 1 else ""
-        rows.append((name, x.title, rate(x.bandwidth), rate(x.both), halved))
+        rows.append((name, x.title, rate_text(x.bandwidth), rate_text(x.both), halved))
     head = ("link", "", "one direction", "both", "")
     lines = [text_table(head, rows, left="llrrl").rstrip("\n")]
     four = links()["nvlink4"].bandwidth
@@ -97,7 +97,7 @@ def clusters_text(clusters: Sequence[Cluster]) -> str:
         rows = []
         for level in c.levels:
             share = f", {level.share:.2g} of the link" if level.share != 1 else ""
-            speed = f"{rate(level.bandwidth)} a device in one direction{share}"
+            speed = f"{rate_text(level.bandwidth)} a device in one direction{share}"
             rows.append((level.name, level.size or "...", f"by {link(level.link).title}: {speed}"))
         lines += text_table((), rows, left="lrl", indent=2).splitlines()
         lines += _totals(c) if c.size else []
@@ -110,7 +110,7 @@ def _totals(cluster: Cluster) -> list[str]:
     cores = f", {t['cores'] / 1e6:.3g}M cores, {t['matrix_cores'] / 1e6:.3g}M matrix cores"
     return [
         f"  together: {t['devices']:,} devices{cores if t['cores'] else ''},"
-        f" {size(t['memory'])}, {tera(t['flops'])} in bf16"
+        f" {binary_text(t['memory'])}, {flops_text(t['flops'])} in bf16"
     ]
 
 
@@ -119,9 +119,9 @@ def hierarchy_text(device: Device) -> str:
     rows = [
         (
             p.name,
-            size(p.bytes) if p.bytes else "-",
-            rate(p.bandwidth),
-            seconds(p.to_read) if p.bytes else "-",
+            binary_text(p.bytes) if p.bytes else "-",
+            rate_text(p.bandwidth),
+            seconds_text(p.to_read) if p.bytes else "-",
             p.how,
         )
         for p in hierarchy(device)

@@ -1,5 +1,6 @@
 """Floor 2: timelines, meshes, charts and tables as text, SVG, a page and a Chrome trace. No torch."""
 
+from ..layout.numbers import bytes_text
 from .chart import Axis, Bars, Part, Series, bars, chart
 from .chrome import chrome
 from .markup import Html, paragraphs, table, tag, text_table
@@ -20,6 +21,7 @@ __all__ = [
     "Row",
     "Series",
     "bars",
+    "bytes_text",
     "chart",
     "chrome",
     "frame",

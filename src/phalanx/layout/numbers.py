@@ -1,0 +1,127 @@
+"""Numbers as people write them: bytes, rates, times and counts, to text and from text.
+
+The only file that does this. Amounts of data are decimal (1 GB = 1e9 bytes), as links and files are
+given (`bytes_text`); `binary_text` is for memory and message sizes, which come in powers of two (80 GiB).
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = [
+    "NumberError",
+    "binary_text",
+    "bytes_text",
+    "count_text",
+    "flops_text",
+    "parse_bytes",
+    "parse_byte_sizes",
+    "parse_count",
+    "rate_text",
+    "seconds_text",
+    "si_text",
+]
+
+_SI = ("", "k", "M", "G", "T", "P", "E")
+_BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+
+
+class NumberError(ValueError):
+    """A text that is no number of the kind that is needed."""
+
+
+def _scaled(number: float, prefixes: tuple[str, ...] = _SI, base: float = 1000.0) -> str:
+    """`8.03 G`: three digits, or four in powers of 1,024; a blank and the prefix."""
+    digits = 3 if base == 1000 else 4
+    limit = base if base > 1000 else 999.5  # 999.7 would be printed as 1e+03
+    for prefix in prefixes[:-1]:
+        if abs(number) < limit:
+            return f"{number:.{digits}g} {prefix}"
+        number /= base
+    return f"{number:.{digits}g} {prefixes[-1]}"
+
+
+def si_text(number: float) -> str:
+    """`54.4T`, `1.12G`: three digits and a letter."""
+    return _scaled(number).replace(" ", "")
+
+
+def count_text(number: float) -> str:
+    """Parameters and tokens: `124M`, `8.03B`."""
+    return si_text(number).replace("G", "B")
+
+
+def bytes_text(count: float) -> str:
+    """`1.12 GB`, `96 B`."""
+    return _scaled(count) + "B"
+
+
+def binary_text(count: float) -> str:
+    """`80 GiB`, `96 B`."""
+    return _scaled(count, _BINARY, 1024.0) + "B"
+
+
+def rate_text(per_second: float) -> str:
+    """Bytes a second: `25 GB/s`, `3352 GB/s`, `12.3 TB/s`; links and memories are compared in GB/s."""
+    if not per_second:
+        return "unknown"
+    power, unit = (1e12, "TB/s") if per_second >= 1e13 else (1e9, "GB/s")
+    x = per_second / power
+    return f"{x:.0f} {unit}" if x >= 100 else f"{x:.3g} {unit}"
+
+
+def flops_text(per_second: float) -> str:
+    """Operations a second in TFLOP/s; GFLOP/s where there are few, EFLOP/s where many."""
+    for power, unit in ((1e18, "E"), (1e12, "T")):
+        x = per_second / power
+        if x >= 0.1:
+            return f"{x:.1f} {unit}FLOP/s" if x >= 100 else f"{x:.3g} {unit}FLOP/s"
+    return f"{per_second / 1e9:.3g} GFLOP/s"
+
+
+def seconds_text(time: float) -> str:
+    """`8.83 s`, `412 ms`, `3.1 us`: three digits; thousands of seconds in full."""
+    if time >= 999.5:
+        return f"{time:,.0f} s"
+    for power, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if time >= power:
+            return f"{time / power:.3g} {unit}"
+    return f"{time / 1e-9:.3g} ns"
+
+
+def parse_bytes(text: str) -> int:
+    """`1K` is 1,024 bytes, `64M` 64 MiB."""
+    match = re.fullmatch(r"([0-9]{1,15})([KMGT]?)(?:i?B)?", text.strip())
+    if not match or not int(match[1]):
+        raise NumberError(f"{text[:60]!r} is not a size; write 4096, 64K, 512M or 1G.")
+    return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
+
+
+def parse_byte_sizes(text: str) -> tuple[int, ...]:
+    """`1K:64M` from one to the other in steps of 4, `1K:64M:2` in steps of 2, or a list `1K,8M`."""
+    if ":" not in text:
+        return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
+    first, last, *step = text.split(":")
+    low, high = parse_bytes(first), parse_bytes(last)
+    word = ":".join(step) if step else "4"
+    factor = int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
+    if low > high or factor < 2:
+        raise NumberError(
+            f"{text[:60]!r} is not a range of sizes; write FIRST:LAST or FIRST:LAST:STEP."
+        )
+    sizes = [low]
+    while sizes[-1] * factor <= high:
+        sizes.append(sizes[-1] * factor)
+    return (*sizes, high) if sizes[-1] < high else tuple(sizes)
+
+
+def parse_count(text: str, most: int = 10**18) -> int:
+    """`4M`, `1T`, `131072`: a number with a letter for thousands, millions, ..."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
+    if not match or float(match[1]) == 0:
+        raise NumberError(f"{text[:60]!r} is not a number such as 4M, 512k or 4194304.")
+    power = {"": 0, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}[match[2].upper()]
+    number = int(float(match[1]) * 10**power)
+    if number > most:
+        raise NumberError(f"{text[:60]} is more than {most:,}. Write less.")
+    return number
