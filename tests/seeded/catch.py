@@ -7,7 +7,7 @@ from functools import cache, partial
 
 from phalanx.comm.launch import workers
 from phalanx.layout import Layout, Shape
-from phalanx.layout.choices import DTYPES
+from phalanx.layout.choices import COMPARED
 from phalanx.parallel import build_model
 from phalanx.verify import SHAPES, Trace, Verdict, batch_of
 from phalanx.verify.trial import Setting, join, program_in, train_layout
@@ -77,7 +77,7 @@ def catch(fault: Fault, dtype: str) -> Catch:
     """Run the fault's layout with the fault in it, and compare."""
     shape, dropout = SHAPES[fault.shape], fault.dropout
     setting = setting_of(shape, dtype, packed=fault.packed, noisy=dropout > 0)
-    layout = replace(fault.layout, precision=DTYPES[dtype])
+    layout = replace(fault.layout, precision=COMPARED[dtype])
     known = truth(fault.shape, dtype, packed=fault.packed, dropout=dropout)
     with fault.patch():
         got = trained(layout, shape, setting, dropout)

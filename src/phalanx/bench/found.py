@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..layout.choices import DEVICES, PRODUCTS
+from ..layout.choices import DEVICES, PRECISIONS, TF32
+from ..layout.choices import DTYPES as TRAITS
 from ..plan import Device, MachineError, device_named
 
 __all__ = ["DTYPES", "Found", "dtype_of", "find", "products_in"]
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in PRODUCTS.items()}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def dtype_of(name: str, kind: str) -> torch.dtype:
     """The dtype of tensors for a precision that people name."""
     if name not in DTYPES:
         raise MachineError(f"there is no precision {name!r}; use {', '.join(DTYPES)}.")
-    if name == "tf32" and kind != "cuda":
+    if name == TF32 and kind != "cuda":
         raise MachineError("tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
     return DTYPES[name]
 
@@ -114,7 +115,7 @@ def dtype_of(name: str, kind: str) -> torch.dtype:
 def products_in(dtype: str) -> Iterator[None]:
     """Inside, products of float32 are made in full, or in TF32 where that is asked for."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    torch.set_float32_matmul_precision("high" if dtype == TF32 else "highest")
     try:
         yield
     finally:

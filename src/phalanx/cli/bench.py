@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..layout import Shape
-from ..layout.choices import BACKENDS, DEVICES, PRODUCTS
+from ..layout.choices import BACKENDS, DEVICES, FP64, PRECISIONS, TF32
 from ..layout.numbers import parse_byte_sizes, parse_bytes
 from ..plan.curve import FACTORS
 from .before import refuse_large, refuse_ranks
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
-_SUMMED = tuple(name for name in PRODUCTS if name != "tf32")
-_TRAINED = tuple(name for name in PRODUCTS if name != "fp64")
+_SUMMED = tuple(name for name in PRECISIONS if name != TF32)
+_TRAINED = tuple(name for name in PRECISIONS if name != FP64)
 _LONGEST = 1 << 20  # the side of a matrix product
 _THREADS = 4096
 
@@ -331,7 +331,7 @@ def _overlap(argv: list[str]) -> int:
     add = parser.add_argument
     add("--size", type=int, help="N of the product; default 16384 on a GPU, 1024 on a CPU")
     add("--copy", default="", help="bytes of the copy; default 1G on a GPU, 32M on a CPU")
-    add("--dtype", choices=PRODUCTS, help="default bf16 on a GPU, fp32 on a CPU")
+    add("--dtype", choices=PRECISIONS, help="default bf16 on a GPU, fp32 on a CPU")
     add("--ranks", type=int, metavar="N", help="for the message; default the GPUs, else 2")
     add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
     add("--limit", type=float, default=20.0, help="seconds for each")
@@ -394,9 +394,9 @@ def _refuse_device(args: argparse.Namespace) -> None:
     if args.threads is not None and not 1 <= args.threads <= _THREADS:
         raise UsageError(f"--threads is {args.threads:,}; write 1 to {_THREADS:,}.")
     for dtype in (args.dtype or "fp32").split(","):
-        if dtype not in PRODUCTS:
+        if dtype not in PRECISIONS:
             raise UsageError(
-                f"--dtype: there is no precision {dtype[:60]!r}; use {', '.join(PRODUCTS)}."
+                f"--dtype: there is no precision {dtype[:60]!r}; use {', '.join(PRECISIONS)}."
             )
         if dtype == "tf32" and args.device == "cpu":
             raise UsageError("--dtype tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")

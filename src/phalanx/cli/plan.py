@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..cost import weighs
 from ..layout import LayoutError, Run, Shape
-from ..layout.layout import PRECISIONS
+from ..layout.choices import PRECISIONS
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, MachineError, cluster
 from ..plan.local import local_stack, site_of_machine

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape, legal, nearest
 from ..layout.cases import AXES, SHAPES, covering, every_layout
-from ..layout.choices import BACKENDS, DTYPES, OPTIMIZERS
+from ..layout.choices import BACKENDS, COMPARED, OPTIMIZERS
 from ..layout.files import open_regular, reason
 from ..layout.source import names_source, refuse_broken
 from .before import refuse_ranks
@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
         help="what carries messages; default threads",
     )
     add("--steps", type=int, default=3)
-    add("--dtype", default="float64", choices=DTYPES, help="default float64")
+    add("--dtype", default="float64", choices=COMPARED, help="default float64")
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
     add("--dropout", type=float, default=0.0, metavar="RATE", help="of the built-in models")
     add("--packed", action="store_true", help="sequences packed with documents")

@@ -6,6 +6,7 @@ Copies, stages, ZeRO and whole-piece recomputation change when a piece runs, nev
 from __future__ import annotations
 
 from ..layout import Layout, Mesh
+from ..layout.choices import ACCUM, ZB_H1
 
 __all__ = ["cut_of"]
 
@@ -17,7 +18,7 @@ def cut_of(layout: Layout) -> Layout:
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),
         seq=layout.seq,
-        schedule="zb-h1" if layout.splits_backward else "accum",
+        schedule=ZB_H1 if layout.splits_backward else ACCUM,
         microbatches=1,
         recompute="selective" if layout.recompute == "selective" else "none",
         precision=layout.precision,

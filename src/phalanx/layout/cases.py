@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
+from .choices import ACCUM, FP64, SCHEDULES
 from .layout import Layout
 from .legal import legal
 from .mesh import Axis, LayoutError, Mesh
@@ -63,7 +64,7 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
                 schedule, chunks, m = order
                 try:
                     yield Layout(
-                        mesh, seq, zero, schedule, chunks, m, recompute=recompute, precision="fp64"
+                        mesh, seq, zero, schedule, chunks, m, recompute=recompute, precision=FP64
                     )
                 except LayoutError:
                     continue
@@ -86,14 +87,11 @@ def _divisors(n: int) -> list[int]:
 def _orders(pp: int) -> list[tuple[str, int, int]]:
     """(schedule, chunks, microbatches): 3, which no number of stages here divides."""
     if pp == 1:
-        return [("accum", 1, 1), ("accum", 1, 3)]
-    names = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+        return [(ACCUM, 1, 1), (ACCUM, 1, 3)]
     return [
-        ("naive", 1, 1),
-        *((name, 1, 3) for name in names),
-        ("interleaved", 2, 3),
-        ("zb-v", 2, 3),
-        ("searched", 1, 3),
+        (name, kind.least, 1 if kind.whole_batch else 3)
+        for name, kind in SCHEDULES.items()
+        if kind.pipelined
     ]
 
 

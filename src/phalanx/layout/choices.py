@@ -1,25 +1,76 @@
-"""The words that flags and settings take, known before torch is loaded."""
+"""The names that layouts, run files and flags choose from, with what is known of each before torch is
+loaded. A schedule, a dtype or a backend is spelled out here and nowhere else."""
 
 from __future__ import annotations
 
-__all__ = [
-    "DEVICES", "DTYPES", "FAMILIES", "LOCAL_RANKS", "OPTIMIZERS", "PRODUCTS", "STORED", "BACKENDS",
-]  # fmt: skip
+from typing import NamedTuple
 
-BACKENDS = ("auto", "threads", "shm", "gloo", "nccl")  # what carries messages
+
+class ScheduleTraits(NamedTuple):
+    """What a schedule is for. Its order of operations is a function in program/schedules.py."""
+
+    least: int = 1  # chunks of the model on each stage: from so many
+    most: int = 1  # to so many
+    pipelined: bool = True  # over the stages of a pipeline
+    whole_batch: bool = False  # takes the batch as one microbatch
+    splits_backward: bool = False  # input and weight gradients are separate operations
+    v_shape: bool = False  # of P ranks, rank r has the stages r and 2P - 1 - r; else r, P + r, ...
+    searched: bool = False  # the order depends on what operations cost
+
+
+ACCUM, NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED = "accum", "naive", "gpipe", "1f1b", "interleaved"
+ZB_H1, ZB_H2, ZB_V, SEARCHED = "zb-h1", "zb-h2", "zb-v", "searched"
+CHUNKS = 64  # the most of a stage
+SCHEDULES = {
+    ACCUM: ScheduleTraits(pipelined=False),
+    NAIVE: ScheduleTraits(whole_batch=True),
+    GPIPE: ScheduleTraits(),
+    ONE_F_ONE_B: ScheduleTraits(),
+    INTERLEAVED: ScheduleTraits(2, CHUNKS),
+    ZB_H1: ScheduleTraits(splits_backward=True),
+    ZB_H2: ScheduleTraits(splits_backward=True),
+    ZB_V: ScheduleTraits(2, 2, splits_backward=True, v_shape=True),
+    SEARCHED: ScheduleTraits(1, CHUNKS, splits_backward=True, searched=True),
+}
+
+
+def traits(schedule: str) -> ScheduleTraits:
+    """Of a schedule by name; one of the user's own, FILE.py:NAME, may have any number of chunks."""
+    return SCHEDULES.get(schedule, ScheduleTraits(1, CHUNKS))
+
+
+class DtypeTraits(NamedTuple):
+    """A number format: as a layout's precision, in torch, and in a safetensors file."""
+
+    torch: str
+    bytes: int
+    stored: str = ""  # in safetensors; empty for what no checkpoint has
+    computes: bool = True  # a layout may compute in it
+    compared: bool = True  # `verify` compares layouts in it
+
+
+BF16, FP16, TF32, FP32, FP64, FP8 = "bf16", "fp16", "tf32", "fp32", "fp64", "fp8"
+DTYPES = {
+    BF16: DtypeTraits("bfloat16", 2, "BF16"),
+    FP16: DtypeTraits("float16", 2, "F16"),
+    TF32: DtypeTraits("float32", 4, compared=False),  # float32, rounded on its way into a product
+    FP32: DtypeTraits("float32", 4, "F32"),
+    FP64: DtypeTraits("float64", 8, "F64"),
+    FP8: DtypeTraits("float8_e4m3fn", 1, computes=False, compared=False),  # in tables of devices
+}
+PRECISIONS = tuple(name for name, dtype in DTYPES.items() if dtype.computes)
+# By the names that torch and safetensors have for them, widest first.
+_WIDEST = sorted(DTYPES.items(), key=lambda item: -item[1].bytes)
+COMPARED = {dtype.torch: name for name, dtype in _WIDEST if dtype.compared}
+STORED = {dtype.stored: dtype.torch for _, dtype in _WIDEST if dtype.stored}
+
+AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
+BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
-DEVICES = ("auto", "cpu", "cuda")
-# Precisions in which matrix products are measured, and the dtypes of their tensors.
-PRODUCTS = {
-    "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32", "fp64": "float64",
-}  # fmt: skip
-# Torch's dtypes in which layouts are compared, and what a layout calls them.
-DTYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DEVICES = (AUTO, "cpu", "cuda")
 OPTIMIZERS = ("adamw", "sgd")
 # Models of Hugging Face that are read and written, and what they are called there.
 FAMILIES = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
 }  # fmt: skip
-# What numbers in a checkpoint may be, as safetensors calls torch's dtypes.
-STORED = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}

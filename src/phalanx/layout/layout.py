@@ -10,24 +10,19 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from .choices import (
+    ACCUM,
+    FP32,
+    ONE_F_ONE_B,
+    PRECISIONS,
+    SCHEDULES,
+    traits,
+)
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .source import OWN, names_source
 
-__all__ = ["PRECISIONS", "SCHEDULES", "Layout"]
+__all__ = ["Layout"]
 
-# How many chunks of the model a stage may hold under each schedule: (least, most).
-SCHEDULES: dict[str, tuple[int, int]] = {
-    "accum": (1, 1),
-    "naive": (1, 1),
-    "gpipe": (1, 1),
-    "1f1b": (1, 1),
-    "interleaved": (2, 64),
-    "zb-h1": (1, 1),
-    "zb-h2": (1, 1),
-    "zb-v": (2, 2),
-    "searched": (1, 64),
-}
-PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 _OFFLOADS = ("weights", "optimizer", "activations")
 MICROBATCHES = 100_000  # the most of a step
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
@@ -88,14 +83,14 @@ class Layout:
     recompute: str = "none"
     offload: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
-    precision: str = "fp32"
+    precision: str = FP32
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
         if not self.schedule:
             fill(self, "schedule", _schedule(self.pp))
         if not self.chunks:
-            fill(self, "chunks", SCHEDULES.get(self.schedule, (1, 1))[0])
+            fill(self, "chunks", traits(self.schedule).least)
         if not self.microbatches:
             fill(self, "microbatches", _microbatches(self.schedule, self.pp))
         if not self.gather:
@@ -154,7 +149,7 @@ class Layout:
     @property
     def splits_backward(self) -> bool:
         """Whether input and weight gradients are separate operations."""
-        return self.schedule in ("zb-h1", "zb-h2", "zb-v", "searched")
+        return traits(self.schedule).splits_backward
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -189,16 +184,17 @@ class Layout:
         words += [f"recompute:{self.recompute}"] * (self.recompute != "none")
         words += ["offload:" + ",".join(self.offload)] * bool(self.offload)
         words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
-        words += [self.precision] * (self.precision != "fp32")
+        words += [self.precision] * (self.precision != FP32)
         return " ".join(words)
 
 
 def _schedule(pp: int) -> str:
-    return "1f1b" if pp > 1 else "accum"
+    return ONE_F_ONE_B if pp > 1 else ACCUM
 
 
 def _microbatches(schedule: str, pp: int) -> int:
-    return 1 if schedule in ("accum", "naive") else pp
+    kind = traits(schedule)
+    return 1 if kind.whole_batch or not kind.pipelined else pp
 
 
 def _gather(x: Layout) -> str:
@@ -214,12 +210,12 @@ def _schedule_words(x: Layout) -> list[str]:
     chunks = ""
     if x.schedule not in SCHEDULES:
         chunks = f"/{x.chunks}" * (x.chunks > 1)
-    elif x.chunks > 1 and SCHEDULES[x.schedule][1] > 2:
+    elif x.chunks > 1 and not traits(x.schedule).v_shape:
         chunks = str(x.chunks)
     plain = x.microbatches == _microbatches(x.schedule, x.pp)
     if plain and not chunks and x.schedule == _schedule(x.pp):
         return []
-    count = "" if x.schedule == "naive" and plain else f":{x.microbatches}"
+    count = "" if traits(x.schedule).whole_batch and plain else f":{x.microbatches}"
     return [f"{x.schedule}{chunks}{count}"]
 
 
@@ -296,7 +292,7 @@ def _check_values(x: Layout) -> None:
         wrong.append(f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit")
     if x.schedule not in SCHEDULES and not names_source(x.schedule):
         wrong.append(f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function")
-    least, most = SCHEDULES.get(x.schedule, (1, 64))
+    least, most = traits(x.schedule)[:2]
     if not least <= x.chunks <= most:
         span = f"{least}" if least == most else f"{least} to {most}"
         wrong.append(f"{x.schedule} takes {span} chunks a stage, not {x.chunks}")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from .layout import SCHEDULES, Layout
+from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
+from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 
@@ -105,20 +106,21 @@ def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
             "stages", f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks.",
             f"Use at most {s.layers} stages together.",
         )  # fmt: skip
-    if x.pp > 1 and x.schedule == "accum":
+    kind = traits(x.schedule)
+    if x.pp > 1 and not kind.pipelined:
         yield Violation(
-            "schedule", f"accum:{x.microbatches} is for one stage; pp={x.pp} needs a schedule.",
-            f"Write 1f1b:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}.",
+            "schedule", f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule.",
+            f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}.",
         )  # fmt: skip
-    if x.pp == 1 and x.schedule != "accum":
+    if x.pp == 1 and kind.pipelined:
         yield Violation(
             "schedule", f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp.",
-            f"Write accum:{x.microbatches}, or add pp2.",
+            f"Write {ACCUM}:{x.microbatches}, or add pp2.",
         )  # fmt: skip
-    if x.schedule == "naive" and x.microbatches > 1:
+    if kind.whole_batch and x.microbatches > 1:
         yield Violation(
-            "schedule", f"naive:{x.microbatches}: naive sharding takes the batch whole.",
-            f"Write naive, or gpipe:{x.microbatches}.",
+            "schedule", f"{x.schedule}:{x.microbatches}: {x.schedule} takes the batch whole.",
+            f"Write {NAIVE}, or {GPIPE}:{x.microbatches}.",
         )  # fmt: skip
 
 
@@ -203,17 +205,18 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
 
 def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
     """The layout with a schedule that its mesh can have and microbatches that the batch allows."""
-    schedules = {x.schedule if x.schedule != "accum" else "1f1b", "1f1b"} if x.pp > 1 else {"accum"}
+    own = x.schedule if traits(x.schedule).pipelined else ONE_F_ONE_B
+    schedules = {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}
     room = max(1, batch // x.dp)
     for schedule in schedules:
-        least, most = SCHEDULES.get(schedule, (1, 64))
-        m = 1 if schedule == "naive" else min(x.microbatches, room)
+        kind = traits(schedule)
+        m = 1 if kind.whole_batch else min(x.microbatches, room)
         gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
         try:
             yield replace(
                 x,
                 schedule=schedule,
-                chunks=min(max(chunks, least), most),
+                chunks=min(max(chunks, kind.least), kind.most),
                 microbatches=m,
                 gather=gather,
             )

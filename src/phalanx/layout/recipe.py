@@ -8,6 +8,7 @@ context parallel. After that, measure, and tune for the highest MFU.
 
 from __future__ import annotations
 
+from .choices import ACCUM, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
@@ -31,7 +32,7 @@ def recipe(
     batch: int = 0,
     sequence: int = 0,
     memory: float = 0.0,
-    precision: str = "fp32",
+    precision: str = FP32,
 ) -> Layout:
     """A legal layout for so many ranks. `memory` is a device's bytes, 0 if not known."""
     batch, sequence = batch or shape.batch, sequence or shape.sequence
@@ -48,12 +49,12 @@ def recipe(
         words[0] = f"dp{dp // parts}x{parts}"
     words += ["seq"] * (tp > 1)
     words += ["zero3", "recompute:all"] * sharded
-    words += [precision] * (precision != "fp32")
+    words += [precision] * (precision != FP32)
     rows = batch // max(1, dp)
     held = _bytes(shape, sequence // cp, sharded) / (tp * pp)
     count = max(_split(rows, held, memory / 2), 4 * pp if pp > 1 else 1)
     count = max(1, min(count, rows))
-    layout = Layout.parse(" ".join([*words, f"{'1f1b' if pp > 1 else 'accum'}:{count}"]))
+    layout = Layout.parse(" ".join([*words, f"{ONE_F_ONE_B if pp > 1 else ACCUM}:{count}"]))
     if not legal(layout, shape, batch=batch, sequence=sequence):
         return layout
     near = nearest(layout, shape, batch=batch, sequence=sequence, most=1)

@@ -14,9 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .choices import PRECISIONS
 from .codec import Document, FileError, Mistake, Reader, dump, key, schema, table
 from .files import read_text
-from .layout import PRECISIONS, Layout
+from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape, ShapeError

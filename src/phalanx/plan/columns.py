@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Layout, Shape
-from ..layout.layout import SCHEDULES as CHUNKS
+from ..layout.choices import SCHEDULES as CHUNKS
 from .pipes import blocks_of, on_ranks
 from .site import Numbers
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..layout import Layout
+from ..layout.choices import traits
 from .memory import Sizes
 from .ops import BACKWARDS, COUNT, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from .passes import (
@@ -42,7 +43,7 @@ def build(
     unit) pairs that share a weight. `recompute:fit` needs sizes and a limit in bytes; a searched
     schedule orders for these costs, each rank holding at most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
-    if layout.schedule == "searched":
+    if traits(layout.schedule).searched:
         costs = _stage_costs(
             costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1}), stages
         )

@@ -13,7 +13,18 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from ..layout.layout import SCHEDULES as CHUNKS
+from ..layout.choices import (
+    ACCUM,
+    GPIPE,
+    INTERLEAVED,
+    NAIVE,
+    ONE_F_ONE_B,
+    ZB_H1,
+    ZB_H2,
+    ZB_V,
+    traits,
+)
+from ..layout.choices import SCHEDULES as NAMES
 from ..layout.source import load_source, running, split_name
 from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 from .program import MOST, Op, Program, ProgramError
@@ -159,14 +170,14 @@ def naive(stages: int, microbatches: int = 1, chunks: int = 1) -> Rows:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "accum": accum,
-    "naive": naive,
-    "gpipe": gpipe,
-    "1f1b": f1b,
-    "interleaved": interleaved,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
+    ACCUM: accum,
+    NAIVE: naive,
+    GPIPE: gpipe,
+    ONE_F_ONE_B: f1b,
+    INTERLEAVED: interleaved,
+    ZB_H1: zb_h1,
+    ZB_H2: zb_h2,
+    ZB_V: zb_v,
 }
 
 
@@ -223,17 +234,17 @@ def refuse_vast(forwards: int) -> None:
 
 def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
     """Refuse numbers that a named schedule has no order for."""
-    least, most = CHUNKS.get(name, (1, chunks))
-    if not least <= chunks <= most:
-        span = str(least) if least == most else f"{least} to {most}"
+    kind = traits(name)
+    if name in NAMES and not kind.least <= chunks <= kind.most:
+        span = str(kind.least) if kind.least == kind.most else f"{kind.least} to {kind.most}"
         raise ProgramError(f"{name} takes {span} chunks a stage, not {chunks}.")
-    if name == "accum" and stages > 1:
+    if not kind.pipelined and stages > 1:
         raise ProgramError(
-            f"accum is for one stage, not {stages}; write 1f1b, or another schedule."
+            f"{name} is for one stage, not {stages}; write {ONE_F_ONE_B}, or another schedule."
         )
-    if name == "naive" and microbatches > 1:
+    if kind.whole_batch and microbatches > 1:
         raise ProgramError(
-            f"naive takes the batch whole, as 1 microbatch, not {microbatches}; write gpipe."
+            f"{name} takes the batch whole, as 1 microbatch, not {microbatches}; write {GPIPE}."
         )
 
 
@@ -244,9 +255,9 @@ def _function(name: str) -> Schedule:
     if path:
         (own,) = load_source(path, (attribute,), ProgramError)
         return own  # type: ignore[no-any-return]
-    near = difflib.get_close_matches(name, [*SCHEDULES, "searched"], n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ProgramError(
-        f"there is no schedule {name!r}.{hint} Schedules are {', '.join([*SCHEDULES, 'searched'])};"
+        f"there is no schedule {name!r}.{hint} Schedules are {', '.join(NAMES)};"
         " your own is named file.py:function."
     )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from ..layout.choices import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZB_H1, ZB_H2, ZB_V, traits
 from . import ops
 from .check import held
 from .passes import messages
@@ -21,7 +22,7 @@ from .simulate import Costs, simulate
 
 __all__ = ["bound", "search"]
 
-_NAMED = {1: ("1f1b", "gpipe", "zb-h1", "zb-h2"), 2: ("interleaved", "zb-v")}
+_BESIDE = (ONE_F_ONE_B, GPIPE, ZB_H1, ZB_H2, INTERLEAVED, ZB_V)  # of equals the first wins
 _KINDS = (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 _ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)  # the most urgent first
 
@@ -50,7 +51,7 @@ def search(
 def _candidates(
     stages: int, microbatches: int, chunks: int, costs: Costs, limits: Sequence[float] | None
 ) -> list[Program | None]:
-    named = [*_NAMED.get(chunks, ("interleaved",))]
+    named = [n for n in _BESIDE if traits(n).least <= chunks <= traits(n).most]
     found: list[Program | None] = [schedule(n, stages, microbatches, chunks) for n in named]
     places = ["wrap", "fold"] if chunks == 2 else ["wrap"]
     # Whole microbatches let in one by one always end; letting in chunks is shorter where it ends.

@@ -20,7 +20,7 @@ import torch
 from ..comm import RankFailed
 from ..comm.launch import Run, workers
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import DTYPES
+from ..layout.choices import COMPARED
 from ..layout.files import read_text
 from ..parallel import Model, Precision, build_model, refuse_unfit
 from ..program import ProgramError, Recorded, Timeline
@@ -68,9 +68,9 @@ class Truth:
 
 def precision_named(dtype: str) -> Precision:
     """The precision that computes in a dtype of torch's name."""
-    if dtype not in DTYPES:
-        raise LayoutError(f"there is no dtype {dtype!r}; choose {', '.join(DTYPES)}.")
-    return precision_of(DTYPES[dtype])
+    if dtype not in COMPARED:
+        raise LayoutError(f"there is no dtype {dtype!r}; choose {', '.join(COMPARED)}.")
+    return precision_of(COMPARED[dtype])
 
 
 def verify(
