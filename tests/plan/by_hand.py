@@ -7,7 +7,7 @@ token and feature of a block in 16 bits, scores never kept), adapted to gated bl
 from __future__ import annotations
 
 from phalanx.layout import Layout, Shape
-from phalanx.program import Attention, Load, Message, Product, Weighed
+from phalanx.program import AttentionLoad, Load, MessageLoad, Product, Weighed
 
 WIDTH = 2  # bytes of a number
 
@@ -18,7 +18,7 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
     wide, narrow = s.heads * s.head_dim / t, max(1.0, s.kv_heads / t) * s.head_dim
     cols = [(s.hidden, wide), (s.hidden, narrow), (s.hidden, narrow), (wide, s.hidden)]
     cols += [(s.hidden, s.ffn / t)] * (2 if s.gated else 1) + [(s.ffn / t, s.hidden)]
-    core = Attention(
+    core = AttentionLoad(
         rows, s.heads / t, max(1.0, s.kv_heads / t), sequence / c, sequence, s.head_dim
     )
     whole = tokens / (t if cut.seq else 1)  # tokens of norms and residuals
@@ -33,7 +33,7 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
         ),
         input_gradient=Load(
             tuple(Product(tokens, b, a) for a, b in cols),
-            (Attention(rows, s.heads / t, s.kv_heads / t, sequence / c, sequence, s.head_dim, 1, 5),),
+            (AttentionLoad(rows, s.heads / t, s.kv_heads / t, sequence / c, sequence, s.head_dim, 1, 5),),
             2 * moved, 60, _messages(s, cut, tokens, narrow),
         ),
         weight_gradient=Load(tuple(Product(a, tokens, b) for a, b in cols), (), 0.0, 20),
@@ -46,15 +46,18 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
     )  # fmt: skip
 
 
-def _messages(s: Shape, cut: Layout, tokens: float, narrow: float) -> tuple[Message, ...]:
+def _messages(s: Shape, cut: Layout, tokens: float, narrow: float) -> tuple[MessageLoad, ...]:
     size = WIDTH * tokens * s.hidden
-    found: list[Message] = []
+    found: list[MessageLoad] = []
     if cut.tp > 1 and cut.seq:
-        found += [Message("tp", "all_gather", size), Message("tp", "reduce_scatter", size)] * 2
+        found += [
+            MessageLoad("tp", "all_gather", size),
+            MessageLoad("tp", "reduce_scatter", size),
+        ] * 2
     elif cut.tp > 1:
-        found += [Message("tp", "all_reduce", size)] * 2
+        found += [MessageLoad("tp", "all_reduce", size)] * 2
     if cut.cp > 1:
-        found += [Message("cp", "send", 2 * WIDTH * tokens * narrow)] * (cut.cp - 1)
+        found += [MessageLoad("cp", "send", 2 * WIDTH * tokens * narrow)] * (cut.cp - 1)
     return tuple(found)
 
 

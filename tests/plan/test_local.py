@@ -14,7 +14,7 @@ from phalanx.plan.estimate import estimate
 from phalanx.plan.local import crowded, local_stack, site_of_machine
 from phalanx.plan.price import Times, Trio, raw_of, time_of
 from phalanx.plan.stack import Stack
-from phalanx.program import Load, Message, Product
+from phalanx.program import Load, MessageLoad, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
 MACHINE = Machine(
@@ -142,7 +142,7 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     None
 ):
     ring = Layout.parse("cp2 fp32")
-    load = Load((Product(512, 512, 512),), messages=(Message("cp.ring", "send", 4096.0),))
+    load = Load((Product(512, 512, 512),), messages=(MessageLoad("cp.ring", "send", 4096.0),))
     busy = site_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
     assert raw_of(load, busy, ring, "fp32", True).ring == 0.0

@@ -22,7 +22,7 @@ from phalanx.plan.rivals import rivals
 from phalanx.plan.search import Choice, Plan, judge, search
 from phalanx.plan.site import Site, site_of
 from phalanx.plan.stack import Stack, stack
-from phalanx.program import Attention, Load, Message, Product, Weighed, simulate
+from phalanx.program import AttentionLoad, Load, MessageLoad, Product, Weighed, simulate
 
 SHAPE = replace(Shape.load("8b"), layers=8, batch=32, sequence=4096)
 SEQUENCE, BATCH = 4096, 32
@@ -46,10 +46,10 @@ def known(cut: Layout, sequence: int) -> Known:
         wide = {"embed": 0, "block": 4 * h + 3 * f, "head": v}[kind] / cut.tp
         product = Product(tokens, h, max(1.0, wide))
         several = replace(product, batch=2.0)
-        core = Attention(rows, SHAPE.heads / cut.tp, 8, sequence / cut.cp, sequence, 128)
+        core = AttentionLoad(rows, SHAPE.heads / cut.tp, 8, sequence / cut.cp, sequence, 128)
         own = (core,) * (kind == "block")
-        lines = [Message("tp", "all_reduce", 2 * tokens * h)] * 2 if cut.tp > 1 else []
-        lines += [Message("cp.ring", "send", tokens * h)] if cut.mesh.of("cp.ring") > 1 else []
+        lines = [MessageLoad("tp", "all_reduce", 2 * tokens * h)] * 2 if cut.tp > 1 else []
+        lines += [MessageLoad("cp.ring", "send", tokens * h)] if cut.mesh.of("cp.ring") > 1 else []
         messages = tuple(lines)
         forward = Load((product,), own, 8 * tokens * h, 20, messages)
         back = Load((several,), own, 16 * tokens * h, 30, messages)

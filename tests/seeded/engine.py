@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.comm import Group, Work, regions
 from phalanx.layout.rules import Cut
 from phalanx.parallel import Unit, count_valid, local, tensor
-from phalanx.parallel.data import Pool, Segment, Then
+from phalanx.parallel.data import BufferPool, Segment, Then
 from phalanx.parallel.tensor import RowLinear, VocabularyEmbedding, Weight
 from phalanx.train import executor
 from phalanx.train.executor import Executor
@@ -226,16 +226,16 @@ def _() -> AbstractContextManager[None]:
 
 @fault("the gradient buffer is not zeroed", "gqa", "dp2", "gradient of head")
 def _() -> AbstractContextManager[None]:
-    right = Pool.take
+    right = BufferPool.take
 
     class Stale(Tensor):
         def zero_(self) -> Tensor:
             return self.fill_(1e-3).as_subclass(Tensor)
 
-    def take(self: Pool, numel: int, dtype: torch.dtype) -> Tensor:
+    def take(self: BufferPool, numel: int, dtype: torch.dtype) -> Tensor:
         return right(self, numel, dtype).as_subclass(Stale)
 
-    return swapped(Pool, "take", take)
+    return swapped(BufferPool, "take", take)
 
 
 @fault(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape
 from ..layout.source import split_name
-from ..program import Attention, Load, Message, Product, Weighed, at_rows
+from ..program import AttentionLoad, Load, MessageLoad, Product, Weighed, at_rows
 from .cut import cut_of
 
 if TYPE_CHECKING:
@@ -207,10 +207,10 @@ def _load(said: Sequence[Any]) -> Load:
     products, attention, moved, launches, messages = said
     return Load(
         tuple(Product(*x) for x in products),
-        tuple(Attention(*x) for x in attention),
+        tuple(AttentionLoad(*x) for x in attention),
         moved,
         launches,
-        tuple(Message(*x) for x in messages),
+        tuple(MessageLoad(*x) for x in messages),
     )
 
 

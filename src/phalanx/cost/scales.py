@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import Message as Sent
-from ..comm import regions
+from ..comm import Message, regions
 from ..comm.base import far_side
 from ..parallel.context import ring_attention, ring_gradients
 from ..parallel.data import storage_of
-from ..program import Attention, Load, Message, Product
+from ..program import AttentionLoad, Load, MessageLoad, Product
 from .live import Live
 
 __all__ = ["PREFIX", "Known", "Scales"]
@@ -95,10 +94,10 @@ class _Page:
     """What one operation of the program has done so far."""
 
     products: list[Product] = field(default_factory=list)
-    attention: list[Attention] = field(default_factory=list)
+    attention: list[AttentionLoad] = field(default_factory=list)
     moved: float = 0.0
     launches: int = 0
-    messages: list[Message] = field(default_factory=list)
+    messages: list[MessageLoad] = field(default_factory=list)
 
 
 Known = dict[Any, Any]
@@ -111,7 +110,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     many times what it costs to look it up.
     """
 
-    def __init__(self, ledger: list[Sent], known: Known) -> None:
+    def __init__(self, ledger: list[Message], known: Known) -> None:
         super().__init__()
         self.outputs = known
         self.ledger, self.told = ledger, len(ledger)
@@ -150,7 +149,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             if sent.collective != "receive":
                 name = sent.group.removeprefix(PREFIX)
                 self.page.messages.append(
-                    Message(_AXES.get(name, name), sent.collective, float(sent.bytes))
+                    MessageLoad(_AXES.get(name, name), sent.collective, float(sent.bytes))
                 )
         self.told = len(self.ledger)
 
@@ -241,13 +240,13 @@ def _made(form: Any, args: Any) -> Any:
     return tuple(_made(x, args) if isinstance(x, tuple) else x for x in form)
 
 
-def _attention(packet: Any, args: Sequence[Any]) -> Attention:
+def _attention(packet: Any, args: Sequence[Any]) -> AttentionLoad:
     at, flag, products = _ATTENTION[packet]
     q, k = args[at], args[at + 1]
     batch, heads, queries, size = map(float, q.shape)
     causal = float(bool(args[flag])) if len(args) > flag else 0.0
     kv_heads, keys = float(k.shape[1]), float(k.shape[2])
-    return Attention(batch, heads, kv_heads, queries, keys, size, causal, products)
+    return AttentionLoad(batch, heads, kv_heads, queries, keys, size, causal, products)
 
 
 def _moved(packet: Any, args: Any, given: list[Tensor], out: Any) -> float:

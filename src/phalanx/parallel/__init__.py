@@ -2,7 +2,7 @@
 
 from .batch import count_valid, microbatches, share, time_multiple
 from .context import install_context, leaks
-from .data import Entry, Pool, Precision, Unit
+from .data import BufferPool, Entry, Precision, Unit
 from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, build_model, load_model, start
@@ -13,7 +13,7 @@ __all__ = [
     "Entry",
     "Model",
     "Piece",
-    "Pool",
+    "BufferPool",
     "Precision",
     "Unit",
     "VocabularyCrossEntropy",

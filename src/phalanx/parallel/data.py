@@ -20,7 +20,7 @@ from ..comm import Work
 from .groups import UnitGroups
 from .tensor import Weight
 
-__all__ = ["Entry", "Pool", "Precision", "Segment", "Then", "Unit"]
+__all__ = ["Entry", "BufferPool", "Precision", "Segment", "Then", "Unit"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     offset: int
 
 
-class Pool:
+class BufferPool:
     """A small set of flat buffers, taken and given back; what was once made is used again.
 
     `check` proves how many are out at once. `empty` makes them: where ranks share memory, in what
@@ -111,7 +111,7 @@ class Unit:
         number: int,
         weights: Sequence[Weight],
         groups: UnitGroups,
-        pool: Pool,
+        pool: BufferPool,
         precision: Precision,
         *,
         resident: bool,

@@ -12,7 +12,7 @@ from ..comm import World
 from ..layout import Layout, stage_pieces
 from ..program import Program, ops
 from .context import install_context
-from .data import Pool, Precision, Unit
+from .data import BufferPool, Precision, Unit
 from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, start
@@ -29,7 +29,7 @@ class LocalModel:
     pieces: dict[int, Piece]
     units: dict[int, Unit]
     groups: Groups
-    pool: Pool
+    pool: BufferPool
     place: dict[str, int]  # where the rank sits on each axis
 
 
@@ -59,7 +59,7 @@ def build_local(
     held = sorted({unit for piece in mine for unit in program.units(piece)})
     groups = open_groups(world, layout, model, program, prefix=prefix)
     precision = precision or Precision()
-    pool = Pool(world.device, empty=world.empty, poison=poison)
+    pool = BufferPool(world.device, empty=world.empty, poison=poison)
     weights = cut_weights(model, layout, groups.tp.rank)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..program import Attention, Product
+from ..program import AttentionLoad, Product
 from .columns import Columns
 from .device import MachineError
 from .estimate import Estimates
@@ -67,7 +67,7 @@ class Measured:
     def product(self, p: Product, dtype: str) -> float:
         return float(p.flops / self.rate(dtype, p.m, p.n, p.k))
 
-    def attention(self, a: Attention, dtype: str) -> float:
+    def attention(self, a: AttentionLoad, dtype: str) -> float:
         rate = self.rate(dtype, a.queries, a.keys, a.head_dim)
         return float(a.flops / (_ATTENTION * rate))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..layout import Layout
-from ..program import Attention, Costs, Load, Message, Weighed, ops
+from ..program import AttentionLoad, Costs, Load, MessageLoad, Weighed, ops
 from .site import Site
 from .stack import Stack
 
@@ -108,7 +108,7 @@ def time_of(load: Load, site: Site, stack: Stack, cut: Layout, dtype: str) -> Ti
     return raw_of(load, site, cut, dtype, stack.fused_attention).under(stack)
 
 
-def _attend(a: Attention, site: Site, dtype: str, fused: bool) -> float:
+def _attend(a: AttentionLoad, site: Site, dtype: str, fused: bool) -> float:
     if fused:
         return site.rates.attention(a, dtype)
     pairs = a.batch * a.heads * a.queries * a.keys
@@ -121,7 +121,7 @@ def _attend(a: Attention, site: Site, dtype: str, fused: bool) -> float:
     return (flops * rate + site.rates.move(_SCORES[forward] * pairs)) * uneven
 
 
-def _group(message: Message, cut: Layout) -> tuple[int, int]:
+def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
     """How many ranks share a message, and how far each is from the next."""
     if message.axis == "tp":
         return cut.tp, 1

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..program import Attention, Product
+from ..program import AttentionLoad, Product
 from .device import Device, MachineError
 from .link import Cluster, link
 
@@ -40,7 +40,7 @@ class Rates(Protocol):
 
     def product(self, p: Product, dtype: str) -> float: ...
 
-    def attention(self, a: Attention, dtype: str) -> float: ...
+    def attention(self, a: AttentionLoad, dtype: str) -> float: ...
 
     def move(self, size: float) -> float: ...
 
@@ -82,7 +82,7 @@ class Chip:
             best = max(best, rate * filled * waves / math.ceil(waves))
         return float(best * p.k / (p.k + _DEPTH))
 
-    def attention(self, a: Attention, dtype: str) -> float:
+    def attention(self, a: AttentionLoad, dtype: str) -> float:
         said = self.device.flash_tflops * 1e12
         rate = said or FLASH * self.reached("bf16")
         narrow = min(1.0, (a.head_dim / 128) ** 0.35)  # a narrow head feeds the tensor cores worse

@@ -2,7 +2,7 @@
 
 from .build import build
 from .check import Proof, check, faults
-from .load import Attention, Load, Message, Product, Weighed, at_rows
+from .load import AttentionLoad, Load, MessageLoad, Product, Weighed, at_rows
 from .memory import Peak, Sizes
 from .ops import KINDS, Kind
 from .program import Op, Program, ProgramError
@@ -15,11 +15,11 @@ from .timeline import Span, Timeline
 __all__ = [
     "KINDS",
     "SCHEDULES",
-    "Attention",
+    "AttentionLoad",
     "Costs",
     "Kind",
     "Load",
-    "Message",
+    "MessageLoad",
     "Op",
     "Peak",
     "Product",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-__all__ = ["Attention", "Load", "Message", "Product", "Weighed", "at_rows"]
+__all__ = ["AttentionLoad", "Load", "MessageLoad", "Product", "Weighed", "at_rows"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionLoad:
     """softmax(q k) v by a kernel that keeps no scores: two products forward, five backward."""
 
     batch: float
@@ -54,7 +54,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageLoad:
     """A collective inside an operation, by the axis of the mesh that it runs along.
 
     `bytes` is S as `Curve` counts it: a rank's input of all-reduce and reduce-scatter, its output
@@ -71,10 +71,10 @@ class Load:
     """One operation: its products, the bytes that everything else moves, its messages."""
 
     products: tuple[Product, ...] = ()
-    attention: tuple[Attention, ...] = ()
+    attention: tuple[AttentionLoad, ...] = ()
     moved: float = 0.0  # bytes read and written by what is neither product nor attention
     launches: float = 0.0  # kernels started
-    messages: tuple[Message, ...] = ()
+    messages: tuple[MessageLoad, ...] = ()
 
     @property
     def flops(self) -> float:

@@ -13,7 +13,7 @@ from . import ops, state
 from .program import Op, Program
 from .state import State
 
-__all__ = ["Change", "Peak", "Sizes", "changes", "peaks"]
+__all__ = ["MemoryChange", "Peak", "Sizes", "changes", "peaks"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Change:
+class MemoryChange:
     """What an operation takes when it starts and gives back when it ends, by kind in bytes."""
 
     takes: tuple[tuple[str, float], ...] = ()
@@ -86,7 +86,7 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
     }
 
 
-def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, Change]]:
+def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, MemoryChange]]:
     """What each operation of a row takes and gives back; first, under None, what is always there."""
     table, walk = _table(sizes), State(program, row, in_place=not sizes.gradient_shard)
 
@@ -97,12 +97,12 @@ def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | Non
 
     units = {u for op in walk.ops if op.kind == ops.FORWARD for u in program.units(op.piece)}
     always = {"weights": sizes.home, "optimizer": sizes.optimizer}
-    yield None, Change(tuple((k, sum(_of(x, u) for u in units)) for k, x in always.items()))
+    yield None, MemoryChange(tuple((k, sum(_of(x, u) for u in units)) for k, x in always.items()))
     for i, op in enumerate(walk.ops):
         start, end = walk.apply(op, walk.needs(op))
         if i == len(walk.ops) - 1:
             end += walk.rest()
-        yield op, Change(sized(start, 1), sized(end, -1))
+        yield op, MemoryChange(sized(start, 1), sized(end, -1))
 
 
 def peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:
