@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check slow faults clean
+.PHONY: demo test check slow faults gpu clean
 
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml constraints.txt
@@ -29,6 +29,10 @@ slow: .venv/installed
 # Mistakes put into the code on purpose, and what `phalanx verify` says of each.
 faults: .venv/installed
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m seeded
+
+# On a machine with GPUs, with the Python and torch that are there: nothing is installed.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
