@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --rounds 10
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --sleep
 
-The first runs 2 ranks with stages made equal (a tiny vocabulary, so embedding and head weigh nothing).
+The first runs 2 ranks with stages made equal (a tiny vocabulary, so embedding and head piece_costs nothing).
 The second puts a fixed sleep in place of every layer's work, as 4 ranks of real work share 2 cores
 and cannot show a bubble.
 """

@@ -8,7 +8,7 @@ layouts again, so that what disturbs the machine disturbs all of them. A step co
 to the end of the slowest rank; a layout's time is the least of its steps.
 
 With --calibrate half of the layouts, chosen by a hash of their text, fit the six numbers of the
-stack; the other half scores.
+profile; the other half scores.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from phalanx.bench import examine, find
 from phalanx.bench.doctor import Examination
 from phalanx.comm import World
 from phalanx.comm.launch import workers
-from phalanx.cost import cut_of, weighs
+from phalanx.cost import cached_costs, cut_of
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.plan import Machine
 from phalanx.plan.calibrate import Timed, Trial, calibrated
 from phalanx.plan.columns import case_of
-from phalanx.plan.local import local_stack, site_of_machine
-from phalanx.plan.stack import FITTED, Stack
+from phalanx.plan.local import hardware_of_machine, local_profile
+from phalanx.plan.profile import FITTED, Profile
 from phalanx.train import AdamW, Executor
 from phalanx.train.precision import precision_of
 from phalanx.train.program import program_of
@@ -139,8 +139,8 @@ def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return agree / total if total else 0.0
 
 
-def scored(name: str, timed: Timed, stack: Stack, only: Sequence[bool]) -> dict[str, object]:
-    step = timed.under(stack).step
+def scored(name: str, timed: Timed, profile: Profile, only: Sequence[bool]) -> dict[str, object]:
+    step = timed.under(profile).step
     rows = [
         (float(p), float(m), t.name)
         for p, m, t, some in zip(step, timed.measured, timed.trials, only, strict=True)
@@ -210,10 +210,10 @@ def main() -> None:
     for name, ranks in itertools.product(said.models, said.ranks):
         shape, key = MODELS[name], f"{name}, {ranks}"
         asked = layouts(shape, ranks)
-        site = site_of_machine(machine, ranks, "gloo")
+        hardware = hardware_of_machine(machine, ranks, "gloo")
         trials = [Trial(str(x), case_of(shape, x)) for x in asked]
         # Predicted before anything runs: what follows only writes the measured times beside it.
-        timed = Timed(trials, site, partial(weighs, target="cpu"), cut_of)
+        timed = Timed(trials, hardware, partial(cached_costs, target="cpu"), cut_of)
         if key not in known:
             known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
             if said.times:
@@ -223,7 +223,7 @@ def main() -> None:
         timed.measured[:] = [t.seconds for t in timed.trials]
         groups[key] = timed
         print(f"{key} ranks: {len(asked)} layouts", flush=True)
-    report(groups, known, local_stack("fp32"), said)
+    report(groups, known, local_profile("fp32"), said)
 
 
 def rounds_agree(times: Sequence[Sequence[float]]) -> float:
@@ -233,11 +233,11 @@ def rounds_agree(times: Sequence[Sequence[float]]) -> float:
 
 
 def report(
-    groups: dict[str, Timed], known: dict[str, dict[str, list[float]]], stack: Stack,
+    groups: dict[str, Timed], known: dict[str, dict[str, list[float]]], profile: Profile,
     said: argparse.Namespace,
 ) -> None:  # fmt: skip
     def all_of(key: str, g: Timed) -> dict[str, object]:
-        return scored(key, g, stack, [True] * len(g.trials))
+        return scored(key, g, profile, [True] * len(g.trials))
 
     print("\n" + table("As it comes", [all_of(key, g) for key, g in groups.items()]))
     for key, g in groups.items():
@@ -253,14 +253,14 @@ def report(
             g.measured[:] = [
                 t.seconds if own else 0.0 for t, own in zip(g.trials, halves[key], strict=True)
             ]
-        stack = calibrated(stack, list(groups.values()))
+        profile = calibrated(profile, list(groups.values()))
         for g in groups.values():
             g.measured[:] = [t.seconds for t in g.trials]
-        rest = [scored(k, g, stack, [not own for own in halves[k]]) for k, g in groups.items()]
-        numbers = ", ".join(f"{name} {getattr(stack, name):g}" for name in FITTED)
+        rest = [scored(k, g, profile, [not own for own in halves[k]]) for k, g in groups.items()]
+        numbers = ", ".join(f"{name} {getattr(profile, name):g}" for name in FITTED)
         print("\n" + table("The half that did not calibrate", rest) + f"\n\n{numbers}")
     for key, g in groups.items() if said.all else ():
-        found = g.under(stack)
+        found = g.under(profile)
         print(f"\n{key}")
         for i, trial in sorted(enumerate(g.trials), key=lambda pair: pair[1].seconds):
             parts = "  ".join(f"{n} {1e3 * x:.0f}" for n, x in found.breakdown(i).items())

@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.cli.usage import Parser, print_json
-from phalanx.cost import cut_of, weighs
-from phalanx.plan.stack import Stack, stack
+from phalanx.cost import cached_costs, cut_of
+from phalanx.plan.profile import Profile, profile
 from published.predict import RunGroup, groups_of
 from published.score import Errors, Score, hold_out, score
 from published.table import Row, read_table
 
 _EXAMPLES = """\
   planner_score.py measured/*.csv
-  planner_score.py runs.csv --stack default --json
+  planner_score.py runs.csv --profile default --json
   planner_score.py scan.csv --most-ranks 64 --no-held-out"""
 _LEAST = 5  # timed rows of a source before its absence from a fit says anything
 
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
     parser.add_argument(
-        "--stack", metavar="NAME", help="take every row as this stack's (default: by framework)"
+        "--profile", metavar="NAME", help="take every row as this profile's (default: by framework)"
     )
     parser.add_argument("--most-ranks", type=int, default=0, help="leave larger runs out")
     parser.add_argument(
@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--each", action="store_true", help="every run, with the parts of its step")
     parser.add_argument("--json", action="store_true")
     said = parser.read(list(argv))
-    chosen = stack(said.stack) if said.stack else None
+    chosen = profile(said.profile) if said.profile else None
     rows = [row for path in said.tables for row in read_table(path, chosen)]
-    groups, refused = groups_of(rows, weighs, cut_of)
+    groups, refused = groups_of(rows, cached_costs, cut_of)
     held = {} if said.no_held_out else _held(groups, rows)
     found = score(groups, refused, rows, most_ranks=said.most_ranks, held=held)
     if said.json:
@@ -59,8 +59,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _held(
     groups: Sequence[RunGroup], rows: Sequence[Row]
-) -> Mapping[str, Callable[[Stack], Stack]]:
-    """For each source with enough runs, its stack as it is without it. A table that no stack was
+) -> Mapping[str, Callable[[Profile], Profile]]:
+    """For each source with enough runs, its profile as it is without it. A table that no profile was
     fitted on is held out as it stands; it needs another beside it to be fitted without."""
     timed: dict[str, int] = {}
     for group in groups:

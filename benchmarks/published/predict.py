@@ -1,4 +1,4 @@
-"""Published runs predicted: rows of tables weighed, priced and estimated together."""
+"""Published runs predicted: rows of tables costed, priced and estimated together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.plan.columns import Columns, columns_of
 from phalanx.plan.estimate import Estimates, estimate
-from phalanx.plan.kinds import PieceKinds, Weigh
+from phalanx.plan.hardware import Hardware
+from phalanx.plan.kinds import CostFunction, PieceKinds
 from phalanx.plan.price import RawTrio, raw_trio
-from phalanx.plan.site import Site
-from phalanx.plan.stack import Stack
+from phalanx.plan.profile import Profile
 
 from .table import Row
 
@@ -24,17 +24,17 @@ __all__ = ["RunGroup", "groups_of"]
 
 
 class RunGroup:
-    """Rows of one site and one kind of attention, ready to be estimated under many stacks."""
+    """Rows of one hardware and one kind of attention, ready to be estimated under many profiles."""
 
     def __init__(
         self, rows: Sequence[tuple[int, Row]], kinds: Mapping[int, tuple[Layout, PieceKinds]]
     ) -> None:
         self.numbers = [number for number, _ in rows]
         self.rows = [row for _, row in rows]
-        site = self.rows[0].site
-        assert site is not None
-        self.site: Site = site
-        stack = self.rows[0].stack
+        hardware = self.rows[0].hardware
+        assert hardware is not None
+        self.hardware: Hardware = hardware
+        profile = self.rows[0].profile
         self.raws: list[tuple[RawTrio, ...]] = []
         known: dict[Any, int] = {}
         keys, cases = [], []
@@ -48,7 +48,7 @@ class RunGroup:
             if key not in known:
                 known[key] = len(self.raws)
                 three = (pieces.embed(case.rows), pieces.block(case.rows), pieces.head(case.rows))
-                self.raws.append(tuple(raw_trio(w, site, stack, cut, dtype) for w in three))
+                self.raws.append(tuple(raw_trio(w, hardware, profile, cut, dtype) for w in three))
             keys.append(known[key])
             cases.append(case)
         self.columns: Columns = columns_of(cases, keys)
@@ -68,13 +68,13 @@ class RunGroup:
         some.columns = replace(self.columns.take(picked), key=keys.astype(float))
         return some
 
-    def under(self, stack: Stack) -> Estimates:
-        table = [(a.under(stack), b.under(stack), c.under(stack)) for a, b, c in self.raws]
-        return estimate(self.columns, table, self.site, stack)
+    def under(self, profile: Profile) -> Estimates:
+        table = [(a.under(profile), b.under(profile), c.under(profile)) for a, b, c in self.raws]
+        return estimate(self.columns, table, self.hardware, profile)
 
 
 def groups_of(
-    rows: Sequence[Row], weigh: Weigh, cut_of: Callable[[Layout], Layout]
+    rows: Sequence[Row], piece_costs: CostFunction, cut_of: Callable[[Layout], Layout]
 ) -> tuple[list[RunGroup], dict[int, str]]:
     """All rows that can be predicted, in groups; and why the others cannot."""
     refused = {i: row.why for i, row in enumerate(rows) if row.case is None}
@@ -89,13 +89,13 @@ def groups_of(
         for i in members:
             case = rows[i].case
             assert case is not None
-            by_cut[_felt(cut_of(case.layout), rows[i].stack)].append(i)
-        for cut, those in _weighed(weigh, shape, sequence, by_cut, refused).items():
+            by_cut[_felt(cut_of(case.layout), rows[i].profile)].append(i)
+        for cut, those in _costed(piece_costs, shape, sequence, by_cut, refused).items():
             kinds |= dict.fromkeys(by_cut[cut], (cut, those))
     joined: dict[Any, list[tuple[int, Row]]] = defaultdict(list)
     for i in sorted(kinds):
         row = rows[i]
-        joined[id(row.site), row.stack.name, row.device].append((i, row))
+        joined[id(row.hardware), row.profile.name, row.device].append((i, row))
     return [RunGroup(members, kinds) for members in joined.values()], refused
 
 
@@ -103,23 +103,23 @@ def _selective(row: Row) -> bool:
     return row.case is not None and row.case.layout.recompute == "selective"
 
 
-def _felt(cut: Layout, stack: Stack) -> Layout:
-    """The cut that is weighed: where scores are kept, to be selective means to drop them alone."""
-    return cut if stack.fused_attention else replace(cut, recompute="none")
+def _felt(cut: Layout, profile: Profile) -> Layout:
+    """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
+    return cut if profile.fused_attention else replace(cut, recompute="none")
 
 
-def _weighed(
-    weigh: Weigh, shape: Shape, sequence: int, cuts: Mapping[Layout, list[int]],
+def _costed(
+    piece_costs: CostFunction, shape: Shape, sequence: int, cuts: Mapping[Layout, list[int]],
     refused: dict[int, str],
 ) -> dict[Layout, PieceKinds]:  # fmt: skip
     """The cuts of one shape together; where one cannot be, each by itself."""
     try:
-        return dict(weigh(shape, list(cuts), sequence=sequence))
+        return dict(piece_costs(shape, list(cuts), sequence=sequence))
     except (LayoutError, ValueError):
         found: dict[Layout, PieceKinds] = {}
         for cut, members in cuts.items():
             try:
-                found |= weigh(shape, [cut], sequence=sequence)
+                found |= piece_costs(shape, [cut], sequence=sequence)
             except (LayoutError, ValueError) as error:
                 refused.update(dict.fromkeys(members, str(error)))
         return found

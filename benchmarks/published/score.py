@@ -16,8 +16,8 @@ import numpy as np
 
 from phalanx.plan.estimate import Estimates
 from phalanx.plan.fit import fit
-from phalanx.plan.site import Numbers
-from phalanx.plan.stack import FITTED, Stack
+from phalanx.plan.hardware import Numbers
+from phalanx.plan.profile import FITTED, Profile
 
 from .predict import RunGroup
 from .rules import RULES
@@ -29,7 +29,7 @@ __all__ = ["Errors", "Run", "Score", "hold_out", "score"]
 NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _FULL = 0.85  # of a device's memory: above it an allocator may fail, and a plan is refused
-_SITES, _ROWS = 3, 12  # of a stack on a device: more tell a fit little that is new
+_HARDWARE, _ROWS = 3, 12  # of a profile on a device: more tell a fit little that is new
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -78,8 +78,8 @@ class Run:
 
     @property
     def fits(self) -> bool:
-        assert self.row.site is not None
-        return self.memory <= _FULL * self.row.site.memory and not self.row.empty
+        assert self.row.hardware is not None
+        return self.memory <= _FULL * self.row.hardware.memory and not self.row.empty
 
     def plain(self) -> dict[str, Any]:
         """The run as JSON has it; null where the table, or a fit, has no such number."""
@@ -101,7 +101,7 @@ class Score:
     """One source. What a table has no data for is None."""
 
     source: str
-    stack: str
+    profile: str
     rows: int
     predicted: int
     errors: Errors | None = None
@@ -120,7 +120,7 @@ class Score:
     def plain(self) -> dict[str, Any]:
         """The score as JSON has it."""
         regret = self.regret or {}
-        said: dict[str, Any] = {"source": self.source, "stack": self.stack, "rows": self.rows}
+        said: dict[str, Any] = {"source": self.source, "profile": self.profile, "rows": self.rows}
         said["predicted"] = self.predicted
         for name in ("median", "mean", "p90"):
             said[f"{name}_error"] = getattr(self.errors, name) if self.errors else None
@@ -145,18 +145,18 @@ def score(
     rows: Sequence[Row],
     *,
     most_ranks: int = 0,
-    held: Mapping[str, Callable[[Stack], Stack]] | None = None,
+    held: Mapping[str, Callable[[Profile], Profile]] | None = None,
 ) -> tuple[Score, ...]:
-    """Every source of the rows. `held` gives the stack that a source's is replaced by when the
+    """Every source of the rows. `held` gives the profile that a source's is replaced by when the
     source is held out; `most_ranks` leaves larger runs out."""
     told: dict[str, list[Run]] = defaultdict(list)
     for group in groups:
-        found = group.under(group.rows[0].stack)
-        step, memory, ranks = found.step, found.bytes, found.told(group.rows[0].stack)
+        found = group.under(group.rows[0].profile)
+        step, memory, ranks = found.step, found.bytes, found.told(group.rows[0].profile)
         other: dict[str, Estimates] = {}
         for i, row in enumerate(group.rows):
             if held and row.source in held and row.source not in other:
-                other[row.source] = group.under(held[row.source](row.stack))
+                other[row.source] = group.under(held[row.source](row.profile))
             late = float(other[row.source].step[i]) if row.source in other else 0.0
             parts = other.get(row.source, found).breakdown(i)
             run = Run(row, float(step[i]), float(memory[i]), float(ranks[i]), parts, late)
@@ -188,7 +188,7 @@ def _score(
     regret, misses, rules, count = _regrets(told)
     return Score(
         source=source,
-        stack=mine[0].stack.name,
+        profile=mine[0].profile.name,
         rows=len(mine),
         predicted=len(told),
         errors=Errors.of(ratios),
@@ -284,12 +284,12 @@ def _oom(told: Sequence[Run]) -> dict[str, float] | None:
     }
 
 
-def hold_out(groups: Sequence[RunGroup], source: str) -> Callable[[Stack], Stack]:
-    """How a source's stack looks when the source has not been seen: the numbers fitted on other
-    sources of the same stack and device, or, where there are none, on all other stacks."""
-    stack = next(g.rows[0].stack for g in groups if any(r.source == source for r in g.rows))
+def hold_out(groups: Sequence[RunGroup], source: str) -> Callable[[Profile], Profile]:
+    """How a source's profile looks when the source has not been seen: the numbers fitted on other
+    sources of the same profile and device, or, where there are none, on all other profiles."""
+    profile = next(g.rows[0].profile for g in groups if any(r.source == source for r in g.rows))
     others = _some([g for g in groups if any(r.source != source for r in g.rows)])
-    same = [g for g in others if g.rows[0].stack.name == stack.name]
+    same = [g for g in others if g.rows[0].profile.name == profile.name]
 
     sizes: dict[str, int] = defaultdict(int)
     for row in (row for group in others for row in group.rows):
@@ -302,18 +302,18 @@ def hold_out(groups: Sequence[RunGroup], source: str) -> Callable[[Stack], Stack
         )
 
     known = same if sum(float(np.sum(use(g) > 0)) for g in same) >= 8 else others
-    found = fit(Stack(), known, use=use, most=50)
+    found = fit(Profile(), known, use=use, most=50)
     numbers = {name: getattr(found, name) for name in FITTED}
     return lambda each: replace(each, **numbers)
 
 
 def _some(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """A few sites of every stack on every device, and some rows of each, evenly taken."""
+    """A few hardware of every profile on every device, and some rows of each, evenly taken."""
     kinds: dict[Any, list[RunGroup]] = defaultdict(list)
     for group in groups:
-        kinds[group.rows[0].stack.name, group.rows[0].device].append(group)
+        kinds[group.rows[0].profile.name, group.rows[0].device].append(group)
     found = []
     for those in kinds.values():
-        picked = np.linspace(0, len(those) - 1, min(_SITES, len(those))).round().astype(int)
+        picked = np.linspace(0, len(those) - 1, min(_HARDWARE, len(those))).round().astype(int)
         found += [those[i].part(_ROWS) for i in picked]
     return found

@@ -13,9 +13,9 @@ from phalanx.layout import Axis, Layout, LayoutError, Mesh, Shape
 from phalanx.plan import MachineError
 from phalanx.plan.columns import Case
 from phalanx.plan.device import Device, device, devices
+from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import Cluster, Level, cluster
-from phalanx.plan.site import Site, site_of
-from phalanx.plan.stack import Stack, stack_named
+from phalanx.plan.profile import Profile, profile_named
 
 __all__ = ["Row", "read_table"]
 
@@ -45,8 +45,8 @@ class Row:
     device: str
     ranks: int
     case: Case | None
-    site: Site | None
-    stack: Stack
+    hardware: Hardware | None
+    profile: Profile
     step: float = 0.0  # seconds as measured, 0 if the run has none
     memory: float = 0.0  # bytes
     out_of_memory: bool = False
@@ -62,7 +62,7 @@ class Row:
         return (self.source, self.model, self.device, self.ranks, sequence)
 
 
-def read_table(path: str | Path, stack: Stack | None = None) -> tuple[Row, ...]:
+def read_table(path: str | Path, profile: Profile | None = None) -> tuple[Row, ...]:
     """All rows of a table in the format of the published measurements."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -73,32 +73,34 @@ def read_table(path: str | Path, stack: Stack | None = None) -> tuple[Row, ...]:
     if not said or not need <= set(said[0]):
         lacks = sorted(need - set(said[0] if said else ()))
         raise MachineError(f"{path} is no table of runs: it lacks {', '.join(lacks)}.")
-    return tuple(_row({k: (v or "").strip() for k, v in each.items() if k}, stack) for each in said)
+    return tuple(
+        _row({k: (v or "").strip() for k, v in each.items() if k}, profile) for each in said
+    )
 
 
-def _row(said: Mapping[str, str], chosen: Stack | None) -> Row:
-    stack = chosen or stack_named(said.get("framework", ""))
+def _row(said: Mapping[str, str], chosen: Profile | None) -> Row:
+    profile = chosen or profile_named(said.get("framework", ""))
     ranks = int(_number(said, "gpus"))
     try:
         kind = _device(said["hardware"])
-        case = _case(said, stack)
-        site = _site(kind.name, ranks, said.get("inter_link", ""), said["hardware"],
+        case = _case(said, profile)
+        hardware = _hardware(kind.name, ranks, said.get("inter_link", ""), said["hardware"],
                      int(_number(said, "gpus_per_node") or 8))  # fmt: skip
         why = ""
     except (LayoutError, MachineError, ValueError) as error:
-        kind, case, site, why = None, None, None, str(error)
+        kind, case, hardware, why = None, None, None, str(error)
     status = said.get("status", "ok")
     step = _seconds(said, case) if case else 0.0
-    unit = 2**30 if "GiB" in said.get("mem_unit", "") or stack.tells_gib else 1e9
+    unit = 2**30 if "GiB" in said.get("mem_unit", "") or profile.tells_gib else 1e9
     return Row(
         source=said["source"], name=said.get("row_id", ""), model=said.get("model", ""),
-        device=kind.name if kind else "", ranks=ranks, case=case, site=site,
-        stack=stack.on(kind.name) if kind else stack,
+        device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
+        profile=profile.on(kind.name) if kind else profile,
         step=step if status == "ok" else 0.0,
         memory=_number(said, "peak_mem_gb") * unit if status == "ok" else 0.0,
         out_of_memory="oom" in status, why=why, notes=said.get("notes", ""),
         batch=_number(said, "global_batch"),
-        empty=case is not None and _empty(case, stack),
+        empty=case is not None and _empty(case, profile),
     )  # fmt: skip
 
 
@@ -117,8 +119,8 @@ def _device(hardware: str) -> Device:
     raise MachineError(f"{hardware!r} is not in the catalogue of devices.")
 
 
-def _case(said: Mapping[str, str], stack: Stack) -> Case:
-    """The row as a layout. What it does not say is taken as its stack's default."""
+def _case(said: Mapping[str, str], profile: Profile) -> Case:
+    """The row as a layout. What it does not say is taken as its profile's default."""
     shape = _shape(said)
     n = {key: int(_number(said, key) or 1) for key in ("gpus", "tp", "pp", "cp", "vpp")}
     if not said.get("tp") and not said.get("pp") and not said.get("dp"):
@@ -153,7 +155,7 @@ def _case(said: Mapping[str, str], stack: Stack) -> Case:
     if zero == 3 and n["pp"] > 1:
         layout = replace(layout, gather="micro")
     less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
-    if stack.balanced and not less:
+    if profile.balanced and not less:
         first, last = _filled(shape, n["pp"])
     else:
         first, last = _ends(shape.layers, n["pp"]) if less else (0.0, 0.0)
@@ -193,11 +195,11 @@ def _ends(layers: int, pp: int) -> tuple[float, float]:
     return 0.0, 0.0
 
 
-def _empty(case: Case, stack: Stack) -> bool:
-    """Whether a stage has no block: too many stages, or a head that weighs as much as two of them
+def _empty(case: Case, profile: Profile) -> bool:
+    """Whether a stage has no block: too many stages, or a head that cached_costs as much as two of them
     where stages are cut by cost."""
     pp, shape = case.layout.pp, case.shape
-    if pp == 1 or not stack.balanced:
+    if pp == 1 or not profile.balanced:
         return pp > shape.layers
     head = shape.cost(shape.layers + 1) / shape.cost(1)
     return pp > shape.layers or head > 2 * (shape.layers + head) / pp
@@ -258,7 +260,7 @@ def _formula(said: Mapping[str, str], case: Case) -> float:
 
 
 @lru_cache(maxsize=256)
-def _site(name: str, ranks: int, link: str, hardware: str, node: int) -> Site:
+def _hardware(name: str, ranks: int, link: str, hardware: str, node: int) -> Hardware:
     """The cluster of a row: its device's family, with the network that the row tells of."""
     family = {"a100-80": "a100-80", "a100-40": "a100-40", "h100-sxm": "h100", "h200": "h200",
               "h100-96": "h100-96",              "b200": "b200", "gb200": "gb200", "mi300x": "mi300x",
@@ -274,7 +276,7 @@ def _site(name: str, ranks: int, link: str, hardware: str, node: int) -> Site:
     if "Omni-Path" in link:
         levels = tuple(replace(x, latency_us=8.0) if i else x for i, x in enumerate(levels))
     made: Cluster = replace(whole, levels=levels)
-    return site_of(made, ranks)
+    return hardware_of(made, ranks)
 
 
 def _with_port(level: Level, port: float) -> Level:

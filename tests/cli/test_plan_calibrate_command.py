@@ -1,4 +1,4 @@
-"""`phalanx plan calibrate` as somebody types it: run folders in, a stack file out that plans read."""
+"""`phalanx plan calibrate` as somebody types it: run folders in, a profile file out that plans read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.cost import weighs
+from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, Rate, Store
-from phalanx.plan.local import local_stack, site_of_machine
+from phalanx.plan.local import hardware_of_machine, local_profile
+from phalanx.plan.profile import FITTED, Profile, profile
 from phalanx.plan.search import judge
-from phalanx.plan.stack import FITTED, Stack, stack
 
 SHAPE = Shape(
     name="small", layers=4, hidden=256, heads=4, ffn=1024, vocab=1024, sequence=256, batch=16
@@ -31,7 +31,7 @@ MACHINE = Machine(
     ),
 )  # fmt: skip
 # What the runs of these tests were "run" with: slower products, dearer traffic than a plan thinks.
-TRUTH = replace(local_stack(), speed=0.5, attention=0.3, traffic=1.8)
+TRUTH = replace(local_profile(), speed=0.5, attention=0.3, traffic=1.8)
 LAYOUTS = ("dp2", "tp2 seq", "dp4 zero1", "dp2 tp2 seq", "pp2 1f1b:4")
 
 
@@ -40,12 +40,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def seconds(text: str, under: Stack) -> float:
+def seconds(text: str, under: Profile) -> float:
     """A step of a layout as the planner judges it."""
     layout = Layout.parse(text)
-    site = site_of_machine(MACHINE, layout.ranks)
+    hardware = hardware_of_machine(MACHINE, layout.ranks)
     (choice,) = judge(
-        [layout], SHAPE, site, partial(weighs, target="cpu"), stack=under,
+        [layout], SHAPE, hardware, partial(cached_costs, target="cpu"), profile=under,
         sequence=SHAPE.sequence, batch=SHAPE.batch,
     )  # fmt: skip
     return choice.step
@@ -69,7 +69,7 @@ def machine_of(folder: Path) -> str:
 def test_runs_move_the_stack_towards_what_they_ran_with_and_a_plan_reads_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    machine, out = machine_of(tmp_path), tmp_path / "stack.toml"
+    machine, out = machine_of(tmp_path), tmp_path / "profile.toml"
     runs = [
         run_of(tmp_path / str(n), text, [9.0, *[seconds(text, TRUTH)] * 3])
         for n, text in enumerate(LAYOUTS[:-1])
@@ -80,14 +80,14 @@ def test_runs_move_the_stack_towards_what_they_ran_with_and_a_plan_reads_its_fil
     assert [row["layout"] for row in args["runs"]] == list(LAYOUTS[:-1])
     for row in args["runs"]:
         assert abs(row["after"]) < 0.1 < abs(row["before"])
-    found = stack(str(out))
-    assert args["stack"] == {name: getattr(found, name) for name in FITTED}
+    found = profile(str(out))
+    assert args["profile"] == {name: getattr(found, name) for name in FITTED}
     # A layout that was not among the runs is told better too.
     unseen = LAYOUTS[-1]
-    truth, before, after = (seconds(unseen, s) for s in (TRUTH, local_stack(), found))
+    truth, before, after = (seconds(unseen, s) for s in (TRUTH, local_profile(), found))
     assert abs(after / truth - 1) < abs(before / truth - 1) / 2
     plan = ["plan", "--model", "tiny", "--machine", machine, "--ranks", "2", "--json"]
-    assert main([*plan, "--explain", "dp2", "--stack", str(out)]) == 0
+    assert main([*plan, "--explain", "dp2", "--profile", str(out)]) == 0
     slow = json.loads(capsys.readouterr().out)["step_time_s"]
     assert main([*plan, "--explain", "dp2"]) == 0
     assert slow > json.loads(capsys.readouterr().out)["step_time_s"]
@@ -99,13 +99,13 @@ def test_the_table_names_each_run_with_its_error_before_and_after(
     run = run_of(tmp_path / "run", "dp2", [9.0, 0.5, 0.5])
     assert main(["plan", "calibrate", run, "--machine", machine_of(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    before = seconds("dp2", local_stack()) / 0.5 - 1
+    before = seconds("dp2", local_profile()) / 0.5 - 1
     assert lines[1].startswith(run)
     assert f"{before:+7.0%}" in lines[1]
     assert lines[1].endswith("dp2")
     assert [line.split()[0] for line in lines[3:9]] == list(FITTED)
     assert "1 runs for 6 numbers" in lines[-1]
-    assert not (tmp_path / "stack.toml").exists()
+    assert not (tmp_path / "profile.toml").exists()
 
 
 def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
@@ -119,8 +119,8 @@ def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(
         ([good, short, "--machine", machine], "1 lines of steps"),
         ([good, "--machine", str(tmp_path / "nowhere.toml")], "there is no machine file"),
         ([good, "--machine", machine, "--cluster", "h100x8"], "name one"),
-        ([good, "--machine", machine, "--stack", "phalamx"], "Did you mean 'phalanx'"),
-        ([good, "--machine", machine, "--out", "stack.json"], "suffix"),
+        ([good, "--machine", machine, "--profile", "phalamx"], "Did you mean 'phalanx'"),
+        ([good, "--machine", machine, "--out", "profile.json"], "suffix"),
     ):
         assert main(["plan", "calibrate", *words]) == 2
         told = capsys.readouterr()

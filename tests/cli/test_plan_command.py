@@ -26,7 +26,7 @@ STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stran
 
 @pytest.fixture(autouse=True, scope="module")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """One cache of weighs for all, apart from that of who runs the tests."""
+    """One cache of cached_costs for all, apart from that of who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -114,7 +114,7 @@ def test_somebody_s_own_model_is_planned(capsys: Capture) -> None:
         (["--seq", "4096"], "has learned 1024 positions"),
         (["--limit", "85"], "--limit 85"),
         (["--top", "0"], "--top 0"),
-        (["--stack", "megatron"], "there is no stack 'megatron'"),
+        (["--profile", "megatron"], "there is no profile 'megatron'"),
         (["--precision", "int8"], "--precision int8: choose"),
         (["--explain", "dp4"], "is for 4 ranks, h100x8 has 8"),
         (["--explain", "dp8 pp2x"], "'pp2x' is not an axis"),

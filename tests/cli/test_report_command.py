@@ -103,7 +103,7 @@ def test_a_run_on_a_gpu_of_the_catalogue_is_compared_with_its_cluster(
     run = run_of(tmp_path / "run", "dp2 zero1 bf16", "NVIDIA H100 80GB HBM3")
     assert report_verb.run([str(run), "--cluster", "h100x8"]) == 0
     told = capsys.readouterr().out
-    assert "on h100x8, stack phalanx" in told
+    assert "on h100x8, profile phalanx" in told
     assert "timed until it is launched" in " ".join(told.split())
 
 
@@ -113,8 +113,8 @@ def test_a_stack_that_is_half_as_fast_predicts_longer_computing(
     words = [str(run_of(tmp_path / "run")), "--machine", machine_of(tmp_path), "--json"]
     times = []
     for speed in (0.9, 0.45):
-        (tmp_path / "stack.toml").write_text(f"speed = {speed}\nhost = 0.0\n")
-        assert report_verb.run([*words, "--stack", str(tmp_path / "stack.toml")]) == 0
+        (tmp_path / "profile.toml").write_text(f"speed = {speed}\nhost = 0.0\n")
+        assert report_verb.run([*words, "--profile", str(tmp_path / "profile.toml")]) == 0
         args = json.loads(capsys.readouterr().out)["compared"]
         times.append(next(r["predicted"] for r in args["rows"] if r["kind"] == "F"))
     assert times[0] < times[1] < 2 * times[0]
@@ -139,7 +139,7 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     assert "cannot read the machine file" in missing
     assert "was on CPU, and h100x8 is h100-sxm" in _refused(capsys, run, "--cluster", "h100x8")
     assert "was on NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
-    assert "goes with --machine" in _refused(capsys, run, "--stack", "phalanx")
+    assert "goes with --machine" in _refused(capsys, run, "--profile", "phalanx")
     both = _refused(capsys, run, "--machine", machine, "--cluster", "h100x8")
     assert "name one" in both
     wide = str(run_of(tmp_path / "wide", "dp4 tp4", "NVIDIA H100 80GB HBM3"))

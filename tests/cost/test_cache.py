@@ -1,4 +1,4 @@
-"""Weighed pieces kept on disk: found again without torch, weighed again when anything has changed."""
+"""PieceCost pieces kept on disk: found again without torch, costed again when anything has changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost import cut_of, weigh, weighs
+from phalanx.cost import cached_costs, cut_of, piece_costs
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import build_model
 
@@ -28,28 +28,28 @@ def test_a_cut_is_what_a_piece_can_feel() -> None:
 
 
 def test_the_cache_gives_what_weighing_gives(tmp_path: Path) -> None:
-    for found in (weighs(TINY, LAYOUTS, place=tmp_path) for _ in range(2)):
+    for found in (cached_costs(TINY, LAYOUTS, place=tmp_path) for _ in range(2)):
         assert list(found) == list(dict.fromkeys(map(cut_of, LAYOUTS)))
         for cut, pieces in found.items():
             assert len(pieces) == TINY.pieces
             for rows in (1, 2, 5):
-                real = weigh(build_model(TINY), cut, rows)
-                for number, weighed in enumerate(real):
+                real = piece_costs(build_model(TINY), cut, rows)
+                for number, costed in enumerate(real):
                     told = pieces[number](rows)
-                    assert replace(told, temporary=0) == replace(weighed, temporary=0)
-                    assert weighed.temporary <= told.temporary
-                    assert rows == 5 or weighed.temporary == told.temporary
-            assert pieces.head(1) == weigh(build_model(TINY), cut, 1)[-1]
+                    assert replace(told, temporary=0) == replace(costed, temporary=0)
+                    assert costed.temporary <= told.temporary
+                    assert rows == 5 or costed.temporary == told.temporary
+            assert pieces.head(1) == piece_costs(build_model(TINY), cut, 1)[-1]
 
 
 CODE = """
 import sys
 from pathlib import Path
 from phalanx.layout import Layout, Shape
-from phalanx.cost import weighs
+from phalanx.cost import cached_costs
 model, place, layouts = sys.argv[1:]
 model = model if ":" in model else Shape.load(model)
-found = weighs(model, Layout.parse_many(layouts), place=Path(place))
+found = cached_costs(model, Layout.parse_many(layouts), place=Path(place))
 print("torch" in sys.modules, sum(p.block(3).forward.flops for p in found.values()))
 """
 
@@ -64,7 +64,7 @@ def _ask(*argv: str) -> list[str]:
 @pytest.mark.parametrize("model", [TINY, STRANGER], ids=["shape", "file"])
 def test_what_is_cached_is_found_without_torch(model: Shape | str, tmp_path: Path) -> None:
     layouts = "tp2; dp2 cp2"
-    found = weighs(model, Layout.parse_many(layouts), place=tmp_path)
+    found = cached_costs(model, Layout.parse_many(layouts), place=tmp_path)
     work = sum(p.block(3).forward.flops for p in found.values())
     name = model.name if isinstance(model, Shape) else model
     assert _ask(name, str(tmp_path), "dp4 tp2 zero3; cp2") == ["False", str(work)]
@@ -74,28 +74,28 @@ def test_what_is_cached_is_found_without_torch(model: Shape | str, tmp_path: Pat
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"tp2": 3}', '{"tp2": {"kinds": [[1, 2]]}}'])
 def test_a_damaged_file_is_weighed_again_and_written_whole(damage: str, tmp_path: Path) -> None:
     layouts = [Layout.parse("tp2")]
-    good = weighs(TINY, layouts, place=tmp_path)
+    good = cached_costs(TINY, layouts, place=tmp_path)
     (file,) = tmp_path.iterdir()
     whole = file.read_bytes()
     file.write_text(damage)
-    again = weighs(TINY, layouts, place=tmp_path)
+    again = cached_costs(TINY, layouts, place=tmp_path)
     assert again[layouts[0]].block(2) == good[layouts[0]].block(2)
     assert file.read_bytes() == whole
 
 
 def test_a_place_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    found = weighs(TINY, [Layout()], place=tmp_path / "file" / "weighs")
+    found = cached_costs(TINY, [Layout()], place=tmp_path / "file" / "cached_costs")
     assert found[Layout()].block(1).weights == TINY.parameters(1)
 
 
 def test_layers_and_names_share_a_file_and_sizes_do_not(tmp_path: Path) -> None:
     for shape in (TINY, replace(TINY, layers=9, name="other", batch=3)):
-        found = weighs(shape, [Layout()], place=tmp_path)[Layout()]
+        found = cached_costs(shape, [Layout()], place=tmp_path)[Layout()]
         assert len(found) == shape.pieces
         assert len(list(tmp_path.iterdir())) == 1
-    weighs(replace(TINY, ffn=64), [Layout()], place=tmp_path)
-    weighs(TINY, [Layout()], sequence=16, place=tmp_path)
-    weighs(TINY, [Layout()], target="cpu", place=tmp_path)
+    cached_costs(replace(TINY, ffn=64), [Layout()], place=tmp_path)
+    cached_costs(TINY, [Layout()], sequence=16, place=tmp_path)
+    cached_costs(TINY, [Layout()], target="cpu", place=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
     assert all(json.loads(file.read_text()) for file in tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""A decoder's pieces weighed by closed forms: an oracle that has never seen the model's code.
+"""A decoder's pieces costed by closed forms: an oracle that has never seen the model's code.
 
 Products and messages are exact. Bytes moved and kept follow Korthikanti et al. 2022 (34 bytes a
 token and feature of a block in 16 bits, scores never kept), adapted to gated blocks.
@@ -7,12 +7,12 @@ token and feature of a block in 16 bits, scores never kept), adapted to gated bl
 from __future__ import annotations
 
 from phalanx.layout import Layout, Shape
-from phalanx.program import AttentionLoad, Load, MessageLoad, Product, Weighed
+from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product
 
 WIDTH = 2  # bytes of a number
 
 
-def block(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
+def block(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     t, c = cut.tp, cut.cp
     tokens = rows * sequence / c
     wide, narrow = s.heads * s.head_dim / t, max(1.0, s.kv_heads / t) * s.head_dim
@@ -26,7 +26,7 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
     moved = WIDTH * (whole * s.hidden * 16 + tokens * (ups * s.ffn / t + 4 * wide))
     kept = WIDTH * (whole * s.hidden * 5 + tokens * ((ups + 1) * s.ffn / t + 2 * wide + 4 * narrow))
     params = sum(a * b for a, b in cols) + 2 * s.hidden
-    return Weighed(
+    return PieceCost(
         forward=Load(
             tuple(Product(tokens, a, b) for a, b in cols),
             (core,), moved, 40, _messages(s, cut, tokens, narrow),
@@ -61,15 +61,15 @@ def _messages(s: Shape, cut: Layout, tokens: float, narrow: float) -> tuple[Mess
     return tuple(found)
 
 
-def embed(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
+def embed(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     tokens = rows * sequence / cut.cp
     out = WIDTH * tokens / (cut.tp if cut.seq else 1) * s.hidden
     load = Load((), (), 3 * WIDTH * tokens * s.hidden, 4)
     weights = s.vocab / cut.tp * s.hidden
-    return Weighed(load, load, Load(), load, 0.0, 0.0, 8 * tokens, out, weights, out)
+    return PieceCost(load, load, Load(), load, 0.0, 0.0, 8 * tokens, out, weights, out)
 
 
-def head(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
+def head(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
     tokens = rows * sequence / cut.cp
     part = s.vocab / cut.tp
     logits = tokens * part
@@ -77,12 +77,12 @@ def head(s: Shape, cut: Layout, sequence: int, rows: float) -> Weighed:
     back = Load((Product(tokens, part, s.hidden),), (), 12 * logits, 8)
     weight = Load((Product(s.hidden, tokens, part),), (), 0.0, 1)
     weights = 0.0 if s.tied else part * s.hidden
-    return Weighed(
+    return PieceCost(
         forward, back, weight, forward, 6 * logits, 6 * logits, WIDTH * tokens * s.hidden,
         6 * logits, weights + s.hidden, 0.0,
     )  # fmt: skip
 
 
-def pieces(s: Shape, cut: Layout, sequence: int, rows: float) -> tuple[Weighed, ...]:
+def pieces(s: Shape, cut: Layout, sequence: int, rows: float) -> tuple[PieceCost, ...]:
     """Embedding, one block, head."""
     return tuple(f(s, cut, sequence, rows) for f in (embed, block, head))

@@ -16,9 +16,9 @@ from phalanx.layout.codec import dump
 from phalanx.plan import MachineError, cluster
 from phalanx.plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from phalanx.plan.columns import case_of
-from phalanx.plan.site import site_of
-from phalanx.plan.stack import Stack, stack
-from phalanx.program import Weighed
+from phalanx.plan.hardware import hardware_of
+from phalanx.plan.profile import Profile, profile
+from phalanx.program import PieceCost
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, ffn=4096, vocab=32000, sequence=2048, batch=32
@@ -35,17 +35,17 @@ class Three:
     cut: Layout
     sequence: int
 
-    def embed(self, rows: float) -> Weighed:
+    def embed(self, rows: float) -> PieceCost:
         return embed(SHAPE, self.cut, self.sequence, rows)
 
-    def block(self, rows: float) -> Weighed:
+    def block(self, rows: float) -> PieceCost:
         return block(SHAPE, self.cut, self.sequence, rows)
 
-    def head(self, rows: float) -> Weighed:
+    def head(self, rows: float) -> PieceCost:
         return head(SHAPE, self.cut, self.sequence, rows)
 
 
-def weigh(
+def piece_costs(
     model: Shape | str, layouts: Iterable[Layout], *, sequence: int
 ) -> Mapping[Layout, Three]:
     return {cut: Three(cut, sequence) for cut in layouts}
@@ -53,17 +53,19 @@ def weigh(
 
 def _timed(texts: Iterable[str]) -> Timed:
     trials = [Trial(t, case_of(SHAPE, Layout.parse(f"{t} bf16"))) for t in texts]
-    return Timed(trials, site_of(cluster("h100x8")), weigh, lambda layout: layout)
+    return Timed(trials, hardware_of(cluster("h100x8")), piece_costs, lambda layout: layout)
 
 
 def test_the_stack_that_made_the_runs_is_neared_and_tells_runs_that_it_has_not_seen() -> None:
-    truth = Stack(speed=0.6, attention=0.4, traffic=1.5, hides_data=0.3, hides_tensor=0.5, host=1.0)
+    truth = Profile(
+        speed=0.6, attention=0.4, traffic=1.5, hides_data=0.3, hides_tensor=0.5, host=1.0
+    )
     seen, unseen = _timed(LAYOUTS[::2]), _timed(LAYOUTS[1::2])
     seen.measured[:] = seen.under(truth).step
-    begin = Stack(speed=0.95, traffic=0.3)
+    begin = Profile(speed=0.95, traffic=0.3)
     after = calibrated(begin, [seen])
 
-    def error(each: Stack, of: Timed) -> float:
+    def error(each: Profile, of: Timed) -> float:
         return float(np.median(np.abs(of.under(each).step / of.under(truth).step - 1)))
 
     assert error(after, seen) < min(0.1, error(begin, seen) / 2)
@@ -71,12 +73,12 @@ def test_the_stack_that_made_the_runs_is_neared_and_tells_runs_that_it_has_not_s
 
 
 def test_runs_that_are_all_far_slower_than_told_are_followed_all_the_same() -> None:
-    truth = Stack(speed=0.5, attention=0.25, traffic=2.2, host=6.0)
+    truth = Profile(speed=0.5, attention=0.25, traffic=2.2, host=6.0)
     seen = _timed(LAYOUTS)
     seen.measured[:] = 1.6 * seen.under(truth).step
-    begin = Stack(speed=1.0, attention=1.5, traffic=0.2, host=0.0)
+    begin = Profile(speed=1.0, attention=1.5, traffic=0.2, host=0.0)
 
-    def off(each: Stack) -> float:
+    def off(each: Profile) -> float:
         return float(np.median(np.abs(np.log(seen.under(each).step / seen.measured))))
 
     assert off(begin) > 0.4
@@ -84,16 +86,16 @@ def test_runs_that_are_all_far_slower_than_told_are_followed_all_the_same() -> N
 
 
 def test_without_a_measured_run_nothing_is_refitted() -> None:
-    assert calibrated(Stack(speed=0.9), [_timed(LAYOUTS[:2])]) == Stack(speed=0.9)
+    assert calibrated(Profile(speed=0.9), [_timed(LAYOUTS[:2])]) == Profile(speed=0.9)
 
 
 def test_a_stack_file_reads_back_as_the_stack_that_was_written(tmp_path: Path) -> None:
-    said = Stack(speed=0.7, by_device={"h100-sxm": {"host": 2.0}}, fused_attention=False)
-    (tmp_path / "stack.toml").write_text(dump(said))
-    assert stack(str(tmp_path / "stack.toml")) == said
-    (tmp_path / "stack.toml").write_text("sped = 0.7\n")
+    said = Profile(speed=0.7, by_device={"h100-sxm": {"host": 2.0}}, fused_attention=False)
+    (tmp_path / "profile.toml").write_text(dump(said))
+    assert profile(str(tmp_path / "profile.toml")) == said
+    (tmp_path / "profile.toml").write_text("sped = 0.7\n")
     with pytest.raises(MachineError, match=r"sped.*speed"):
-        stack(str(tmp_path / "stack.toml"))
+        profile(str(tmp_path / "profile.toml"))
 
 
 def _journal(folder: Path, *records: Mapping[str, object], torn: str = "") -> Path:
@@ -148,7 +150,7 @@ def test_runs_of_other_models_or_sizes_of_the_world_are_estimated_apart() -> Non
 
 
 def test_blocks_of_the_ends_are_those_of_the_engines_own_stages() -> None:
-    heavy = replace(SHAPE, vocab=400_000)  # its head weighs as much as several blocks
+    heavy = replace(SHAPE, vocab=400_000)  # its head cached_costs as much as several blocks
     case = case_of(heavy, Layout.parse("pp2 1f1b:4"))
     assert case.first + case.last == SHAPE.layers
     assert case.last < case.first

@@ -1,4 +1,4 @@
-"""The measured machine as a site: against its own curves, and against cores that are shared."""
+"""The measured machine as a hardware: against its own curves, and against cores that are shared."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, MachineError, Rate, Store
 from phalanx.plan.columns import Case, columns_of
 from phalanx.plan.estimate import estimate
-from phalanx.plan.local import crowded, local_stack, site_of_machine
+from phalanx.plan.local import crowded, hardware_of_machine, local_profile
 from phalanx.plan.price import Times, Trio, raw_of, time_of
-from phalanx.plan.stack import Stack
+from phalanx.plan.profile import Profile
 from phalanx.program import Load, MessageLoad, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
@@ -30,7 +30,7 @@ ALONE = Trio(*[Times()] * 4, *[0.0] * 5)
 
 
 def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_between() -> None:
-    rates = site_of_machine(MACHINE, 2).rates
+    rates = hardware_of_machine(MACHINE, 2).rates
     known = Product(1024, 1024, 1024)
     assert rates.product(known, "fp32") == pytest.approx(known.flops / 4e10)
     between = Product(362, 362, 362)  # halfway in logarithms
@@ -41,11 +41,11 @@ def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_betwee
 
 def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_it() -> None:
     with pytest.raises(MachineError, match=r"bf16.*doctor"):
-        site_of_machine(MACHINE, 2).rates.product(Product(8, 8, 8), "bf16")
+        hardware_of_machine(MACHINE, 2).rates.product(Product(8, 8, 8), "bf16")
 
 
 def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> None:
-    group = site_of_machine(MACHINE, 4).network
+    group = hardware_of_machine(MACHINE, 4).network
     sizes, ranks = np.array([1e6, 1e6]), np.array([4.0, 1.0])
     found = group.seconds("all_reduce", sizes, ranks, np.array([1.0, 1.0]))
     assert found == pytest.approx([MACHINE.curve("all_reduce", 4).seconds(1e6), 0.0])
@@ -53,7 +53,7 @@ def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> 
 
 def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pair() -> None:
     def pair(ranks: int) -> float:
-        group = site_of_machine(MACHINE, ranks).network
+        group = hardware_of_machine(MACHINE, ranks).network
         return float(group.seconds("all_reduce", np.array(1e6), np.array(2.0), np.array(1.0)))
 
     assert pair(4) == pytest.approx(SLOW.seconds(1e6))
@@ -61,11 +61,11 @@ def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pa
 
 
 def test_ranks_share_the_cores_that_the_measuring_process_did_not_use_and_all_the_memory() -> None:
-    site = site_of_machine(MACHINE)
-    assert (site.cores, site.ranks, site.memory) == (2, 2, 4e9)
-    assert site_of_machine(MACHINE, 8).memory == 1e9
+    hardware = hardware_of_machine(MACHINE)
+    assert (hardware.cores, hardware.ranks, hardware.memory) == (2, 2, 4e9)
+    assert hardware_of_machine(MACHINE, 8).memory == 1e9
     with pytest.raises(MachineError, match="2 devices, not 4"):
-        site_of_machine(replace(MACHINE, kind="cuda", count=2), 4)
+        hardware_of_machine(replace(MACHINE, kind="cuda", count=2), 4)
 
 
 def _shared_gpipe(stages: int, cores: int, count: int, forward: float, backward: float) -> float:
@@ -101,38 +101,48 @@ def test_a_pipeline_on_shared_cores_lasts_as_long_as_playing_it_through(
     shape = Shape(name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8)
     machine = replace(MACHINE, threads=1, cores=cores)
     free = replace(machine.curves[-1], latency=0.0, bandwidth=1e30)
-    site = site_of_machine(replace(machine, curves=(free,)), stages)
+    hardware = hardware_of_machine(replace(machine, curves=(free,)), stages)
     layout = Layout.parse(f"pp{stages} gpipe:8 fp32")
     columns = columns_of([Case(shape, layout, 1.0, 8)], [0])
     shared = max(1.0, stages / cores)  # as `price` makes every operation of a rank slower
     block = replace(ALONE, forward=Times(shared), inputs=Times(2 * shared))
-    found = crowded(estimate(columns, [(ALONE, block, ALONE)], site, local_stack()), columns, site)
+    found = crowded(
+        estimate(columns, [(ALONE, block, ALONE)], hardware, local_profile()), columns, hardware
+    )
     assert found.step[0] == pytest.approx(_shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6)
 
 
 def test_where_every_rank_has_a_core_nothing_is_changed() -> None:
     shape = Shape(name="s", layers=4, hidden=64, heads=2, vocab=64, sequence=32)
-    site = site_of_machine(MACHINE, 2)
+    hardware = hardware_of_machine(MACHINE, 2)
     layout = Layout.parse("pp2 gpipe:4 fp32")
     columns = columns_of([Case(shape, layout, 1.0, 32)], [0])
     block = replace(ALONE, forward=Times(1.0), inputs=Times(2.0))
-    found = estimate(columns, [(ALONE, block, ALONE)], site, local_stack())
-    assert crowded(found, columns, site) is found
+    found = estimate(columns, [(ALONE, block, ALONE)], hardware, local_profile())
+    assert crowded(found, columns, hardware) is found
 
 
 def test_a_pieces_bytes_are_those_of_float32_on_a_cpu() -> None:
-    stack = local_stack("fp32")
-    assert (stack.weight_bytes, stack.optimizer_bytes, stack.context, stack.reserve) == (4, 8, 0, 1)
-    assert local_stack("bf16").optimizer_bytes == 12  # a copy in full beside the narrow weights
+    profile = local_profile("fp32")
+    assert (profile.weight_bytes, profile.optimizer_bytes, profile.context, profile.reserve) == (
+        4,
+        8,
+        0,
+        1,
+    )
+    assert local_profile("bf16").optimizer_bytes == 12  # a copy in full beside the narrow weights
 
 
 def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hidden_elsewhere() -> (
     None
 ):
     load = Load((Product(512, 512, 512),), launches=1000.0)
-    cut, here = Layout.parse("fp32"), site_of_machine(MACHINE, 1)
-    times = [time_of(load, site, Stack(), cut, "fp32") for site in (here, replace(here, cores=0))]
-    product = here.rates.product(load.products[0], "fp32") / Stack().speed
+    cut, here = Layout.parse("fp32"), hardware_of_machine(MACHINE, 1)
+    times = [
+        time_of(load, hardware, Profile(), cut, "fp32")
+        for hardware in (here, replace(here, cores=0))
+    ]
+    product = here.rates.product(load.products[0], "fp32") / Profile().speed
     starts = 1000 * here.rates.launch
     assert times[0].compute == pytest.approx(product + starts)
     assert times[1].compute == pytest.approx(max(product, starts))
@@ -143,13 +153,13 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
 ):
     ring = Layout.parse("cp2 fp32")
     load = Load((Product(512, 512, 512),), messages=(MessageLoad("cp.ring", "send", 4096.0),))
-    busy = site_of_machine(MACHINE, 2)
+    busy = hardware_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
     assert raw_of(load, busy, ring, "fp32", True).ring == 0.0
     # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
     one = float(busy.network.seconds("send", *map(np.array, (4096.0, 2.0, 1.0))))
     assert raw_of(load, busy, ring, "fp32", True).messages == pytest.approx(2 * one)
     assert raw_of(load, idle, ring, "fp32", True).ring > 0.0
-    seen = time_of(load, busy, local_stack(), ring, "fp32")
-    hidden = time_of(load, idle, local_stack(), ring, "fp32")
+    seen = time_of(load, busy, local_profile(), ring, "fp32")
+    hidden = time_of(load, idle, local_profile(), ring, "fp32")
     assert seen.messages > hidden.messages == 0.0

@@ -13,16 +13,16 @@ import pytest
 
 from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape, legal
+from phalanx.plan.baselines import baselines
 from phalanx.plan.candidates import Candidates, Cut, Space, candidates
 from phalanx.plan.columns import Columns, columns_of
+from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
 from phalanx.plan.pipes import blocks_of, on_ranks, spread
 from phalanx.plan.priced import Priced, pipeline, pipeline_costs
-from phalanx.plan.rivals import rivals
+from phalanx.plan.profile import Profile, profile
 from phalanx.plan.search import Choice, Plan, judge, search
-from phalanx.plan.site import Site, site_of
-from phalanx.plan.stack import Stack, stack
-from phalanx.program import AttentionLoad, Load, MessageLoad, Product, Weighed, simulate
+from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product, simulate
 
 SHAPE = replace(Shape.load("8b"), layers=8, batch=32, sequence=4096)
 SEQUENCE, BATCH = 4096, 32
@@ -32,15 +32,15 @@ SEQUENCE, BATCH = 4096, 32
 class Known:
     """Pieces in closed form, so that a search here needs neither torch nor a cache."""
 
-    embed: Callable[[float], Weighed]
-    block: Callable[[float], Weighed]
-    head: Callable[[float], Weighed]
+    embed: Callable[[float], PieceCost]
+    block: Callable[[float], PieceCost]
+    head: Callable[[float], PieceCost]
 
 
 def known(cut: Layout, sequence: int) -> Known:
     """A decoder's pieces, by hand: products, one message to each half block, activations."""
 
-    def piece(kind: str, rows: float) -> Weighed:
+    def piece(kind: str, rows: float) -> PieceCost:
         tokens = rows * sequence / cut.cp
         h, f, v = SHAPE.hidden, SHAPE.ffn, SHAPE.vocab
         wide = {"embed": 0, "block": 4 * h + 3 * f, "head": v}[kind] / cut.tp
@@ -56,7 +56,7 @@ def known(cut: Layout, sequence: int) -> Known:
         half = Load((product,), own, 8 * tokens * h, 15, messages)
         selective = cut.recompute == "selective"
         keeps = (12 if selective else 34) * tokens * h / cut.tp
-        return Weighed(
+        return PieceCost(
             forward,
             half if cut.splits_backward else back,
             Load((product,), (), 8 * tokens * h, 15) if cut.splits_backward else Load(),
@@ -70,7 +70,7 @@ def known(cut: Layout, sequence: int) -> Known:
     )
 
 
-class Weighing:
+class Costing:
     """The function that a search is handed, and what it was asked for."""
 
     def __init__(self) -> None:
@@ -83,22 +83,22 @@ class Weighing:
         return {cut: known(cut, sequence) for cut in map(cut_of, self.asked)}
 
 
-def site(name: str = "h100x16") -> Site:
-    return site_of(cluster(name))
+def hardware(name: str = "h100x16") -> Hardware:
+    return hardware_of(cluster(name))
 
 
 def plan_of(
-    place: Site | None = None, *, batch: int = BATCH, limit: float = 0.85, top: int = 10
+    place: Hardware | None = None, *, batch: int = BATCH, limit: float = 0.85, top: int = 10
 ) -> Plan:
     return search(
-        SHAPE, place or site(), Weighing(), stack=stack("phalanx"), sequence=SEQUENCE,
+        SHAPE, place or hardware(), Costing(), profile=profile("phalanx"), sequence=SEQUENCE,
         batch=batch, limit=limit, top=top,
     )  # fmt: skip
 
 
 @cache
 def found() -> Candidates:
-    return candidates(Space(SHAPE, site(), SEQUENCE, BATCH))
+    return candidates(Space(SHAPE, hardware(), SEQUENCE, BATCH))
 
 
 @cache
@@ -135,7 +135,7 @@ def test_every_candidate_is_legal_and_its_text_parses_back() -> None:
 
 
 def test_no_two_candidates_are_the_same_layout_with_other_blocks_aside() -> None:
-    few = candidates(Space(SHAPE, site("h100x4"), SEQUENCE, 4))
+    few = candidates(Space(SHAPE, hardware("h100x4"), SEQUENCE, 4))
     texts = [str(few.layout(i)) for i in range(len(few))]
     assert len(set(texts)) == len(texts)
 
@@ -148,21 +148,21 @@ def test_a_key_names_the_cut_under_which_the_layout_is_weighed() -> None:
 
 
 def test_the_best_is_the_best_of_all_when_all_are_weighed() -> None:
-    """What is left unweighed cannot win: pricing every cut finds the same first layout."""
-    place, own = site("h100x8"), stack("phalanx")
+    """What is left uncosted cannot win: pricing every cut finds the same first layout."""
+    place, own = hardware("h100x8"), profile("phalanx")
     space = Space(SHAPE, place, SEQUENCE, 16)
     every = candidates(space)
-    priced = Priced(SHAPE, place, own, Weighing(), sequence=SEQUENCE, precision="bf16")
-    priced.weigh({cut for cut, _ in every.keys})
+    priced = Priced(SHAPE, place, own, Costing(), sequence=SEQUENCE, precision="bf16")
+    priced.piece_costs({cut for cut, _ in every.keys})
     from phalanx.plan.estimate import estimate
 
     times = estimate(every.columns, [priced.three(*key) for key in every.keys], place, own)
     fits = times.bytes <= 0.85 * place.memory
     best = float(times.step[fits].min())
-    weighing = Weighing()
+    costing = Costing()
     from phalanx.plan.search import _screened
 
-    lazy = Priced(SHAPE, place, own, weighing, sequence=SEQUENCE, precision="bf16")
+    lazy = Priced(SHAPE, place, own, costing, sequence=SEQUENCE, precision="bf16")
     _, screened, _ = _screened(space, lazy, own, 0.85 * place.memory)
     assert float(screened.step[screened.bytes <= 0.85 * place.memory].min()) >= best * 0.999
     assert lazy.cuts < priced.cuts
@@ -180,8 +180,8 @@ def test_picks_are_in_order_and_fit_in_the_limit() -> None:
 def test_judging_a_pick_by_its_text_gives_what_the_search_found() -> None:
     for choice in plan().layouts:
         (judged,) = judge(
-            [Layout.parse(str(choice.layout))], SHAPE, site(), Weighing(),
-            stack=stack("phalanx"), sequence=SEQUENCE, batch=BATCH,
+            [Layout.parse(str(choice.layout))], SHAPE, hardware(), Costing(),
+            profile=profile("phalanx"), sequence=SEQUENCE, batch=BATCH,
         )  # fmt: skip
         assert judged.step == pytest.approx(choice.step)
         assert judged.bytes == pytest.approx(choice.bytes)
@@ -189,8 +189,8 @@ def test_judging_a_pick_by_its_text_gives_what_the_search_found() -> None:
 
 def judged(text: str) -> Choice:
     (choice,) = judge(
-        [Layout.parse(text)], SHAPE, site(), Weighing(),
-        stack=stack("phalanx"), sequence=SEQUENCE, batch=BATCH,
+        [Layout.parse(text)], SHAPE, hardware(), Costing(),
+        profile=profile("phalanx"), sequence=SEQUENCE, batch=BATCH,
     )  # fmt: skip
     return choice
 
@@ -210,7 +210,7 @@ def test_each_stage_keeps_as_many_forwards_as_its_program_has_open() -> None:
 def test_the_first_rank_of_a_v_holds_embedding_and_head() -> None:
     pieces = known(Layout.parse("bf16"), SEQUENCE)
     embed, block, head = (x(1.0).weights for x in (pieces.embed, pieces.block, pieces.head))
-    two = stack("phalanx").weight_bytes
+    two = profile("phalanx").weight_bytes
     straight, bent = judged("dp4 pp4 zb-h1:8 bf16"), judged("dp4 pp4 zb-v:8 bf16")
     blocks = on_ranks(blocks_of(bent.layout, SHAPE), 4, "zb-v")
     assert bent.stages[0]["weights"] == pytest.approx(two * (embed + head + blocks[0] * block))
@@ -263,7 +263,7 @@ def test_where_the_fast_ones_hold_more_than_was_said_the_emptiest_that_fits_is_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     least = float(plan().points[1].min())
-    room = 3 * least / site().memory
+    room = 3 * least / hardware().memory
 
     def fuller(choice: Choice, priced: Priced) -> Choice:
         """Programs that hold four times what the closed form says, but for the emptiest."""
@@ -274,13 +274,13 @@ def test_where_the_fast_ones_hold_more_than_was_said_the_emptiest_that_fits_is_t
     assert usual.bytes > 1.2 * least
     monkeypatch.setattr("phalanx.plan.search._staged", fuller)
     (only,) = plan_of(limit=room, top=1).layouts
-    assert only.bytes <= room * site().memory
+    assert only.bytes <= room * hardware().memory
     assert only.step > usual.step
 
 
 def test_the_optimizer_leaves_the_device_only_where_nothing_else_fits() -> None:
-    least = float(plan_of(site("h100x1"), batch=1, limit=1e-4).points[1].min())
-    small = site("h100x1")
+    least = float(plan_of(hardware("h100x1"), batch=1, limit=1e-4).points[1].min())
+    small = hardware("h100x1")
     offloaded = plan_of(small, batch=1, limit=1.01 * least / small.memory, top=1)
     assert "optimizer" in offloaded.layouts[0].layout.offload
     assert not plan_of(small, batch=1, limit=1.0, top=1).layouts[0].layout.offload
@@ -291,10 +291,10 @@ def test_the_optimizer_leaves_the_device_only_where_nothing_else_fits() -> None:
 )
 @pytest.mark.parametrize("more", [0, 1, 3])
 def test_a_few_microbatches_tell_the_bubble_of_many(schedule: str, chunks: int, more: int) -> None:
-    place, own, pp = site(), stack("phalanx"), 4
-    priced = Priced(SHAPE, place, own, Weighing(), sequence=SEQUENCE, precision="bf16")
+    place, own, pp = hardware(), profile("phalanx"), 4
+    priced = Priced(SHAPE, place, own, Costing(), sequence=SEQUENCE, precision="bf16")
     cut = Cut(1, 1, 1, False, False, schedule.startswith("zb"))
-    priced.weigh([cut])
+    priced.piece_costs([cut])
     costs = pipeline_costs(priced.three(cut, 1.0), spread(8, pp * chunks), False)
     waits = []
     for count in ((2 if schedule == "zb-v" else 1) * pp + more, 8 * pp + more):
@@ -304,21 +304,21 @@ def test_a_few_microbatches_tell_the_bubble_of_many(schedule: str, chunks: int, 
 
 
 def test_plain_rules_stand_beside_and_none_is_faster() -> None:
-    beside = rivals(
-        SHAPE, site(), Weighing(), stack=stack("phalanx"), sequence=SEQUENCE, batch=BATCH,
+    beside = baselines(
+        SHAPE, hardware(), Costing(), profile=profile("phalanx"), sequence=SEQUENCE, batch=BATCH,
         precision="bf16", room=plan().room,
     )  # fmt: skip
     assert len(beside) == 3
-    for rival in beside:
-        assert rival.choice is None or rival.fits == (rival.choice.bytes <= plan().room)
-        if rival.choice and rival.fits:
-            assert rival.choice.step >= plan().layouts[0].step * 0.999
+    for baseline in beside:
+        assert baseline.choice is None or baseline.fits == (baseline.choice.bytes <= plan().room)
+        if baseline.choice and baseline.fits:
+            assert baseline.choice.step >= plan().layouts[0].step * 0.999
 
 
 def test_a_stack_that_keeps_scores_is_planned_too() -> None:
-    plain: Stack = dataclasses.replace(stack("phalanx"), fused_attention=False)
+    plain: Profile = dataclasses.replace(profile("phalanx"), fused_attention=False)
     found_ = search(
-        SHAPE, site("h100x8"), Weighing(), stack=plain, sequence=SEQUENCE, batch=16, top=3
+        SHAPE, hardware("h100x8"), Costing(), profile=plain, sequence=SEQUENCE, batch=16, top=3
     )
-    fused = plan_of(site("h100x8"), batch=16, top=3)
+    fused = plan_of(hardware("h100x8"), batch=16, top=3)
     assert found_.layouts[0].step > fused.layouts[0].step

@@ -12,26 +12,26 @@ from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError, cluster, device
 from phalanx.plan.columns import Case, columns_of
 from phalanx.plan.estimate import estimate
+from phalanx.plan.hardware import Chip, hardware_of
 from phalanx.plan.price import trio
-from phalanx.plan.site import Chip, site_of
-from phalanx.plan.stack import Stack, stack, stack_named, stacks
+from phalanx.plan.profile import Profile, profile, profile_named, profiles
 from phalanx.program import Costs, Product, build, simulate
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
 )
-BARE = Stack(speed=1, attention=1, traffic=1, host=0, hides_data=0, context=0, reserve=1)
+BARE = Profile(speed=1, attention=1, traffic=1, host=0, hides_data=0, context=0, reserve=1)
 
 
-def _one(text: str, *, rows: float = 1.0, what: Stack = BARE, name: str = "h100x8"):
+def _one(text: str, *, rows: float = 1.0, what: Profile = BARE, name: str = "h100x8"):
     layout = Layout.parse(text)
     case = Case(SHAPE, layout, rows, SHAPE.sequence)
-    site = site_of(cluster(name))
+    hardware = hardware_of(cluster(name))
     three = tuple(
-        trio(w, site, what, layout, layout.precision)
+        trio(w, hardware, what, layout, layout.precision)
         for w in pieces(SHAPE, layout, SHAPE.sequence, rows)
     )
-    return estimate(columns_of([case], [0]), [three], site, what), three
+    return estimate(columns_of([case], [0]), [three], hardware, what), three
 
 
 def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> None:
@@ -56,7 +56,7 @@ def test_a_tile_too_many_costs_a_whole_wave() -> None:
 @pytest.mark.parametrize(("apart", "ranks"), [(1, 8), (8, 8), (1, 64)])
 def test_a_collective_is_never_faster_than_its_link(apart: int, ranks: int) -> None:
     whole = cluster("h100x64")
-    group = site_of(whole).network
+    group = hardware_of(whole).network
     size = 4e9
     time = group.seconds(
         "all_gather", np.array([size]), np.array([float(ranks)]), np.array([float(apart)])
@@ -66,7 +66,7 @@ def test_a_collective_is_never_faster_than_its_link(apart: int, ranks: int) -> N
 
 
 def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> None:
-    group = site_of(cluster("h100x64")).network
+    group = hardware_of(cluster("h100x64")).network
     ones = np.ones(1)
     packed = group.seconds("all_reduce", 1e9 * ones, 64 * ones, 1 * ones)
     spread = group.seconds("all_reduce", 1e9 * ones, 8 * ones, 8 * ones)
@@ -127,7 +127,7 @@ def test_recomputing_saves_memory_and_costs_time() -> None:
 def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, sums: bool) -> None:
     layout = Layout.parse(text)
     name = f"h100x{layout.ranks}"
-    place = site_of(cluster(name))
+    place = hardware_of(cluster(name))
     found, three = _one(text, name=name)
     case = Case(replace(SHAPE, tied=True), layout, 1.0, SHAPE.sequence)
     tied = estimate(columns_of([case], [0]), [three], place, BARE)
@@ -153,7 +153,9 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
     assert whole.kept - part.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
-    one = site_of(cluster("h100x8")).network.seconds("all_gather", *map(np.array, (size, 8.0, 1.0)))
+    one = hardware_of(cluster("h100x8")).network.seconds(
+        "all_gather", *map(np.array, (size, 8.0, 1.0))
+    )
     late = max(0.0, 2 * float(one) - 0.9 * whole.inputs.device)
     assert part.inputs.messages - whole.inputs.messages == pytest.approx(late)
     assert (late > 0) == (faster > 1)
@@ -175,13 +177,13 @@ def test_what_selective_recomputation_repeats_of_the_products_is_the_stacks() ->
 
 
 def test_a_stack_is_named_by_what_tables_call_it() -> None:
-    assert stack_named("nanotron v0.5").name == "nanotron"
-    assert stack_named("Megatron-LM 2021").name == "megatron-2021"
-    assert stack_named("Megatron-LM zero-bubble fork").name == "zero-bubble"
-    assert stack_named("something new").name == "default"
+    assert profile_named("nanotron v0.5").name == "nanotron"
+    assert profile_named("Megatron-LM 2021").name == "megatron-2021"
+    assert profile_named("Megatron-LM zero-bubble fork").name == "zero-bubble"
+    assert profile_named("something new").name == "default"
 
 
 def test_an_unknown_stack_is_refused_with_the_nearest() -> None:
     with pytest.raises(MachineError, match="nanotron"):
-        stack("nanotrn")
-    assert all(each.source for each in stacks().values())
+        profile("nanotrn")
+    assert all(each.source for each in profiles().values())

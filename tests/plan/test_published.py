@@ -17,7 +17,7 @@ from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError
 from phalanx.plan.fit import fit
-from phalanx.plan.stack import FITTED, stack
+from phalanx.plan.profile import FITTED, profile
 from published.predict import groups_of
 from published.score import score
 from published.table import read_table
@@ -41,7 +41,7 @@ class _ByHand:
         )
 
 
-def weigh(model: Shape, layouts: Iterable[Layout], *, sequence: int) -> dict[Layout, _ByHand]:
+def piece_costs(model: Shape, layouts: Iterable[Layout], *, sequence: int) -> dict[Layout, _ByHand]:
     return {cut: _ByHand(model, cut, sequence) for cut in layouts}
 
 
@@ -65,14 +65,14 @@ def layouts() -> list[dict[str, object]]:
 
 
 def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
-    """The table with the step times that a stack would have."""
+    """The table with the step times that a profile would have."""
     plain = table(path, [{**row, "step_time_s": 1} for row in layouts()])
     rows = read_table(plain, truth)
-    groups, refused = groups_of(rows, weigh, cut_of)
+    groups, refused = groups_of(rows, piece_costs, cut_of)
     assert not refused
     steps = {}
     for group in groups:
-        steps |= dict(zip(group.numbers, group.under(group.rows[0].stack).step, strict=True))
+        steps |= dict(zip(group.numbers, group.under(group.rows[0].profile).step, strict=True))
     rng = np.random.default_rng(0)
     said = [
         {**row, "step_time_s": steps[i] * (1 + noise * rng.standard_normal())}
@@ -82,17 +82,17 @@ def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
 
 
 def test_a_stack_that_made_the_times_is_found_again(tmp_path: Path) -> None:
-    truth = replace(stack("default"), speed=0.7, hides_tensor=0.5, by_device={})
+    truth = replace(profile("default"), speed=0.7, hides_tensor=0.5, by_device={})
     rows = read_table(measured_by(tmp_path / "t.csv", truth), replace(truth, speed=0.9))
-    groups, _ = groups_of(rows, weigh, cut_of)
-    found = fit(groups[0].rows[0].stack, groups)
+    groups, _ = groups_of(rows, piece_costs, cut_of)
+    found = fit(groups[0].rows[0].profile, groups)
     off = np.abs(np.log(groups[0].under(found).step / groups[0].measured))
     assert np.median(off) < 0.03
     assert all(low <= getattr(found, n) <= high for n, (low, high) in FITTED.items())
 
 
 def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) -> None:
-    truth = replace(stack("default"), by_device={})
+    truth = replace(profile("default"), by_device={})
     path = measured_by(tmp_path / "t.csv", truth)
     perfect = _score(path, truth)
     assert perfect["median_error"] == pytest.approx(0, abs=1e-3)
@@ -105,12 +105,12 @@ def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) 
 
 def _score(path: Path, by) -> dict:
     rows = read_table(path, by)
-    groups, refused = groups_of(rows, weigh, cut_of)
+    groups, refused = groups_of(rows, piece_costs, cut_of)
     return score(groups, refused, rows)[0].plain()
 
 
 def test_a_first_pick_that_ran_out_of_memory_is_a_miss(tmp_path: Path) -> None:
-    truth = replace(stack("default"), by_device={})
+    truth = replace(profile("default"), by_device={})
     path = measured_by(tmp_path / "t.csv", truth)
     with open(path, newline="") as file:
         said = list(csv.DictReader(file))
@@ -133,18 +133,18 @@ def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
         {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "micro_batch": 64, "global_batch": 512,
          "status": "oom"},
     ]  # fmt: skip
-    found = _score(table(tmp_path / "t.csv", rows), stack("default"))
+    found = _score(table(tmp_path / "t.csv", rows), profile("default"))
     assert (found["oom_precision"], found["oom_recall"], found["oom_accuracy"]) == (1.0, 1.0, 1.0)
 
 
 def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     pipeline = {"gpus": 8, "tp": 1, "pp": 2, "dp": 4, "micro_batch": 1, "global_batch": 4,
                 "schedule": "1f1b", "vocab": "256000", "step_time_s": 1, "mem_unit": "GB"}  # fmt: skip
-    plain = replace(stack("default"), by_device={})
+    plain = replace(profile("default"), by_device={})
     first = replace(plain, tells_first=True)
     # One microbatch: the last rank has the head and as many forwards, the first is the emptier.
     rows = read_table(table(tmp_path / "t.csv", [{**pipeline, "peak_mem_gb": 10}]), first)
-    groups, _ = groups_of(rows, weigh, cut_of)
+    groups, _ = groups_of(rows, piece_costs, cut_of)
     found = groups[0].under(first)
     assert found.first[0] < 0.9 * found.bytes[0]
     told = table(tmp_path / "u.csv", [{**pipeline, "peak_mem_gb": found.first[0] / 1e9}])
@@ -162,7 +162,7 @@ def test_a_row_without_the_sizes_of_its_model_says_so(tmp_path: Path) -> None:
 def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
     rows = [{"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "hardware": "Abacus", "step_time_s": 1},
             {"gpus": 8, "step_time_s": 1, "tp": "", "pp": "", "dp": ""}]  # fmt: skip
-    found = _score(table(tmp_path / "t.csv", rows), stack("default"))
+    found = _score(table(tmp_path / "t.csv", rows), profile("default"))
     assert found["median_error"] is None
     assert sum(found["left_out"].values()) == 2
     assert any("Abacus" in why for why in found["left_out"])
@@ -171,7 +171,7 @@ def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
 def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner_score, "weighs", weigh)
+    monkeypatch.setattr(planner_score, "cached_costs", piece_costs)
     rows = [{**row, "step_time_s": 2.0} for row in layouts()[:3]]
     words = [str(table(tmp_path / "runs.csv", rows)), "--each", "--no-held-out"]
     assert planner_score.run([*words, "--json"]) == 0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost import weighs
+from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape, stage_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
-from phalanx.plan.local import local_stack, site_of_machine
+from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.search import judge
 from phalanx.program import Costs, Op, Span, Timeline, build, simulate
 from phalanx.report.compared import HEAD, Compared, compare
@@ -50,13 +50,15 @@ def step_of(text: str) -> Step:
 
 def compared_of(text: str, place: Path) -> Compared:
     step = step_of(text)
-    site = site_of_machine(MACHINE, step.layout.ranks)
-    return predicted(step, site, local_stack(), partial(weighs, target="cpu", place=place))
+    hardware = hardware_of_machine(MACHINE, step.layout.ranks)
+    return predicted(
+        step, hardware, local_profile(), partial(cached_costs, target="cpu", place=place)
+    )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weighs")
+    return tmp_path_factory.mktemp("cached_costs")
 
 
 def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
@@ -79,10 +81,16 @@ def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
 @pytest.mark.parametrize("text", ["", "dp2", "accum:2", "dp4 zero1", "dp2x2 zero1", "tp2 seq"])
 def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Path) -> None:
     step = step_of(text)
-    site, stack = site_of_machine(MACHINE, step.layout.ranks), local_stack()
-    weigh = partial(weighs, target="cpu", place=place)
+    hardware, profile = hardware_of_machine(MACHINE, step.layout.ranks), local_profile()
+    piece_costs = partial(cached_costs, target="cpu", place=place)
     (choice,) = judge(
-        [step.layout], SHAPE, site, weigh, stack=stack, sequence=SHAPE.sequence, batch=SHAPE.batch
+        [step.layout],
+        SHAPE,
+        hardware,
+        piece_costs,
+        profile=profile,
+        sequence=SHAPE.sequence,
+        batch=SHAPE.batch,
     )
     found = compared_of(text, place)
     assert found.predicted == pytest.approx(choice.step)
@@ -91,7 +99,7 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Pa
     for span in step.timeline.spans:
         if span.op.kind in sums:
             alone = Timeline((span._replace(start=0.0, end=1.0),))
-            (row,) = predicted(_with(step, alone), site, stack, weigh).rows
+            (row,) = predicted(_with(step, alone), hardware, profile, piece_costs).rows
             sums[row.kind] += row.predicted or 0.0
     parts = choice.parts
     assert sums["F"] + sums["B"] == pytest.approx(parts["compute"] + parts["tensor"])
@@ -118,9 +126,12 @@ def test_an_operation_that_took_what_was_predicted_has_ratio_one(place: Path) ->
     # All operations of a kind made to last as long as the median of what is predicted for them.
     costs = Costs({k: v for k, v in kinds.items() if k != "<"})
     timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True), costs)
-    site = site_of_machine(MACHINE, 2)
+    hardware = hardware_of_machine(MACHINE, 2)
     again = predicted(
-        _with(step, timeline), site, local_stack(), partial(weighs, target="cpu", place=place)
+        _with(step, timeline),
+        hardware,
+        local_profile(),
+        partial(cached_costs, target="cpu", place=place),
     )
     ratios = {r.kind: r.ratio for r in again.rows}
     for kind in "FIWU":

@@ -175,7 +175,7 @@ def _() -> AbstractContextManager[None]:
     return swapped(context, "sights", sights)
 
 
-@fault("partial softmaxes are averaged, not weighed", "gqa", "cp2", "output of layers.0")
+@fault("partial softmaxes are averaged, not costed", "gqa", "cp2", "output of layers.0")
 def _() -> AbstractContextManager[None]:
     right = context._merge
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..cost import weighs
+from ..cost import cached_costs
 from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..plan import Machine, MachineError, cluster, clusters, device_named
-from ..plan.local import local_stack, site_of_machine
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.local import hardware_of_machine, local_profile
+from ..plan.profile import profile
 from ..plan.search import search
-from ..plan.site import Site, site_of
-from ..plan.stack import stack
 
 __all__ = ["auto"]
 
@@ -26,12 +26,12 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
     if shared:
         why = f"{ranks} ranks share {gpus} GPUs, which no plan knows"
     try:
-        site = None if shared else _site(wanted.machine, name, ranks)
-        if site is not None:
-            found = _planned(wanted, shape, site, precision)
+        hardware = None if shared else _hardware(wanted.machine, name, ranks)
+        if hardware is not None:
+            found = _planned(wanted, shape, hardware, precision)
             if found is not None:
                 return found
-            why = f"nothing fits in the memory of {site.name} by the plan"
+            why = f"nothing fits in the memory of {hardware.name} by the plan"
     except (MachineError, LayoutError) as error:
         why = str(error).split(".")[0]
     memory = torch.cuda.get_device_properties(0).total_memory * gpus / ranks if gpus else 0.0
@@ -42,19 +42,21 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
     return layout, f"by the recipe ({why})"
 
 
-def _site(file: str, gpu: str, ranks: int) -> Site | None:
+def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
     """The measured machine, or the catalogue's cluster of this GPU; none if neither is known."""
     if file:
-        return site_of_machine(Machine.load(file), ranks)
+        return hardware_of_machine(Machine.load(file), ranks)
     kind = device_named(gpu) if gpu else None
     family = next((c for c in clusters().values() if kind and c.device == kind.name), None)
-    return site_of(cluster(f"{family.name}x{ranks}"), ranks) if family else None
+    return hardware_of(cluster(f"{family.name}x{ranks}"), ranks) if family else None
 
 
-def _planned(wanted: Run, shape: Shape, site: Site, precision: str) -> tuple[Layout, str] | None:
-    own = local_stack(precision) if site.cores else stack("phalanx")
+def _planned(
+    wanted: Run, shape: Shape, hardware: Hardware, precision: str
+) -> tuple[Layout, str] | None:
+    own = local_profile(precision) if hardware.cores else profile("phalanx")
     plan = search(
-        shape, site, partial(weighs, target="cpu" if site.cores else "cuda"), stack=own,
+        shape, hardware, partial(cached_costs, target="cpu" if hardware.cores else "cuda"), profile=own,
         sequence=wanted.tokens(shape), batch=shape.batch, precision=precision, top=1,
         model=wanted.own,
     )  # fmt: skip
@@ -62,5 +64,5 @@ def _planned(wanted: Run, shape: Shape, site: Site, precision: str) -> tuple[Lay
         return None
     best = plan.layouts[0]
     return best.layout, (
-        f"planned for {site.name}: the fastest of {plan.considered:,}, {best.step:.3g} s a step"
+        f"planned for {hardware.name}: the fastest of {plan.considered:,}, {best.step:.3g} s a step"
     )

@@ -67,7 +67,7 @@ def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
     stages = stage_pieces(layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     fitting = layout.recompute == "fit"
-    # What `fit` recomputes depends on bytes, which weighing tells; the rest is proved without it.
+    # What `fit` recomputes depends on bytes, which costing tells; the rest is proved without it.
     program = build(
         replace(layout, recompute="none") if fitting else layout,
         stages,
@@ -85,7 +85,7 @@ def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
 def _statement(
     layout: Layout, shape: Shape, stages: tuple[range, ...], program: Program, proof: Proof
 ) -> dict[str, object]:
-    """What is known of a legal layout before anything is weighed."""
+    """What is known of a legal layout before anything is costed."""
     return {
         "layout": str(layout),
         "model": shape.name,

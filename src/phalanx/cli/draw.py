@@ -129,7 +129,7 @@ def _is_layout(text: str) -> bool:
 
 def _picture(step: Step, args: argparse.Namespace) -> Picture:
     proof = check(step.program)
-    # A page and a trace show memory over time; counted in pieces, as nobody has weighed them here.
+    # A page and a trace show memory over time; counted in pieces, as nobody has costed them here.
     counted = args.out and args.out.endswith((".html", ".json"))
     sizes = Sizes.counts(step.program.pieces) if counted else None
     timeline = simulate(repeat(step.program, args.repeat), step.costs, sizes)

@@ -25,7 +25,7 @@ VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
     "check": "whether a layout fits a model, or a program can run, and what each rank holds",
     "plan": "the best layouts of a model on a cluster, and why the others lost",
-    "weigh": "FLOPs, bytes and messages of each piece of a model, on one rank of a layout",
+    "cost": "FLOPs, bytes and messages of each piece of a model, on one rank of a layout",
     "verify": "layouts against one process: every gradient and every update",
     "train": "a run file, on one process, local ranks or torchrun; resumes by itself",
     "data": "text, JSONL or parquet made into token files",
@@ -36,6 +36,7 @@ VERBS: dict[str, str] = {
     "demo": "train, kill a rank, resume in another layout, verify and report, in under 90 seconds",
     "lab": "every strategy from bare collectives: to read, to run, checked against one process",
 }
+_RENAMED = {"weigh": " It is now cost."}
 _OVERVIEW = """\
 phalanx: train one transformer over any mix of devices.
 
@@ -122,6 +123,7 @@ def _run(argv: list[str]) -> int:
         verb = verb[:60]
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = _RENAMED.get(verb, hint)
         raise UsageError(f"there is no verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
     module = importlib.import_module(f".{verb}", __package__)
     try:

@@ -10,17 +10,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..cost import weighs
+from ..cost import cached_costs
 from ..layout import LayoutError, Run, Shape
 from ..layout.choices import PRECISIONS
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, MachineError, cluster
-from ..plan.local import local_stack, site_of_machine
+from ..plan.baselines import baselines
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.local import hardware_of_machine, local_profile
+from ..plan.profile import profile
 from ..plan.refused import size
-from ..plan.rivals import rivals
 from ..plan.search import Plan, search
-from ..plan.site import Site, site_of
-from ..plan.stack import stack
 from .outputs import try_file
 from .plan_figures import Asked, figures
 from .plan_tell import told
@@ -68,14 +68,14 @@ def run(argv: list[str]) -> int:
 
 def _plan(asked: Asked, args: argparse.Namespace) -> int:
     plan = search(
-        asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+        asked.shape, asked.hardware, asked.piece_costs, profile=asked.profile, sequence=asked.sequence,
         batch=asked.batch, precision=asked.precision, limit=asked.limit, top=args.top,
         model=asked.own,
     )  # fmt: skip
     if not plan.layouts:
         return _nothing(asked, plan, as_json=args.json)
-    beside = rivals(
-        asked.shape, asked.site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+    beside = baselines(
+        asked.shape, asked.hardware, asked.piece_costs, profile=asked.profile, sequence=asked.sequence,
         batch=asked.batch, precision=asked.precision, room=plan.room, model=asked.own,
     )  # fmt: skip
     if args.json:
@@ -103,7 +103,7 @@ def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
     if least <= plan.room:  # by its closed form: its program holds more
         needs = "needs, by its program, more than"
     reasons = [
-        f"No layout of {asked.shape.name} fits on {asked.site.name}: the smallest of"
+        f"No layout of {asked.shape.name} fits on {asked.hardware.name}: the smallest of"
         f" {plan.considered:,} {needs} the {size(plan.room)} that"
         f" --limit {asked.limit:g} leaves of a device.",
         "Recomputation and the optimizer on the host are in that already.",
@@ -120,19 +120,21 @@ def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
 def _ways_out(asked: Asked, least: float, room: float) -> list[str]:
     """The nearest that works: more of the memory, or more devices, as far as eight times."""
     found = []
-    if room < least < asked.site.memory:
-        found.append(f"It fits with --limit {math.ceil(100 * least / asked.site.memory) / 100:g}.")
+    if room < least < asked.hardware.memory:
+        found.append(
+            f"It fits with --limit {math.ceil(100 * least / asked.hardware.memory) / 100:g}."
+        )
     if not asked.cluster:
         return found
     for factor in (2, 4, 8, 16):
         try:
-            name = f"{asked.cluster.rpartition('x')[0]}x{asked.site.ranks * factor}"
-            site = site_of(cluster(name))
+            name = f"{asked.cluster.rpartition('x')[0]}x{asked.hardware.ranks * factor}"
+            hardware = hardware_of(cluster(name))
         except MachineError:
             continue
         batch = max(asked.batch, 1)
         plan = search(
-            asked.shape, site, asked.weigh, stack=asked.stack, sequence=asked.sequence,
+            asked.shape, hardware, asked.piece_costs, profile=asked.profile, sequence=asked.sequence,
             batch=batch, precision=asked.precision, limit=asked.limit, top=1, model=asked.own,
         )  # fmt: skip
         if plan.layouts:
@@ -155,7 +157,7 @@ def asking(parser: Parser) -> None:
     add("--batch-tokens", metavar="N", help="tokens of a step, as 4M; default the shape's batch")
     add("--precision", metavar="NAME", help="default bf16; fp32 on a CPU")
     add("--limit", type=float, default=0.85, metavar="PART", help="of a device's memory (0.85)")
-    add("--stack", metavar="NAME", help="whose software; default ours")
+    add("--profile", metavar="NAME", help="whose software; default ours")
 
 
 def asked_of(args: argparse.Namespace) -> Asked:
@@ -170,7 +172,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
         raise UsageError(f"--precision {args.precision}: choose {', '.join(PRECISIONS)}.")
     own = args.model if names_source(args.model) else ""
     shape = _own(own) if own else Shape.load(args.model)
-    site, kind = _site(args)
+    hardware, kind = _hardware(args)
     sequence = args.seq or shape.sequence
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
@@ -179,14 +181,14 @@ def asked_of(args: argparse.Namespace) -> Asked:
         )
     shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
     batch = _sequences(args.batch_tokens, sequence) if args.batch_tokens else shape.batch
-    precision = args.precision or ("fp32" if site.cores else "bf16")
-    local = bool(site.cores) and args.stack is None
-    software = local_stack(precision) if local else stack(args.stack or "phalanx").on(kind)
-    target = "cpu" if site.cores else "cuda"
+    precision = args.precision or ("fp32" if hardware.cores else "bf16")
+    local = bool(hardware.cores) and args.profile is None
+    software = local_profile(precision) if local else profile(args.profile or "phalanx").on(kind)
+    target = "cpu" if hardware.cores else "cuda"
     return Asked(
-        shape=shape, own=own, site=site, cluster="" if args.cluster == "this" else args.cluster,
-        stack=software, sequence=sequence, batch=batch,
-        precision=precision, limit=args.limit, weigh=partial(weighs, target=target),
+        shape=shape, own=own, hardware=hardware, cluster="" if args.cluster == "this" else args.cluster,
+        profile=software, sequence=sequence, batch=batch,
+        precision=precision, limit=args.limit, piece_costs=partial(cached_costs, target=target),
     )  # fmt: skip
 
 
@@ -201,11 +203,11 @@ def _own(text: str) -> Shape:
     return shape
 
 
-def _site(args: argparse.Namespace) -> tuple[Site, str]:
+def _hardware(args: argparse.Namespace) -> tuple[Hardware, str]:
     """Where it would run, and the name of its device."""
     if args.cluster != "this" and not args.machine:
         found = cluster(args.cluster)
-        return site_of(found), found.device
+        return hardware_of(found), found.device
     file = args.machine or "machine.toml"
     if not Path(file).is_file():
         raise UsageError(
@@ -213,8 +215,8 @@ def _site(args: argparse.Namespace) -> tuple[Site, str]:
             f" Measure one: phalanx doctor --out {file}; or name a cluster, as h100x64."
         )
     machine = Machine.load(file)
-    site = site_of_machine(machine, args.ranks or 0)
-    return site, machine.device
+    hardware = hardware_of_machine(machine, args.ranks or 0)
+    return hardware, machine.device
 
 
 def count(text: str, flag: str) -> int:

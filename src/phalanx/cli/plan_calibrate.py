@@ -1,4 +1,4 @@
-"""`phalanx plan calibrate`: the six numbers of a stack refitted on runs of one's own."""
+"""`phalanx plan calibrate`: the six numbers of a profile refitted on runs of one's own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..cost import cut_of, weighs
+from ..cost import cached_costs, cut_of
 from ..draw import text_table
 from ..layout.codec import dump
 from ..plan import Machine, cluster
 from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
-from ..plan.local import local_stack, site_of_machine
-from ..plan.site import Site, site_of
-from ..plan.stack import FITTED, Stack, stack
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.local import hardware_of_machine, local_profile
+from ..plan.profile import FITTED, Profile, profile
 from .outputs import try_file
 from .usage import Parser, UsageError, print_json, say, write
 
@@ -23,8 +23,8 @@ __all__ = ["run"]
 
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
-  phalanx plan calibrate runs/a runs/b --machine machine.toml --out stack.toml
-  phalanx plan calibrate runs/* --cluster h100x8 --stack phalanx
+  phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
+  phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx
 
 A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
 Six numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not tell stays as it was.
@@ -32,10 +32,10 @@ Exit code 0: done; 2: wrong usage."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the runs, refit, print each run's error before and after, write the stack."""
+    """Read the runs, refit, print each run's error before and after, write the profile."""
     parser = Parser(
         "phalanx plan calibrate",
-        "Refits the planner's stack on runs of your own, and says how far off it was and is.",
+        "Refits the planner's profile on runs of your own, and says how far off it was and is.",
         _EXAMPLES,
     )
     add = parser.add_argument
@@ -43,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
     add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
     add("--backend", default="", metavar="NAME", help="whose curves of the machine file: gloo, shm")
-    add("--stack", metavar="NAME|FILE", help="where the fit begins; default ours")
-    add("--out", metavar="FILE", help="stack.toml, for phalanx plan --stack FILE")
+    add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
+    add("--out", metavar="FILE", help="profile.toml, for phalanx plan --profile FILE")
     add("--json", action="store_true")
     args = parser.read(list(argv))
     if args.cluster and args.machine:
@@ -52,13 +52,13 @@ def run(argv: Sequence[str]) -> int:
     try_file(args.out, formats=(".toml",))
     trials = [read_run(Path(folder)) for folder in args.runs]
     groups = [_timed(those, args) for those in by_model(trials)]
-    before = _begin(args, groups[0].site, trials)
+    before = _begin(args, groups[0].hardware, trials)
     after = calibrated(before, groups)
     if args.out:
         write(args.out, {".toml": partial(dump, short=True)}, after)
     rows = _rows(groups, before, after)
     if args.json:
-        print_json({"runs": rows, "stack": {name: getattr(after, name) for name in FITTED}})
+        print_json({"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}})
     else:
         say(_told(rows, before, after, args.out))
     return 0
@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 def _timed(trials: Sequence[Trial], args: Namespace) -> Timed:
     ranks = trials[0].case.layout.ranks
     if args.cluster:
-        site = site_of(cluster(args.cluster), ranks)
+        hardware = hardware_of(cluster(args.cluster), ranks)
     else:
         file = args.machine or "machine.toml"
         if not Path(file).is_file():
@@ -75,20 +75,22 @@ def _timed(trials: Sequence[Trial], args: Namespace) -> Timed:
                 f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
                 " or name a cluster: --cluster h100x64."
             )
-        site = site_of_machine(Machine.load(file), ranks, args.backend)
-    return Timed(trials, site, partial(weighs, target="cpu" if site.cores else "cuda"), cut_of)
+        hardware = hardware_of_machine(Machine.load(file), ranks, args.backend)
+    return Timed(
+        trials, hardware, partial(cached_costs, target="cpu" if hardware.cores else "cuda"), cut_of
+    )
 
 
-def _begin(args: Namespace, site: Site, trials: Sequence[Trial]) -> Stack:
+def _begin(args: Namespace, hardware: Hardware, trials: Sequence[Trial]) -> Profile:
     """Where the fit begins: what was named, else ours, as it is on such a device."""
-    if args.stack or not site.cores:
-        named = stack(args.stack or "phalanx")
+    if args.profile or not hardware.cores:
+        named = profile(args.profile or "phalanx")
         device = cluster(args.cluster).device if args.cluster else ""
         return replace(named.on(device), by_device={})
-    return local_stack(trials[0].case.layout.precision)
+    return local_profile(trials[0].case.layout.precision)
 
 
-def _rows(groups: Sequence[Timed], before: Stack, after: Stack) -> list[dict[str, object]]:
+def _rows(groups: Sequence[Timed], before: Profile, after: Profile) -> list[dict[str, object]]:
     found: list[dict[str, object]] = []
     for group in groups:
         old, new = group.under(before).step, group.under(after).step
@@ -105,7 +107,9 @@ def _rows(groups: Sequence[Timed], before: Stack, after: Stack) -> list[dict[str
     return found
 
 
-def _told(rows: Sequence[dict[str, object]], before: Stack, after: Stack, out: str | None) -> str:
+def _told(
+    rows: Sequence[dict[str, object]], before: Profile, after: Profile, out: str | None
+) -> str:
     runs = [
         (r["run"], f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}", r["layout"])
         for r in rows

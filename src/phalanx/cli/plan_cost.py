@@ -48,14 +48,14 @@ def run(argv: list[str]) -> int:
     asked = asked_of(args)
     choice = _choice(asked, args.layout)
     if choice is None:
-        say(f"No layout of {asked.shape.name} fits on {asked.site.name}: see `phalanx plan`.")
+        say(f"No layout of {asked.shape.name} fits on {asked.hardware.name}: see `phalanx plan`.")
         return 1
-    saving = args.saving or max(1.0, _SAVED * asked.shape.total / asked.site.ranks / _DISK)
+    saving = args.saving or max(1.0, _SAVED * asked.shape.total / asked.hardware.ranks / _DISK)
     spent = spending(
         tokens=tokens,
         batch_tokens=asked.tokens,
         step=choice.step,
-        devices=asked.site.ranks,
+        devices=asked.hardware.ranks,
         price=args.price,
         mtbf_hours=args.mtbf,
         saving=saving,
@@ -63,8 +63,8 @@ def run(argv: list[str]) -> int:
     )
     if math.isinf(spent.hours):
         say(
-            f"{asked.site.ranks:,} devices fail faster than they can start again: every"
-            f" {seconds(3600 * args.mtbf / asked.site.ranks)}."
+            f"{asked.hardware.ranks:,} devices fail faster than they can start again: every"
+            f" {seconds(3600 * args.mtbf / asked.hardware.ranks)}."
         )
         return 1
     if args.json:
@@ -96,9 +96,9 @@ def _choice(asked: Asked, words: str | None) -> Choice | None:
     if words is None:
         plan = search(
             asked.shape,
-            asked.site,
-            asked.weigh,
-            stack=asked.stack,
+            asked.hardware,
+            asked.piece_costs,
+            profile=asked.profile,
             sequence=asked.sequence,
             batch=asked.batch,
             precision=asked.precision,
@@ -139,7 +139,7 @@ def _lines(
         ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
     ]
     return [
-        f"{asked.own or asked.shape.name}, {args.tokens} tokens on {asked.site.name}"
+        f"{asked.own or asked.shape.name}, {args.tokens} tokens on {asked.hardware.name}"
         f" at {args.price:g} an hour and device",
         str(choice.layout),
         "",

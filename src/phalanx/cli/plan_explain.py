@@ -28,18 +28,18 @@ def named(words: str, asked: Asked, flag: str) -> Choice:
     layout = Layout.parse(words)
     if layout.precision not in words.split():
         layout = replace(layout, precision=asked.precision)
-    if layout.ranks != asked.site.ranks:
+    if layout.ranks != asked.hardware.ranks:
         raise UsageError(
-            f"{flag}: {layout} is for {layout.ranks:,} ranks, {asked.site.name} has"
-            f" {asked.site.ranks:,}."
+            f"{flag}: {layout} is for {layout.ranks:,} ranks, {asked.hardware.name} has"
+            f" {asked.hardware.ranks:,}."
         )
     refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
     (choice,) = judge(
         [layout],
         asked.shape,
-        asked.site,
-        asked.weigh,
-        stack=asked.stack,
+        asked.hardware,
+        asked.piece_costs,
+        profile=asked.profile,
         sequence=asked.sequence,
         batch=asked.batch,
         model=asked.own,
@@ -50,11 +50,11 @@ def named(words: str, asked: Asked, flag: str) -> Choice:
 def explain(words: str, asked: Asked, *, as_json: bool) -> int:
     """Print what a layout would take."""
     choice = named(words, asked, "--explain")
-    room = asked.limit * asked.site.memory
+    room = asked.limit * asked.hardware.memory
     if as_json:
         print_json(of_choice(asked, choice) | {"fits": choice.bytes <= room})
         return 0
-    say(f"{choice.layout} on {asked.site.name}\n")
+    say(f"{choice.layout} on {asked.hardware.name}\n")
     say("\n".join([*one(asked, choice), "", *_memory(choice, room), "", *_timeline(asked, choice)]))
     return 0
 
@@ -94,7 +94,9 @@ def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list
 def _timeline(asked: Asked, choice: Choice) -> Iterator[str]:
     layout = choice.layout
     most = max(_ROUNDS * layout.pp, 4)
-    drawn = timeline(choice, asked.site, asked.weigh, stack=asked.stack, model=asked.own, most=most)
+    drawn = timeline(
+        choice, asked.hardware, asked.piece_costs, profile=asked.profile, model=asked.own, most=most
+    )
     shown = min(layout.microbatches, most)
     title = f"computing: {shown} of {layout.microbatches} microbatches"
     notes = ("a piece is a whole stage; its recomputation and the messages in it are in its time",)

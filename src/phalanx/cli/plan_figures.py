@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ..cost import forward_flops, step_flops
 from ..layout import Layout, Shape
-from ..plan.kinds import Weigh
-from ..plan.rivals import Rival
+from ..plan.baselines import Baseline
+from ..plan.hardware import Hardware
+from ..plan.kinds import CostFunction
+from ..plan.profile import Profile
 from ..plan.search import Choice, Plan
-from ..plan.site import Site
-from ..plan.stack import Stack
 
 __all__ = ["Asked", "Rates", "figures", "of_choice", "rates"]
 
@@ -22,14 +22,14 @@ class Asked:
 
     shape: Shape
     own: str  # FILE.py:Class, of somebody's own model
-    site: Site
+    hardware: Hardware
     cluster: str  # its name; empty for a measured machine
-    stack: Stack
+    profile: Profile
     sequence: int
     batch: int  # sequences
     precision: str
     limit: float
-    weigh: Weigh
+    piece_costs: CostFunction
 
     @property
     def tokens(self) -> int:
@@ -39,7 +39,7 @@ class Asked:
     @property
     def error(self) -> float:
         """By how much a step's time may be wrong, up or down."""
-        return self.stack.error
+        return self.profile.error
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ def rates(asked: Asked, choice: Choice) -> Rates:
     """From the FLOPs of a step and the peak of the devices."""
     flops = step_flops(asked.shape, asked.batch, asked.sequence)
     again = _again(asked, choice.layout)
-    peak = asked.site.peak.get(asked.precision, 0.0) * asked.site.ranks * choice.step
+    peak = asked.hardware.peak.get(asked.precision, 0.0) * asked.hardware.ranks * choice.step
     part = (lambda x: x / peak) if peak else (lambda x: 0.0)
     return Rates(
-        tokens=asked.tokens / choice.step / asked.site.ranks,
+        tokens=asked.tokens / choice.step / asked.hardware.ranks,
         mfu=part(flops.model),
         hfu=part(flops.hardware + again),
         mfu_full=part(flops.full),
@@ -93,14 +93,14 @@ def of_choice(asked: Asked, choice: Choice) -> dict[str, object]:
     }
 
 
-def figures(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> dict[str, object]:
+def figures(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> dict[str, object]:
     """The plan as JSON."""
     best = plan.layouts[0]
     return {
         "model": asked.own or asked.shape.name,
-        "cluster": asked.site.name,
-        "devices": asked.site.ranks,
-        "stack": asked.stack.name,
+        "cluster": asked.hardware.name,
+        "devices": asked.hardware.ranks,
+        "profile": asked.profile.name,
         "sequence": asked.sequence,
         "batch": asked.batch,
         "batch_tokens": asked.tokens,
@@ -111,12 +111,12 @@ def figures(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> dict[str, obje
         "layouts": [of_choice(asked, choice) for choice in plan.layouts],
         "rules": [
             {
-                "rule": rival.rule,
-                "fits": rival.fits,
-                "slower": rival.choice.step / best.step if rival.choice else None,
-                **(of_choice(asked, rival.choice) if rival.choice else {}),
+                "rule": baseline.rule,
+                "fits": baseline.fits,
+                "slower": baseline.choice.step / best.step if baseline.choice else None,
+                **(of_choice(asked, baseline.choice) if baseline.choice else {}),
             }
-            for rival in beside
+            for baseline in beside
         ],
         "refused": [
             {"family": r.family, "kind": r.kind, "reason": r.reason, "layout": r.layout}

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..draw import Axis, Series, chart, frame, paragraphs, table, tag
-from ..plan.rivals import Rival
+from ..plan.baselines import Baseline
+from ..plan.hardware import Numbers
 from ..plan.search import Choice, Plan
-from ..plan.site import Numbers
 from .plan_figures import Asked, rates
 from .plan_tell import seconds
 
@@ -20,9 +20,9 @@ Points = list[tuple[float, float]]
 _CELLS = 24.0  # of a doubling: of the candidates in one cell of so fine a grid one is drawn
 
 
-def page(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> str:
+def page(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
     """The page's text."""
-    title = f"{asked.own or asked.shape.name} on {asked.site.name}"
+    title = f"{asked.own or asked.shape.name} on {asked.hardware.name}"
     summary = (
         f"{asked.batch:,} sequences of {asked.sequence:,} tokens a step, {asked.precision}."
         f" {plan.considered:,} layouts, {plan.fitting:,} of which fit in"
@@ -32,12 +32,12 @@ def page(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> str:
     return frame(title, paragraphs([summary]), picture, _table(asked, plan))
 
 
-def _chart(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> str:
+def _chart(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
     """What fits and what does not, the frontier, the best and what plain rules pick."""
     steps, held = plan.points
-    rate, held = asked.tokens / asked.site.ranks / steps, held / 1e9
-    fits, near = held <= plan.room / 1e9, held < 4e-9 * asked.site.memory
-    rules = [(rival.rule, rival.choice) for rival in beside if rival.choice]
+    rate, held = asked.tokens / asked.hardware.ranks / steps, held / 1e9
+    fits, near = held <= plan.room / 1e9, held < 4e-9 * asked.hardware.memory
+    rules = [(baseline.rule, baseline.choice) for baseline in beside if baseline.choice]
     drawn = _thinned(rate[fits], held[fits])
     series = [
         Series("fits", drawn, joined=False),

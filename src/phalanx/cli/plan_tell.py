@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from ..draw import text_table
 from ..draw.words import wrapped
+from ..plan.baselines import Baseline
 from ..plan.refused import Refusal, size
-from ..plan.rivals import Rival
 from ..plan.search import Choice, Plan
 from .plan_figures import Asked, rates
 
@@ -31,7 +31,7 @@ def seconds(time: float) -> str:
     return f"{1e3 * time:.3g} ms" if time >= 1e-3 else f"{1e6 * time:.3g} us"
 
 
-def told(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> str:
+def told(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
     """The whole page of text."""
     lines = [*_head(asked, plan), "", *_table(asked, plan), "", *_rules(asked, plan, beside), ""]
     lines += _why(plan.refused)
@@ -41,9 +41,9 @@ def told(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> str:
 def _head(asked: Asked, plan: Plan) -> Iterator[str]:
     name = asked.own or asked.shape.name
     yield from wrapped(
-        f"{name} on {asked.site.ranks:,} devices of {asked.site.name}: {asked.batch:,} sequences of"
+        f"{name} on {asked.hardware.ranks:,} devices of {asked.hardware.name}: {asked.batch:,} sequences of"
         f" {asked.sequence:,} tokens a step ({asked.tokens / 1e6:.3g}M), {asked.precision},"
-        f" software as {asked.stack.name!r}",
+        f" software as {asked.profile.name!r}",
         _WIDTH,
     )
     yield from wrapped(
@@ -103,21 +103,23 @@ def _indented(text: str, by: int) -> list[str]:
     return [" " * by + line for line in wrapped(text, _WIDTH - by)]
 
 
-def _rules(asked: Asked, plan: Plan, beside: Sequence[Rival]) -> Iterator[str]:
+def _rules(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
     yield "What plain rules would pick:"
     best = plan.layouts[0].step
-    for rival in beside:
-        yield from _indented(f"{rival.rule}: {_picked(rival, best)}", 2)
-        if rival.choice:
-            yield from _indented(str(rival.choice.layout), 4)
+    for baseline in beside:
+        yield from _indented(f"{baseline.rule}: {_picked(baseline, best)}", 2)
+        if baseline.choice:
+            yield from _indented(str(baseline.choice.layout), 4)
 
 
-def _picked(rival: Rival, best: float) -> str:
-    if rival.choice is None:
+def _picked(baseline: Baseline, best: float) -> str:
+    if baseline.choice is None:
         return "no legal layout"
-    if not rival.fits:
-        return f"runs out of memory, needs {size(rival.choice.bytes)}"
-    return f"{seconds(rival.choice.step)}, {100 * (rival.choice.step / best - 1):.1f} % slower"
+    if not baseline.fits:
+        return f"runs out of memory, needs {size(baseline.choice.bytes)}"
+    return (
+        f"{seconds(baseline.choice.step)}, {100 * (baseline.choice.step / best - 1):.1f} % slower"
+    )
 
 
 def _why(refused: Sequence[Refusal]) -> Iterator[str]:

@@ -13,8 +13,8 @@ from .outputs import try_file
 from .usage import Parser, UsageError, flags, print_json, save, say
 
 if TYPE_CHECKING:
-    from ..plan.site import Site
-    from ..plan.stack import Stack
+    from ..plan.hardware import Hardware
+    from ..plan.profile import Profile
     from ..report.compared import Compared
     from ..report.predicted import Step
 
@@ -34,7 +34,7 @@ _HOW = (
     "Predicted against measured, by kind of operation: add --machine machine.toml\n"
     "(phalanx doctor --out machine.toml writes it) or --cluster NAME, as h100x8."
 )
-_SITE = ("backend", "stack", "model")
+_SITE = ("backend", "profile", "model")
 
 
 def run(argv: list[str]) -> int:
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     add("--machine", metavar="FILE", help="where it ran: what doctor --out measured there")
     add("--cluster", metavar="NAME", help="where it ran, as catalogued: h100x8")
     add("--backend", metavar="NAME", help="whose curves of the machine file: gloo, shm")
-    add("--stack", metavar="NAME|FILE", help="whose software; default ours")
+    add("--profile", metavar="NAME|FILE", help="whose software; default ours")
     add("--model", metavar="FILE.py:Class", help="your own model of the run: its file is run")
     add("--json", action="store_true", help="where it is, as JSON, and the comparison")
     args = parser.read(argv)
@@ -89,7 +89,7 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
         return None
     if args.machine and args.cluster:
         raise UsageError("--cluster and --machine both say where it ran; name one.")
-    from ..cost import weighs
+    from ..cost import cached_costs
     from ..report.predicted import predicted, read_step
 
     step = read_step(folder)
@@ -98,16 +98,18 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
             f"the model of {folder} is {step.own}, and a report runs no code of a run's folder by"
             f" itself. Say that it may: --model {step.own}"
         )
-    site, stack = _site(step, args)
-    return predicted(step, site, stack, partial(weighs, target="cpu" if site.cores else "cuda"))
+    hardware, profile = _hardware(step, args)
+    return predicted(
+        step, hardware, profile, partial(cached_costs, target="cpu" if hardware.cores else "cuda")
+    )
 
 
-def _site(step: Step, args: argparse.Namespace) -> tuple[Site, Stack]:
+def _hardware(step: Step, args: argparse.Namespace) -> tuple[Hardware, Profile]:
     """Where it ran and with what software; refused if the run was on another device."""
     from ..plan import Machine, cluster
-    from ..plan.local import local_stack, site_of_machine
-    from ..plan.site import site_of
-    from ..plan.stack import stack
+    from ..plan.hardware import hardware_of
+    from ..plan.local import hardware_of_machine, local_profile
+    from ..plan.profile import profile
 
     ranks = step.layout.ranks
     if args.cluster:
@@ -119,15 +121,17 @@ def _site(step: Step, args: argparse.Namespace) -> tuple[Site, Stack]:
                 f"the run had {ranks} ranks, and {args.cluster} has {found.size} devices."
             )
         _same_device(step, args.cluster, "cuda", (found.device, *found.kind.drivers))
-        site, kind = site_of(found, ranks), found.device
+        hardware, kind = hardware_of(found, ranks), found.device
     else:
         machine = Machine.load(args.machine)
         _same_device(step, args.machine, machine.kind, (machine.device,))
-        site, kind = site_of_machine(machine, ranks, args.backend or ""), machine.catalogue
-    if site.cores and not args.stack:
-        return site, local_stack(step.layout.precision)
-    # A file of calibrate still has the name of the stack with which its fit began.
-    return site, replace(stack(args.stack or "phalanx").on(kind), name=args.stack or "phalanx")
+        hardware, kind = hardware_of_machine(machine, ranks, args.backend or ""), machine.catalogue
+    if hardware.cores and not args.profile:
+        return hardware, local_profile(step.layout.precision)
+    # A file of calibrate still has the name of the profile with which its fit began.
+    return hardware, replace(
+        profile(args.profile or "phalanx").on(kind), name=args.profile or "phalanx"
+    )
 
 
 def _same_device(step: Step, name: str, kind: str, devices: tuple[str, ...]) -> None:

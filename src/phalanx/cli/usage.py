@@ -76,6 +76,8 @@ class Parser(argparse.ArgumentParser):
         known = [o for action in self._actions for o in action.option_strings]
         near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
+        if (now := _RENAMED.get(rest[0].split("=")[0])) in known:
+            hint = f" It is now {now}."
         raise UsageError(f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`.")
 
     def check(self, args: argparse.Namespace) -> argparse.Namespace:
@@ -91,6 +93,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
 
+_RENAMED = {"--stack": "--profile"}  # flags that had another name
 # The largest numbers that flags may have; beyond them nothing but waiting would come.
 _MOST = {
     "ranks": RANKS, "stages": 4096, "microbatches": MICROBATCHES, "chunks": 64, "layers": 10_000,

@@ -1,6 +1,6 @@
 """A group that sends nothing and writes down what would have been sent.
 
-A piece of a model run on meta tensors over tallies weighs its messages with the very lines that
+A piece of a model run on meta tensors over tallies cached_costs its messages with the very lines that
 send them. Outputs keep whatever they held.
 """
 

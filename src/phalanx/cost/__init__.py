@@ -1,6 +1,6 @@
 """Floor 5: what operations cost, before they run.
 
-What needs torch is imported when it is asked for: a plan from cached weighs starts without it.
+What needs torch is imported when it is asked for: a plan from cached cached_costs starts without it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .cache import Pieces, weighs
+from .cache import Pieces, cached_costs
 from .cut import cut_of
 from .flops import OpFlops, StepFlops, forward_flops, step_flops
 
 if TYPE_CHECKING:
     from .live import Live
-    from .pieces import weigh
+    from .pieces import piece_costs
     from .sizes import sizes_of
 
 __all__ = [
@@ -26,11 +26,11 @@ __all__ = [
     "forward_flops",
     "sizes_of",
     "step_flops",
-    "weigh",
-    "weighs",
+    "piece_costs",
+    "cached_costs",
 ]
 
-_WITH_TORCH = {"Live": "live", "sizes_of": "sizes", "weigh": "pieces"}
+_WITH_TORCH = {"Live": "live", "sizes_of": "sizes", "piece_costs": "pieces"}
 
 
 def __getattr__(name: str) -> Any:

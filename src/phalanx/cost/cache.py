@@ -1,8 +1,8 @@
-"""Weighed pieces kept on disk, so that a plan does not weigh again and need not even load torch.
+"""PieceCost pieces kept on disk, so that a plan does not piece_costs again and need not even load torch.
 
 One file for each model and sequence length, holding every cut that was asked for: JSON under
-`$XDG_CACHE_HOME/phalanx/weighs`. What a piece can feel is in the file's name, hashed, and so is the
-source of what weighing runs: changed code weighs again. A file that is damaged is written anew, and
+`$XDG_CACHE_HOME/phalanx/costs`. What a piece can feel is in the file's name, hashed, and so is the
+source of what costing runs: changed code cached_costs again. A file that is damaged is written anew, and
 one that cannot be written is no loss.
 """
 
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape
 from ..layout.source import split_name
-from ..program import AttentionLoad, Load, MessageLoad, Product, Weighed, at_rows
+from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows
 from .cut import cut_of
 
 if TYPE_CHECKING:
     from ..parallel import Model
 
-__all__ = ["Pieces", "weighs"]
+__all__ = ["Pieces", "cached_costs"]
 
 _FORMAT = 1
 _MANY = 16  # rows: a microbatch is seldom larger
@@ -37,7 +37,7 @@ _RUN = (
     "program/load.py",
 )  # fmt: skip
 
-Kinds = tuple[Callable[[float], Weighed], ...]
+Kinds = tuple[Callable[[float], PieceCost], ...]
 
 
 @dataclass(frozen=True)
@@ -48,27 +48,27 @@ class Pieces:
     kinds: Kinds
     which: tuple[int, ...]
 
-    def __getitem__(self, piece: int) -> Callable[[float], Weighed]:
+    def __getitem__(self, piece: int) -> Callable[[float], PieceCost]:
         return self.kinds[self.which[piece]]
 
     def __len__(self) -> int:
         return len(self.which)
 
     @property
-    def embed(self) -> Callable[[float], Weighed]:
+    def embed(self) -> Callable[[float], PieceCost]:
         return self[0]
 
     @property
-    def block(self) -> Callable[[float], Weighed]:
+    def block(self) -> Callable[[float], PieceCost]:
         """The first block; in a decoder all are alike."""
         return self[1]
 
     @property
-    def head(self) -> Callable[[float], Weighed]:
+    def head(self) -> Callable[[float], PieceCost]:
         return self[-1]
 
 
-def weighs(
+def cached_costs(
     model: Shape | str,
     layouts: Iterable[Layout],
     *,
@@ -85,14 +85,14 @@ def weighs(
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
     if missing:
-        known |= _weighed(model, missing, sequence, target)
+        known |= _costed(model, missing, sequence, target)
         _write(file, known)
     return {cut: _pieces(model, known[str(cut)]) for cut in cuts}
 
 
 def _place() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "phalanx" / "weighs"
+    return Path(base) / "phalanx" / "cached_costs"
 
 
 # ---- what is known by what name
@@ -115,7 +115,7 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
 
 @cache
 def _source() -> str:
-    """The code that weighing runs, ours and torch's."""
+    """The code that costing runs, ours and torch's."""
     digest = hashlib.sha256(str(_FORMAT).encode())
     for pattern in _RUN:
         paths = sorted(_SOURCE.glob(pattern))
@@ -131,26 +131,26 @@ def _torch() -> bytes:
     found = find_spec("torch")
     places = (found.submodule_search_locations or ()) if found else ()
     files = [file for place in places if (file := Path(place, "version.py")).is_file()]
-    return files[0].read_bytes() if files else b"none"  # cached weighs are as good without it
+    return files[0].read_bytes() if files else b"none"  # cached cached_costs are as good without it
 
 
-# ---- weighing what is missing
+# ---- costing what is missing
 
 
-def _weighed(
+def _costed(
     model: Shape | str, cuts: Sequence[Layout], sequence: int, target: str
 ) -> dict[str, Any]:
     """What a file holds of these cuts: every kind of piece at one row and at two, its temporary
     bytes at many, and which piece is of which kind."""
     from ..parallel import build_model, load_model
-    from .pieces import alike, weigh_kinds
+    from .pieces import alike, cost_kinds
 
     made: Model = (
         build_model(replace(model, layers=1)) if isinstance(model, Shape) else load_model(model)
     )
     found, outputs = {}, dict[Any, Any]()
     for cut in cuts:
-        all_rows = weigh_kinds(
+        all_rows = cost_kinds(
             made, cut, (1, 2, _MANY), sequence=sequence, target=target, known=outputs
         )
         kinds = [
@@ -164,25 +164,25 @@ def _weighed(
 def _pieces(model: Shape | str, said: Mapping[str, Any]) -> Pieces:
     kinds = tuple(_at(_whole(one), _whole(two), float(many)) for one, two, many in said["kinds"])
     which = tuple(said["which"])
-    if isinstance(model, Shape):  # weighed with one block
+    if isinstance(model, Shape):  # costed with one block
         which = (which[0], *which[1:2] * model.layers, which[2])
     return Pieces(kinds, which)
 
 
-def _at(one: Weighed, two: Weighed, many: float) -> Callable[[float], Weighed]:
+def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceCost]:
     """The piece for any rows. All of it is a straight line but the temporary peak: the highest of
     several lines, one for each moment, so that a chord is never below it and what is beyond the
     chord's end follows the steepest."""
     line = at_rows(one, two)
     slope = (many - two.temporary) / (_MANY - 2)
 
-    def weighed(rows: float) -> Weighed:
+    def costed(rows: float) -> PieceCost:
         found = line(rows)
         if rows <= 2:
             return found
         return replace(found, temporary=two.temporary + slope * (rows - 2))
 
-    return weighed
+    return costed
 
 
 # ---- values as JSON
@@ -197,10 +197,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _whole(said: Sequence[Any]) -> Weighed:
+def _whole(said: Sequence[Any]) -> PieceCost:
     loads, numbers = said[:4], said[4:]
     forward, into_input, into_weights, again = map(_load, loads)
-    return Weighed(forward, into_input, into_weights, again, *map(float, numbers))
+    return PieceCost(forward, into_input, into_weights, again, *map(float, numbers))
 
 
 def _load(said: Sequence[Any]) -> Load:
@@ -245,4 +245,4 @@ def _write(file: Path, known: Mapping[str, Any]) -> None:
             json.dump(known, out, separators=(",", ":"))
         os.replace(name, file)
     except OSError:
-        return  # a place that cannot be written only costs weighing again
+        return  # a place that cannot be written only costs costing again

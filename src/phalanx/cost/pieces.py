@@ -1,4 +1,4 @@
-"""A piece weighed by running it: the one that trains, on meta tensors, over a group that sends nothing.
+"""A piece costed by running it: the one that trains, on meta tensors, over a group that sends nothing.
 
 No formula per model: the piece is cut as the layout cuts it, and the lines that compute, keep and
 send in training do so here. The sums of gradients that stand in S (data parallel's, and those of
@@ -20,12 +20,12 @@ from ..layout import Layout, LayoutError
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.local import build_local
-from ..program import Weighed, build
+from ..program import PieceCost, build
 from .cut import cut_of
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
-__all__ = ["COMPUTE", "alike", "run", "weigh", "weigh_kinds"]
+__all__ = ["COMPUTE", "alike", "run", "piece_costs", "cost_kinds"]
 
 COMPUTE = {
     "fp64": torch.float64,
@@ -36,9 +36,9 @@ COMPUTE = {
 }
 
 
-def weigh(
+def piece_costs(
     model: Model, layout: Layout, rows: int, *, sequence: int = 0, target: str = "cuda"
-) -> tuple[Weighed, ...]:
+) -> tuple[PieceCost, ...]:
     """Every piece of the model on one rank of the layout, with `rows` sequences in a microbatch.
 
     Pieces that are alike are run once, and the model stays as it is. Where the places of a group
@@ -47,7 +47,7 @@ def weigh(
     a piece without an input has all of it under the second. What `recompute:selective` repeats
     inside the backward is under `again` alone.
     """
-    (found,) = weigh_kinds(model, layout, (rows,), sequence=sequence, target=target)
+    (found,) = cost_kinds(model, layout, (rows,), sequence=sequence, target=target)
     return tuple(found[kind] for kind in alike(model))
 
 
@@ -84,7 +84,7 @@ def _signature(model: Model, number: int) -> tuple[Any, ...]:
     return (*edge, tied, tuple(parts))
 
 
-def weigh_kinds(
+def cost_kinds(
     model: Model,
     layout: Layout,
     rows: Sequence[int],
@@ -92,11 +92,11 @@ def weigh_kinds(
     sequence: int = 0,
     target: str = "cuda",
     known: Known | None = None,
-) -> list[tuple[Weighed, ...]]:
-    """One Weighed for each kind of piece, for each number of rows. Who weighs many layouts passes
+) -> list[tuple[PieceCost, ...]]:
+    """One PieceCost for each kind of piece, for each number of rows. Who cached_costs many layouts passes
     one `known` to all."""
     if model.shape is None:
-        raise LayoutError("a model without a shape cannot be weighed: add shape=Shape(...) to it.")
+        raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
     cut = cut_of(layout)
     few = _one_of_each(model)
     program = build(cut, (range(len(few.pieces)),), few.tied)
@@ -164,7 +164,7 @@ def run(
     *,
     target: str,
     selective: bool = False,
-) -> Weighed:
+) -> PieceCost:
     """One piece forward and backward on meta tensors. `edge` is the shape that comes in.
     `selective`: what is computed again is what the piece repeats inside its backward, if anything."""
     for unit in piece.units:
@@ -200,7 +200,7 @@ def _run(
     batch: Mapping[str, Tensor],
     scales: Scales,
     selective: bool,
-) -> Weighed:
+) -> PieceCost:
     unit = piece.units[0]
     dtype = unit.precision.compute
     x, entry = None, 0
@@ -225,7 +225,7 @@ def _run(
             piece.weight_gradient(0)
         temporary = max(temporary, scales.most - after)
     forward, repeated = scales.load("forward"), scales.load("again")
-    return Weighed(
+    return PieceCost(
         forward=forward,
         input_gradient=scales.load("input_gradient"),
         weight_gradient=scales.load("weight_gradient"),

@@ -23,8 +23,8 @@ from .live import Live
 
 __all__ = ["PREFIX", "Known", "Scales"]
 
-# Groups of a weighing have names of their own: the process may have a world at work.
-PREFIX = "weigh."
+# Groups of a costing have names of their own: the process may have a world at work.
+PREFIX = "piece_costs."
 _AXES = {"tp": "tp", "ring": "cp.ring", "ulysses": "cp.ulysses"}
 
 _aten = torch.ops.aten

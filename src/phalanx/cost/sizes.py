@@ -1,6 +1,6 @@
 """What a layout's pieces and units take in bytes, for what `check` and `simulate` say of memory.
 
-Pieces are weighed as everywhere in this room; units tell their own buffers.
+Pieces are costed as everywhere in this room; units tell their own buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.data import storage_of
 from ..parallel.local import LocalModel, build_local
-from ..program import Program, Sizes, Weighed
+from ..program import PieceCost, Program, Sizes
 from .pieces import alike, run
 from .scales import PREFIX, Known
 
@@ -44,7 +44,7 @@ def sizes_of(
     """
     whole = {name: x.to("meta") for name, x in batch.items()}
     kinds, known = alike(make()), dict[Any, Any]()
-    pieces: dict[int, Weighed] = {}
+    pieces: dict[int, PieceCost] = {}
     units: dict[int, Unit] = {}
     for row in range(len(program.rows)):
         world = TallyWorld(program.owner.index(row), layout.ranks)
@@ -54,24 +54,24 @@ def sizes_of(
             own = microbatches(whole, layout, held.place["dp"], held.place["cp"])[0]
             width = model.shape.hidden if model.shape else 0
             edge = edge_shape(own, width, layout.tp if layout.seq else 1)
-            pieces |= _weighed(held, kinds, edge, own, world, known, target)
+            pieces |= _costed(held, kinds, edge, own, world, known, target)
         finally:
             world.clear()
         for number, unit in held.units.items():
             units.setdefault(number, unit)
-    weighed = [pieces[p] for p in range(program.pieces)]
+    costed = [pieces[p] for p in range(program.pieces)]
     return replace(
         _of_units(units, program.pieces, layout, precision),
-        kept=tuple(w.kept for w in weighed),
-        input=tuple(w.input for w in weighed),
-        kept_after_i=tuple(w.kept_after_i for w in weighed),
-        temporary=tuple(w.temporary for w in weighed),
-        edge=tuple(w.edge for w in weighed),
+        kept=tuple(w.kept for w in costed),
+        input=tuple(w.input for w in costed),
+        kept_after_i=tuple(w.kept_after_i for w in costed),
+        temporary=tuple(w.temporary for w in costed),
+        edge=tuple(w.edge for w in costed),
         sends_stay=backend == "gloo",
     )
 
 
-def _weighed(
+def _costed(
     held: LocalModel,
     kinds: tuple[int, ...],
     edge: tuple[int, ...],
@@ -79,9 +79,9 @@ def _weighed(
     world: TallyWorld,
     known: Known,
     target: str,
-) -> dict[int, Weighed]:
+) -> dict[int, PieceCost]:
     """The rank's pieces; of those that are alike one is run."""
-    found: dict[int, Weighed] = {}
+    found: dict[int, PieceCost] = {}
     for number, piece in held.pieces.items():
         like = next((n for n in found if kinds[n] == kinds[number]), None)
         found[number] = (

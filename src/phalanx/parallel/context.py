@@ -286,7 +286,7 @@ def _visits(kv: Tensor, ids: Tensor | None, group: Group) -> Iterator[tuple[Tens
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add the softmax over other keys to one, each weighed by its share of the sum.
+    """Add the softmax over other keys to one, each costed by its share of the sum.
 
     Nothing seen yet is -inf, and so is nothing seen in this part; the first part of a row is its
     own place's, where it sees at least itself.

@@ -1,7 +1,7 @@
-"""The six numbers of a stack refitted on runs of one's own: run folders, or any timed layouts.
+"""The six numbers of a profile refitted on runs of one's own: run folders, or any timed layouts.
 
 A run tells its layout and its step times in metrics.jsonl. What it ran on is the caller's to say:
-a measured machine or a catalogued cluster, as a `Site`.
+a measured machine or a catalogued cluster, as a `Hardware`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .columns import Case, case_of, columns_of
 from .device import MachineError, MachineFileError
 from .estimate import Estimates, estimate
 from .fit import fit
-from .kinds import PieceKinds, Weigh
+from .hardware import Hardware
+from .kinds import CostFunction, PieceKinds
 from .local import crowded
 from .price import RawTrio, raw_trio
-from .site import Site
-from .stack import Stack
+from .profile import Profile
 
 __all__ = ["Timed", "Trial", "by_model", "calibrated", "read_run"]
 
@@ -42,15 +42,19 @@ class Trial:
 
 
 class Timed:
-    """Runs of one model on one site, weighed once, to be estimated under many stacks."""
+    """Runs of one model on one hardware, costed once, to be estimated under many profiles."""
 
     def __init__(
-        self, trials: Sequence[Trial], site: Site, weigh: Weigh, cut_of: Callable[[Layout], Layout]
+        self,
+        trials: Sequence[Trial],
+        hardware: Hardware,
+        piece_costs: CostFunction,
+        cut_of: Callable[[Layout], Layout],
     ) -> None:
-        self.trials, self.site = tuple(trials), site
+        self.trials, self.hardware = tuple(trials), hardware
         first = self.trials[0].case
         cuts = {t.name: cut_of(t.case.layout) for t in self.trials}
-        pieces = weigh(first.shape, list(cuts.values()), sequence=first.sequence)
+        pieces = piece_costs(first.shape, list(cuts.values()), sequence=first.sequence)
         self.raws: list[tuple[RawTrio, ...]] = []
         known: dict[Any, int] = {}
         keys = []
@@ -58,25 +62,25 @@ class Timed:
             cut, rows = cuts[trial.name], trial.case.rows
             if (cut, rows) not in known:
                 known[cut, rows] = len(self.raws)
-                self.raws.append(_raws(pieces[cut], cut, rows, site))
+                self.raws.append(_raws(pieces[cut], cut, rows, hardware))
             keys.append(known[cut, rows])
         self.columns = columns_of([t.case for t in self.trials], keys)
         self.measured = np.array([t.seconds for t in self.trials])
 
-    def under(self, stack: Stack) -> Estimates:
-        table = [(a.under(stack), b.under(stack), c.under(stack)) for a, b, c in self.raws]
-        found = estimate(self.columns, table, self.site, stack)
-        return crowded(found, self.columns, self.site)
+    def under(self, profile: Profile) -> Estimates:
+        table = [(a.under(profile), b.under(profile), c.under(profile)) for a, b, c in self.raws]
+        found = estimate(self.columns, table, self.hardware, profile)
+        return crowded(found, self.columns, self.hardware)
 
 
-def _raws(pieces: PieceKinds, cut: Layout, rows: float, site: Site) -> tuple[RawTrio, ...]:
+def _raws(pieces: PieceKinds, cut: Layout, rows: float, hardware: Hardware) -> tuple[RawTrio, ...]:
     three = (pieces.embed(rows), pieces.block(rows), pieces.head(rows))
-    return tuple(raw_trio(w, site, Stack(), cut, cut.precision) for w in three)
+    return tuple(raw_trio(w, hardware, Profile(), cut, cut.precision) for w in three)
 
 
-def calibrated(base: Stack, groups: Sequence[Timed]) -> Stack:
-    """The stack whose six numbers come nearest to the runs. Few runs tell few of them: what they
-    do not tell stays near where a new stack has it."""
+def calibrated(base: Profile, groups: Sequence[Timed]) -> Profile:
+    """The profile whose six numbers come nearest to the runs. Few runs tell few of them: what they
+    do not tell stays near where a new profile has it."""
     # No run of one's own is clipped: on a machine file that is twice too fast all of them are far off.
     return fit(base, groups, clip=math.inf)
 
@@ -107,7 +111,7 @@ def read_run(folder: Path) -> Trial:
     if start.get("own"):
         raise MachineError(
             f"{file} is of a model of your own, {start['own']}. Calibrate on runs of built-in models:"
-            " what a stack costs is not the model's."
+            " what a profile costs is not the model's."
         )
     shape, layout = _shape(start, file), Layout.parse(str(start["layout"]))
     seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))

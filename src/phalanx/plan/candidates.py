@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ..layout import Axis, Layout, Mesh, Shape
 from .columns import SCHEDULES, Case, Columns
+from .hardware import Hardware, Network
 from .pipes import Pipe, pipes
-from .site import Network, Site
 
 __all__ = ["ORDERS", "Candidates", "Cut", "Grid", "Space", "candidates"]
 
@@ -57,11 +57,11 @@ class Cut(NamedTuple):
 
     @property
     def base(self) -> Cut:
-        """The cut that tells about this one before it is weighed."""
+        """The cut that tells about this one before it is costed."""
         return Cut(self.tp, 1, 1, self.seq, False, False)
 
     def layout(self, precision: str) -> Layout:
-        """As the key under which it is weighed."""
+        """As the key under which it is costed."""
         axes = (Axis("cp", (self.ring, self.ulysses)), Axis("tp", (self.tp,)))
         return Layout(
             mesh=Mesh(axes),
@@ -78,7 +78,7 @@ class Space:
     """What is searched."""
 
     shape: Shape
-    site: Site
+    hardware: Hardware
     sequence: int
     batch: int
     precision: str = "bf16"
@@ -89,8 +89,8 @@ class Space:
     @property
     def tensor(self) -> list[int]:
         """Sizes of tensor parallel that the model and the place allow."""
-        fast = max(self.site.node, 8)
-        return [d for d in _divisors(self.site.ranks) if d <= fast and _splits(self.shape, d)]
+        fast = max(self.hardware.node, 8)
+        return [d for d in _divisors(self.hardware.ranks) if d <= fast and _splits(self.shape, d)]
 
     @property
     def least(self) -> float:
@@ -217,8 +217,8 @@ def _rows(batch: int, dp: int, count: int) -> float:
 
 
 def _grids(space: Space) -> Iterator[Grid]:
-    s, ranks = space.shape, space.site.ranks
-    fast = max(space.site.node, 8)
+    s, ranks = space.shape, space.hardware.ranks
+    fast = max(space.hardware.node, 8)
     for tp in space.tensor:
         for pp in _divisors(ranks // tp):
             if pp > s.layers:
@@ -274,7 +274,7 @@ def _counts(space: Space, grid: Grid) -> Iterator[int]:
         count = min(-(-most // rows), space.batch // grid.dp)
         if found and 2 * count < grid.pp:
             return
-        if _rows(space.batch, grid.dp, count) * one <= space.site.memory and count not in found:
+        if _rows(space.batch, grid.dp, count) * one <= space.hardware.memory and count not in found:
             found.add(count)
             yield count
 
@@ -285,8 +285,8 @@ def _zeros(space: Space, grid: Grid, count: int) -> Iterator[_Zero]:
         return
     apart = grid.apart("dp")
     levels = (
-        [h.inside for h in space.site.network.hops]
-        if isinstance(space.site.network, Network)
+        [h.inside for h in space.hardware.network.hops]
+        if isinstance(space.hardware.network, Network)
         else []
     )
     ends = {
@@ -325,7 +325,7 @@ def _columns(
             for n in x.counts
         ]
     )  # fmt: skip
-    grid, ranks = x.grid, space.site.ranks
+    grid, ranks = x.grid, space.hardware.ranks
     one = np.ones(len(z))
     segment = [float(i.recompute[6:]) if i.recompute.startswith("every") else 1.0 for i in x.inners]
     found: dict[str, NDArray[np.generic]] = {

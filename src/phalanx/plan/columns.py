@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, Shape
 from ..layout.choices import SCHEDULES as CHUNKS
+from .hardware import Numbers
 from .pipes import blocks_of, on_ranks
-from .site import Numbers
 
 __all__ = ["SCHEDULES", "Case", "Columns", "case_of", "columns_of"]
 
@@ -41,7 +41,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Columns:
-    """Every choice as an array; `key` says which weighed and priced pieces a candidate uses."""
+    """Every choice as an array; `key` says which costed and priced pieces a candidate uses."""
 
     key: Numbers
     layers: Numbers

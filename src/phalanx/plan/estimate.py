@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import SCHEDULES, Columns
+from .hardware import Hardware, Numbers
 from .price import Trio
-from .site import Numbers, Site
-from .stack import Stack
+from .profile import Profile
 
 __all__ = [
     "KINDS",
@@ -58,9 +58,9 @@ class Estimates:
     def step(self) -> Numbers:
         return self.compute + self.tensor + self.data + self.pipe + self.bubble + self.update
 
-    def told(self, stack: Stack) -> Numbers:
-        """Bytes of the rank whose memory the stack's log tells."""
-        return self.first if stack.tells_first else self.bytes
+    def told(self, profile: Profile) -> Numbers:
+        """Bytes of the rank whose memory the profile's log tells."""
+        return self.first if profile.tells_first else self.bytes
 
     @property
     def bytes(self) -> Numbers:
@@ -146,31 +146,31 @@ class _Stage:
 
 
 def estimate(
-    c: Columns, table: Sequence[tuple[Trio, Trio, Trio]], site: Site, stack: Stack
+    c: Columns, table: Sequence[tuple[Trio, Trio, Trio]], hardware: Hardware, profile: Profile
 ) -> Estimates:
     """All candidates at once. `table` holds embedding, block and head for each key."""
     of = _Of(table, c.key)
-    compute, tensor = _stages(c, of, stack)
+    compute, tensor = _stages(c, of, profile)
     m = c.microbatches
     weights = _weights(c, of)
-    memory, first = _memory(c, of, stack, site)
-    held = np.sum(list(memory.values()), axis=0) / site.memory
-    strain = 1 + stack.strain * np.clip((held - _FULL[0]) / (_FULL[1] - _FULL[0]), 0.0, 1.0)
+    memory, first = _memory(c, of, profile, hardware)
+    held = np.sum(list(memory.values()), axis=0) / hardware.memory
+    strain = 1 + profile.strain * np.clip((held - _FULL[0]) / (_FULL[1] - _FULL[0]), 0.0, 1.0)
     return Estimates(
         compute=m * compute.busiest * strain,
         tensor=m * tensor.busiest,
-        data=_data(c, of, site, stack, weights),
-        pipe=_pipe(c, of, site, stack),
+        data=_data(c, of, hardware, profile, weights),
+        pipe=_pipe(c, of, hardware, profile),
         bubble=_bubble(c, compute + tensor),
-        update=_update(c, site, stack, weights),
+        update=_update(c, hardware, profile, weights),
         memory=memory,
         first=first,
     )
 
 
-def _stages(c: Columns, of: _Of, stack: Stack) -> tuple[_Stage, _Stage]:
+def _stages(c: Columns, of: _Of, profile: Profile) -> tuple[_Stage, _Stage]:
     """One microbatch, forward and backward: what computes, and the messages inside it."""
-    slow, piped = (1.0, stack.pipe_host), c.pp > 1
+    slow, piped = (1.0, profile.pipe_host), c.pp > 1
     once = ("forward", "inputs", "weights_")
     embed, block, head = (of.spent(place, once, slow, piped) for place in range(3))
     # Whole recomputation spares the head: its backward follows its forward at once.
@@ -212,12 +212,12 @@ def _bubble(c: Columns, stage: _Stage) -> Numbers:
     return np.where(c.pp > 1, ramp * np.minimum(part + hard, 1.0), 0.0)
 
 
-def _pipe(c: Columns, of: _Of, site: Site, stack: Stack) -> Numbers:
+def _pipe(c: Columns, of: _Of, hardware: Hardware, profile: Profile) -> Numbers:
     """Sends between stages: along the ramp always, at every microbatch unless they overlap."""
-    one = site.network.seconds("send", of(1, "edge"), c.pp, c.pp_apart)
+    one = hardware.network.seconds("send", of(1, "edge"), c.pp, c.pp_apart)
     ramp = 2 * (c.pp - 1) * one
     steady = 2 * c.microbatches * np.maximum(c.chunks, 1.0) * one
-    return np.where(c.pp > 1, ramp + (1 - stack.hides_pipe) * steady, 0.0)
+    return np.where(c.pp > 1, ramp + (1 - profile.hides_pipe) * steady, 0.0)
 
 
 def _weights(c: Columns, of: _Of) -> Numbers:
@@ -232,36 +232,36 @@ def _with_tied(c: Columns, embed: Numbers, head: Numbers) -> Numbers:
     return head + np.where(c.tied, embed * apart, 0.0)
 
 
-def _update(c: Columns, site: Site, stack: Stack, weights: Numbers) -> Numbers:
+def _update(c: Columns, hardware: Hardware, profile: Profile, weights: Numbers) -> Numbers:
     """Adam on a rank's part; with its averages on the host, there and back, with the host's memory."""
     part = weights / np.where(c.zero >= 1, c.shards, 1.0)
-    sent = (stack.gradient_bytes + stack.weight_bytes) / site.host
-    rate = np.where(c.offload_optimizer, _TOUCHED / _HOST + sent, site.rates.move(_TOUCHED))
+    sent = (profile.gradient_bytes + profile.weight_bytes) / hardware.host
+    rate = np.where(c.offload_optimizer, _TOUCHED / _HOST + sent, hardware.rates.move(_TOUCHED))
     return rate * part
 
 
-def gathering(c: Columns, site: Site, size: Numbers) -> Numbers:
+def gathering(c: Columns, hardware: Hardware, size: Numbers) -> Numbers:
     """Seconds until so many bytes, of which each rank has a part, are on every rank that shares."""
     shards = np.where(c.zero >= 1, c.shards, 1.0)
-    return site.network.seconds("all_gather", size, shards, c.shard_apart)
+    return hardware.network.seconds("all_gather", size, shards, c.shard_apart)
 
 
-def summing(c: Columns, site: Site, size: Numbers) -> Numbers:
+def summing(c: Columns, hardware: Hardware, size: Numbers) -> Numbers:
     """Seconds in which gradients of so many bytes are summed: over all copies, or sharded over
     those that share."""
-    whole = site.network.seconds("all_reduce", size, c.replicas * c.shards, c.shard_apart)
-    cut = site.network.seconds("reduce_scatter", size, c.shards, c.shard_apart)
-    alone = site.network.seconds("all_reduce", size, c.replicas, c.replica_apart)
+    whole = hardware.network.seconds("all_reduce", size, c.replicas * c.shards, c.shard_apart)
+    cut = hardware.network.seconds("reduce_scatter", size, c.shards, c.shard_apart)
+    alone = hardware.network.seconds("all_reduce", size, c.replicas, c.replica_apart)
     return np.where(c.zero >= 1, np.where(c.shards > 1, cut, alone), whole)
 
 
-def summing_replicas(c: Columns, site: Site, size: Numbers) -> Numbers:
+def summing_replicas(c: Columns, hardware: Hardware, size: Numbers) -> Numbers:
     """Seconds in which the sharded sums of gradients of so many bytes are summed over replicas."""
-    rest = site.network.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
+    rest = hardware.network.seconds("all_reduce", size / c.shards, c.replicas, c.replica_apart)
     return np.where((c.zero >= 1) & (c.shards > 1), rest, 0.0)
 
 
-def tying(c: Columns, site: Site, size: Numbers) -> Numbers:
+def tying(c: Columns, hardware: Hardware, size: Numbers) -> Numbers:
     """Seconds in which the gradient of a tied weight of so many bytes is summed between the first
     stage of a pipeline and the last, after data parallel's sum."""
     if not c.tied.any():
@@ -269,42 +269,42 @@ def tying(c: Columns, site: Site, size: Numbers) -> Numbers:
     pair = np.where(c.tied & (_ends(c)[0].head == 0), 2.0, 1.0)
     part = size / np.where(c.zero >= 1, c.shards, 1.0)
     # Two halves of a pipeline are as far from each other as its ends.
-    return site.network.seconds("all_reduce", part, pair, c.pp_apart * c.pp / 2)
+    return hardware.network.seconds("all_reduce", part, pair, c.pp_apart * c.pp / 2)
 
 
-def counting(c: Columns, site: Site) -> Numbers:
+def counting(c: Columns, hardware: Hardware) -> Numbers:
     """Seconds in which all who share a batch agree on how many tokens it has."""
     number = np.full_like(c.shards, _NUMBER)
-    return site.network.seconds("all_reduce", number, c.replicas * c.shards, c.shard_apart)
+    return hardware.network.seconds("all_reduce", number, c.replicas * c.shards, c.shard_apart)
 
 
-def _data(c: Columns, of: _Of, site: Site, stack: Stack, weights: Numbers) -> Numbers:
+def _data(c: Columns, of: _Of, hardware: Hardware, profile: Profile, weights: Numbers) -> Numbers:
     """Messages of data parallel that computing does not hide."""
     m = c.microbatches
     # ---- gradients summed: once a step, or after every microbatch
     often = np.where(c.reduce_micro, m, 1.0)
-    size = weights * stack.reduce_bytes
-    summed = (summing(c, site, size) + summing_replicas(c, site, size)) * often
+    size = weights * profile.reduce_bytes
+    summed = (summing(c, hardware, size) + summing_replicas(c, hardware, size)) * often
     backward = of(1, "inputs", "compute") + of(1, "weights_", "compute")
     window = often * c.most * backward
-    seen = summed - np.minimum(stack.hides_data * summed, window)
+    seen = summed - np.minimum(profile.hides_data * summed, window)
     # ---- weights gathered after an update
-    full = gathering(c, site, weights * stack.gathered_bytes)
+    full = gathering(c, hardware, weights * profile.gathered_bytes)
     late = np.where((c.zero >= 1) & (c.zero < 3), full, 0.0)
     forward = m * c.most * of(1, "forward", "compute")
-    hidden = np.minimum(stack.hides_data * late, forward) if stack.gathers_hidden else 0.0
+    hidden = np.minimum(profile.hides_data * late, forward) if profile.gathers_hidden else 0.0
     # ---- ZeRO-3: each piece before each use
     each, edges = (
-        gathering(c, site, of(place, "weights") * stack.gathered_bytes) for place in (1, 0)
+        gathering(c, hardware, of(place, "weights") * profile.gathered_bytes) for place in (1, 0)
     )
     uses = np.where(c.gather_micro, m, 1.0)
-    for_forward = each - np.minimum(stack.hides_data * each, of(1, "forward", "compute"))
+    for_forward = each - np.minimum(profile.hides_data * each, of(1, "forward", "compute"))
     again = of(1, "again", "compute") * c.again
-    for_backward = each - np.minimum(stack.hides_data * each, backward + again)
+    for_backward = each - np.minimum(profile.hides_data * each, backward + again)
     micro = uses * (c.most * (for_forward + for_backward) + edges)
     once = np.where(c.gather_micro, micro, c.most * for_forward + edges)
-    tied = tying(c, site, of(0, "weights") * stack.reduce_bytes)
-    return seen + tied + counting(c, site) + late - hidden + np.where(c.zero >= 3, once, 0.0)
+    tied = tying(c, hardware, of(0, "weights") * profile.reduce_bytes)
+    return seen + tied + counting(c, hardware) + late - hidden + np.where(c.zero >= 3, once, 0.0)
 
 
 def _flight(c: Columns) -> tuple[Numbers, Numbers]:
@@ -337,7 +337,7 @@ def _flight(c: Columns) -> tuple[Numbers, Numbers]:
 
 
 def _memory(
-    c: Columns, of: _Of, stack: Stack, site: Site
+    c: Columns, of: _Of, profile: Profile, hardware: Hardware
 ) -> tuple[dict[str, Numbers], Numbers]:  # fmt: skip
     """By kind, of the fuller of the first and the last rank of a pipeline; and all of the first's."""
     embed, block, head = (of(place, "weights") for place in range(3))
@@ -345,7 +345,7 @@ def _memory(
     keeps = np.where(c.whole, of(1, "input") / c.segment, of(1, "kept"))
     found = [
         _held(
-            c, of, stack, site,
+            c, of, profile, hardware,
             numbers=end.of(embed, block, head),
             activations=end.of(of(0, "kept"), keeps * flight, of(2, "kept")),
             head=end.head,
@@ -358,20 +358,22 @@ def _memory(
 
 
 def held_by_stage(
-    c: Columns, trios: tuple[Trio, Trio, Trio], ranks: Ranks, activations: Numbers, stack: Stack,
-    site: Site,
+    c: Columns, trios: tuple[Trio, Trio, Trio], ranks: Ranks, activations: Numbers, profile: Profile,
+    hardware: Hardware,
 ) -> list[dict[str, float]]:  # fmt: skip
     """By kind, of every rank of one candidate's pipeline, of which forwards keep so many bytes."""
     of = _Of([trios], np.zeros(1))
     embed, block, head = (of(place, "weights") for place in range(3))
     numbers = ranks.of(embed, block, _with_tied(c, embed, head))
-    held = _held(c, of, stack, site, numbers=numbers, activations=activations, head=ranks.head)
+    held = _held(
+        c, of, profile, hardware, numbers=numbers, activations=activations, head=ranks.head
+    )
     wide = {kind: np.broadcast_to(held[kind], numbers.shape) for kind in KINDS}
     return [{kind: float(wide[kind][i]) for kind in KINDS} for i in range(len(numbers))]
 
 
 def _held(
-    c: Columns, of: _Of, stack: Stack, site: Site, *,
+    c: Columns, of: _Of, profile: Profile, hardware: Hardware, *,
     numbers: Numbers, activations: Numbers, head: Numbers,
 ) -> dict[str, Numbers]:  # fmt: skip
     """Bytes by kind of ranks with so many weights, bytes kept, and a head or none."""
@@ -380,17 +382,17 @@ def _held(
     # Gradients wait whole for a sum once a step; with a sum after every microbatch, in parts.
     micro_sums = c.reduce_micro & (c.zero >= 1)
     working = np.where(c.whole, of(1, "kept") * c.segment, 0.0) + of(1, "temporary")
-    busy = np.where(micro_sums, stack.reduce_bytes * (block + embed), 0.0)
+    busy = np.where(micro_sums, profile.reduce_bytes * (block + embed), 0.0)
     micro = np.where(c.gather_micro, 2 * block + embed, numbers)
     found = {
         # With ZeRO-3 the weights' home is the float32 shard that the optimizer updates.
-        "weights": np.where(c.zero >= 3, 0.0, stack.weight_bytes * numbers),
-        "gradients": stack.gradient_bytes * numbers / np.where(micro_sums, c.shards, 1.0) + busy,
-        "optimizer": np.where(c.offload_optimizer, 0.0, stack.optimizer_bytes * numbers / one),
+        "weights": np.where(c.zero >= 3, 0.0, profile.weight_bytes * numbers),
+        "gradients": profile.gradient_bytes * numbers / np.where(micro_sums, c.shards, 1.0) + busy,
+        "optimizer": np.where(c.offload_optimizer, 0.0, profile.optimizer_bytes * numbers / one),
         "activations": activations,
-        "gathered": np.where(c.zero >= 3, micro * stack.gathered_bytes, 0.0),
+        "gathered": np.where(c.zero >= 3, micro * profile.gathered_bytes, 0.0),
         "temporary": np.maximum(working, head * of(2, "temporary")),
     }
     used = np.asarray(np.sum(np.broadcast_arrays(*found.values()), axis=0))
-    other = stack.context + (stack.reserve - 1) * used
-    return found | {"other": np.zeros_like(used) if site.cores else other}
+    other = profile.context + (profile.reserve - 1) * used
+    return found | {"other": np.zeros_like(used) if hardware.cores else other}

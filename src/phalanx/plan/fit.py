@@ -1,4 +1,4 @@
-"""The numbers of a stack fitted on runs: what physics leaves open, and nothing more."""
+"""The numbers of a profile fitted on runs: what physics leaves open, and nothing more."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from .estimate import Estimates
-from .site import Numbers
-from .stack import FITTED, Stack
+from .hardware import Numbers
+from .profile import FITTED, Profile
 
 __all__ = ["fit"]
 
 
 class Measured(Protocol):
-    """Runs with their measured seconds a step (0: none), and what a stack predicts for them."""
+    """Runs with their measured seconds a step (0: none), and what a profile predicts for them."""
 
     measured: Numbers
 
-    def under(self, stack: Stack) -> Estimates: ...
+    def under(self, profile: Profile) -> Estimates: ...
 
 
 G = TypeVar("G", bound=Measured)
 
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
 _PRIOR = 0.05  # how much a number is held where the runs do not tell it
-_AT_REST = Stack()  # a number that nothing tells stays where a new stack has it
+_AT_REST = Profile()  # a number that nothing tells stays where a new profile has it
 
 
 def fit(
-    base: Stack,
+    base: Profile,
     groups: Sequence[G],
     *,
     names: Sequence[str] = tuple(FITTED),
     use: Callable[[G], Numbers] | None = None,
     most: int = 160,
     clip: float = _CLIP,
-) -> Stack:
-    """The stack whose numbers come nearest to the measured steps: mean absolute log error.
+) -> Profile:
+    """The profile whose numbers come nearest to the measured steps: mean absolute log error.
 
-    `use` weighs the rows of a group; left out, every measured row counts one. `most` is how many
+    `use` cached_costs the rows of a group; left out, every measured row counts one. `most` is how many
     moves the search makes, twice; `clip` is how far off a run still pulls.
     """
     low = np.array([FITTED[n][0] for n in names])
@@ -52,16 +52,16 @@ def fit(
     if not known:
         return base
 
-    def at(x: Numbers) -> Stack:
+    def at(x: Numbers) -> Profile:
         numbers = low + span * np.clip(x, 0.0, 1.0)
         said = {n: round(float(v), 3) for n, v in zip(names, numbers, strict=True)}
         return replace(base, **said)  # type: ignore[arg-type]
 
     def loss(x: Numbers) -> float:
-        stack, total, count = at(x), 0.0, 0.0
+        profile, total, count = at(x), 0.0, 0.0
         for group, weight in known:
             some = weight > 0
-            off = np.abs(np.log(group.under(stack).step[some] / group.measured[some]))
+            off = np.abs(np.log(group.under(profile).step[some] / group.measured[some]))
             total += float(np.sum(weight[some] * np.minimum(off, clip)))
             count += float(weight[some].sum())
         outside = np.sum(np.maximum(x - 1, 0) + np.maximum(-x, 0))

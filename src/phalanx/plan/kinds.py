@@ -9,26 +9,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from ..layout import Layout, Shape
-from ..program import Weighed
+from ..program import PieceCost
 
-__all__ = ["PieceKinds", "Weigh"]
+__all__ = ["PieceKinds", "CostFunction"]
 
 
 class PieceKinds(Protocol):
     """A model's pieces under one cut, each a function of a microbatch's rows."""
 
     @property
-    def embed(self) -> Callable[[float], Weighed]: ...
+    def embed(self) -> Callable[[float], PieceCost]: ...
 
     @property
-    def block(self) -> Callable[[float], Weighed]: ...
+    def block(self) -> Callable[[float], PieceCost]: ...
 
     @property
-    def head(self) -> Callable[[float], Weighed]: ...
+    def head(self) -> Callable[[float], PieceCost]: ...
 
 
-class Weigh(Protocol):
-    """What weighs a shape under the cuts of layouts; keys are the cuts."""
+class CostFunction(Protocol):
+    """What cached_costs a shape under the cuts of layouts; keys are the cuts."""
 
     def __call__(
         self, model: Shape | str, layouts: Iterable[Layout], *, sequence: int

@@ -17,11 +17,11 @@ from ..program import AttentionLoad, Product
 from .columns import Columns
 from .device import MachineError
 from .estimate import Estimates
+from .hardware import HOST_LINK, Hardware, Numbers
 from .machine import Machine, Rate
-from .site import HOST_LINK, Numbers, Site
-from .stack import Stack, stack
+from .profile import Profile, profile
 
-__all__ = ["Curves", "Measured", "crowded", "local_stack", "site_of_machine"]
+__all__ = ["Curves", "Measured", "crowded", "local_profile", "hardware_of_machine"]
 
 _NEAR = {"tf32": "fp32", "fp16": "bf16"}  # told by another dtype where it was not measured itself
 _ATTENTION = 0.6  # of the product's rate: what a fused kernel is assumed to reach
@@ -108,7 +108,7 @@ class Curves:
         return self.machine.curve(op, group, backend=self.backend, apart=gap).seconds(size)
 
 
-def site_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> Site:
+def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> Hardware:
     """The machine of a file as a place to run so many ranks; 0: one for each device or core."""
     cpu = machine.kind == "cpu"
     cores = max(1, machine.cores // machine.threads) if cpu else 0
@@ -125,7 +125,7 @@ def site_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> Site
     known: dict[str, tuple[Rate, ...]] = {}
     for rate in machine.rates:
         known[rate.dtype] = (*known.get(rate.dtype, ()), rate)
-    return Site(
+    return Hardware(
         name=machine.name,
         ranks=ranks,
         memory=machine.memory / ranks if cpu else machine.memory,
@@ -138,7 +138,7 @@ def site_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> Site
     )
 
 
-def local_stack(precision: str = "fp32") -> Stack:
+def local_profile(precision: str = "fp32") -> Profile:
     """Ours on a CPU: no driver, nothing that an allocator keeps, messages that need the cores too."""
     width = _BYTES.get(precision, 4.0)
     homes = (
@@ -146,7 +146,7 @@ def local_stack(precision: str = "fp32") -> Stack:
     )  # a copy in full beside narrow ones
     averages = 16.0 if width == 8.0 else 8.0
     return replace(
-        stack("phalanx"),
+        profile("phalanx"),
         by_device={},
         weight_bytes=width,
         gathered_bytes=width,
@@ -160,16 +160,16 @@ def local_stack(precision: str = "fp32") -> Stack:
     )
 
 
-def crowded(found: Estimates, c: Columns, site: Site) -> Estimates:
+def crowded(found: Estimates, c: Columns, hardware: Hardware) -> Estimates:
     """The estimates where ranks share cores: those of a pipeline that wait leave theirs to the others.
 
     `price` makes each rank slower by ranks / cores, as if all were always at work. With q cores for
     a pipeline, a stage that is alone has a core of its own: the step lasts at least as long as all
     the work does on q cores, and while k < q stages are at work, (q - k) / q of that time is lost.
     """
-    if not site.cores or site.ranks <= site.cores:
+    if not hardware.cores or hardware.ranks <= hardware.cores:
         return found
-    shared = site.ranks / site.cores
+    shared = hardware.ranks / hardware.cores
     cores = c.pp / shared
     m = c.microbatches
     busiest = (found.compute + found.tensor) / m

@@ -1,6 +1,6 @@
-"""Pieces of a model under many cuts, priced once each; what is not weighed yet is told by its base.
+"""Pieces of a model under many cuts, priced once each; what is not costed yet is told by its base.
 
-Weighing runs a model, so a search asks for a cut only when a layout with it may be among the best.
+Costing runs a model, so a search asks for a cut only when a layout with it may be among the best.
 Until then its pieces are those of the cut without context parallelism, without selective
 recomputation and with its backward whole: they compute as much, and what they leave out (messages
 of context parallelism, operations that are computed again) only costs time.
@@ -17,10 +17,10 @@ from ..layout import Shape
 from ..program import Costs, Program, ops, schedule
 from ..program.passes import messages
 from .candidates import Cut
-from .kinds import PieceKinds, Weigh
+from .hardware import Hardware, Network, Numbers
+from .kinds import CostFunction, PieceKinds
 from .price import Times, Trio, trio
-from .site import Network, Numbers, Site
-from .stack import Stack
+from .profile import Profile
 
 __all__ = ["Priced", "Three", "pipeline", "pipeline_costs", "remembering"]
 
@@ -47,26 +47,26 @@ class _Remembering:
         return self.known[key]
 
 
-def remembering(site: Site) -> Site:
-    """The site with a network that prices each message inside a block once."""
+def remembering(hardware: Hardware) -> Hardware:
+    """The hardware with a network that prices each message inside a block once."""
     return (
-        replace(site, network=_Remembering(site.network))
-        if isinstance(site.network, Network)
-        else site
+        replace(hardware, network=_Remembering(hardware.network))
+        if isinstance(hardware.network, Network)
+        else hardware
     )
 
 
 class Priced:
-    """Pieces by cut and rows, weighed and priced when they are first needed."""
+    """Pieces by cut and rows, costed and priced when they are first needed."""
 
     def __init__(
-        self, shape: Shape, site: Site, stack: Stack, weigh: Weigh, *,
+        self, shape: Shape, hardware: Hardware, profile: Profile, piece_costs: CostFunction, *,
         sequence: int, precision: str, model: str = "",
     ) -> None:  # fmt: skip
-        self.shape, self.stack = shape, stack
-        self.site = remembering(site)
+        self.shape, self.profile = shape, profile
+        self.hardware = remembering(hardware)
         self.sequence, self.precision = sequence, precision
-        self._weigh, self._model = weigh, model or shape
+        self._weigh, self._model = piece_costs, model or shape
         self._pieces: dict[Cut, PieceKinds] = {}
         self._trios: dict[tuple[Cut, float], Three] = {}
 
@@ -75,11 +75,11 @@ class Priced:
 
     @property
     def cuts(self) -> int:
-        """How many cuts have been weighed."""
+        """How many cuts have been costed."""
         return len(self._pieces)
 
-    def weigh(self, cuts: Iterable[Cut]) -> None:
-        """Weigh those that are not, together."""
+    def piece_costs(self, cuts: Iterable[Cut]) -> None:
+        """CostFunction those that are not, together."""
         names = {c: self._felt(c).layout(self.precision) for c in cuts if c not in self._pieces}
         if names:
             found = self._weigh(self._model, list(names.values()), sequence=self.sequence)
@@ -87,7 +87,7 @@ class Priced:
 
     def _felt(self, cut: Cut) -> Cut:
         """Where scores are kept, to be selective means to drop them alone: nothing else differs."""
-        return cut if self.stack.fused_attention else cut._replace(selective=False)
+        return cut if self.profile.fused_attention else cut._replace(selective=False)
 
     def three(self, cut: Cut, rows: float) -> Three:
         """Embedding, block and head, exact when the cut is known and else at least so dear."""
@@ -106,9 +106,9 @@ class Priced:
         if (cut, rows) not in self._trios:
             pieces, felt = self._pieces[cut], cut.layout(self.precision)
             self._trios[cut, rows] = (
-                trio(pieces.embed(rows), self.site, self.stack, felt, self.precision),
-                trio(pieces.block(rows), self.site, self.stack, felt, self.precision),
-                trio(pieces.head(rows), self.site, self.stack, felt, self.precision),
+                trio(pieces.embed(rows), self.hardware, self.profile, felt, self.precision),
+                trio(pieces.block(rows), self.hardware, self.profile, felt, self.precision),
+                trio(pieces.head(rows), self.hardware, self.profile, felt, self.precision),
             )
         return self._trios[cut, rows]
 

@@ -96,7 +96,7 @@ def _slower(
     family: str, found: Candidates, times: Estimates, i: int, winner: int, *, exact: bool
 ) -> Refusal:
     """The best of a family beside the best of all, both as they were screened. One that was not
-    weighed is slower by at least so much."""
+    costed is slower by at least so much."""
     ours, theirs = times.breakdown(winner), times.breakdown(i)
     part = max(ours, key=lambda name: theirs[name] - ours[name])
     more = theirs[part] - ours[part]
@@ -124,8 +124,8 @@ def _large(family: str, found: Candidates, times: Estimates, i: int, room: float
 
 def _illegal(space: Space) -> Iterator[Refusal]:
     """Sizes that divide the ranks, and that the model or the batch does not allow."""
-    s, ranks = space.shape, space.site.ranks
-    fast = max(space.site.node, 8)
+    s, ranks = space.shape, space.hardware.ranks
+    fast = max(space.hardware.node, 8)
     for name in ("dp", "tp", "pp"):
         seen = set()
         for each in (d for d in range(2, ranks + 1) if ranks % d == 0):

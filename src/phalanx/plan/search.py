@@ -1,8 +1,8 @@
-"""The best layouts for a model on a site: all screened in closed form, the best simulated.
+"""The best layouts for a model on some hardware: all screened in closed form, the best simulated.
 
-Weighing is handed in, so that a plan from cached weighs never loads torch. A layout whose pieces
-are not weighed yet has a time that it cannot beat (`priced.py`); only those that this leaves among
-the best are weighed.
+Costing is handed in, so that a plan from cached cached_costs never loads torch. A layout whose pieces
+are not costed yet has a time that it cannot beat (`priced.py`); only those that this leaves among
+the best are costed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ..program.memory import peaks
 from .candidates import Candidates, Cut, Space, candidates
 from .columns import Case, Columns, case_of, columns_of
 from .estimate import Estimates, Ranks, estimate, held_by_stage
-from .kinds import Weigh
+from .hardware import Hardware
+from .kinds import CostFunction
 from .local import crowded
 from .pipes import blocks_of, on_ranks
 from .priced import Priced, Three, pipeline, pipeline_costs
+from .profile import Profile
 from .refused import Refusal, refusals
-from .site import Site
-from .stack import Stack
 
 __all__ = ["Choice", "Plan", "PlanError", "judge", "search", "timeline"]
 
 _BEST = 300  # of the screened, those whose pipelines are simulated
 _OPS = 120_000  # operations simulated in all
 _NEAR = 1.1  # of the best time: who is slower than that is not priced again
-_CUTS = 1  # weighed together, when they may be the best
+_CUTS = 1  # costed together, when they may be the best
 _SURELY = 0.97  # the screened order is that of closed forms, whose bubble may be this much too long
-_CLEARLY = 0.999  # of the best time: who is no faster than that need not be weighed
+_CLEARLY = 0.999  # of the best time: who is no faster than that need not be costed
 
 Mask = NDArray[np.bool_]
 
@@ -72,27 +72,30 @@ class Plan:
     refused: tuple[Refusal, ...]
     considered: int
     fitting: int
-    weighed: int
+    costed: int
     room: float  # bytes that a rank may hold
     # Seconds and bytes of all that were screened, for a picture.
     points: tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def search(
-    shape: Shape, site: Site, weigh: Weigh, *, stack: Stack, sequence: int, batch: int,
+    shape: Shape, hardware: Hardware, piece_costs: CostFunction, *, profile: Profile,
+    sequence: int, batch: int,
     precision: str = "bf16", limit: float = 0.85, top: int = 10, model: str = "",
 ) -> Plan:  # fmt: skip
     """The plan. `batch` counts sequences, `limit` is the part of a device's memory that may be used,
     `model` names somebody's own as FILE.py:Class."""
-    space = Space(shape, site, sequence, batch, precision)
-    room = limit * site.memory
-    priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
+    space = Space(shape, hardware, sequence, batch, precision)
+    room = limit * hardware.memory
+    priced = Priced(
+        shape, hardware, profile, piece_costs, sequence=sequence, precision=precision, model=model
+    )
     space = replace(space, seq_only=_seq_only(space, priced))
     # Only where nothing fits: keep the input of fewer blocks, then the optimizer on the host.
     fewer = replace(space, recomputes=("every=2", "every=4", "every=8"))
     away = replace(space, recomputes=("all", "every=4"), offload=("optimizer",))
     for each in (space, fewer, away):
-        found, times, own = _screened(each, priced, stack, room)
+        found, times, own = _screened(each, priced, profile, room)
         fits = times.bytes <= room
         chosen = _simulated(found, times, fits & own, priced, top, room) if fits.any() else ()
         if chosen:
@@ -102,7 +105,7 @@ def search(
         refused=refusals(found, times, fits, own, room),
         considered=len(found),
         fitting=int(fits.sum()),
-        weighed=priced.cuts,
+        costed=priced.cuts,
         room=room,
         points=(times.step, times.bytes),
     )
@@ -113,7 +116,7 @@ def _seq_only(space: Space, priced: Priced) -> frozenset[int]:
     as many bytes in fewer messages: the shortest microbatch tells it for all."""
     sizes = [tp for tp in space.tensor if tp > 1 and space.shape.kind == "decoder"]
     cuts = {tp: [Cut(tp, 1, 1, seq, False, False) for seq in (True, False)] for tp in sizes}
-    priced.weigh(cut for both in cuts.values() for cut in both)
+    priced.piece_costs(cut for both in cuts.values() for cut in both)
     found = []
     for tp, both in cuts.items():
         cut, plain = (priced.three(each, space.least)[1] for each in both)
@@ -123,14 +126,14 @@ def _seq_only(space: Space, priced: Priced) -> frozenset[int]:
 
 
 def _screened(
-    space: Space, priced: Priced, stack: Stack, room: float
+    space: Space, priced: Priced, profile: Profile, room: float
 ) -> tuple[Candidates, Estimates, Mask]:
     """All candidates estimated, and which of them with their own pieces: the best are."""
     found = candidates(space)
     cuts = [cut for cut, _ in found.keys]
-    priced.weigh({cut.base for cut in cuts})
+    priced.piece_costs({cut.base for cut in cuts})
     table = [priced.three(cut, rows) for cut, rows in found.keys]
-    times = _estimated(found.columns, table, priced.site, stack)
+    times = _estimated(found.columns, table, priced.hardware, profile)
     key = found.columns.key.astype(int)
     exact = np.array([priced.known(cut) for cut in cuts])
     fits = times.bytes <= room
@@ -139,11 +142,11 @@ def _screened(
         bound = step[fits & own].min(initial=np.inf)
         hopeful = np.flatnonzero(fits & ~own & (step < bound * _CLEARLY))
         if not len(hopeful):
-            # What was never weighed cannot be the best: its own time is not needed.
+            # What was never costed cannot be the best: its own time is not needed.
             return found, times, own
         first = hopeful[np.argsort(step[hopeful], kind="stable")]
         asked = set(list(dict.fromkeys(cuts[k] for k in key[first]))[:_CUTS])
-        priced.weigh(asked)
+        priced.piece_costs(asked)
         # Others that were told by less until now are told by these.
         felt = asked | {cut._replace(ring=1, ulysses=1) for cut in asked}
         told = np.array([c in asked or c._replace(ring=1, ulysses=1) in felt for c in cuts])
@@ -155,12 +158,14 @@ def _screened(
         changed = np.flatnonzero(np.isin(key, used))
         _, again = np.unique(key[changed], return_inverse=True)
         some = replace(found.columns.take(changed), key=again.astype(float))
-        _put(times, changed, _estimated(some, table, priced.site, stack))
+        _put(times, changed, _estimated(some, table, priced.hardware, profile))
         fits[changed] = times.bytes[changed] <= room
 
 
-def _estimated(c: Columns, table: Sequence[Three], site: Site, stack: Stack) -> Estimates:
-    return crowded(estimate(c, table, site, stack), c, site)
+def _estimated(
+    c: Columns, table: Sequence[Three], hardware: Hardware, profile: Profile
+) -> Estimates:
+    return crowded(estimate(c, table, hardware, profile), c, hardware)
 
 
 def _put(all_: Estimates, rows: NDArray[np.intp], some: Estimates) -> None:
@@ -249,9 +254,9 @@ class _Runs:
 
 
 def _choice(case: Case, times: Estimates, i: int, runs: _Runs, cut: Cut, rows: float) -> Choice:
-    parts, layout, site = times.breakdown(i), case.layout, runs.priced.site
+    parts, layout, hardware = times.breakdown(i), case.layout, runs.priced.hardware
     # A simulated stage that waits leaves no core to the others: there the closed form is nearer.
-    told = bool(site.cores) and site.ranks > site.cores
+    told = bool(hardware.cores) and hardware.ranks > hardware.cores
     if layout.pp > 1 and not told:
         parts["bubble"] = runs.bubble(layout, blocks_of(layout, case.shape), cut, rows)
     return Choice(layout, case, parts, times.held(i), not told)
@@ -281,26 +286,28 @@ def _staged(choice: Choice, priced: Priced) -> Choice:
     )
     stages = held_by_stage(
         columns, three, ranks, np.array([x.kinds["activations"] for x in most]),
-        priced.stack, priced.site,
+        priced.profile, priced.hardware,
     )  # fmt: skip
     fullest = max(stages, key=lambda held: sum(held.values()))
     return replace(choice, memory=fullest, stages=tuple(stages))
 
 
 def judge(
-    layouts: Sequence[Layout], shape: Shape, site: Site, weigh: Weigh, *,
-    stack: Stack, sequence: int, batch: int, model: str = "",
+    layouts: Sequence[Layout], shape: Shape, hardware: Hardware, piece_costs: CostFunction, *,
+    profile: Profile, sequence: int, batch: int, model: str = "",
 ) -> tuple[Choice, ...]:  # fmt: skip
     """Layouts of one precision that somebody named, estimated as those of a search are."""
     if not layouts:
         return ()
     (precision,) = {layout.precision for layout in layouts}
-    priced = Priced(shape, site, stack, weigh, sequence=sequence, precision=precision, model=model)
+    priced = Priced(
+        shape, hardware, profile, piece_costs, sequence=sequence, precision=precision, model=model
+    )
     cases = [case_of(shape, layout, batch=batch, sequence=sequence) for layout in layouts]
     cuts = [Cut.of(layout) for layout in layouts]
-    priced.weigh(cuts)
+    priced.piece_costs(cuts)
     table = [priced.three(cut, case.rows) for cut, case in zip(cuts, cases, strict=True)]
-    times = _estimated(columns_of(cases, range(len(cases))), table, priced.site, stack)
+    times = _estimated(columns_of(cases, range(len(cases))), table, priced.hardware, profile)
     runs = _Runs(priced)
     return tuple(
         _staged(_choice(case, times, i, runs, cut, case.rows), priced)
@@ -309,16 +316,22 @@ def judge(
 
 
 def timeline(
-    choice: Choice, site: Site, weigh: Weigh, *, stack: Stack, model: str = "", most: int = 0
+    choice: Choice,
+    hardware: Hardware,
+    piece_costs: CostFunction,
+    *,
+    profile: Profile,
+    model: str = "",
+    most: int = 0,
 ) -> Timeline:
     """When each stage computes which microbatch, of at most so many: whole stages as operations."""
     layout, case = choice.layout, choice.case
     priced = Priced(
-        case.shape, site, stack, weigh,
+        case.shape, hardware, profile, piece_costs,
         sequence=case.sequence, precision=layout.precision, model=model,
     )  # fmt: skip
     cut = Cut.of(layout)
-    priced.weigh([cut])
+    priced.piece_costs([cut])
     stages = blocks_of(layout, case.shape)
     count = min(layout.microbatches, most or layout.microbatches)
     costs = pipeline_costs(priced.three(cut, case.rows), stages, layout.recompute != "none")

@@ -2,7 +2,7 @@
 
 from .build import build
 from .check import Proof, check, faults
-from .load import AttentionLoad, Load, MessageLoad, Product, Weighed, at_rows
+from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows
 from .memory import Peak, Sizes
 from .ops import KINDS, Kind
 from .program import Op, Program, ProgramError
@@ -30,7 +30,7 @@ __all__ = [
     "Sizes",
     "Span",
     "Timeline",
-    "Weighed",
+    "PieceCost",
     "at_rows",
     "bound",
     "build",

@@ -1,7 +1,7 @@
 """What operations of a piece take, before any machine is named: sizes of products, bytes, messages.
 
-`weigh` finds a Load by running the real piece; `price` turns it into seconds on a machine. All of it
-grows in a straight line with the rows of a microbatch, so two weighings tell every size.
+`cost` finds a Load by running the real piece; `price` turns it into seconds on a machine. All of it
+grows in a straight line with the rows of a microbatch, so two costings tell every size.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-__all__ = ["AttentionLoad", "Load", "MessageLoad", "Product", "Weighed", "at_rows"]
+__all__ = ["AttentionLoad", "Load", "MessageLoad", "Product", "PieceCost", "at_rows"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class PieceCost:
     """One piece on one rank: the load of each of its operations and the bytes of what it holds."""
 
     forward: Load
@@ -111,14 +111,14 @@ class Weighed:
         return self.input_gradient + self.weight_gradient
 
 
-def at_rows(one: Weighed, two: Weighed) -> Callable[[float], Weighed]:
-    """The piece for any number of rows, from weighings at one row and at two."""
+def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
+    """The piece for any number of rows, from costings at one row and at two."""
 
-    def weighed(rows: float) -> Weighed:
-        found: Weighed = _line(one, two, rows)
+    def costed(rows: float) -> PieceCost:
+        found: PieceCost = _line(one, two, rows)
         return found
 
-    return weighed
+    return costed
 
 
 def _line(a: Any, b: Any, rows: float) -> Any:

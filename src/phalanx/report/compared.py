@@ -55,11 +55,11 @@ class OpRow:
 
 @dataclass(frozen=True)
 class Compared:
-    """One step of a run in one layout, on the site and with the stack that a plan was asked for."""
+    """One step of a run in one layout, on the hardware and with the profile that a plan was asked for."""
 
     layout: str
-    site: str
-    stack: str
+    hardware: str
+    profile: str
     step: int
     rows: tuple[OpRow, ...]
     predicted: float  # seconds of the step
@@ -102,7 +102,9 @@ class Compared:
 
     def text(self) -> str:
         """The table for a terminal of 80 columns."""
-        title = f"Predicted against measured: {self.layout} on {self.site}, stack {self.stack}"
+        title = (
+            f"Predicted against measured: {self.layout} on {self.hardware}, profile {self.profile}"
+        )
         lines = [*wrapped(title, _WIDTH), *wrapped(self.summary, _WIDTH), ""]
         lines += text_table(HEAD, [row.cells() for row in self.rows]).splitlines()
         notes = [line for note in self.notes for line in wrapped(note, _WIDTH)]
@@ -110,7 +112,7 @@ class Compared:
 
     def html(self) -> Html:
         """The table for the page."""
-        where = f"{self.layout} on {self.site}, stack {self.stack}."
+        where = f"{self.layout} on {self.hardware}, profile {self.profile}."
         words = paragraphs([f"{where} {self.summary}", *self.notes])
         return Html(words + table(HEAD, [row.cells() for row in self.rows]))
 

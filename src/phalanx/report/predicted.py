@@ -1,4 +1,4 @@
-"""What a plan counts for the operations of a run's step: the run's own layout, weighed and priced as
+"""What a plan counts for the operations of a run's step: the run's own layout, costed and priced as
 `phalanx plan --explain` does it, and its step as that judges it."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..plan.candidates import Cut
 from ..plan.columns import SCHEDULES, columns_of
 from ..plan.device import MachineFileError
 from ..plan.estimate import counting, gathering, summing, summing_replicas, tying
-from ..plan.kinds import Weigh
+from ..plan.hardware import Hardware
+from ..plan.kinds import CostFunction
 from ..plan.price import costs_of
 from ..plan.priced import Priced, Three
+from ..plan.profile import Profile
 from ..plan.search import Choice, judge
-from ..plan.site import Site
-from ..plan.stack import Stack
 from ..program import Timeline, ops
 from .compared import Compared, compare
 from .page import TIMELINE, ReportError
@@ -120,7 +120,9 @@ def _may_have(start: Mapping[str, Any], layout: str, number: int) -> bool:
     return first and start.get("layout") == layout and isinstance(start.get("model"), dict)
 
 
-def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
+def predicted(
+    step: Step, hardware: Hardware, profile: Profile, piece_costs: CostFunction
+) -> Compared:
     """A run's step beside what a plan counts for it."""
     layout, shape = step.layout, step.shape
     if layout.schedule not in SCHEDULES:
@@ -131,42 +133,42 @@ def predicted(step: Step, site: Site, stack: Stack, weigh: Weigh) -> Compared:
     (choice,) = judge(
         [layout],
         shape,
-        site,
-        weigh,
-        stack=stack,
+        hardware,
+        piece_costs,
+        profile=profile,
         sequence=step.sequence,
         batch=shape.batch,
         model=step.own,
     )
     priced = Priced(
         shape,
-        site,
-        stack,
-        weigh,
+        hardware,
+        profile,
+        piece_costs,
         sequence=step.sequence,
         precision=layout.precision,
         model=step.own,
     )
     cut = Cut.of(layout)
-    priced.weigh([cut])
-    prices = _prices(step, choice, priced.three(cut, choice.case.rows), site, stack)
+    priced.piece_costs([cut])
+    prices = _prices(step, choice, priced.three(cut, choice.case.rows), hardware, profile)
     return Compared(
         layout=str(layout) or "one rank",
-        site=site.name,
-        stack=stack.name,
+        hardware=hardware.name,
+        profile=profile.name,
         step=step.number,
         rows=compare(step.timeline, prices),
         predicted=choice.step,
         measured=step.timeline.makespan,
         usual=step.usual,
-        launched=not site.cores,
+        launched=not hardware.cores,
     )
 
 
 def _prices(
-    step: Step, choice: Choice, three: Three, site: Site, stack: Stack
+    step: Step, choice: Choice, three: Three, hardware: Hardware, profile: Profile
 ) -> dict[tuple[str, int], float]:
-    """Of one operation each: what computes as `costs_of` has it, messages by the site's network."""
+    """Of one operation each: what computes as `costs_of` has it, messages by the hardware's network."""
     layout, last = step.layout, step.shape.pieces - 1
     trios = {p: three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)}
     prices = dict(costs_of(trios).pieces)
@@ -174,17 +176,19 @@ def _prices(
     c = columns_of([choice.case], [0])
     if "weights" not in layout.offload:  # copies from the host are not priced
         prices |= {
-            (ops.GATHER, p): float(gathering(c, site, np.asarray(w * stack.gathered_bytes))[0])
+            (ops.GATHER, p): float(
+                gathering(c, hardware, np.asarray(w * profile.gathered_bytes))[0]
+            )
             for p, w in weights.items()
         }
     sums = {ops.REDUCE: summing, ops.REDUCE_REPLICAS: summing_replicas, ops.TIE: tying}
     prices |= {
-        (kind, p): float(seconds(c, site, np.asarray(w * stack.reduce_bytes))[0])
+        (kind, p): float(seconds(c, hardware, np.asarray(w * profile.reduce_bytes))[0])
         for kind, seconds in sums.items()
         for p, w in weights.items()
     }
-    prices[ops.COUNT, -1] = float(counting(c, site)[0])
-    sent = float(site.network.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
+    prices[ops.COUNT, -1] = float(counting(c, hardware)[0])
+    sent = float(hardware.network.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
     prices |= {(ops.RECEIVE, p): sent for p in trios}
     # The plan knows the update of the fullest rank: each unit takes its part of that.
     most = _fullest(step.timeline, weights)

@@ -1,4 +1,4 @@
-"""`phalanx weigh`: a table that fits a terminal, the same as JSON, and a sentence for what is wrong."""
+"""`phalanx cost`: a table that fits a terminal, the same as JSON, and a sentence for what is wrong."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_table_fits_eighty_columns(argv: list[str], capsys: Capture) -> None:
-    assert main(["weigh", *argv]) == 0
+    assert main(["cost", *argv]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     assert out.count("\npiece") == 3
 
 
 def test_json_holds_every_operation(capsys: Capture) -> None:
-    argv = ["weigh", "--model", "tiny", "tp2", "--rows", "3", "--sequence", "16", "--json"]
+    argv = ["cost", "--model", "tiny", "tp2", "--rows", "3", "--sequence", "16", "--json"]
     assert main(argv) == 0
     args = json.loads(capsys.readouterr().out)
     shape = Shape.load("tiny")
@@ -60,5 +60,5 @@ def test_json_holds_every_operation(capsys: Capture) -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_a_sentence(argv: list[str], why: str, capsys: Capture) -> None:
-    assert main(["weigh", *argv]) == 2
+    assert main(["cost", *argv]) == 2
     assert why in capsys.readouterr().err

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..layout import Layout, LayoutError, Shape, legal, recipe
-from .kinds import Weigh
+from .hardware import Hardware
+from .kinds import CostFunction
+from .profile import Profile
 from .search import Choice, judge
-from .site import Site
-from .stack import Stack
 
-__all__ = ["Rival", "rivals"]
+__all__ = ["Baseline", "baselines"]
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """A rule and its pick; none where no layout is legal by it. `fits`: its memory does."""
 
     rule: str
@@ -23,31 +23,32 @@ class Rival:
     fits: bool
 
 
-def rivals(
-    shape: Shape, site: Site, weigh: Weigh, *, stack: Stack, sequence: int, batch: int,
+def baselines(
+    shape: Shape, hardware: Hardware, piece_costs: CostFunction, *, profile: Profile,
+    sequence: int, batch: int,
     precision: str, room: float, model: str = "",
-) -> tuple[Rival, ...]:  # fmt: skip
+) -> tuple[Baseline, ...]:  # fmt: skip
     """Each rule's pick, estimated as the plan's own are."""
 
     def judged(layouts: list[Layout]) -> list[Choice]:
         able = [x for x in layouts if not legal(x, shape, batch=batch, sequence=sequence)]
         return list(judge(
-            able, shape, site, weigh, stack=stack, sequence=sequence, batch=batch, model=model
+            able, shape, hardware, piece_costs, profile=profile, sequence=sequence, batch=batch, model=model
         ))  # fmt: skip
 
-    def pick(rule: str, choice: Choice | None) -> Rival:
-        return Rival(rule, choice, choice is not None and choice.bytes <= room)
+    def pick(rule: str, choice: Choice | None) -> Baseline:
+        return Baseline(rule, choice, choice is not None and choice.bytes <= room)
 
-    plain = judged(_plain(site.ranks, batch, precision))
+    plain = judged(_plain(hardware.ranks, batch, precision))
     try:
-        own = judged([recipe(shape, site.ranks, batch=batch, sequence=sequence,
-                             memory=site.memory, precision=precision)])  # fmt: skip
+        own = judged([recipe(shape, hardware.ranks, batch=batch, sequence=sequence,
+                             memory=hardware.memory, precision=precision)])  # fmt: skip
     except LayoutError:
         own = []
     return (
         pick("data parallel with recomputation", _largest(plain, room)),
         pick("smallest tp x pp that fits, biggest microbatch",
-             _smallest(shape, site.ranks, site.node, batch, precision, judged, room)),
+             _smallest(shape, hardware.ranks, hardware.node, batch, precision, judged, room)),
         pick("the recipe of `train --layout auto`", own[0] if own else None),
     )  # fmt: skip
 

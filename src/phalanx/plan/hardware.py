@@ -2,7 +2,7 @@
 
 Two layers of constants meet here, each from its own kind of data: the *device* (the best rate of
 products that was measured on it, its memory, its attention kernel) and the *cluster* (what is left
-of each link's rate, the latency of a step). What the running software does with them is a `Stack`.
+of each link's rate, the latency of a step). What the running software does with them is a `Profile`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..program import AttentionLoad, Product
 from .device import Device, MachineError
 from .link import Cluster, link
 
-__all__ = ["Chip", "Hop", "Network", "Numbers", "Site", "Group", "site_of"]
+__all__ = ["Chip", "Hop", "Network", "Numbers", "Hardware", "Group", "hardware_of"]
 
 Numbers = NDArray[np.float64]
 
@@ -172,7 +172,7 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Site:
+class Hardware:
     """So many devices of a kind, joined by a network."""
 
     name: str
@@ -186,7 +186,7 @@ class Site:
     cores: int = 0  # of a CPU whose ranks share them; 0: every rank has a device of its own
 
 
-def site_of(cluster: Cluster, ranks: int = 0) -> Site:
+def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
     """A catalogued cluster as a place to run."""
     device = cluster.kind
     hops, inside = [], 1
@@ -204,7 +204,7 @@ def site_of(cluster: Cluster, ranks: int = 0) -> Site:
                 faded={int(k): v for k, v in level.faded.items()},
             )
         )
-    return Site(
+    return Hardware(
         name=cluster.name,
         ranks=ranks or cluster.size,
         memory=device.memory.bytes,

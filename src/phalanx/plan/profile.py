@@ -1,7 +1,7 @@
 """What the running software makes of a machine: a few fitted numbers and some known facts.
 
-Every number says how far a stack is from what the machine could do, so that 1 (or 0, for what can
-be hidden) is no correction. `stacks.toml` holds ours and those of the stacks that published runs
+Every number says how far a profile is from what the machine could do, so that 1 (or 0, for what can
+be hidden) is no correction. `profiles.toml` holds ours and those of the profiles that published runs
 used; `benchmarks/planner_fit.py` fits them.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from ..layout.codec import decode, key, load
 from .device import MachineError, MachineFileError
 
-__all__ = ["FITTED", "Stack", "stack", "stack_named", "stacks"]
+__all__ = ["FITTED", "Profile", "profile", "profile_named", "profiles"]
 
 # The numbers that a fit may change, with the range it may use.
 FITTED: dict[str, tuple[float, float]] = {
@@ -31,8 +31,8 @@ FITTED: dict[str, tuple[float, float]] = {
 
 
 @dataclass(frozen=True)
-class Stack:
-    """One software stack. The first six numbers are fitted on runs, the others are facts of it."""
+class Profile:
+    """One software profile. The first six numbers are fitted on runs, the others are facts of it."""
 
     speed: float = key(0.85, "of the best product's rate", minimum=0)
     attention: float = key(1.0, "of the flash kernel's rate", minimum=0)
@@ -52,7 +52,9 @@ class Stack:
     strain: float = key(0.0, "part of the step that is added where memory is nearly full")
     hides_pipe: float = key(0.0, "part of the sends between stages that computing hides")
     gathers_hidden: bool = key(False, "weights are gathered while the next step begins")
-    balanced: bool = key(False, "stages weigh embedding and head as blocks; else blocks are even")
+    balanced: bool = key(
+        False, "stages piece_costs embedding and head as blocks; else blocks are even"
+    )
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")
     reduce_bytes: float = key(4.0, "of a gradient on the group")
@@ -60,47 +62,47 @@ class Stack:
     gathered_bytes: float = key(2.0, "of a weight on the group")
     tells_first: bool = key(False, "its log has the memory of a pipeline's first rank")
     tells_gib: bool = key(False, "the GB of its log are 2^30 bytes")
-    kept: float = key(1.0, "of the weighed bytes that forward keeps")
-    scratch: float = key(1.0, "of the weighed bytes that come and go")
+    kept: float = key(1.0, "of the costed bytes that forward keeps")
+    scratch: float = key(1.0, "of the costed bytes that come and go")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
     reserve: float = key(1.04, "what an allocator holds for each byte in use")
     error: float = key(0.12, "of step time: the median over runs that no fit saw")
     source: str = ""
     name: str = ""
 
-    def on(self, device: str) -> Stack:
-        """The stack with what is different on one device."""
+    def on(self, device: str) -> Profile:
+        """The profile with what is different on one device."""
         return replace(self, **dict(self.by_device.get(device, {})))  # type: ignore[arg-type]
 
 
 @cache
-def stacks() -> dict[str, Stack]:
-    """Every stack that is known, by name."""
-    tables = tomllib.loads((Path(__file__).parent / "stacks.toml").read_text(encoding="utf-8"))
+def profiles() -> dict[str, Profile]:
+    """Every profile that is known, by name."""
+    tables = tomllib.loads((Path(__file__).parent / "profiles.toml").read_text(encoding="utf-8"))
     return {
-        name: decode(Stack, {**table, "name": name}, f"stacks.toml, {name}", MachineFileError)
+        name: decode(Profile, {**table, "name": name}, f"profiles.toml, {name}", MachineFileError)
         for name, table in tables.items()
     }
 
 
-def stack(name: str) -> Stack:
-    """The stack of that name, or of a file that ends in .toml: what `plan calibrate` writes."""
+def profile(name: str) -> Profile:
+    """The profile of that name, or of a file that ends in .toml: what `plan calibrate` writes."""
     if name.endswith(".toml"):
-        return load(Stack, name, "stack file", MachineFileError)
-    known = stacks()
+        return load(Profile, name, "profile file", MachineFileError)
+    known = profiles()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise MachineError(f"there is no stack {name!r}.{hint} Stacks are {', '.join(known)}.")
+        raise MachineError(f"there is no profile {name!r}.{hint} Stacks are {', '.join(known)}.")
     return known[name]
 
 
-def stack_named(framework: str) -> Stack:
-    """The stack that a table's `framework` means; `default` where none is known."""
+def profile_named(framework: str) -> Profile:
+    """The profile that a table's `framework` means; `default` where none is known."""
     fits = [
         (len(begin), each)
-        for each in stacks().values()
+        for each in profiles().values()
         for begin in each.frameworks
         if framework.lower().startswith(begin.lower())
     ]
-    return max(fits, key=lambda fit: fit[0], default=(0, stacks()["default"]))[1]
+    return max(fits, key=lambda fit: fit[0], default=(0, profiles()["default"]))[1]

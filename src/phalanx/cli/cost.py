@@ -1,4 +1,4 @@
-"""`phalanx weigh`: what every operation of a model's pieces does on one rank of a layout."""
+"""`phalanx cost`: what every operation of a model's pieces does on one rank of a layout."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from textwrap import wrap
 
-from ..cost import Pieces, cut_of, weighs
+from ..cost import Pieces, cached_costs, cut_of
 from ..draw import text_table
 from ..layout import Layout, LayoutError, Shape, legal, nearest
 from ..layout.source import names_source, refuse_broken
-from ..program import Load, Weighed, ops
+from ..program import Load, PieceCost, ops
 from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
 
 _EPILOG = """\
 Found by running each piece on meta tensors over a backend that sends nothing; kept in
-$XDG_CACHE_HOME/phalanx/weighs. F forward, B backward (or I input's and W weights'
+$XDG_CACHE_HOME/phalanx/costs. F forward, B backward (or I input's and W weights'
 gradient, when the schedule splits it), R what recomputation repeats.
 
-  phalanx weigh --model 8b "tp4 seq bf16"
-  phalanx weigh --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
-  phalanx weigh --model examples/stranger.py:Stranger tp2"""
+  phalanx cost --model 8b "tp4 seq bf16"
+  phalanx cost --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
+  phalanx cost --model examples/stranger.py:Stranger tp2"""
 
 
 def run(argv: list[str]) -> int:
     """Print the loads of a model's pieces."""
-    parser = Parser(
-        "phalanx weigh", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG
-    )
+    parser = Parser("phalanx cost", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG)
     add = parser.add_argument
     add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; none is one rank')
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="default 8b")
@@ -50,7 +48,7 @@ def run(argv: list[str]) -> int:
     shape = _own(args.model) if own else Shape.load(args.model)
     _refuse(layout, shape, args.sequence)
     cut = cut_of(layout)
-    pieces = weighs(
+    pieces = cached_costs(
         args.model if own else shape, [layout], sequence=args.sequence, target=args.target
     )[cut]
     kinds = list(_kinds(pieces, args.rows))
@@ -85,22 +83,20 @@ def _own(text: str) -> Shape:
 
 
 def _refuse(layout: Layout, shape: Shape, sequence: int) -> None:
-    batch = max(
-        shape.batch, layout.dp * layout.microbatches
-    )  # of a batch one microbatch is weighed
+    batch = max(shape.batch, layout.dp * layout.microbatches)  # of a batch one microbatch is costed
     broken = legal(layout, shape, batch=batch, sequence=sequence)
     if broken:
         near = "; ".join(map(str, nearest(layout, shape, batch=batch, sequence=sequence)))
         raise LayoutError(" ".join(map(str, broken)) + (f"\n  Nearest: {near}." if near else ""))
 
 
-def _kinds(pieces: Pieces, rows: int) -> Iterator[tuple[list[int], Weighed]]:
-    """The numbers of the pieces that are alike, and what they weigh."""
-    for kind, weighed in enumerate(pieces.kinds):
-        yield [n for n, k in enumerate(pieces.which) if k == kind], weighed(rows)
+def _kinds(pieces: Pieces, rows: int) -> Iterator[tuple[list[int], PieceCost]]:
+    """The numbers of the pieces that are alike, and their costs."""
+    for kind, costed in enumerate(pieces.kinds):
+        yield [n for n, k in enumerate(pieces.which) if k == kind], costed(rows)
 
 
-def _operations(cut: Layout, found: Weighed) -> dict[str, Load]:
+def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:
     if cut.splits_backward:
         backward = {
             ops.INPUT_GRADIENT: found.input_gradient,
@@ -112,7 +108,7 @@ def _operations(cut: Layout, found: Weighed) -> dict[str, Load]:
     return {ops.FORWARD: found.forward, **backward, **again}
 
 
-def _facts(cut: Layout, found: Weighed) -> dict[str, object]:
+def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
     sizes = ("kept", "kept_after_i", "input", "temporary", "weights", "edge")
     loads = {
         name: {"flops": load.flops, "flops_full": _full(load), **asdict(load)}
@@ -126,7 +122,7 @@ def _full(load: Load) -> float:
     return load.flops + sum(a.full - a.flops for a in load.attention)
 
 
-def _lines(cut: Layout, numbers: list[int], found: Weighed) -> Iterator[str]:
+def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
     span = f"piece {numbers[0]}" if len(numbers) == 1 else f"pieces {numbers[0]}-{numbers[-1]}"
     yield (
         f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B"

@@ -1,4 +1,4 @@
-"""Weighed pieces against closed forms, against real runs on the CPU, and against themselves."""
+"""PieceCost pieces against closed forms, against real runs on the CPU, and against themselves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from phalanx.comm import AloneWorld
-from phalanx.cost import cut_of, forward_flops, sizes_of, weigh
+from phalanx.cost import cut_of, forward_flops, piece_costs, sizes_of
 from phalanx.layout import Layout, LayoutError, Shape
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import build_local
-from phalanx.program import Load, Weighed, at_rows, build
+from phalanx.program import Load, PieceCost, at_rows, build
 from phalanx.train.program import program_of
 
 TINY = Shape.load("tiny")
@@ -31,8 +31,8 @@ LEAF = 4  # the scalar that stands for a piece's input in autograd
 STRANGER = str(Path(__file__).parents[2] / "examples" / "stranger.py") + ":Stranger"
 
 
-def weighed(shape: Shape, text: str, rows: int = 1, **more: Any) -> tuple[Weighed, ...]:
-    return weigh(build_model(shape), Layout.parse(text), rows, **more)
+def costed(shape: Shape, text: str, rows: int = 1, **more: Any) -> tuple[PieceCost, ...]:
+    return piece_costs(build_model(shape), Layout.parse(text), rows, **more)
 
 
 def products(load: Load) -> float:
@@ -53,7 +53,7 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
     shape: Shape, text: str
 ) -> None:
     shape = replace(shape, layers=2)
-    rows, found = 3, weighed(shape, text, 3, sequence=32)
+    rows, found = 3, costed(shape, text, 3, sequence=32)
     ops = forward_flops(shape, rows, 32)
     for number, piece in enumerate(found):
         mine = [op for op in ops if op.piece == number]
@@ -77,7 +77,7 @@ def test_flops_are_those_of_the_closed_form_and_backward_has_twice_as_many(
 
 @pytest.mark.parametrize("cut, parts", [("cp4", 4), ("cp4:ulysses", 4), ("cp4:2x2 tp2 seq", 8)])
 def test_context_and_tensor_parallel_share_the_work_evenly(cut: str, parts: int) -> None:
-    whole, part = weighed(TINY, "", sequence=64)[1], weighed(TINY, cut, sequence=64)[1]
+    whole, part = costed(TINY, "", sequence=64)[1], costed(TINY, cut, sequence=64)[1]
     assert products(part.forward) * parts == products(whole.forward)
     # A diagonal counts as half a square, so that blocks add up to the half square of the whole.
     assert sum(a.flops for a in part.forward.attention) * parts == sum(
@@ -86,9 +86,9 @@ def test_context_and_tensor_parallel_share_the_work_evenly(cut: str, parts: int)
 
 
 def test_a_ring_of_four_meets_every_block_with_its_own_queries_and_keys() -> None:
-    core = weighed(TINY, "cp4", sequence=64)[1].forward.attention
+    core = costed(TINY, "cp4", sequence=64)[1].forward.attention
     assert [(a.queries, a.keys, a.causal) for a in core] == [(16, 16, 1)] + [(16, 8, 0)] * 3
-    found = messages(weighed(TINY, "cp4", sequence=64)[1].forward)
+    found = messages(costed(TINY, "cp4", sequence=64)[1].forward)
     block = 2 * 16 * TINY.kv_heads * TINY.head_dim * 4
     assert found == {("cp.ring", "send", block): 3}
 
@@ -97,17 +97,17 @@ def test_a_block_of_tensor_parallel_sends_what_megatron_says() -> None:
     """Shoeybi et al. 2019: two all-reduces of b s h forward, two backward; Korthikanti et al. 2022:
     with sequence parallel as many gathers and scatters."""
     size = 3.0 * 32 * GPT.hidden * 2
-    plain = weighed(GPT, "tp2 bf16", 3)[1]
+    plain = costed(GPT, "tp2 bf16", 3)[1]
     for load in (plain.forward, plain.backward, plain.again):
         assert messages(load) == {("tp", "all_reduce", size): 2}
-    seq = weighed(GPT, "tp2 seq bf16", 3)[1]
+    seq = costed(GPT, "tp2 seq bf16", 3)[1]
     for load in (seq.forward, seq.backward):
         both = {("tp", "all_gather", size): 2, ("tp", "reduce_scatter", size): 2}
         assert messages(load) == both
 
 
 def test_selective_recomputation_repeats_no_product_and_no_message() -> None:
-    selective, plain = (weighed(TINY, f"tp2 {x} bf16") for x in ("recompute:selective", ""))
+    selective, plain = (costed(TINY, f"tp2 {x} bf16") for x in ("recompute:selective", ""))
     block = selective[1]
     assert not block.again.products
     assert not block.again.attention
@@ -132,10 +132,10 @@ def test_kept_bytes_are_korthikantis_without_dropout_and_without_scores(tp: int)
     """
     s, b, h, a = 32, 3, GPT.hidden, GPT.heads
     statistics, sums = 2 * 2 * 4 * s * b, 4 * a * s * b
-    plain = weighed(GPT, f"tp{tp} bf16", b)[1]
+    plain = costed(GPT, f"tp{tp} bf16", b)[1]
     assert plain.kept == s * b * h * (8 + 24 / tp) + statistics + sums / tp + LEAF
     if tp > 1:
-        seq = weighed(GPT, f"tp{tp} seq bf16", b)[1]
+        seq = costed(GPT, f"tp{tp} seq bf16", b)[1]
         assert seq.kept == s * b * h * (4 + 28 / tp) + statistics / tp + sums / tp + LEAF
         assert seq.input == seq.edge == plain.edge / tp == s * b * h * 2 / tp
 
@@ -190,7 +190,7 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str
         real = sum(size for key, size in saved.items() if key not in small)
     finally:
         world.clear()
-    assert weighed(shape, text, 2, sequence=32, target="cpu")[1].kept == real + LEAF
+    assert costed(shape, text, 2, sequence=32, target="cpu")[1].kept == real + LEAF
 
 
 CUTS = (
@@ -204,7 +204,7 @@ CUTS = (
 def test_one_row_and_two_tell_any_number(shape: Shape, text: str) -> None:
     if shape.kind == "mlp" and ("seq" in text or "cp" in text):
         return
-    one, two, three, seven = (weighed(shape, text, rows) for rows in (1, 2, 3, 7))
+    one, two, three, seven = (costed(shape, text, rows) for rows in (1, 2, 3, 7))
     for a, b, c, d in zip(one, two, three, seven, strict=True):
         line = at_rows(a, b)
         for rows, real in ((3, c), (7, d)):
@@ -217,18 +217,18 @@ def test_one_row_and_two_tell_any_number(shape: Shape, text: str) -> None:
 
 def test_pieces_that_are_alike_are_weighed_once_and_others_are_not() -> None:
     model = build_model(replace(TINY, layers=4))
-    found = weigh(model, Layout(), 1)
+    found = piece_costs(model, Layout(), 1)
     assert len(found) == 6
     assert len(set(map(id, found))) == 3
-    again = weigh(model, Layout.parse("tp2"), 1)  # the model has stayed as it was
+    again = piece_costs(model, Layout.parse("tp2"), 1)  # the model has stayed as it was
     assert again[1].weights < found[1].weights
     model.pieces[2][1].attn.rope = None
-    assert len(set(map(id, weigh(model, Layout(), 1)))) == 4
+    assert len(set(map(id, piece_costs(model, Layout(), 1)))) == 4
 
 
 def test_a_user_s_own_model_is_weighed() -> None:
     model = load_model(STRANGER)
-    whole, half = (weigh(model, Layout.parse(text), 2) for text in ("", "tp2"))
+    whole, half = (piece_costs(model, Layout.parse(text), 2) for text in ("", "tp2"))
     assert len(whole) == len(model.pieces)
     assert len(set(map(id, whole))) == 3
     for a, b in zip(whole, half, strict=True):
@@ -252,13 +252,13 @@ class _NothingReal(TorchDispatchMode):
 def test_weighing_the_405b_makes_no_memory(text: str) -> None:
     model = build_model(replace(Shape.load("405b"), layers=1))
     with _NothingReal():
-        found = weigh(model, Layout.parse(text), 4, sequence=131072)
+        found = piece_costs(model, Layout.parse(text), 4, sequence=131072)
     assert found[1].kept > 1e9
 
 
 def test_impossible_requests_are_refused() -> None:
     with pytest.raises(LayoutError, match="Targets are cuda, cpu"):
-        weighed(TINY, "", target="tpu")
+        costed(TINY, "", target="tpu")
     model = build_model(TINY)
     with pytest.raises(LayoutError, match="shape=Shape"):
-        weigh(replace(model, shape=None), Layout(), 1)
+        piece_costs(replace(model, shape=None), Layout(), 1)
