@@ -162,7 +162,7 @@ class LateWork(Work):
 class LateGroup(ThreadGroup):
     """A group whose every call takes effect as late as the contract allows."""
 
-    _group: LateMembers
+    _members: LateMembers
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -170,7 +170,7 @@ class LateGroup(ThreadGroup):
 
     def _begin(self, call: Call) -> Work:
         line = {"send": (self.rank, call.at), "receive": (call.at, self.rank)}.get(call.kind, ())
-        work = self._group.begin(line, self.rank, call)
+        work = self._members.begin(line, self.rank, call)
         self._open = [each for each in self._open if not each.held.returned] + [work]
         return work
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,19 @@ class AsNccl(ProcessWorld):
         self.native, self._timeout = True, world._timeout
 
 
+def split_group(split_ranks: list[list[int]], timeout: timedelta, group_desc: str) -> Any:
+    """In place of torch's, which is for NCCL only: the groups part all ranks; this rank's own."""
+    members = sorted(rank for ranks in split_ranks for rank in ranks)
+    assert members == list(range(dist.get_world_size())), split_ranks
+    several = [ranks for ranks in split_ranks if len(ranks) > 1]
+    made = [dist.new_group(ranks, timeout, group_desc=group_desc) for ranks in several]
+    mine = [group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return mine[0] if mine else dist.GroupMember.NON_GROUP_MEMBER
+
+
 def as_nccl(world: ProcessWorld, fn: Callable[..., Any], *args: Any) -> Any:
-    return fn(AsNccl(world), *args)
+    with patch.object(dist, "split_group", split_group):
+        return fn(AsNccl(world), *args)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from phalanx.comm import CommMisuse, join
-from phalanx.comm.join import Place, find
+from phalanx.comm.join import Rendezvous, rendezvous
 
 TORCHRUN = {
     "RANK": "3",
@@ -30,14 +30,14 @@ SLURM = {
 
 
 def test_a_process_that_nothing_started_is_alone():
-    assert find({}) is None
+    assert rendezvous({}) is None
     assert join(environment={}).size == 1
 
 
 def test_torchrun_and_slurm_say_the_same_in_their_own_words():
-    assert find(TORCHRUN) == Place(3, 4, 1, "10.0.0.1", 29500, True, 2)
-    assert find(SLURM) == Place(3, 4, 1, "gpu003", 20000 + 70001 % 20000, False)
-    assert find(SLURM | {"SLURM_JOB_NODELIST": "io1,io2"}).host == "io1"
+    assert rendezvous(TORCHRUN) == Rendezvous(3, 4, 1, "10.0.0.1", 29500, True, 2)
+    assert rendezvous(SLURM) == Rendezvous(3, 4, 1, "gpu003", 20000 + 70001 % 20000, False)
+    assert rendezvous(SLURM | {"SLURM_JOB_NODELIST": "io1,io2"}).host == "io1"
 
 
 WRONG = [

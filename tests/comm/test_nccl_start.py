@@ -5,16 +5,22 @@ Every run over NCCL without a pipeline died at its start, ranks chose backends e
 two ranks on one GPU computed on the CPU without a word."""
 
 import threading
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
+import torch
 import torch.distributed as dist
 from as_nccl import nccl_worlds, use_every_group
 
-from phalanx.comm import AloneWorld, CommMisuse, choose
+from phalanx.comm import AloneWorld, CommMisuse, World, choose
 from phalanx.comm.devices import Devices
-from phalanx.comm.join import Place, meet, offer
+from phalanx.comm.join import Rendezvous, meet, offer
 from phalanx.comm.launch import used_gpus
+from phalanx.comm.process import ProcessWorld, apart
 from phalanx.layout import Layout
+from phalanx.parallel import build_model, open_groups
+from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, covering, every_layout, verify
 
 
@@ -61,16 +67,17 @@ def test_nccl_for_more_ranks_than_gpus_is_refused():
         choose("nccl", 2, Machine("a"))
 
 
-def met(machines, groups=None):
+def met(machines, groups=None, stores=None):
     """What each rank of a launcher settles with the others: a backend, or an error's text."""
-    store, size = dist.HashStore(), len(machines)
+    size = len(machines)
+    stores = stores or [dist.HashStore()] * size
     ends = [None] * size
 
     def rank_thread(rank):
-        place = Place(rank, size, rank, "", 1, served=True)
+        at = Rendezvous(rank, size, rank, "", 1, served=True)
         try:
-            offered = offer(place, groups[rank] if groups else "auto", machines[rank])
-            ends[rank] = meet(store, place, offered, timeout=20.0)
+            offered = offer(at, groups[rank] if groups else "auto", machines[rank])
+            ends[rank] = meet(stores[rank], at, offered, timeout=20.0)
         except CommMisuse as error:
             ends[rank] = str(error)
 
@@ -121,6 +128,25 @@ def test_ranks_that_were_given_other_backends_all_refuse():
     assert met([HOST, HOST], ["gloo", "gloo"]) == ["gloo", "gloo"]
 
 
+class CountedStore:
+    """A store of one rank that counts the keys that it touches."""
+
+    def __init__(self, store):
+        self.store, self.calls = store, 0
+
+    def __getattr__(self, name):
+        if name not in ("get", "check"):  # the same keys again while rank 0 waits
+            self.calls += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_joining_takes_as_many_calls_of_the_store_at_any_number_of_ranks(ranks):
+    stores = [CountedStore(store) for store in [dist.HashStore()] * ranks]
+    assert met([Machine()] * ranks, stores=stores) == ["gloo"] * ranks
+    assert max(store.calls for store in stores) <= 4
+
+
 def test_a_flow_from_a_rank_to_itself_is_refused():
     with pytest.raises(CommMisuse, match=r"flows of split 'pp' are \[\(0, 0\)\]"):
         AloneWorld().split("pp", [[0]], [(0, 0)])
@@ -149,6 +175,45 @@ def test_nccl_groups_and_flows_of_every_layout_open_and_carry(ranks):
         counts = run(use_every_group, [str(x) for x in layouts])
     assert len(counts) == ranks
     assert all(min(mine) >= 1 for mine in counts)
+
+
+class Counting(ProcessWorld):
+    """One rank of many that are not there; how often it splits the default group's communicator."""
+
+    def __init__(self, size):
+        World.__init__(self, 0, size, torch.device("cpu"))
+        self.native, self.split_ranks = True, []
+
+    def _split_communicator(self, name, groups):
+        members = [rank for group in groups for rank in group]
+        assert len(set(members)) == len(members), name
+        self.split_ranks.append(groups)
+
+
+@pytest.mark.parametrize("text", ["dp8", "dp2 pp2 tp2", "dp4x2 pp2 tp4", "dp16 pp8 tp8 1f1b:16"])
+def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(text):
+    # A `new_group` for each group and flow was 20, 45, 313 and 4,801 of them.
+    layout = Layout.parse(text)
+    shape = replace(SHAPES["gpt"], layers=8, heads=8, kv_heads=8)
+    model = build_model(shape)
+    world = Counting(layout.ranks)
+    open_groups(world, layout, model, program_of(model, layout, agree=True))
+    assert 3 <= len(world.split_ranks) <= 20
+    pairs = {pair for groups in world.split_ranks for pair in groups}
+    stages = layout.mesh.groups(["pp"])[0]
+    assert all(pair in pairs for pair in pairwise(stages))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 7])
+def test_flows_of_a_pipeline_take_two_splits_in_each_direction(stages):
+    there = [(i, i + 1) for i in range(stages - 1)]
+    both = there + [(j, i) for i, j in there]
+    batches = apart(both)
+    assert sorted(flow for batch in batches for flow in batch) == sorted(both)
+    assert len(batches) <= 4
+    for batch in batches:
+        ends = [rank for flow in batch for rank in flow]
+        assert len(set(ends)) == len(ends)
 
 
 STEPS = """dp2; tp2; cp2; cp2:ulysses; pp2; dp2x2 zero3; dp2 tp2 seq zero1; cp2 tp2; dp2 pp2 zb-v:3;

@@ -189,11 +189,15 @@ def test_a_hundred_kills_leave_nothing(seed):
     assert_all_are_down(seed)
 
 
-def test_ranks_that_cannot_run_are_killed_with_the_launcher():
+@pytest.mark.parametrize("threads", ["1", "2"], ids=["forked", "forked by a server"])
+def test_ranks_that_cannot_run_are_killed_with_the_launcher(threads):
+    # With a thread of OpenBLAS the launcher does not fork its ranks itself. These kept the pipe open
+    # whose end ends the process that does.
+    numbers = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, "0"],
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | numbers,
     )
     assert launcher.stdout is not None
     ranks = [int(launcher.stdout.readline().split()[1]) for _ in range(5)][1:]

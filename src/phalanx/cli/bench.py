@@ -161,17 +161,17 @@ class _World:
         import torch
 
         from ..comm import choose
-        from ..comm.join import find
+        from ..comm.join import rendezvous
 
-        self.place = find(os.environ)
+        self.launched = rendezvous(os.environ)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.ranks = self.place.size if self.place else ranks or max(gpus, 2)
+        self.ranks = self.launched.size if self.launched else ranks or max(gpus, 2)
         if self.ranks < 2:
             raise UsageError("the launcher has started 1 rank; a collective needs 2 or more.")
-        if self.place and ranks not in (None, self.ranks):
+        if self.launched and ranks not in (None, self.ranks):
             raise UsageError(f"--ranks {ranks}: the launcher has started {self.ranks}.")
         self.asked = backend
-        self.backend = backend if self.place else choose(backend, self.ranks)
+        self.backend = backend if self.launched else choose(backend, self.ranks)
 
     def run(self, name: str, *args: object) -> Any:
         """What a function of bench returns on rank 0; None on the other ranks of a launcher."""
@@ -179,14 +179,14 @@ class _World:
         from ..comm import join, workers
 
         work = getattr(bench, name)
-        if self.place is None:
+        if self.launched is None:
             with workers(self.ranks, backend=self.asked, threads_per_rank=1) as run:
                 return run(work, *args)[0]
         world = join(self.ranks, backend=self.asked)
         self.backend = "nccl" if world.device.type == "cuda" else "gloo"
         found = work(world, *args)
         world.close()
-        return found if self.place.rank == 0 else None
+        return found if self.launched.rank == 0 else None
 
 
 # ---- matrix products
@@ -358,11 +358,11 @@ def _overlap(argv: list[str]) -> int:
     dtype = args.dtype or ("bf16" if gpu else "fp32")
     world = _World(args.ranks, args.backend)
     # Of ranks that a launcher has started one copies and tells; all of them send.
-    quiet = world.place is not None and world.place.rank > 0
+    quiet = world.launched is not None and world.launched.rank > 0
     done: list[Overlap] = []
     if not quiet:
         done = measure_copies(found, size=size, copied=copied, dtype=dtype, limit=args.limit)
-    if not gpu or found.count > 1 or args.ranks or world.place:
+    if not gpu or found.count > 1 or args.ranks or world.launched:
         done += world.run("measure_messages", size, copied, dtype, args.limit) or []
     if quiet:
         return 0

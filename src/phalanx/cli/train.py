@@ -22,7 +22,7 @@ from .before import refuse_before
 from .usage import Parser, UsageError, complain, print_json, report, say
 
 if TYPE_CHECKING:
-    from ..comm.join import Place
+    from ..comm.join import Rendezvous
     from ..train.loop import Outcome
 
 __all__ = ["STOPPED", "run"]
@@ -73,9 +73,9 @@ def run(argv: list[str]) -> int:
         refuse_before(wanted)
     except (ValueError, OSError) as error:
         if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
-            from ..comm.join import tell_failure
+            from ..comm.join import report_failure
 
-            tell_failure(f"{type(error).__name__}: {error}")
+            report_failure(f"{type(error).__name__}: {error}")
         raise
     return _train(wanted, args, notice)
 
@@ -137,19 +137,19 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
 def _train(wanted: Run, args: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
     from ..comm import choose
-    from ..comm.join import find
+    from ..comm.join import rendezvous
     from ..comm.launch import used_gpus
 
-    place = find(os.environ)
-    if place is not None:
-        return _joined(wanted, args, notice, place)
+    at = rendezvous(os.environ)
+    if at is not None:
+        return _joined(wanted, args, notice, at)
     ranks = _ranks(wanted, args.ranks)
     gpus = used_gpus(choose(args.backend, ranks), ranks)
     layout = _layout_that_fits(wanted, ranks, gpus, notice, quiet=args.json)
     return _local(wanted, layout, args)
 
 
-def _joined(wanted: Run, args: argparse.Namespace, notice: str, place: Place) -> int:
+def _joined(wanted: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
     """One rank of those that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..train.checkpoint_file import CheckpointError
@@ -157,17 +157,17 @@ def _joined(wanted: Run, args: argparse.Namespace, notice: str, place: Place) ->
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
 
-    if args.ranks not in (None, place.size):
+    if args.ranks not in (None, at.size):
         raise UsageError(
-            f"the launcher has started {place.size} ranks, and --ranks says {args.ranks}."
+            f"the launcher has started {at.size} ranks, and --ranks says {args.ranks}."
         )
-    world = join(place.size, backend=args.backend)
-    gpus = place.size if world.device.type == "cuda" else 0
+    world = join(at.size, backend=args.backend)
+    gpus = at.size if world.device.type == "cuda" else 0
     try:
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
             layout = _layout_that_fits(
-                wanted, place.size, gpus, notice, quiet=args.json or place.rank > 0
+                wanted, at.size, gpus, notice, quiet=args.json or at.rank > 0
             )
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
@@ -179,13 +179,13 @@ def _joined(wanted: Run, args: argparse.Namespace, notice: str, place: Place) ->
         world.close()
         raise
     except RunLocked as error:
-        complain(f"rank {place.rank}: RunLocked: {error}")
+        complain(f"rank {at.rank}: RunLocked: {error}")
         return 2
     except (TrainError, CheckpointError, JournalError) as error:  # for the first two all ranks
-        report(f"rank {place.rank}: {type(error).__name__}: {error}")
+        report(f"rank {at.rank}: {type(error).__name__}: {error}")
         return 1
     world.close()
-    return _ended(wanted, outcome, args.json and place.rank == 0)
+    return _ended(wanted, outcome, args.json and at.rank == 0)
 
 
 def _layout_that_fits(wanted: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:

@@ -13,7 +13,7 @@ from phalanx.comm.base import (
     World,
 )
 from phalanx.comm.join import join
-from phalanx.comm.launch import Run, choose, launch, workers
+from phalanx.comm.launch import Runner, choose, launch, workers
 from phalanx.comm.tally import Message, Tally, TallyWorld
 from phalanx.layout.choices import BACKENDS
 
@@ -34,7 +34,7 @@ __all__ = [
     "agreement",
     "choose",
     "BACKENDS",
-    "Run",
+    "Runner",
     "AloneWorld",
     "Tally",
     "TallyWorld",

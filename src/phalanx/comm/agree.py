@@ -8,16 +8,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import CommError, CommMisuse, Group, World
+from phalanx.comm.base import CommError, CommMisuse, Group, World, named
 
-MOST = 12  # differences that are told; one wrong file may make hundreds
-LONGEST = 200  # characters of a value that is told
-ERROR = 4000  # characters of one rank's error that all hear of
+MOST = 12  # differences that are listed; one wrong file may make hundreds
+LONGEST = 200  # characters of a value that is shown
+ERROR = 4000  # characters of one rank's error that all others get
+PIECE = 1 << 16  # bytes of each rank's text that are sent at once
 FAILED = "failed"  # the fact of a rank that could not begin
 
 
@@ -41,54 +41,68 @@ def agreement(world: World) -> Iterator[dict[str, str]]:
     try:
         yield facts
     except Exception as error:
-        _hear_all(world, {FAILED: f"{type(error).__name__}: {error}"})
+        _facts_of_all(world, {FAILED: f"{type(error).__name__}: {error}"})
         raise
-    heard = _hear_all(world, facts)
-    if failed := [(rank, each[FAILED]) for rank, each in enumerate(heard) if FAILED in each]:
+    everyone = _facts_of_all(world, facts)
+    if failed := [(rank, each[FAILED]) for rank, each in enumerate(everyone) if FAILED in each]:
         lines = [f"rank {rank} could not begin: {error}" for rank, error in failed[:MOST]]
         raise PeerFailed("\n".join(lines))
-    if found := differences(dict(enumerate(heard))):
-        raise RanksDiffer(not_alike(found))
+    if lines := differences(dict(enumerate(everyone))):
+        raise RanksDiffer(not_alike(lines))
 
 
-def _hear_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]]:
+def _facts_of_all(world: World, facts: Mapping[str, str]) -> list[dict[str, str]]:
     """The facts of all ranks, in rank order, on all of them; nothing if all facts are the same."""
     text = json.dumps(facts, sort_keys=True)
     group = world.split("agreement", [range(world.size)])
     digest = hashlib.sha256(text.encode()).hexdigest()
     alike = len(set(exchange(group, digest))) == 1
-    heard = [] if alike else [json.loads(other) for other in exchange(group, text)]
+    facts_of = [] if alike else [json.loads(other) for other in exchange(group, text)]
     world.release("agreement")
-    return heard
+    return facts_of
 
 
-def exchange(group: Group, text: str) -> list[str]:
-    """The texts of all members, in group order, on every member."""
-    mine, counts = _padded(group, text)
-    if not len(mine):
-        return [""] * group.size
-    whole = mine.new_empty(group.size * len(mine))
-    group.all_gather(whole, mine)
-    rows = whole.cpu().view(group.size, len(mine))
-    return [_text(row[:n]) for row, n in zip(rows, counts, strict=True)]
+def exchange(group: Group, text: str, root: int | None = None) -> list[str]:
+    """The texts of all members, in group order; with a root there only, and nothing elsewhere.
 
-
-def gather_texts(group: Group, text: str, root: int = 0) -> list[str]:
-    """The texts of all members, in group order, on the root; nothing elsewhere."""
-    mine, counts = _padded(group, text)
-    outs = [torch.empty_like(mine) for _ in counts] if group.rank == root else None
-    group.gather(outs, mine, root)
-    return [_text(out[:n]) for out, n in zip(outs or [], counts, strict=False)]
+    Also for one root it is an all-gather, in pieces: sent to one rank they would be as many
+    connections of NCCL there as there are ranks.
+    """
+    raw = _packed(text)
+    sizes = torch.empty(group.size, dtype=torch.int64, device=group.device)
+    group.all_gather(sizes, torch.tensor([len(raw)], device=group.device))
+    counts: list[int] = sizes.tolist()
+    texts = [bytearray() for _ in counts]
+    for start in range(0, max(counts), PIECE):
+        width = min(PIECE, max(counts) - start)
+        piece = torch.zeros(width, dtype=torch.uint8)
+        mine = raw[start : start + width]
+        piece[: len(mine)] = mine
+        pieces = torch.empty(group.size, width, dtype=torch.uint8, device=group.device)
+        group.all_gather(pieces, piece.to(group.device))
+        if root in (None, group.rank):
+            for whole, row in zip(texts, pieces.cpu(), strict=True):
+                whole += row.numpy().tobytes()
+    if root not in (None, group.rank):
+        return []
+    return [whole[:n].decode() for whole, n in zip(texts, counts, strict=True)]
 
 
 def broadcast_text(group: Group, text: str, root: int = 0) -> str:
     """The root's text, on every member."""
-    mine = _packed(text if group.rank == root else "").to(group.device)
-    size = torch.tensor([mine.numel()], device=group.device)
+    raw = _packed(text if group.rank == root else "").to(group.device)
+    size = torch.tensor([len(raw)], device=group.device)
     group.broadcast(size, root)
-    whole = mine if group.rank == root else mine.new_empty(int(size))
+    whole = raw if group.rank == root else raw.new_empty(int(size))
     group.broadcast(whole, root)
-    return _text(whole)
+    return whole.cpu().numpy().tobytes().decode()
+
+
+def _packed(text: str) -> Tensor:
+    # With one byte more, as torch takes no empty buffer.
+    return torch.frombuffer(bytearray(text.encode("utf-8", "replace") + b"."), dtype=torch.uint8)[
+        :-1
+    ]
 
 
 def errors_of(group: Group, error: str) -> list[str]:
@@ -97,32 +111,12 @@ def errors_of(group: Group, error: str) -> list[str]:
     return [f"rank {rank}: {each}" for rank, each in enumerate(errors) if each]
 
 
-def _padded(group: Group, text: str) -> tuple[Tensor, list[int]]:
-    """This member's text, as long as the longest, and the length of each member's."""
-    mine = _packed(text).to(group.device)
-    sizes = torch.empty(group.size, dtype=torch.int64, device=group.device)
-    group.all_gather(sizes, torch.tensor([mine.numel()], device=group.device))
-    counts: list[int] = sizes.tolist()
-    padded = mine.new_zeros(max(counts))
-    padded[: mine.numel()] = mine
-    return padded, counts
-
-
-def _packed(text: str) -> Tensor:
-    raw = bytearray(text.encode("utf-8", "replace"))
-    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-
-
-def _text(row: Tensor) -> str:
-    return bytes(row.cpu().numpy()).decode()
-
-
-def not_alike(found: Sequence[str]) -> str:
+def not_alike(lines: Sequence[str]) -> str:
     """The sentence about differences."""
-    more = [f"and {len(found) - MOST} more"] if len(found) > MOST else []
-    lines = "".join(f"\n- {each}" for each in [*found[:MOST], *more])
+    more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
+    items = "".join(f"\n- {each}" for each in [*lines[:MOST], *more])
     return (
-        f"the ranks were not started alike:{lines}\n"
+        f"the ranks were not started alike:{items}\n"
         "Start every rank with the same command, on the same files and versions."
     )
 
@@ -137,22 +131,10 @@ def differences(facts: Mapping[int, Mapping[str, str]]) -> list[str]:
         if len(ranks) > 1:
             # The odd ones out come first; of as many, rank 0 is taken to be right.
             order = sorted(ranks.items(), key=lambda item: (len(item[1]), -item[1][0]))
-            told = [f"{named(who)} {_short(value)}" for value, who in order[:4]]
+            shown = [f"{named(who)} {_short(value)}" for value, who in order[:4]]
             rest = f" and {len(order) - 4} other values" if len(order) > 4 else ""
-            lines.append(f"{name}: {', '.join(told)}{rest}")
+            lines.append(f"{name}: {', '.join(shown)}{rest}")
     return lines
-
-
-def named(ranks: Sequence[int]) -> str:
-    """rank 3 has; ranks 0-2, 5 have."""
-    runs = [
-        [rank for _, rank in run]
-        for _, run in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0])
-    ]
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    more = [f"{len(names) - 8} more"] if len(names) > 8 else []
-    text = ", ".join([*names[:8], *more])
-    return f"rank {text} has" if len(ranks) == 1 else f"ranks {text} have"
 
 
 def _short(value: str) -> str:

@@ -1,6 +1,6 @@
 """Joining the world that torchrun or Slurm has started, from what they leave in the environment.
 
-What is wrong with it is said in one sentence before anything can hang.
+What is wrong with it is reported in one sentence before anything can hang.
 """
 
 import contextlib
@@ -17,19 +17,21 @@ from importlib import metadata
 from typing import Any
 
 import torch
+import torch.distributed
 
-from phalanx.comm.agree import FAILED, differences, named, not_alike
+from phalanx.comm.agree import FAILED, differences, not_alike
 from phalanx.comm.alone import AloneWorld
-from phalanx.comm.base import CommError, CommMisuse, World
+from phalanx.comm.base import CommError, CommMisuse, World, named
 from phalanx.comm.devices import Devices
-from phalanx.comm.process import ProcessWorld, tcp_store
+from phalanx.comm.process import ProcessWorld
 
-COMING = 20.0  # seconds in which rank 0 comes, for one that only tells it why it goes
+_dist: Any = torch.distributed  # its stubs lack the stores
+COMING = 20.0  # seconds that a rank that cannot begin waits for rank 0, to report why
 MARGIN = 5.0  # seconds beyond a timeout, for those who wait for the one whose timeout it is
 
 
 @dataclass(frozen=True)
-class Place:
+class Rendezvous:
     """Which rank this process is, of how many, and where all of them meet."""
 
     rank: int
@@ -37,8 +39,27 @@ class Place:
     local: int
     host: str
     port: int
-    served: bool  # the launcher holds the meeting place already
+    served: bool  # the launcher runs the store already
     attempt: int = 0  # how often the launcher has started the ranks again
+
+    def store(self, timeout: float) -> Any:
+        """The store that all ranks meet at; rank 0 runs it if the launcher does not."""
+        serve = self.rank == 0 and not self.served
+        if serve:
+            _refuse_taken(self.host, self.port)
+        wait = timedelta(seconds=timeout)
+        try:
+            # Who does not come is named in `meet`.
+            store = _dist.TCPStore(
+                self.host, self.port, self.size, serve, wait, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self.rank} found nobody at {self.host}:{self.port} in {timeout:g} s "
+                f"({str(error).splitlines()[0]}): rank 0 must be started, on the host of MASTER_ADDR."
+            ) from error
+        # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
+        return _dist.PrefixStore(f"phalanx/{self.attempt}", store)
 
 
 def join(
@@ -54,46 +75,31 @@ def join(
     `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and for calls.
     """
     devices = devices or Devices()
-    place = find(environment)
-    size = 1 if place is None else place.size
+    at = rendezvous(environment)
+    size = 1 if at is None else at.size
     if ranks is not None and ranks != size:
-        started = (
-            "nothing has started this process as a rank"
-            if place is None
-            else (f"the launcher has started {size}")
-        )
+        started = f"the launcher has started {size}"
+        if at is None:
+            started = "nothing has started this process as a rank"
         raise CommMisuse(f"the run needs {ranks} ranks and {started}; start {ranks}.")
-    if place is None:
+    if at is None:
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
-    gpu = devices.index(place.local)
-    store = _store(place, timeout)
-    backend = meet(store, place, offer(place, backend, devices), timeout)
-    return ProcessWorld(backend, store, place.rank, place.size, gpu=gpu or 0, timeout=timeout)
-
-
-def _store(place: Place, timeout: float) -> Any:
-    serve = place.rank == 0 and not place.served
-    if serve:
-        _refuse_taken(place.host, place.port)
-    try:
-        return tcp_store(place.host, place.port, place.size, place.attempt, timeout, serve)
-    except RuntimeError as error:
-        raise CommError(
-            f"rank {place.rank} found nobody at {place.host}:{place.port} in {timeout:g} s "
-            f"({str(error).splitlines()[0]}): rank 0 must be started, on the host of MASTER_ADDR."
-        ) from error
+    gpu = devices.index(at.local)
+    store = at.store(timeout)
+    backend = meet(store, at, offer(at, backend, devices), timeout)
+    return ProcessWorld(backend, store, at.rank, size, gpu=gpu or 0, timeout=timeout)
 
 
 # ---- what ranks settle before the first of them opens a connection to another
 
 
-def offer(place: Place, backend: str, devices: Devices) -> dict[str, str]:
-    """What this rank tells the others about itself. Facts without a colon have to be the same."""
+def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
+    """What the others have to know about this rank. Facts without a colon have to be the same."""
     if backend not in ("auto", "gloo", "nccl"):
         raise CommMisuse(f"backend {backend!r} cannot join processes; use gloo, nccl or auto.")
-    gpu = devices.index(place.local)
+    gpu = devices.index(at.local)
     return {
-        "number of ranks": str(place.size),
+        "number of ranks": str(at.size),
         "backend": backend,
         **versions(),
         ":nccl": "yes" if devices.has("nccl") else "",
@@ -111,66 +117,66 @@ def versions() -> dict[str, str]:
     }
 
 
-def meet(store: Any, place: Place, mine: Mapping[str, str], timeout: float) -> str:
+def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) -> str:
     """The backend that all ranks use; all of them raise the same sentence if there is none.
 
-    Every rank lays down its offer, rank 0 reads them all and lays down the answer for everybody.
+    Every rank appends its offer to one key, which rank 0 reads, and all read rank 0's answer: a rank
+    touches as many keys in a world of 10,000 as in one of two.
     """
-    if store.add(f"met/{place.rank}", 1) > 1:
-        raise CommMisuse(
-            f"two processes were started as rank {place.rank}; give each its own RANK."
-        )
-    store.set(f"offer/{place.rank}", json.dumps(mine))
-    if place.rank == 0:
-        answer = _answer(store, place.size, timeout)
+    if store.add(f"met/{at.rank}", 1) > 1:
+        raise CommMisuse(f"two processes were started as rank {at.rank}; give each its own RANK.")
+    _append(store, at.rank, mine)
+    if at.rank == 0:
+        answer, heard = _answer(store, at.size, timeout)
         store.set("answer", json.dumps(answer))
-        if "error" in answer and not place.served:
-            _let_read(store, sum(store.check([f"met/{rank}"]) for rank in range(1, place.size)))
+        if "error" in answer and not at.served:
+            _let_read(store, heard - 1)
     else:
         # Rank 0 may have come last, and has given up on the missing after its own timeout.
         try:
             store.wait(["answer"], timedelta(seconds=timeout + MARGIN))
         except RuntimeError as error:
             raise CommError(
-                f"rank {place.rank} has no answer of rank 0 in {timeout + MARGIN:g} s."
+                f"rank {at.rank} has no answer of rank 0 in {timeout + MARGIN:g} s."
             ) from error
         answer = json.loads(store.get("answer"))
         store.add("read", 1)
     if "error" in answer:
         raise CommMisuse(answer["error"])
-    if answer["ranks"] != str(place.size):
+    if answer["ranks"] != str(at.size):
         raise CommMisuse(
-            f"rank 0 was started as one of {answer['ranks']} ranks, rank {place.rank} of {place.size}."
+            f"rank 0 was started as one of {answer['ranks']} ranks, rank {at.rank} of {at.size}."
         )
     return str(answer["backend"])
 
 
-def _answer(store: Any, size: int, timeout: float) -> dict[str, str]:
-    offers: dict[int, dict[str, str]] = {}
+def _append(store: Any, rank: int, offered: Mapping[str, str]) -> None:
+    store.append("offers", json.dumps([rank, offered]) + "\n")
+
+
+def _answer(store: Any, size: int, timeout: float) -> tuple[dict[str, str], int]:
+    """What rank 0 answers to all, and how many ranks have made an offer."""
     deadline = time.monotonic() + timeout
-    while len(offers) < size:
-        for rank in range(size):
-            if rank not in offers and store.check([f"offer/{rank}"]):
-                offers[rank] = json.loads(store.get(f"offer/{rank}"))
-        for rank, each in sorted(offers.items()):
+    while True:
+        lines = store.get("offers").decode().splitlines()
+        offers: dict[int, dict[str, str]] = dict(sorted(map(json.loads, lines)))
+        for rank, each in offers.items():
             if FAILED in each:
-                return {"error": f"rank {rank} could not begin: {each[FAILED]}"}
-        here = [_compared(offers.get(rank, {})) for rank in range(size)]
+                return {"error": f"rank {rank} could not begin: {each[FAILED]}"}, len(offers)
         # As soon as two differ: with another number of ranks some would never come.
-        if found := differences({rank: each for rank, each in enumerate(here) if each}):
-            return {"error": not_alike(found)}
+        if lines_of := differences({rank: _compared(each) for rank, each in offers.items()}):
+            return {"error": not_alike(lines_of)}, len(offers)
+        if len(offers) >= size:
+            break
         if time.monotonic() > deadline:
             missing = named([rank for rank in range(size) if rank not in offers])
-            return {
-                "error": f"{missing} not come in {timeout:g} s; {size} ranks were to be started."
-            }
-        if len(offers) < size:
-            time.sleep(0.02)
+            error = f"{missing} not come in {timeout:g} s; {size} ranks were to be started."
+            return {"error": error}, len(offers)
+        time.sleep(0.02)
     try:
-        backend = backend_of([offers[rank] for rank in range(size)])
+        return {"backend": backend_of(list(offers.values())), "ranks": str(size)}, size
     except CommMisuse as error:
-        return {"error": str(error)}
-    return {"backend": backend, "ranks": str(size)}
+        return {"error": str(error)}, size
 
 
 def _compared(offered: Mapping[str, str]) -> dict[str, str]:
@@ -178,25 +184,24 @@ def _compared(offered: Mapping[str, str]) -> dict[str, str]:
 
 
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
-    """NCCL if every rank has a GPU of its own, gloo if none sees any; else it must be said."""
+    """NCCL if every rank has a GPU of its own, gloo if none sees any; else it has to be chosen."""
     backend = offers[0]["backend"]
-    seen = [rank for rank, each in enumerate(offers) if int(each[":gpus"])]
-    if backend == "gloo" or (backend == "auto" and not seen):
+    if backend == "gloo" or (backend == "auto" and not any(int(each[":gpus"]) for each in offers)):
         return "gloo"
-    way_out = "Start one rank for each GPU, or use backend gloo, which computes on CPUs."
-    if without := [rank for rank, each in enumerate(offers) if not each[":nccl"]]:
-        raise CommMisuse(
-            f"backend nccl cannot be used: {named(without)} no NCCL in torch. {way_out}"
-        )
-    if without := [rank for rank, each in enumerate(offers) if not each[":gpu"]]:
-        raise CommMisuse(f"backend nccl cannot be used: {named(without)} no GPU. {way_out}")
     owner: dict[str, int] = {}
+    reason = ""
+    for fact, name in ((":nccl", "NCCL in torch"), (":gpu", "GPU")):
+        without = [rank for rank, each in enumerate(offers) if not each[fact]]
+        reason = reason or (f"{named(without)} no {name}" if without else "")
     for rank, each in enumerate(offers):
         other = owner.setdefault(each[":gpu"], rank)
-        if other != rank:
-            raise CommMisuse(
-                f"backend nccl cannot be used: ranks {other} and {rank} have the same GPU. {way_out}"
-            )
+        if other != rank and not reason:
+            reason = f"ranks {other} and {rank} have the same GPU"
+    if reason:
+        raise CommMisuse(
+            f"backend nccl cannot be used: {reason}. "
+            "Start one rank for each GPU, or use backend gloo, which computes on CPUs."
+        )
     return "nccl"
 
 
@@ -207,23 +212,23 @@ def _let_read(store: Any, others: int) -> None:
         time.sleep(0.02)
 
 
-def tell_failure(error: str, environment: Mapping[str, str] = os.environ) -> None:
+def report_failure(error: str, environment: Mapping[str, str] = os.environ) -> None:
     """Tell the other ranks of a launcher, if there is one, why this one does not join them."""
     with contextlib.suppress(CommError, RuntimeError):
-        place = find(environment)
-        if place is None:
+        at = rendezvous(environment)
+        if at is None:
             return
-        store = _store(place, COMING)
-        if place.rank:
-            store.set(f"offer/{place.rank}", json.dumps({FAILED: error}))
+        store = at.store(COMING)
+        if at.rank:
+            _append(store, at.rank, {FAILED: error})
         else:
             store.set("answer", json.dumps({"error": f"rank 0 could not begin: {error}"}))
-            if not place.served:
-                _let_read(store, place.size - 1)
+            if not at.served:
+                _let_read(store, at.size - 1)
 
 
-def find(environment: Mapping[str, str]) -> Place | None:
-    """The place that the environment gives this process, None if it gives none."""
+def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
+    """The rank that the environment gives this process, None if it gives none."""
     if any(name in environment for name in ("RANK", "WORLD_SIZE")):
         rank, size, local, port = (
             _whole(environment, name, "torchrun")
@@ -253,7 +258,7 @@ def find(environment: Mapping[str, str]) -> Place | None:
     if not 0 < port < 65536:
         raise CommMisuse(f"MASTER_PORT is {port}; a port lies between 1 and 65535.")
     attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return Place(rank, size, local, host, port, served, attempt)
+    return Rendezvous(rank, size, local, host, port, served, attempt)
 
 
 def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:

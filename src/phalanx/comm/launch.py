@@ -19,7 +19,7 @@ from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import BACKENDS
 
 
-class Run(Protocol):
+class Runner(Protocol):
     """A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank."""
 
     def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
@@ -49,7 +49,7 @@ def workers(
     backend: str = "auto",
     timeout: float = 300.0,
     threads_per_rank: int | None = None,
-) -> Iterator[Run]:
+) -> Iterator[Runner]:
     """One world for many runs. Groups that a run leaves open are closed after it.
 
     After a run that failed, the next one starts new ranks.
@@ -73,7 +73,7 @@ def workers(
 
 
 def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
-    """The transport that will carry `ranks` local ranks, or one sentence why there is none.
+    """The backend of `ranks` local ranks, or one sentence why there is none.
 
     `auto` computes on GPUs where there are any: over NCCL if each rank has one, else as threads that
     share them, since NCCL takes one rank for each GPU. Without GPUs ranks share memory, or, where
@@ -83,7 +83,10 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
     if ranks < 1:
         raise CommMisuse(f"a world has at least 1 rank, not {ranks}.")
     if backend not in BACKENDS:
-        raise CommMisuse(f"no backend is named {backend!r}; there are {', '.join(BACKENDS)}.")
+        renamed = "; it is now called shm" if backend == "shared" else ""
+        raise CommMisuse(
+            f"no backend is named {backend!r}{renamed}; there are {', '.join(BACKENDS)}."
+        )
     if backend == "nccl" and not (devices.has("nccl") and devices.gpus >= ranks):
         why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
         if not devices.has("nccl"):

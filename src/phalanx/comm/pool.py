@@ -1,8 +1,8 @@
-"""The processes of local ranks: how they start, are handed work, report, and end.
+"""The processes of local ranks: how they start, get work, report, and end.
 
-They meet in memory or through a file in a private folder and talk through memory or over loopback:
-no port is chosen, so none can be taken. Functions and values of ours travel over the pipes of
-multiprocessing; nothing from outside does.
+They meet in memory or through a file in a private folder and communicate through memory or over
+loopback: no port is chosen, so none can be taken. Functions and values of ours travel over the pipes
+of multiprocessing; nothing from outside does.
 """
 
 import contextlib
@@ -20,15 +20,17 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch.distributed
 
 from phalanx.comm.base import RankFailed, Report, World
-from phalanx.comm.process import ProcessWorld, file_store
+from phalanx.comm.process import ProcessWorld
 from phalanx.comm.shm.arena import Extent, Reserved
 from phalanx.comm.shm.local import ShmWorld
 
-# Seconds in which the others may say how they ended once one rank has failed, so that the rank
+# Seconds in which the others may report how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.
-HEARING = 0.5
+GRACE = 0.5
+_dist: Any = torch.distributed  # its stubs lack the stores
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # Where ranks meet: a file's path, or an arena's.
 Meeting = str | tuple[str, Extent]
@@ -41,15 +43,14 @@ class Pool:
         self._terms = (backend, ranks, timeout, threads)
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._arena: Reserved | None = None
+        self._remove = contextlib.ExitStack()
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
             self._start()
         try:
             for pipe in self._pipes:
-                # A rank that has died shows when it is heard.
+                # A rank that has died shows when it is read from.
                 with contextlib.suppress(OSError):
                     pipe.send((fn, args))
             return self._collect()
@@ -62,11 +63,12 @@ class Pool:
         context = _context(backend)
         meeting: Meeting
         if backend == "shm":
-            self._arena = Reserved(ranks)
-            meeting = self._arena.path, self._arena.extent
+            arena = Reserved(ranks)
+            self._remove.callback(arena.close)
+            meeting = arena.path, arena.extent
         else:
-            self._folder = tempfile.TemporaryDirectory(prefix="phalanx-")
-            meeting = os.path.join(self._folder.name, "store")
+            folder = self._remove.enter_context(tempfile.TemporaryDirectory(prefix="phalanx-"))
+            meeting = os.path.join(folder, "store")
         for rank in range(ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -81,44 +83,41 @@ class Pool:
 
     def _collect(self) -> list[Any]:
         results: dict[int, Any] = {}
-        reports: dict[int, Report] = {}
+        reports: list[Report] = []
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = None
-        while len(results) + len(reports) < len(self._pipes):
+        while waiting:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            open_ = [i for i in range(len(self._pipes)) if i not in results and i not in reports]
-            ready = wait([self._pipes[i] for i in open_], left)
+            ready = [pipe for pipe in wait(list(waiting), left) if isinstance(pipe, Connection)]
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                answer = self._answer(rank)
+                if isinstance(answer, Report):
+                    reports.append(answer)
+                else:
+                    (results[rank],) = answer
             if not ready:
                 break
-            for rank in open_:
-                if self._pipes[rank] in ready:
-                    self._hear(rank, results, reports)
             if reports and deadline is None:
-                deadline = time.monotonic() + HEARING
+                deadline = time.monotonic() + GRACE
         if reports:
-            raise RankFailed(list(reports.values()))
+            raise RankFailed(reports)
         return [results[rank] for rank in range(len(self._pipes))]
 
-    def _hear(self, rank: int, results: dict[int, Any], reports: dict[int, Report]) -> None:
+    def _answer(self, rank: int) -> Report | tuple[Any]:
         try:
-            said = self._pipes[rank].recv()
+            answer: Report | tuple[Any] = self._pipes[rank].recv()
+            return answer
         except (EOFError, OSError):
             self._processes[rank].join(1.0)
             code = self._processes[rank].exitcode
-            how = f"was killed by signal {-code}" if code and code < 0 else f"exited with {code}"
-            reports[rank] = Report(rank, f"the process {how}", "", False)
-            return
-        if isinstance(said, Report):
-            reports[rank] = said
-        else:
-            (results[rank],) = said
+            end = f"was killed by signal {-code}" if code and code < 0 else f"exited with {code}"
+            return Report(rank, f"the process {end}", "", False)
 
     def _end(self) -> None:
         for process in self._processes:
             process.terminate()
-        # One second for all of them together.
-        deadline = time.monotonic() + 1.0
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        self._join(1.0)
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -126,19 +125,20 @@ class Pool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
-        if self._folder is not None:
-            self._folder.cleanup()
-        if self._arena is not None:
-            self._arena.close()
+        self._remove.close()
+
+    def _join(self, seconds: float) -> None:
+        """Wait for all of them together."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Let every rank leave the world together, and end who does not within some seconds."""
+        """Let every rank leave the world together, and end those that do not within some seconds."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        deadline = time.monotonic() + 5.0
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        self._join(5.0)
         self._end()
 
 
@@ -157,42 +157,40 @@ def _context(backend: str) -> Any:
 
 def prepare() -> None:
     """Start the process that ranks are forked from, which takes as long as importing torch, without
-    waiting for it. `workers` calls this when it needs one; who knows earlier saves that time."""
+    waiting for it. `workers` calls this when it needs one; calling it earlier saves that time."""
     if sys.platform != "linux":
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
-    single = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    kept = {name: os.environ.get(name) for name in single}
-    os.environ.update(single)
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = dict(os.environ)
+    os.environ.update(dict.fromkeys(threads, "1"))
     try:
         forkserver.ensure_running()
     finally:
-        for name, value in kept.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(
     pipe: Connection,
     rank: int,
-    meeting: "Meeting",
+    meeting: Meeting,
     environment: dict[str, str],
     *terms: Any,
 ) -> None:
-    """One rank's process: do what comes through the pipe until the end comes or the parent dies."""
+    """One rank's process: do what comes through the pipe until the end comes or the launcher dies."""
     # A spawned rank may be the child of a thread of the launcher, and would go with that.
     if sys.platform == "linux" and terms[0] != "nccl":
         _be_killed_with_parent()
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_launcher, daemon=True).start()
     # The process that it was forked from has an older environment, with one thread for everything.
     os.environ.clear()
     os.environ.update(environment)
     world: World | None = None
     try:
         world = _world(meeting, rank, *terms)
-        while (asked := pipe.recv()) is not None:
-            fn, args = asked
+        while (work := pipe.recv()) is not None:
+            fn, args = work
             result = fn(world, *args)
             world.clear()
             pipe.send((result,))
@@ -203,21 +201,21 @@ def _serve(
             world.fail(f"rank {rank} raised {report.error.splitlines()[0]};")
         with contextlib.suppress(OSError):
             pipe.send(report)
-        # The others' sockets stay open until the launcher has heard this rank and ends it, so that
-        # the loss of a peer is not what it hears first.
+        # The others' sockets stay open until the launcher has read this report and ends the rank, so
+        # that the loss of a peer is not what it reads first.
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
 
 
 def _world(
-    meeting: "Meeting", rank: int, backend: str, ranks: int, timeout: float, threads: int
+    meeting: Meeting, rank: int, backend: str, ranks: int, timeout: float, threads: int
 ) -> World:
     torch.set_num_threads(threads)
     if not isinstance(meeting, str):
         return ShmWorld(*meeting, rank, timeout=timeout)
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
-    store = file_store(meeting, ranks)
+    store = _dist.FileStore(meeting, ranks)
     return ProcessWorld(backend, store, rank, ranks, gpu=rank, timeout=timeout)
 
 
@@ -225,10 +223,16 @@ def _be_killed_with_parent() -> None:
     """Have the kernel kill this process when its parent goes, also where no thread of it can run: it
     was stopped, or something holds the interpreter's lock."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A process that ranks are forked from ends when nobody has this pipe of the launcher open any
+    # more. Each rank inherits it, so a rank that is stopped would keep both of them alive.
+    server: Any = forkserver
+    if (pipe := server._forkserver._forkserver_alive_fd) is not None:
+        os.close(pipe)
+        server._forkserver._forkserver_alive_fd = None
 
 
-def _die_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _die_with_launcher() -> None:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
     os._exit(1)

@@ -14,17 +14,17 @@ its peers, and ranks may wait for their calls in any order.
 """
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.base import HALVES, Call, CommError, CommMisuse, Group, Work, World
+from phalanx.comm.base import HALVES, Call, CommError, CommMisuse, Group, Work, World, named
 from phalanx.comm.settle import reduce_into, settle
 
 # 2.13 deprecates the names that are the only ones in 2.11.
@@ -44,13 +44,13 @@ _OPS = {
 
 
 class Pending(Work):
-    """Transfers under way, each with whom it is waited for, and the local step that follows them."""
+    """Transfers under way, each with the ranks that it waits for, and the local step after them."""
 
     def __init__(
         self,
         where: str,
-        transfers: Sequence[tuple[Any, str]],
-        after: Callable[[], None] | None = None,
+        transfers: Sequence[tuple[Any, Sequence[int]]],
+        after: Callable[[], object] | None = None,
     ) -> None:
         self._where = where
         self._transfers = list(transfers)
@@ -58,11 +58,12 @@ class Pending(Work):
 
     def wait(self) -> None:
         transfers, self._transfers = self._transfers, []
-        for transfer, peer in transfers:
+        for transfer, peers in transfers:
             try:
                 transfer.wait()
             except RuntimeError as error:
-                raise CommError(f"{self._where} waits for {peer}: {_reason(error)}") from error
+                names = named(peers).removesuffix(" has").removesuffix(" have")
+                raise CommError(f"{self._where} waits for {names}: {_reason(error)}") from error
         after, self._after = self._after, None
         if after is not None:
             with torch.no_grad():
@@ -73,7 +74,11 @@ class Pending(Work):
 
 
 class TorchGroup(Group):
-    """A process group of torch.distributed, as one rank sees it."""
+    """A process group of torch.distributed, as one rank sees it.
+
+    `flows` are the communicators of the directed pairs over NCCL; None: any pair may talk over the
+    group itself (gloo).
+    """
 
     def __init__(
         self,
@@ -86,12 +91,11 @@ class TorchGroup(Group):
     ) -> None:
         super().__init__(name, ranks.index(world_rank), ranks, device)
         self._group = group
-        # None: any pair may talk over the group itself (gloo).
         self._flows = flows
         self._native = flows is not None
+        self._others = [rank for rank in ranks if rank != world_rank]
         self._tags: Counter[tuple[str, int]] = Counter()
         self._sent: list[tuple[Pending, Tensor]] = []
-        self._own: deque[Tensor] = deque()
         self._closed = False
 
     def flush(self) -> None:
@@ -107,19 +111,19 @@ class TorchGroup(Group):
         self.flush()
         # A member may be done here while another still reads what it sent.
         self.barrier()
-        for group in (self._group, *(self._flows or {}).values()):
+        for group in dict.fromkeys((self._group, *(self._flows or {}).values())):
             dist.destroy_process_group(group)
-        # A group's threads run until nobody holds it, and cycles may hold this group for long.
+        # A group's threads run until nobody refers to it, and cycles may refer to this one for long.
         del self._group, self._flows, group
 
     def _begin(self, call: Call) -> Work:
         call = _plain(call)
-        if call.kind in ("send", "receive"):
-            return self._pair(call)
-        if self.size == 1:
-            settle([call])
-            return Work()
         try:
+            if call.kind in ("send", "receive"):
+                return self._pair(call)
+            if self.size == 1:
+                settle([call])
+                return Work()
             begin: Callable[[Call], Work] = getattr(self, f"_{call.kind}")
             return begin(call)
         except (RuntimeError, ValueError) as error:
@@ -130,44 +134,39 @@ class TorchGroup(Group):
     def _where(self, call: Call) -> str:
         return f"rank {self.ranks[self.rank]} in {call.kind} on {self.name}"
 
+    def _pending(self, call: Call, work: Any, after: Callable[[], object] | None = None) -> Work:
+        return Pending(self._where(call), [(work, self._others)], after)
+
     def _around(self, step: int) -> Iterator[int]:
         return ((self.rank + step * i) % self.size for i in range(1, self.size))
-
-    def _native_work(self, call: Call, work: Any, after: Callable[[], None] | None = None) -> Work:
-        others = [str(rank) for rank in self.ranks if rank != self.ranks[self.rank]]
-        peers = f"rank{'s' if len(others) > 1 else ''} {', '.join(others)}"
-        return Pending(self._where(call), [(work, peers)], after)
 
     def _trade(
         self,
         call: Call,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
-        after: Callable[[], None] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> Work:
-        """Send a tensor to some places and receive one from some, all at once."""
-        me = self.rank
+        """Send a tensor to some ranks and receive one from some, all at once."""
+        me, group = self.rank, self._group
         if me in sends and me in receives:
             receives[me].view(-1).copy_(sends[me].view(-1))
-        # Nearest first, so that not everyone sends to place 0 at the same time.
+        # Nearest first, so that not everyone sends to rank 0 at the same time.
         out = [(i, sends[i]) for i in self._around(1) if i in sends and sends[i].numel()]
-        came = [(i, receives[i]) for i in self._around(-1) if i in receives]
-        came = [(i, x) for i, x in came if x.numel()]
+        into = [(i, receives[i]) for i in self._around(-1) if i in receives and receives[i].numel()]
         if self._native:
-            asked = [dist.P2POp(dist.irecv, x, group=self._group, group_peer=i) for i, x in came]
-            asked += [dist.P2POp(dist.isend, x, group=self._group, group_peer=i) for i, x in out]
-            works = dist.batch_isend_irecv(asked) if asked else []
-            return Pending(self._where(call), [(work, "its peers") for work in works], after)
+            batch = [dist.P2POp(dist.irecv, x, group=group, group_peer=i) for i, x in into]
+            batch += [dist.P2POp(dist.isend, x, group=group, group_peer=i) for i, x in out]
+            works = dist.batch_isend_irecv(batch) if batch else []
+            return Pending(self._where(call), [(work, self._others) for work in works], after)
         # Each trade has a tag of its own, so no other transfer of the pair can be taken for it.
         self._tags["trade", 0] += 1
         tag = 2 * self._tags["trade", 0] + 1
         transfers = [
-            (dist.irecv(x, group=self._group, group_src=i, tag=tag), f"rank {self.ranks[i]}")
-            for i, x in came
+            (dist.irecv(x, group=group, group_src=i, tag=tag), [self.ranks[i]]) for i, x in into
         ]
         transfers += [
-            (dist.isend(x, group=self._group, group_dst=i, tag=tag), f"rank {self.ranks[i]}")
-            for i, x in out
+            (dist.isend(x, group=group, group_dst=i, tag=tag), [self.ranks[i]]) for i, x in out
         ]
         return Pending(self._where(call), transfers, after)
 
@@ -176,7 +175,7 @@ class TorchGroup(Group):
         if x.dtype.is_floating_point and op in ("min", "max"):
             whole = ordered(x, op)
             work = dist.all_reduce(whole, _OPS[op], group=self._group, async_op=True)
-            return self._native_work(call, work, lambda: _copy(x, unordered(whole)))
+            return self._pending(call, work, lambda: x.copy_(unordered(whole)))
         total = x.to(torch.float32) if x.dtype in HALVES and not self._native else x
         work = dist.all_reduce(total, _OPS[op], group=self._group, async_op=True)
 
@@ -186,29 +185,28 @@ class TorchGroup(Group):
             if total is not x:
                 x.copy_(total)
 
-        return self._native_work(call, work, after)
+        return self._pending(call, work, after)
 
     def _reduce(self, call: Call) -> Work:
         x, root = call.x, call.at
         if self.rank != root:
             return self._trade(call, {root: x}, {})
         parts = [x if i == root else torch.empty_like(x) for i in range(self.size)]
-        came = {i: part for i, part in enumerate(parts) if i != root}
-        return self._trade(call, {}, came, lambda: reduce_into(x, parts, call.op))
+        others = {i: part for i, part in enumerate(parts) if i != root}
+        return self._trade(call, {}, others, lambda: reduce_into(x, parts, call.op))
 
     def _broadcast(self, call: Call) -> Work:
         work = dist.broadcast(call.x, group=self._group, group_src=call.at, async_op=True)
-        return self._native_work(call, work)
+        return self._pending(call, work)
 
     def _all_gather(self, call: Call) -> Work:
-        x, out = call.x, call.out
+        x, out = call.x.view(-1), call.out
         assert out is not None
         if self._native:
-            work = _all_gather(out.view(-1), x.view(-1), group=self._group, async_op=True)
-            return self._native_work(call, work)
+            work = _all_gather(out.view(-1), x, group=self._group, async_op=True)
+            return self._pending(call, work)
         rows = out.view(self.size, x.numel())
-        flat = x.view(-1)
-        return self._trade(call, dict.fromkeys(range(self.size), flat), dict(enumerate(rows)))
+        return self._trade(call, dict.fromkeys(range(self.size), x), dict(enumerate(rows)))
 
     def _reduce_scatter(self, call: Call) -> Work:
         x, out = call.x, call.out
@@ -218,23 +216,25 @@ class TorchGroup(Group):
                 out.view(-1), x.view(-1), op=_OPS[call.op], group=self._group, async_op=True
             )
             average = call.op == "average"
-            return self._native_work(
-                call, work, (lambda: _copy(out, out / self.size)) if average else None
-            )
+            return self._pending(call, work, (lambda: out.div_(self.size)) if average else None)
         rows = x.view(self.size, out.numel())
-        others = [i for i in range(self.size) if i != self.rank]
-        came = {i: torch.empty_like(rows[i]) for i in others}
-
-        def after() -> None:
-            reduce_into(out, [came.get(i, rows[i]) for i in range(self.size)], call.op)
-
-        return self._trade(call, {i: rows[i] for i in others}, came, after)
+        parts = [row if i == self.rank else torch.empty_like(row) for i, row in enumerate(rows)]
+        sends = {i: row for i, row in enumerate(rows) if i != self.rank}
+        return self._trade(
+            call, sends, {i: parts[i] for i in sends}, lambda: reduce_into(out, parts, call.op)
+        )
 
     def _all_to_all(self, call: Call) -> Work:
         assert call.out is not None
-        sends = torch.split(call.x, list(call.in_splits))
-        receives = torch.split(call.out, list(call.out_splits))
-        return self._trade(call, dict(enumerate(sends)), dict(enumerate(receives)))
+        sends, takes = list(call.in_splits), list(call.out_splits)
+        if self._native:
+            # One call into torch; sends and receives of our own are 2(n-1) of them.
+            work = dist.all_to_all_single(
+                call.out, call.x, takes, sends, group=self._group, async_op=True
+            )
+            return self._pending(call, work)
+        out, into = torch.split(call.x, sends), torch.split(call.out, takes)
+        return self._trade(call, dict(enumerate(out)), dict(enumerate(into)))
 
     def _gather(self, call: Call) -> Work:
         return self._trade(call, {call.at: call.x}, dict(enumerate(call.parts or ())))
@@ -243,39 +243,26 @@ class TorchGroup(Group):
         return self._trade(call, dict(enumerate(call.parts or ())), {call.at: call.x})
 
     def _barrier(self, call: Call) -> Work:
-        ids = [self.device.index or 0] if self.device.type == "cuda" else None
-        work = dist.barrier(group=self._group, async_op=True, device_ids=ids)
-        return self._native_work(call, work)
+        return self._pending(call, _barrier(self._group, self.device))
 
     def _pair(self, call: Call) -> Work:
-        sending = call.kind == "send"
-        peer = self.ranks[call.at]
         if call.at == self.rank:
-            return self._to_oneself(call)
-        group = self._line(call)
+            return self._begin_with_itself(call)
+        peer, group = self.ranks[call.at], self._communicator(call)
         tag = 2 * self._tags[call.kind, call.at]
         self._tags[call.kind, call.at] += 1
-        if not sending:
+        if call.kind == "receive":
             work = dist.irecv(call.x, src=peer, group=group, tag=tag)
-            return Pending(self._where(call), [(work, f"rank {peer}")])
+            return Pending(self._where(call), [(work, [peer])])
         # A copy, so that the sender may go on at once and two that both send first both go on.
-        x = call.x.detach().clone()
+        x = call.x.clone()
         work = dist.isend(x, dst=peer, group=group, tag=tag)
         # torch.distributed's work does not keep what it sends alive, so the list does.
         self._sent = [sent for sent in self._sent if not sent[0].done()]
-        self._sent.append((Pending(self._where(call), [(work, f"rank {peer}")]), x))
+        self._sent.append((Pending(self._where(call), [(work, [peer])]), x))
         return Work()
 
-    def _to_oneself(self, call: Call) -> Work:
-        if call.kind == "send":
-            self._own.append(call.x.clone())
-            return Work()
-        if not self._own:
-            raise CommError(f"{self._where(call)} waits for itself.")
-        settle([Call("send", self._own.popleft()), call])
-        return Work()
-
-    def _line(self, call: Call) -> dist.ProcessGroup:
+    def _communicator(self, call: Call) -> dist.ProcessGroup:
         if self._flows is None:
             return self._group
         flow = (self.rank, call.at) if call.kind == "send" else (call.at, self.rank)
@@ -296,10 +283,10 @@ class ProcessWorld(World):
         # Every branch for NCCL but those on the device itself follows this, so that tests can take
         # them over gloo.
         self.native = backend == "nccl"
-        device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
+        device = torch.device("cuda", gpu) if self.native else torch.device("cpu")
         super().__init__(rank, size, device)
         self._timeout = timedelta(seconds=timeout)
-        if device.type == "cuda":
+        if self.native:
             torch.cuda.set_device(device)
         dist.init_process_group(
             backend,
@@ -308,54 +295,77 @@ class ProcessWorld(World):
             world_size=size,
             timeout=self._timeout,
             # NCCL then makes its communicators at once and in order, not at the first message.
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if self.native else None,
         )
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
-        ranks = next(group for group in groups if self.rank in group)
-        made = {group: self._new(name, group) for group in groups}
+        ranks = self.own(groups)
+        group = self._new(name, groups)
+        if not self.native:
+            return TorchGroup(name, self.rank, ranks, self.device, group, None)
         lines: dict[tuple[int, int], dist.ProcessGroup] = {}
-        # A send over NCCL holds its communicator until it is matched, so each directed flow has
-        # its own. gloo's pairs of sockets are independent as they are.
-        for i, j in flows if self.native else ():
-            for group in groups:
-                if max(i, j) < len(group):
-                    line = self._new(f"{name}:{i}>{j}", (group[i], group[j]))
-                    if self.rank in (group[i], group[j]):
-                        lines[i, j] = line
-        return TorchGroup(
-            name, self.rank, ranks, self.device, made[ranks], lines if self.native else None
-        )
+        # A send over NCCL blocks its communicator until it is matched, so each directed flow has its
+        # own. gloo's pairs of sockets are independent as they are.
+        for batch in apart(flows):
+            pairs = [
+                (each[i], each[j]) for each in groups for i, j in batch if max(i, j) < len(each)
+            ]
+            line = self._new(f"{name}:{'+'.join(f'{i}>{j}' for i, j in batch)}", pairs)
+            for i, j in batch:
+                if max(i, j) < len(ranks) and self.rank in (ranks[i], ranks[j]):
+                    lines[i, j] = line
+        return TorchGroup(name, self.rank, ranks, self.device, group, lines)
 
-    def _new(self, name: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _new(self, name: str, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup:
+        """A process group for each of these groups, which have no rank in common: this rank's own."""
+        mine: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
         # Who is alone sends nothing, and a group costs threads or a communicator.
-        group: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
-        if len(ranks) > 1:
-            group = dist.new_group(sorted(ranks), timeout=self._timeout, group_desc=name)
-        return group
+        together = [tuple(sorted(group)) for group in groups if len(group) > 1]
+        if self.native and together:
+            mine = self._split_communicator(name, together)
+        for group in () if self.native else together:
+            made = dist.new_group(list(group), timeout=self._timeout, group_desc=name)
+            mine = made if self.rank in group else mine
+        return mine
+
+    def _split_communicator(
+        self, name: str, groups: Sequence[tuple[int, ...]]
+    ) -> dist.ProcessGroup:
+        """Split the default group's communicator once. `new_group` is a split of the whole world for
+        each group: 4,801 of them for dp16 pp8 tp8, where this is called 20 times."""
+        # A rank in none of them has a group of its own: torch names a group by how many there are on
+        # a rank, so all ranks make as many.
+        alone = sorted(set(range(self.size)).difference(*groups))
+        split = [list(group) for group in (*groups, *((rank,) for rank in alone))]
+        made = dist.split_group(split_ranks=split, timeout=self._timeout, group_desc=name)
+        return cast(dist.ProcessGroup, made)
 
     def close(self) -> None:
         self.clear()
         # Leaving without a barrier aborts those who still read their sockets.
-        dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+        _barrier(None, self.device).wait()
         dist.destroy_process_group()
 
 
-def file_store(path: str, size: int) -> Any:
-    """A place to meet for the ranks of one machine: a file, so that no port is opened."""
-    return _untyped.FileStore(path, size)
+def apart(flows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The flows in as few lists as it takes that no rank occurs twice in one: a list of them is a
+    single split. Of a pipeline: even and odd stages, in each direction."""
+    batches: list[list[tuple[int, int]]] = []
+    for flow in flows:
+        for batch in batches:
+            if not set(flow) & {rank for other in batch for rank in other}:
+                batch.append(flow)
+                break
+        else:
+            batches.append([flow])
+    return batches
 
 
-def tcp_store(host: str, port: int, size: int, attempt: int, timeout: float, serve: bool) -> Any:
-    """A place to meet for ranks of any machines; `serve`: this process holds it."""
-    # Who does not come is named by `join`, which waits for each rank by its number.
-    store = _untyped.TCPStore(
-        host, port, size, serve, timedelta(seconds=timeout), wait_for_workers=False
-    )
-    # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
-    return _untyped.PrefixStore(f"phalanx/{attempt}", store)
+def _barrier(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    ids = [device.index] if device.type == "cuda" else None
+    return dist.barrier(group=group, async_op=True, device_ids=ids)
 
 
 def _reason(error: BaseException) -> str:
@@ -385,10 +395,6 @@ def _flip(whole: Tensor) -> Tensor:
     # Floats below zero lie in the opposite order of their bits; the sign stays, the rest flips.
     limits = torch.iinfo(whole.dtype)
     return whole ^ ((whole >> (limits.bits - 1)) & limits.max)
-
-
-def _copy(x: Tensor, value: Tensor) -> None:
-    x.copy_(value)
 
 
 def _plain(call: Call) -> Call:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import CommMisuse, Group, far_side
+from phalanx.comm.base import CommMisuse, Group, group_named
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
@@ -179,7 +179,7 @@ def _joined(parts: Tensor, dim: int) -> Tensor:
 
 @torch.library.custom_op("phalanx::region", mutates_args=())
 def _op(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
-    return carry(x, kind, far_side(name), dim, join)
+    return carry(x, kind, group_named(name), dim, join)
 
 
 @_op.register_fake

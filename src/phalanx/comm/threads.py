@@ -11,6 +11,7 @@ all of them, and those who wait make their stream wait for the settled call.
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from phalanx.comm.base import (
     Work,
     World,
     become_a_rank,
+    disagreement,
+    named,
+    split_call,
 )
 from phalanx.comm.settle import settle
 
@@ -40,56 +44,51 @@ class Hub:
     def __init__(
         self, size: int, timeout: float, members: "type[ThreadMembers] | None" = None
     ) -> None:
-        self.size = size
         self.timeout = timeout
         self.members = members or ThreadMembers
         self.lock = threading.Lock()
         self.failure: str | None = None
         self.gone: set[int] = set()
         self.doing: list[str | None] = [None] * size
-        self.everyone = ThreadMembers(self, "the world", tuple(range(size)))
+        # By the number of the world's split and the ranks; the world itself is number 0.
         self.groups: dict[tuple[int, tuple[int, ...]], ThreadMembers] = {}
-        self.waiting = [self.everyone.changed]
+        self.everyone = ThreadMembers(self, "the world", tuple(range(size)))
+        self.groups[0, self.everyone.ranks] = self.everyone
 
     def fail(self, failure: str) -> None:
         """Every rank that waits, or calls from here on, raises this; the first failure stays."""
         with self.lock:
-            if self.failure is None:
-                self.failure = failure
-            self._wake()
+            self.failure = self.failure or failure
+            self.wake()
 
     def leave(self, rank: int) -> None:
         """This rank will make no further call."""
         with self.lock:
             self.gone.add(rank)
-            self._wake()
+            self.wake()
 
-    def group(self, ordinal: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
+    def group(self, number: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
         """The group made by the world's split of that number: one object for all its members."""
         with self.lock:
-            key = (ordinal, ranks)
-            if key not in self.groups:
-                self.groups[key] = self.members(self, name, ranks)
-                self.waiting.append(self.groups[key].changed)
-            return self.groups[key]
+            if (number, ranks) not in self.groups:
+                self.groups[number, ranks] = self.members(self, name, ranks)
+            return self.groups[number, ranks]
 
     def drop(self, group: "ThreadMembers") -> None:
         """Forget a group once all its members have closed it; some may not even have split it yet."""
         with self.lock:
             group.closed += 1
-            if group.closed < len(group.ranks):
-                return
-            self.groups = {key: value for key, value in self.groups.items() if value is not group}
-            self.waiting = [each for each in self.waiting if each is not group.changed]
+            if group.closed == len(group.ranks):
+                self.groups = {key: each for key, each in self.groups.items() if each is not group}
 
-    def _wake(self) -> None:
-        for changed in self.waiting:
-            changed.notify_all()
+    def wake(self) -> None:
+        for group in self.groups.values():
+            group.changed.notify_all()
 
 
 @dataclass(eq=False)
 class Meeting:
-    """One call: who has come, with what, and whether it is settled."""
+    """One call: what each member has brought, and whether it is settled."""
 
     members: tuple[int, ...]
     calls: list[Call | None]
@@ -98,26 +97,24 @@ class Meeting:
     done: bool = False
     first: tuple[int, str] | None = None
 
-    def enter(self, seat: int, call: Call, promise: str) -> int | None:
-        """Take a seat; the answer is a seat whose call does not belong together with this one."""
-        self.calls[seat] = call
-        if self.first is None:
-            self.first = (seat, promise)
-        if promise != self.first[1]:
+    def enter(self, i: int, call: Call, signature: str) -> int | None:
+        """Bring the call of the i-th member; return a member whose call does not match it, if any."""
+        self.calls[i] = call
+        self.first = self.first or (i, signature)
+        if signature != self.first[1]:
             return self.first[0]
-        if call.kind == "all_to_all":
-            for i, other in enumerate(self.calls):
-                if other is not None and (
-                    call.in_splits[i] != other.out_splits[seat]
-                    or other.in_splits[seat] != call.out_splits[i]
-                    or call.x.shape[1:] != other.x.shape[1:]
-                ):
-                    return i
+        for j, other in enumerate(self.calls if call.kind == "all_to_all" else ()):
+            if other is not None and (
+                call.in_splits[j] != other.out_splits[i]
+                or other.in_splits[i] != call.out_splits[j]
+                or call.x.shape[1:] != other.x.shape[1:]
+            ):
+                return j
         return None
 
 
 class ThreadMembers:
-    """The meetings of some ranks. `line` () is everyone's; (i, j) is what place i sends to j."""
+    """The meetings of a group. `line` () is that of everyone; (i, j) is what rank i sends to j."""
 
     def __init__(self, hub: Hub, name: str, ranks: tuple[int, ...]) -> None:
         self.hub = hub
@@ -126,36 +123,36 @@ class ThreadMembers:
         self.closed = 0
         self.changed = threading.Condition(hub.lock)
         self.meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
-        self.counts: dict[tuple[tuple[int, ...], int], int] = {}
+        self.counts: Counter[tuple[tuple[int, ...], int]] = Counter()
 
-    def come(self, line: tuple[int, ...], place: int, call: Call) -> Meeting:
-        """Bring one's call to the next meeting of a line; the last to come settles it."""
+    def come(self, line: tuple[int, ...], rank: int, call: Call) -> Meeting:
+        """Bring a call to the next meeting of a line; the last to come settles it."""
         members = line or tuple(range(len(self.ranks)))
-        event, promise = _event(call), call.promise()
+        event, signature = _event(call), call.signature()
         with self.hub.lock:
             self._raise_failure()
-            seat = int(call.kind == "receive") if line else place
-            number = self.counts.get((line, seat), 0)
-            self.counts[line, seat] = number + 1
+            i = int(call.kind == "receive") if line else rank
+            number = self.counts[line, i]
+            self.counts[line, i] += 1
             meeting = self.meetings.setdefault(
                 (line, number), Meeting(members, [None] * len(members))
             )
-            other = meeting.enter(seat, call, promise)
+            other = meeting.enter(i, call, signature)
             meeting.ready += event
             complete = None not in meeting.calls
             if complete:
                 del self.meetings[line, number]
         if other is not None:
-            self._quarrel(meeting, number, *sorted((other, seat)))
+            self._disagree(meeting, number, *sorted((other, i)))
         if complete:
             self._settle(meeting)
         return meeting
 
-    def wait(self, meeting: Meeting, place: int, call: Call) -> None:
+    def wait(self, meeting: Meeting, rank: int, call: Call) -> None:
         """Return when the meeting is settled, or raise who is missing."""
-        hub, rank = self.hub, self.ranks[place]
+        hub, me = self.hub, self.ranks[rank]
         with hub.lock:
-            hub.doing[rank] = f"{call.kind} on {self.name}"
+            hub.doing[me] = f"{call.kind} on {self.name}"
             while not meeting.done:
                 self._raise_failure()
                 woken = self.changed.wait_for(
@@ -164,9 +161,9 @@ class ThreadMembers:
                 )
                 # A meeting where all have come is only being settled, however long it takes.
                 if (self._hopeless(meeting) or not woken) and self._absent(meeting):
-                    hub.failure = hub.failure or self._missing(meeting, rank, call)
-                    hub._wake()
-            hub.doing[rank] = None
+                    hub.failure = hub.failure or self._missing(meeting, me, call)
+                    hub.wake()
+            hub.doing[me] = None
         for event in meeting.settled:
             event.wait(torch.cuda.current_stream(call.x.device))
 
@@ -184,58 +181,50 @@ class ThreadMembers:
             meeting.calls.clear()
             self.changed.notify_all()
 
-    def _quarrel(self, meeting: Meeting, number: int, i: int, j: int) -> None:
-        def said(seat: int) -> str:
-            call = meeting.calls[seat]
+    def _disagree(self, meeting: Meeting, number: int, *pair: int) -> None:
+        sides = []
+        for i in pair:
+            call = meeting.calls[i]
             assert call is not None
-            splits = ""
-            if call.kind == "all_to_all":
-                splits = f" (sends {list(call.in_splits)}, takes {list(call.out_splits)} rows)"
-            return f"rank {self.ranks[meeting.members[seat]]} is in {call.promise()}{splits}"
-
-        self.hub.fail(
-            f"the ranks disagree on call {number} of {self.name}: {said(i)}, {said(j)}. "
-            "Every rank of a group makes the same calls in the same order with the same sizes."
-        )
+            rows = f" (sends {list(call.in_splits)}, takes {list(call.out_splits)} rows)"
+            splits = rows if call.kind == "all_to_all" else ""
+            sides.append((self.ranks[meeting.members[i]], call.signature() + splits))
+        self.hub.fail(disagreement(number, self.name, sides))
         with self.hub.lock:
             self._raise_failure()
 
     def _absent(self, meeting: Meeting) -> list[int]:
-        seats = zip(meeting.members, meeting.calls, strict=False)
-        return [self.ranks[member] for member, call in seats if call is None]
+        brought = zip(meeting.members, meeting.calls, strict=False)
+        return [self.ranks[member] for member, call in brought if call is None]
 
     def _hopeless(self, meeting: Meeting) -> bool:
         return not self.hub.gone.isdisjoint(self._absent(meeting))
 
     def _missing(self, meeting: Meeting, rank: int, call: Call) -> str:
-        absent = self._absent(meeting)
-        names = ", ".join(map(str, absent))
-        text = f"rank {rank} waits in {call.kind} on {self.name}; "
-        text += f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
-        text += " not arrived"
-        where = [
-            f"rank {each} has returned"
-            if each in self.hub.gone
-            else f"rank {each} waits in {self.hub.doing[each]}"
-            for each in absent
-            if each in self.hub.gone or self.hub.doing[each]
-        ]
-        limit = "" if self._hopeless(meeting) else f" in {self.hub.timeout:g} s"
-        return f"{text}{limit}{''.join(f'; {each}' for each in where)}."
+        hub, absent = self.hub, self._absent(meeting)
+        text = f"rank {rank} waits in {call.kind} on {self.name}; {named(absent)} not arrived"
+        if not self._hopeless(meeting):
+            text += f" in {hub.timeout:g} s"
+        for each in absent:
+            if each in hub.gone:
+                text += f"; rank {each} has returned"
+            elif hub.doing[each]:
+                text += f"; rank {each} waits in {hub.doing[each]}"
+        return f"{text}."
 
     def _raise_failure(self) -> None:
         if self.hub.failure is not None:
             raise CommError(self.hub.failure)
 
 
-class Promise(Work):
+class ThreadWork(Work):
     """A call whose meeting may not have been settled yet."""
 
-    def __init__(self, group: ThreadMembers, meeting: Meeting, place: int, call: Call) -> None:
-        self._group, self._meeting, self._place, self._call = group, meeting, place, call
+    def __init__(self, members: ThreadMembers, meeting: Meeting, rank: int, call: Call) -> None:
+        self._members, self._meeting, self._rank, self._call = members, meeting, rank, call
 
     def wait(self) -> None:
-        self._group.wait(self._meeting, self._place, self._call)
+        self._members.wait(self._meeting, self._rank, self._call)
 
     def done(self) -> bool:
         return self._meeting.done
@@ -244,22 +233,22 @@ class Promise(Work):
 class ThreadGroup(Group):
     """A group of threads, as one of them sees it."""
 
-    def __init__(self, group: ThreadMembers, place: int, device: torch.device) -> None:
-        super().__init__(group.name, place, group.ranks, device)
-        self._group = group
+    def __init__(self, members: ThreadMembers, rank: int, device: torch.device) -> None:
+        super().__init__(members.name, rank, members.ranks, device)
+        self._members = members
 
     def _begin(self, call: Call) -> Work:
-        group = self._group
+        members, rank = self._members, self.rank
         if call.kind == "send":
             # A copy, so that the sender may go on and write to x whenever the peer comes.
             call = Call("send", call.x.detach().clone(), at=call.at)
-            group.come((self.rank, call.at), self.rank, call)
+            members.come((rank, call.at), rank, call)
             return Work()
-        line = (call.at, self.rank) if call.kind == "receive" else ()
-        return Promise(group, group.come(line, self.rank, call), self.rank, call)
+        line = (call.at, rank) if call.kind == "receive" else ()
+        return ThreadWork(members, members.come(line, rank, call), rank, call)
 
     def close(self) -> None:
-        self._group.hub.drop(self._group)
+        self._members.hub.drop(self._members)
 
 
 class ThreadWorld(World):
@@ -272,7 +261,7 @@ class ThreadWorld(World):
     members_type: type[ThreadMembers] = ThreadMembers
 
     def __init__(self, hub: Hub, rank: int, device: torch.device | str = "cpu") -> None:
-        super().__init__(rank, hub.size, torch.device(device))
+        super().__init__(rank, len(hub.everyone.ranks), torch.device(device))
         become_a_rank()
         self._hub = hub
         self._splits = 0
@@ -280,18 +269,12 @@ class ThreadWorld(World):
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
-        # The whole list of groups is what the ranks must say alike.
-        said = Call("split", torch.empty(0), op=f"{name!r} into {[list(each) for each in groups]}")
-        everyone = self._hub.everyone
-        everyone.wait(everyone.come((), self.rank, said), self.rank, said)
+        call, everyone = split_call(name, groups), self._hub.everyone
+        everyone.wait(everyone.come((), self.rank, call), self.rank, call)
         self._splits += 1
-        ranks = next(group for group in groups if self.rank in group)
-        group = self._hub.group(self._splits, name, ranks)
-        return self.group_type(group, ranks.index(self.rank), self.device)
-
-    def leave(self) -> None:
-        """Tell the others that this rank makes no further call."""
-        self._hub.leave(self.rank)
+        ranks = self.own(groups)
+        members = self._hub.group(self._splits, name, ranks)
+        return self.group_type(members, ranks.index(self.rank), self.device)
 
 
 def _event(call: Call) -> list[torch.cuda.Event]:
@@ -344,7 +327,7 @@ def run_threads(
             # that waits in one of them keeps its peer from ever coming.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(world, *args)
-            world.leave()
+            hub.leave(rank)
         except BaseException as error:
             errors.append(error)
             reports.append(Report.of(rank, error))

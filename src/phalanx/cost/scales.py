@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Message, regions
-from ..comm.base import far_side
+from ..comm.base import group_named
 from ..parallel.context import ring_attention, ring_gradients
 from ..parallel.data import storage_of
 from ..program import AttentionLoad, Load, MessageLoad, Product
@@ -68,16 +68,16 @@ _ADDS_INTO = {_aten.scatter_add_, _aten.index_add_}
 
 
 def _region(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> Tensor:
-    return regions.carry(x, kind, far_side(name), dim, join)
+    return regions.carry(x, kind, group_named(name), dim, join)
 
 
 def _ring(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    return ring_attention(q, kv, ids, far_side(name))
+    return ring_attention(q, kv, ids, group_named(name))
 
 
 def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
     gradient, q, kv, ids, out, lse, name = args
-    return ring_gradients(gradient, q, kv, ids, out, lse, far_side(name))
+    return ring_gradients(gradient, q, kv, ids, out, lse, group_named(name))
 
 
 # Opaque operations, which under selective recomputation stand where a group is called: opened, so

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..comm import Group, Work, regions
-from ..comm.base import far_side
+from ..comm.base import group_named
 from ..layout import Layout, LayoutError
 from .kernels import Sight, attend, attend_gradients, sights
 from .model import Model
@@ -149,7 +149,7 @@ class _Ring(torch.autograd.Function):
 
 @torch.library.custom_op("phalanx::ring", mutates_args=())
 def _ring_op(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    return ring_attention(q, kv, ids, far_side(name))
+    return ring_attention(q, kv, ids, group_named(name))
 
 
 @torch.library.custom_op("phalanx::ring_gradients", mutates_args=())
@@ -162,7 +162,7 @@ def _gradients_op(
     lse: Tensor,
     name: str,
 ) -> tuple[Tensor, Tensor]:
-    return ring_gradients(gradient, q, kv, ids, out, lse, far_side(name))
+    return ring_gradients(gradient, q, kv, ids, out, lse, group_named(name))
 
 
 @_ring_op.register_fake

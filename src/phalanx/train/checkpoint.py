@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group
-from ..comm.agree import broadcast_text, errors_of, gather_texts
+from ..comm.agree import broadcast_text, errors_of, exchange
 from ..layout.files import sync_folder, write_text
 from ..parallel import Entry
 from ..parallel.local import LocalModel
@@ -151,7 +151,7 @@ class Saver:
         hidden, notice = pending.path.parent, ""
         errors = errors_of(self.group, pending.error)
         if not errors:
-            reports, error = gather_texts(self.group, pending.report), ""
+            reports, error = exchange(self.group, pending.report, 0), ""
             if self.group.rank == 0:
                 error, notice = commit(self.folder, hidden, pending.progress, reports, self.keep)
             errors = errors_of(self.group, error)

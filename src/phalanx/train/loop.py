@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..comm import World
-from ..comm.agree import broadcast_text, errors_of, gather_texts
+from ..comm.agree import broadcast_text, errors_of, exchange
 from ..layout import Layout
 from ..layout.run import Run
 from ..program import Span, Timeline
@@ -292,9 +292,9 @@ class _Loop:
             Span(s.rank, s.lane, s.op, s.start - begun, s.end - begun)
             for s in result.timeline.spans
         )
-        parts = gather_texts(self.everyone, json.dumps(Timeline(spans).to_json()))
+        parts = exchange(self.everyone, json.dumps(Timeline(spans).to_json()), 0)
         self.log.timeline(step + 1, str(self.rank.layout), parts)
-        held = gather_texts(self.everyone, json.dumps(self.rank.memory()))
+        held = exchange(self.everyone, json.dumps(self.rank.memory()), 0)
         self.log.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
 
     # ---- after a step

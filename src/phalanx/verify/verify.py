@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..comm import RankFailed
-from ..comm.launch import Run, workers
+from ..comm.launch import Runner, workers
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import COMPARED
 from ..layout.files import read_text
@@ -34,7 +34,7 @@ from .trial import Setting, join, program_in, train_layout
 __all__ = ["OPTIMIZERS", "Truth", "Verdict", "judge", "truth_of", "verify"]
 
 # What opens a world of so many ranks.
-Worlds = Callable[[int], AbstractContextManager[Run]]
+Worlds = Callable[[int], AbstractContextManager[Runner]]
 LOG = 1 << 26  # bytes of a log of verdicts
 NUDGED = 6  # trainings with a unit in the last place changed, to see what that does
 # Unlike the defaults, so that an option that is ignored shows.

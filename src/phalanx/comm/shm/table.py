@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import Call, CommError, Work
+from phalanx.comm.base import Call, CommError, Work, disagreement
 from phalanx.comm.shm import rounds
 from phalanx.comm.shm.arena import LINE, PAGE, Arena, whole
 
@@ -244,7 +244,7 @@ class Table(Line):
         if known is None:
             if len(self._texts) > 2000:
                 self._texts.clear()
-            text = call.promise().encode()[:1000]
+            text = call.signature().encode()[:1000]
             digest = hashlib.blake2b(text, digest_size=8).digest()
             known = self._texts[key] = text, int.from_bytes(digest, "big", signed=True)
         return known
@@ -287,7 +287,7 @@ class Table(Line):
             splits = self._splits(place)
             text = self._said(place).decode(errors="replace")
             more_ = more.format(splits[: self.size], splits[self.size :])
-            said.append(f"rank {self.ranks[place]} is in {text}{more_}")
+            said.append((self.ranks[place], f"{text}{more_}"))
         raise CommError(disagreement(self.made, self.name, said))
 
 
@@ -357,12 +357,10 @@ class Letters(Line):
 
     def _read(self, inbox: Inbox, letter: int) -> None:
         call, done = self.calls[0]
-        sent, expected = inbox.text(letter), call.promise()
+        sent, expected = inbox.text(letter), call.signature()
         if sent != expected:
             both = sorted([(inbox.rank, sent), (self._me, expected)])
-            raise CommError(
-                disagreement(inbox.read, self.name, [f"rank {r} is in {x}" for r, x in both])
-            )
+            raise CommError(disagreement(inbox.read, self.name, both))
         inbox.take(letter, self._tag, call.x)
         self.calls.popleft()
         done.source = inbox.source
@@ -393,7 +391,7 @@ class Outbox:
             )
         self._words[(letter >> 3) + NEXT] = self._words[(letter >> 3) + STATE] = 0
         self._words[(letter >> 3) + TAG] = tag
-        self._arena.write_text(letter + LINE, call.promise(), LETTER - LINE)
+        self._arena.write_text(letter + LINE, call.signature(), LETTER - LINE)
         with torch.no_grad():
             self._arena.at(letter + LETTER, x.numel(), x.dtype).copy_(x)
         keep_order()
@@ -413,11 +411,3 @@ class Outbox:
         """Give everything back: the receiver has closed its side, too."""
         while self._sent:
             self._arena.heap.give(*self._sent.popleft())
-
-
-def disagreement(number: int, name: str, said: list[str]) -> str:
-    """The sentence for calls that do not belong together."""
-    return (
-        f"the ranks disagree on call {number} of {name}: {', '.join(said)}. "
-        "Every rank of a group makes the same calls in the same order with the same sizes."
-    )
