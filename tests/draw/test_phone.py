@@ -14,8 +14,7 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.draw import Picture, page
-from phalanx.lab import Size, conduct
-from phalanx.lab import page as lab_page
+from phalanx.lab import Size, conduct, lab_page
 from phalanx.layout import Layout
 from phalanx.program import Costs, build, simulate
 from phalanx.report import report

@@ -16,9 +16,8 @@ import pytest
 
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
-from phalanx.lab import NAMES, Claim, LabError, Size, Trial, conduct, listing, page, text
-from phalanx.lab.record import Figure
-from phalanx.lab.show import bytes_text
+from phalanx.lab import NAMES, LabError, Size, Trial, conduct, lab_page, lab_text, listing
+from phalanx.lab.record import Claim
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
@@ -69,46 +68,52 @@ def read(written: str) -> Reader:
     return reader
 
 
+def with_false_claim(trial: Trial) -> Trial:
+    first, *others = trial.records
+    claims = [Claim("two is three", False, "2, not 3"), *first.claims]
+    return replace(trial, records=(replace(first, claims=claims), *others))
+
+
 def test_the_page_is_one_file_that_asks_for_nothing(trials: list[Trial]) -> None:
-    reader = read(page(trials))
+    reader = read(lab_page(trials))
     assert not reader.tags & {"script", "img", "iframe", "object", "embed"}
     assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
     assert reader.ids == list(NAMES)
     assert {link[1:] for link in reader.links if link.startswith("#")} == set(NAMES)
-    assert "url(" not in page(trials)
+    assert "url(" not in lab_page(trials)
 
 
 def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
     trials: list[Trial],
 ) -> None:
     for trial in trials:
-        written = page([trial])
+        written = lab_page([trial])
         words = "".join(read(written).words)
-        for line in trial.entry.source.splitlines():
+        for line in trial.experiment.source.splitlines():
             assert line in words
         for title, steps in trial.steps():
             assert title in words
             for _, step in steps:
                 assert all(value.hash in written for _, value in step.values)
         assert all(claim.says in words for claim in trial.claims)
-        assert "<svg" in written, trial.entry.name
+        assert "<svg" in written, trial.experiment.name
 
 
 def test_what_is_told_cannot_become_a_tag(trials: list[Trial]) -> None:
     evil = '<script>alert("x")</script>'
-    entry = replace(
-        trials[0].entry, title=evil, story=f"{evil}\n\n    {evil}", source=f"x = '{evil}'\n"
+    file = replace(
+        trials[0].experiment, title=evil, story=f"{evil}\n\n    {evil}", source=f"x = '{evil}'\n"
     )
-    record, evil_claims = trials[0].records[0], (Claim(evil, False, evil),)
+    record = replace(trials[0].records[0], claims=[Claim(evil, False, evil)])
     first = record.steps[0]
     value = replace(first.values[0][1], name=evil, shape=evil, first=evil)
-    figure = Figure("table", evil, {"header": [evil], "rows": [[evil]]})
+    cells = (evil, [evil], [[evil]])
     span = replace(first.spans[0], name=evil)
     step = replace(
-        first, title=evil, values=[(evil, value)], notes=[evil], figures=[figure], spans=[span]
+        first, title=evil, values=[(evil, value)], notes=[evil], tables=[cells], spans=[span]
     )
-    hostile = replace(trials[0], entry=entry, records=(replace(record, steps=[step]),))
-    reader = read(page([replace(hostile, claims=evil_claims)]))
+    hostile = replace(trials[0], experiment=file, records=(replace(record, steps=[step]),))
+    reader = read(lab_page([hostile]))
     assert "script" not in reader.tags
     assert "".join(reader.words).count(evil) >= 12
 
@@ -116,30 +121,20 @@ def test_what_is_told_cannot_become_a_tag(trials: list[Trial]) -> None:
 def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_claims(
     trials: list[Trial],
 ) -> None:
-    trial = next(each for each in trials if each.entry.name == "zero-2")
-    shown = text(trial)
+    trial = next(each for each in trials if each.experiment.name == "zero-2")
+    shown = lab_text(trial)
     assert re.search(r"before  rank 0  weights +4 x \[16, 16\] float64", shown)
     assert "rank 1  reduce on everyone" in shown
     count = len(trial.claims)
     assert shown.splitlines()[-1] == f"{count} claims hold"
-    lines = text(trial, verbose=True).splitlines()
+    lines = lab_text(trial, verbose=True).splitlines()
     assert sum(line.startswith("  ok   ") for line in lines) == count
-    wrong = replace(trial, claims=(Claim("two is three", False, "2, not 3"), *trial.claims))
-    assert text(wrong).splitlines()[-2:] == [
+    wrong = with_false_claim(trial)
+    assert lab_text(wrong).splitlines()[-2:] == [
         f"1 of {count + 1} claims fail",
         "  FAIL two is three (2, not 3)",
     ]
-    assert "FAIL two is three 2, not 3" in "".join(read(page([wrong])).words)
-
-
-def test_bytes_are_written_in_thousands() -> None:
-    assert [bytes_text(x) for x in (0, 999, 1000, 8.4e6, 67.6e9)] == [
-        "0 B",
-        "999 B",
-        "1 kB",
-        "8.4 MB",
-        "67.6 GB",
-    ]
+    assert "FAIL two is three 2, not 3" in "".join(read(lab_page([wrong])).words)
 
 
 def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +172,7 @@ def test_a_claim_that_fails_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, trials: list[Trial], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def false(*_: Any, **__: Any) -> Iterator[Trial]:
-        yield replace(trials[0], claims=(Claim("two is three", False, "2, not 3"),))
+        yield with_false_claim(trials[0])
 
     monkeypatch.setattr("phalanx.lab.trial.conduct", false)
     assert verb.run(["collectives", *FLAGS]) == 1
@@ -239,10 +234,10 @@ def complaints(written: str, folder: Path) -> tuple[str, list[str]]:
 def test_in_a_browser_the_page_opens_without_a_complaint_and_may_not_ask_for_anything(
     trials: list[Trial], tmp_path: Path
 ) -> None:
-    dom, console = complaints(page(trials), tmp_path)
+    dom, console = complaints(lab_page(trials), tmp_path)
     assert console == []
     assert dom.count("<section") == len(NAMES)
     # The page forbids itself every request, so one of its own would be seen on the console.
-    asking = page(trials[:1]).replace("</body>", '<img src="http://127.0.0.1:9/x"></body>')
+    asking = lab_page(trials[:1]).replace("</body>", '<img src="http://127.0.0.1:9/x"></body>')
     _, console = complaints(asking, tmp_path)
     assert [line for line in console if "Content Security Policy" in line]

@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.comm import World, launch
 from phalanx.lab import Size
-from phalanx.lab.claims import equal
-from phalanx.lab.lab import Lab, Memory
+from phalanx.lab.lab import Lab, LiveOverTime
 from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
-from phalanx.lab.record import value_of
+from phalanx.lab.record import compared, value_of
 from phalanx.lab.trial import backend_for, traced
 from phalanx.models import DeepMlp
 
@@ -77,7 +76,7 @@ def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, f
         assert message.to != rank
         kinds[message.kind] += int(message.bytes)
     spans = Counter(span.name.split()[0] for span in step.spans)
-    return kinds, spans, lab.sent(), lab.received()
+    return kinds, spans, lab.sent(), lab.received
 
 
 def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
@@ -103,7 +102,7 @@ def test_bytes_are_those_of_sending_straight_to_whom_it_concerns() -> None:
 
 
 def test_bytes_held_are_those_of_living_tensors() -> None:
-    with Memory() as live:
+    with LiveOverTime() as live:
         x = torch.zeros(100, dtype=torch.float64)
         assert live.now == 800
         y = x.view(10, 10).T  # the same storage
@@ -136,14 +135,14 @@ def test_a_value_shows_its_shape_first_numbers_and_the_hash_of_all_bytes() -> No
 
 def test_numbers_far_apart_are_not_equal_and_a_nan_is_never() -> None:
     x = torch.ones(3)
-    assert equal("", x, [1, 1, 1]).holds
-    assert not equal("", x, [1, 1, 1 + 1e-6]).holds
-    assert not equal("", x, [1, 1]).holds
-    assert not equal("", torch.tensor([1.0, float("nan")]), torch.ones(2)).holds
-    assert not equal("", [1.0], [float("nan")]).holds
-    assert not equal("", [1e-300], [0.0]).holds
-    assert equal("", [], []).holds
-    assert not equal("", "a", "b").holds
+    assert compared("", x, [1, 1, 1]).holds
+    assert not compared("", x, [1, 1, 1 + 1e-6]).holds
+    assert not compared("", x, [1, 1]).holds
+    assert not compared("", torch.tensor([1.0, float("nan")]), torch.ones(2)).holds
+    assert not compared("", [1.0], [float("nan")]).holds
+    assert not compared("", [1e-300], [0.0]).holds
+    assert compared("", [], []).holds
+    assert not compared("", "a", "b").holds
 
 
 def test_under_a_tracer_ranks_become_threads() -> None:

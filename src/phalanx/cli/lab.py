@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lab import NAMES, Size, entry, listing
+from ..lab import NAMES, Size, experiment, listing
 from .before import refuse_large, refuse_ranks
 from .outputs import try_file
 from .usage import Parser, UsageError, complain, print_json, save, say
@@ -17,7 +17,7 @@ __all__ = ["run"]
 _EPILOG = """\
   phalanx lab                               lists the experiments
   phalanx lab zero-3 --ranks 2              runs one, shows the values of each rank, checks them
-  phalanx lab pipeline --backend gloo          the same with a process for each rank
+  phalanx lab pipeline --backend gloo       the same with a process for each rank
   phalanx lab all --html lab.html           runs all, writes one page
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
@@ -31,13 +31,13 @@ def run(argv: list[str]) -> int:
         if args.html:
             raise UsageError("--html needs an experiment's name, or all.")
         if args.json:
-            print_json({name: entry(name).title for name in NAMES})
+            print_json({name: experiment(name).title for name in NAMES})
         else:
             say(listing(), end="")
         return 0
     names = list(NAMES) if args.names == ["all"] else args.names
     for name in names:
-        entry(name)
+        experiment(name)
     size = Size(args.batch, args.width, args.layers, args.steps)
     # Weights, gradients and what they are compared with; what each layer keeps.
     need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
     )
     try_file(args.html, "--html")
     from ..comm import RankFailed
-    from ..lab import as_json, claims_text, conduct, page, text
+    from ..lab import as_json, claims_text, conduct, lab_page, lab_text
 
     trials: list[Trial] = []
     try:
@@ -54,15 +54,15 @@ def run(argv: list[str]) -> int:
             trials.append(trial)
             if not args.json:
                 if args.html or args.names == ["all"]:
-                    name = f"{trial.entry.name:24}"
+                    name = f"{trial.experiment.name:24}"
                     say(name + claims_text(trial, verbose=args.verbose), end="", flush=True)
                 else:
-                    say(text(trial, verbose=args.verbose), end="", flush=True)
+                    say(lab_text(trial, verbose=args.verbose), end="", flush=True)
     except RankFailed as failed:
         complain(str(failed))
         return 1
     if args.html:
-        save(args.html, page(trials))
+        save(args.html, lab_page(trials))
     if args.json:
         print_json({"experiments": [as_json(trial) for trial in trials]})
     return 0 if all(trial.holds for trial in trials) else 1

@@ -1,4 +1,4 @@
-"""The experiments by name, in the order in which they are best read."""
+"""The experiments by name, in the order in which they are best read, and the size they run at."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..draw import text_table
-from .claims import LabError
 
-__all__ = ["NAMES", "Entry", "entry", "listing"]
+__all__ = ["NAMES", "Experiment", "LabError", "Size", "experiment", "listing"]
 
 _NAMES = """
     collectives point-to-point objects process-groups one-process asynchronous-launch
@@ -36,8 +35,43 @@ _ELSEWHERE = {
 }
 
 
+class LabError(ValueError):
+    """An experiment that cannot be run like this: what does not fit, and what would."""
+
+
 @dataclass(frozen=True)
-class Entry:
+class Size:
+    """How large the deep MLP is and how long it trains."""
+
+    batch: int = 128
+    width: int = 1024
+    layers: int = 4
+    steps: int = 5
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise LabError(f"{name} is {value}; it must be 1 or more.")
+
+    @property
+    def bytes(self) -> int:
+        """Of all weights, in float64."""
+        return 8 * self.layers * self.width**2
+
+    def part(self, name: str, index: int, parts: int) -> slice:
+        """The range of `batch`, `width` or `layers` that is number `index` of so many equal parts."""
+        whole: int = getattr(self, name)
+        if whole % parts:
+            near = max(parts, whole // parts * parts)
+            raise LabError(
+                f"{name} {whole} does not divide by {parts}; use --{name} {near}, or fewer ranks."
+            )
+        length = whole // parts
+        return slice(index * length, (index + 1) * length)
+
+
+@dataclass(frozen=True)
+class Experiment:
     """An experiment's file: its title and story are its docstring."""
 
     name: str
@@ -47,7 +81,7 @@ class Entry:
     source: str
 
 
-def entry(name: str) -> Entry:
+def experiment(name: str) -> Experiment:
     """The experiment of that name, read without being imported."""
     if name not in NAMES:
         word = name.lower().rstrip("0123456789").rstrip("-_ ")
@@ -60,9 +94,9 @@ def entry(name: str) -> Entry:
     path = Path(__file__).parent / "experiments" / f"{stem}.py"
     source = path.read_text(encoding="utf-8")
     title, _, story = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
-    return Entry(name, f"{__package__}.experiments.{stem}", title, story.strip(), source)
+    return Experiment(name, f"{__package__}.experiments.{stem}", title, story.strip(), source)
 
 
 def listing() -> str:
     """All experiments, a line each."""
-    return text_table((), [(name, entry(name).title) for name in NAMES], left="ll")
+    return text_table((), [(name, experiment(name).title) for name in NAMES], left="ll")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,14 +19,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..comm import Group, Work, World
 from ..comm.base import Call
 from ..cost import Live
-from .claims import Size, Values
-from .mlp import Kept, backward, batch, forward
-from .record import Figure, Message, Record, Span, Step, value_of
+from .catalogue import Size
+from .mlp import Kept, backward, batch, forward, one_process
+from .record import Interval, LabStep, RankRecord, Sent, compared, value_of
 
-__all__ = ["Lab", "Memory", "flows", "gathered", "scattered"]
+__all__ = ["Lab", "LiveOverTime", "gathered", "scattered", "sends"]
+
+Part = Callable[[list[Tensor]], list[Tensor]]
 
 
-class Memory(Live):  # type: ignore[no-untyped-call]
+class LiveOverTime(Live):  # type: ignore[no-untyped-call]
     """The bytes of this rank's tensors, with the time of every change."""
 
     def __init__(self) -> None:
@@ -46,22 +48,20 @@ class Lab:
 
     def __init__(self, world: World, size: Size) -> None:
         self.rank, self.n, self.size = world.rank, world.size, size
-        self.record = Record(world.rank)
-        self.memory = Memory()
+        self.record = RankRecord(world.rank)
+        self.memory = LiveOverTime()
+        self.received = 0.0  # bytes so far
         self._world = world
         self._kept: dict[int, Kept] = {}
         self._sent: dict[str, float] = {}
-        self._received = 0.0
         pairs = [(i, j) for i in range(self.n) for j in range(self.n) if i != j]
         self.group = self.split("everyone", [range(self.n)], pairs)
+        self._claims = world.split("claims", [range(self.n)])  # not recorded
 
     # ---- the experiment's work
 
     def split(
-        self,
-        name: str,
-        groups: Sequence[Sequence[int]],
-        pairs: Sequence[tuple[int, int]] = (),
+        self, name: str, groups: Sequence[Sequence[int]], pairs: Sequence[tuple[int, int]] = ()
     ) -> Group:
         """This rank's group out of `groups`; its messages are recorded."""
         return _RecordedGroup(self._world.split(name, groups, pairs), self)
@@ -89,31 +89,47 @@ class Lab:
         self,
         step: Callable[[int], tuple[Tensor | None, list[Tensor]]],
         weights: list[Tensor],
+        part: Part = list,
+        *,
+        of_weights: Part | None = None,
         how: str = "",
+        adam: bool = False,
         **state: Sequence[Tensor],
-    ) -> Values:
-        """All steps, recorded before and after. `step` returns the loss, if this rank knows one,
-        and the gradients that this rank has; it updates `weights` in place."""
+    ) -> list[float]:
+        """All steps, recorded before and after; then the claim that they are one process's training.
+
+        `step` returns the loss, if this rank knows one, and the gradients that this rank has, and
+        updates `weights` in place. Of gradients and weights a rank has `part` of all layers.
+        """
         losses: list[float] = []
         first: list[Tensor] = []
         for number in range(self.size.steps):
-            self.step(f"step {number}{how}")
-            self.shows("before", weights=weights, **state)
+            self.step(f"step {number}{how}", weights=weights, **state)
             loss, gradients = step(number)
-            self.shows("after", gradients=gradients, weights=weights, **state)
-            losses += [] if loss is None else [loss.item()]
+            self.after(gradients=gradients, weights=weights, **state)
+            losses.append(torch.nan if loss is None else loss.item())
             first = first or gradients
-        values = {"losses": losses, "gradients": first, "weights": [w.detach() for w in weights]}
-        return {name + how: value for name, value in values.items()}
+        alone = one_process(self.size, adam)
+        mean = self.everyone(torch.tensor(losses, dtype=torch.float64)).nanmean(0)
+        self.claim(f"the losses{how} are those of one process", mean, alone.losses)
+        self.claim(f"gradients{how} are those of one process", first, part(alone.gradients))
+        want = (of_weights or part)(alone.weights)
+        self.claim(f"weights{how} are those of one process", weights, want)
+        return losses
 
     # ---- the recorder
 
-    def step(self, title: str) -> None:
-        """From here on, everything belongs to a step of that name."""
-        self.record.steps.append(Step(title, time.perf_counter()))
+    def step(self, title: str, **before: Any) -> None:
+        """From here on, everything belongs to a step of that name; this is what the rank has now."""
+        self.record.steps.append(LabStep(title, time.perf_counter()))
+        self.shows("before", **before)
+
+    def after(self, **values: Any) -> None:
+        """What this rank has at the end of a step."""
+        self.shows("after", **values)
 
     @property
-    def now(self) -> Step:
+    def now(self) -> LabStep:
         if not self.record.steps:
             self.step("start")
         return self.record.steps[-1]
@@ -128,47 +144,43 @@ class Lab:
         """What this rank computes in here, for the timeline."""
         start = time.perf_counter()
         yield
-        self.now.spans.append(Span("compute", name, start, time.perf_counter()))
+        self.now.spans.append(Interval("compute", name, start, time.perf_counter()))
 
     def note(self, sentence: str) -> None:
         """A result in words. One rank may speak for all: `if lab.rank == 0`."""
         self.now.notes.append(sentence)
 
     def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        data = {"header": list(header), "rows": [[str(cell) for cell in row] for row in rows]}
-        self.now.figures.append(Figure("table", title, data))
+        self.now.tables.append((title, list(header), [[str(cell) for cell in row] for row in rows]))
 
-    def curves(
-        self, title: str, x: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]
-    ) -> None:
-        """A chart with a line for every name, both axes logarithmic."""
-        self.now.figures.append(Figure("curves", title, {"x": x, "y": y, "lines": dict(lines)}))
+    def claim(self, says: str, got: Any, want: Any = True, *, within: float = 1e-10) -> None:
+        """That two things are the same: text and truth exactly, numbers to `within` of the largest."""
+        with _disable_current_modes():
+            says = f"rank {self.rank}: {says}"
+            self.record.claims.append(compared(says, got, want, within))
 
-    def bars(self, title: str, rows: Mapping[str, Sequence[tuple[str, int, str]]]) -> None:
-        """A bar for every name, each of parts: (name, length, words on it)."""
-        self.now.figures.append(Figure("bars", title, {"rows": dict(rows)}))
+    def everyone(self, x: Tensor) -> Tensor:
+        """x of every rank, for a claim about all of them: (ranks, *x.shape). It is not recorded."""
+        with _disable_current_modes():
+            return gathered(self._claims, x[None].contiguous())
 
     def sent(self, group: str | None = None) -> float:
         """Bytes that this rank has sent so far, in one group or in all."""
         return sum(self._sent.values()) if group is None else self._sent.get(group, 0.0)
 
-    def received(self) -> float:
-        """Bytes that this rank has received so far."""
-        return self._received
-
     def called(self, group: Group, call: Call, start: float) -> None:
         """Record a call that is complete."""
-        step = self.now
         name = f"{call.kind} on {group.name}"
-        step.spans.append(Span("messages", name, start, time.perf_counter()))
-        for source, to, size in flows(call, group.rank, group.size):
-            if source == group.rank:
-                self._sent[group.name] = self.sent(group.name) + size
-                step.messages.append(Message(group.name, call.kind, group.ranks[to], size))
-            else:
-                self._received += size
+        self.now.spans.append(Interval("messages", name, start, time.perf_counter()))
+        for source in range(group.size):
+            for to, size in sends(call, group.rank, source, group.size).items():
+                if source == group.rank:
+                    self._sent[group.name] = self.sent(group.name) + size
+                    self.now.messages.append(Sent(group.name, call.kind, group.ranks[to], size))
+                elif to == group.rank:
+                    self.received += size
 
-    def close(self) -> Record:
+    def close(self) -> RankRecord:
         """The record, its memory curve thinned to what a picture can show."""
         samples, most = self.memory.samples, 300
         run = -(-len(samples) // most)
@@ -179,28 +191,21 @@ class Lab:
         return self.record
 
 
-def flows(call: Call, place: int, size: int) -> list[tuple[int, int, float]]:
-    """What a call sends from this place and to it, as (from, to, bytes) by place in the group."""
-    others = [i for i in range(size) if i != place]
-    x = float(call.x.numel() * call.x.element_size())
-    root = call.at
-    if call.kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        # All-reduce is a reduce-scatter of equal parts, then an all-gather of them.
-        each = {"all_gather": x, "reduce_scatter": x / size, "all_reduce": 2 * x / size}[call.kind]
-        return [(place, i, each) for i in others] + [(i, place, each) for i in others]
+def sends(call: Call, rank: int, source: int, size: int) -> dict[int, float]:
+    """The bytes that `source` sends to each rank of a group in a call of `rank`'s."""
+    x = float(call.x.nbytes)
+    others = [i for i in range(size) if i != source]
+    # All-reduce is a reduce-scatter of equal parts, then an all-gather of them.
+    parts = {"all_gather": x, "reduce_scatter": x / size, "all_to_all": x / size}
+    parts["all_reduce"] = 2 * x / size
+    if call.kind in parts:
+        return dict.fromkeys(others, parts[call.kind])
     if call.kind in ("broadcast", "scatter"):
-        moved = [(root, i, x) for i in others] if place == root else [(root, place, x)]
-    elif call.kind in ("reduce", "gather"):
-        moved = [(i, root, x) for i in others] if place == root else [(place, root, x)]
-    elif call.kind == "all_to_all":
-        row = call.x[:1].numel() * call.x.element_size()
-        moved = [(place, i, float(call.in_splits[i] * row)) for i in others]
-        moved += [(i, place, float(call.out_splits[i] * row)) for i in others]
-    elif call.kind in ("send", "receive"):
-        moved = [(place, root, x) if call.kind == "send" else (root, place, x)]
-    else:
-        moved = []
-    return [(source, to, size) for source, to, size in moved if source != to]
+        return dict.fromkeys(others if source == call.at else (), x)
+    if call.kind in ("reduce", "gather"):
+        return {call.at: x} if source != call.at else {}
+    ends = {"send": (rank, call.at), "receive": (call.at, rank)}.get(call.kind, (rank, rank))
+    return {ends[1]: x} if source == ends[0] != ends[1] else {}
 
 
 class _RecordedWork(Work):

@@ -6,15 +6,17 @@ generators that depend only on the seed, so every rank can make the data without
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
-from .claims import Claims, Results, Size, equal, every
+from .catalogue import Size
 
 RATE = 1.0  # higher rates train the default model faster, but small models diverge
 Kept = tuple[Tensor, Tensor]
@@ -33,7 +35,7 @@ def start(size: Size) -> list[Tensor]:
 
 
 def batch(size: Size, step: int) -> Tensor:
-    """The rows of a step: a pure function of the step."""
+    """The rows of a step, (batch, width): a pure function of the step."""
     return draw(10_000 + step, size.batch, size.width)
 
 
@@ -70,12 +72,13 @@ def gradients_of(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, list[Ten
     return loss, gradients
 
 
-def update(w: Tensor, g: Tensor) -> None:
+def update(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Plain gradient descent, in place."""
-    w -= RATE * g
+    for w, g in zip(weights, gradients, strict=True):
+        w -= RATE * g
 
 
-class Adam:
+class AdamState:
     """Adam (Kingma and Ba 2014) for one tensor: two numbers of state for every weight."""
 
     def __init__(self, *shape: int) -> None:
@@ -101,11 +104,19 @@ class OneProcess(NamedTuple):
     weights: list[Tensor]
 
 
-@lru_cache(maxsize=8)
+_once = threading.Lock()  # ranks that are threads share one computation
+
+
 def one_process(size: Size, adam: bool = False) -> OneProcess:
     """The same training without parallelism; the gradients are autograd's."""
+    with _once, _disable_current_modes():
+        return _one_process(size, adam)
+
+
+@lru_cache(maxsize=8)
+def _one_process(size: Size, adam: bool) -> OneProcess:
     weights = [w.requires_grad_() for w in start(size)]
-    states = [Adam(*w.shape) for w in weights]
+    states = [AdamState(*w.shape) for w in weights]
     losses = []
     first: list[Tensor] = []
     for step in range(size.steps):
@@ -117,35 +128,8 @@ def one_process(size: Size, adam: bool = False) -> OneProcess:
         losses.append(loss.item())
         first = first or list(gradients)
         with torch.no_grad():
-            for w, g, state in zip(weights, gradients, states, strict=True):
-                state.update(w, g) if adam else update(w, g)
+            if not adam:
+                update(weights, gradients)
+            for w, g, state in zip(weights, gradients, states if adam else (), strict=adam):
+                state.update(w, g)
     return OneProcess(losses, first, [w.detach() for w in weights])
-
-
-def _whole(layers: list[Tensor], rank: int) -> list[Tensor]:
-    return layers
-
-
-def trained(
-    results: Results,
-    size: Size,
-    part: Callable[[list[Tensor], int], list[Tensor]] = _whole,
-    *,
-    adam: bool = False,
-    weights: bool = True,
-    how: str = "",
-) -> Claims:
-    """What `Lab.train` returned on every rank is what one process computes.
-
-    The losses are averaged over the ranks that know one; of gradients and weights a rank has
-    `part(all layers, rank)`; without `weights` only the gradients are compared.
-    """
-    alone = one_process(size, adam)
-    known = [values[f"losses{how}"] for values in results if values[f"losses{how}"]]
-    mean = [sum(losses) / len(known) for losses in zip(*known, strict=True)]
-    yield equal(f"the losses{how} are those of one process", mean, alone.losses)
-    says = f"gradients{how} are those of one process"
-    yield from every(results, f"gradients{how}", says, lambda rank: part(alone.gradients, rank))
-    if weights:
-        says = f"weights{how} are those of one process"
-        yield from every(results, f"weights{how}", says, lambda rank: part(alone.weights, rank))

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Figure", "Message", "Record", "Span", "Step", "Value", "value_of"]
+__all__ = ["Claim", "Interval", "LabStep", "RankRecord", "Sent", "Value", "compared", "value_of"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, whether it holds, and the numbers it was judged by."""
+
+    says: str
+    holds: bool
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Message:
+class Sent:
     """Bytes that this rank sent to another in one call, as if everyone sent to the receiver directly.
 
     Rings and trees pass parts on through others; the sum over all ranks is the same for a ring.
@@ -38,7 +47,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     """What a rank did from when to when, in seconds of the machine's clock."""
 
     lane: str  # compute or messages
@@ -47,66 +56,46 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A table, curves or bars that an experiment makes of its numbers."""
-
-    kind: str
-    title: str
-    data: dict[str, Any]
-
-
 @dataclass
-class Step:
+class LabStep:
     """A part of an experiment, as one rank saw it."""
 
     title: str
     start: float
     values: list[tuple[str, Value]] = field(default_factory=list)  # when, what
-    messages: list[Message] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    messages: list[Sent] = field(default_factory=list)
+    spans: list[Interval] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    figures: list[Figure] = field(default_factory=list)
+    # (title, header, rows)
+    tables: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
 
 
 @dataclass
-class Record:
-    """One rank: its steps, and the bytes of its tensors over time."""
+class RankRecord:
+    """One rank: its steps, what it claims, and the bytes of its tensors over time."""
 
     rank: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[LabStep] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
 
 
 def value_of(name: str, x: Any) -> Value:
     """What is shown of a tensor, a list of tensors, or a plain value."""
-    if isinstance(x, Tensor):
-        x = [x]
-    if isinstance(x, Sequence) and x and all(isinstance(each, Tensor) for each in x):
-        shapes = list(dict.fromkeys(map(_shape, x)))
-        count = f"{len(x)} x " if len(x) > 1 else ""
-        size = sum(each.nbytes for each in x)
-        return Value(name, count + ", ".join(shapes), _first(x[0]), _hash(x), size)
+    xs = [x] if isinstance(x, Tensor) else x
+    if isinstance(xs, Sequence) and xs and all(isinstance(each, Tensor) for each in xs):
+        shapes = dict.fromkeys(f"{[*t.shape]} {str(t.dtype).removeprefix('torch.')}" for t in xs)
+        shape = (f"{len(xs)} x " if len(xs) > 1 else "") + ", ".join(shapes)
+        return Value(name, shape, _first(xs[0]), _hash(xs), sum(each.nbytes for each in xs))
     if isinstance(x, Sequence) and not x:
         return Value(name, "nothing", "", "", 0)
-    return Value(name, type(x).__name__, _plain(x), "", 0)
+    return Value(name, type(x).__name__, f"{x:.6g}" if isinstance(x, float) else str(x), "", 0)
 
 
-def _plain(x: Any) -> str:
-    if isinstance(x, (list, tuple)):
-        return "[" + ", ".join(map(_plain, x)) + "]"
-    return f"{x:.6g}" if isinstance(x, float) else str(x)
-
-
-def _shape(x: Tensor) -> str:
-    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-
-
-def _first(x: Tensor, count: int = 4) -> str:
+def _first(x: Tensor) -> str:
     flat = x.detach().reshape(-1)
-    count = flat.numel() if flat.numel() <= 8 else count  # a short tensor is shown whole
-    numbers = " ".join(f"{number:.4g}" for number in flat[:count].tolist())
-    return numbers if flat.numel() <= count else numbers + " ..."
+    shown = flat if flat.numel() <= 8 else flat[:4]
+    return " ".join(f"{n:.4g}" for n in shown.tolist()) + " ..." * (len(shown) < len(flat))
 
 
 def _hash(tensors: Sequence[Tensor]) -> str:
@@ -116,3 +105,33 @@ def _hash(tensors: Sequence[Tensor]) -> str:
         plain = each.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
         digest.update(plain.to("cpu").view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def compared(says: str, got: Any, want: Any, within: float = 1e-10) -> Claim:
+    """The claim that two things are the same: text exactly, numbers to `within` of the largest.
+
+    Ranks add in another order than one process, which costs some 1e-16 of the largest number. A
+    mistake in what is added costs at least 1e-3.
+    """
+    if isinstance(want, bool | str):
+        return Claim(says, got == want, f"{got!r}" if got == want else f"{got!r}, not {want!r}")
+    ours, theirs = _flat(got), _flat(want)
+    if ours.shape != theirs.shape:
+        return Claim(says, False, f"{ours.numel()} numbers, not {theirs.numel()}")
+    if not ours.numel():
+        return Claim(says, True, "nothing on either side")
+    largest = max(theirs.abs().max().item(), torch.finfo(torch.float64).tiny)
+    apart = (ours - theirs).abs().max().item()
+    fits = apart <= within * largest  # false for a NaN
+    if ours.numel() == 1:
+        return Claim(says, fits, f"{ours.item():,.10g}; wanted {theirs.item():,.10g}")
+    return Claim(says, fits, f"{ours.numel():,} numbers, at most {apart:.1e} apart")
+
+
+def _flat(x: Any) -> Tensor:
+    """Any nest of numbers and tensors as one float64 vector."""
+    if isinstance(x, Tensor):
+        return x.detach().to("cpu", torch.float64).reshape(-1)
+    if isinstance(x, Sequence):
+        return torch.cat([_flat(part) for part in x]) if x else torch.empty(0, dtype=torch.float64)
+    return torch.tensor([float(x)], dtype=torch.float64)

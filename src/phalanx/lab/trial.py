@@ -1,4 +1,4 @@
-"""Running an experiment on real ranks, and checking what they return."""
+"""Running an experiment on real ranks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,28 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
 from ..comm import RankFailed, World
 from ..comm.launch import workers
-from .catalogue import Entry, entry
-from .claims import Claim, LabError, Results, Size, Values
+from .catalogue import Experiment, LabError, Size, experiment
 from .lab import Lab
-from .record import Record, Step
+from .record import Claim, LabStep, RankRecord
 
-__all__ = ["Trial", "conduct", "judge", "traced", "backend_for"]
+__all__ = ["Trial", "backend_for", "conduct", "traced"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One experiment that has been run: what was recorded of every rank, and the claims."""
+    """One experiment that has been run, and what was recorded of every rank."""
 
-    entry: Entry
+    experiment: Experiment
     size: Size
     ranks: int
     backend: str
-    records: tuple[Record, ...]
-    values: tuple[Values, ...]
-    claims: tuple[Claim, ...]
+    records: tuple[RankRecord, ...]
+
+    @property
+    def claims(self) -> list[Claim]:
+        return [claim for record in self.records for claim in record.claims]
 
     @property
     def failed(self) -> list[Claim]:
@@ -42,9 +38,9 @@ class Trial:
     def holds(self) -> bool:
         return not self.failed
 
-    def steps(self) -> Iterator[tuple[str, list[tuple[int, Step]]]]:
+    def steps(self) -> Iterator[tuple[str, list[tuple[int, LabStep]]]]:
         """Each title with (rank, step) of all ranks, in the order in which a rank first began it."""
-        steps: dict[str, list[tuple[int, Step]]] = {}
+        steps: dict[str, list[tuple[int, LabStep]]] = {}
         for record in self.records:
             for step in record.steps:
                 steps.setdefault(step.title, []).append((record.rank, step))
@@ -56,37 +52,27 @@ def conduct(
 ) -> Iterator[Trial]:
     """The experiments one after another, all in one world of ranks."""
     size = size or Size()
-    entries = [entry(name) for name in names]
+    experiments = [experiment(name) for name in names]
     backend = backend_for(backend)
     with workers(ranks, backend=backend, timeout=60.0) as run:
-        for each in entries:
+        for each in experiments:
             try:
-                answers = run(on_a_rank, each.module, size)
+                records = run(on_a_rank, each.module, size)
             except RankFailed as failed:
                 # What does not fit can be changed by the user; anything else keeps its traceback.
                 kind, _, text = failed.reports[0].error.partition(": ")
                 error = LabError(f"{each.name}: {text}") if kind == "LabError" else failed
                 raise error from None
-            records = tuple(record for record, _ in answers)
-            values = tuple(_unpacked(packed) for _, packed in answers)
-            yield Trial(
-                each, size, ranks, backend, records, values, judge(each.module, values, size)
-            )
+            yield Trial(each, size, ranks, backend, tuple(records))
 
 
-def judge(module: str, values: Results, size: Size) -> tuple[Claim, ...]:
-    """Every claim of an experiment about what its ranks returned."""
-    return tuple(importlib.import_module(module).check(list(values), size))
-
-
-def on_a_rank(world: World, module: str, size: Size) -> tuple[Record, Values]:
+def on_a_rank(world: World, module: str, size: Size) -> RankRecord:
     """What one rank does: the experiment, recorded."""
-    experiment = importlib.import_module(module)
     lab = Lab(world, size)
     with lab.memory:
-        values = experiment.run(lab)
+        importlib.import_module(module).run(lab)
     world.clear()
-    return lab.close(), _packed(values)
+    return lab.close()
 
 
 def traced() -> bool:
@@ -100,12 +86,3 @@ def traced() -> bool:
 def backend_for(backend: str) -> str:
     """The backend that was asked for; under a debugger threads, so that every rank can be stopped."""
     return "threads" if traced() else backend
-
-
-# Tensors go through a process's pipe as arrays: torch would pass on a file descriptor for each.
-def _packed(values: Values) -> Values:
-    return tree_map_only(Tensor, lambda x: x.detach().to("cpu").numpy().copy(), values)  # type: ignore[no-any-return]
-
-
-def _unpacked(values: Values) -> Values:
-    return tree_map_only(numpy.ndarray, torch.from_numpy, values)  # type: ignore[no-any-return]

@@ -11,22 +11,12 @@ alone. By the library: the same tensors are made on the meta device, and their b
 
 import torch
 
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import one_process, start
 
 GB, GIB = 1e9, 2**30
 LAYERS, WIDTH, TOKENS, FFN = 126, 16_384, 4_096, 53_248  # Llama 3 405B
-BY_HAND = {
-    "1B weights, 4 numbers of 2 bytes": 8e9,
-    "10B weights": 80e9,
-    "100B weights": 800e9,
-    "100B weights, each of 80 devices": 10e9,
-    "1B weights, mixed-precision Adam": 16e9,
-    "1B weights, the same with gradients of 4 bytes": 18e9,
-    "ffn hidden, 126 layers, ffn 4 x 16,384": 2 * 126 * 65_536 * 4_096,
-    "ffn hidden, 126 layers, ffn 53,248": 2 * 126 * 53_248 * 4_096,
-}
+half, wide = torch.bfloat16, torch.float32
 
 
 def nbytes(count: int, *dtypes: torch.dtype) -> int:
@@ -36,70 +26,61 @@ def nbytes(count: int, *dtypes: torch.dtype) -> int:
 
 def ffn_hidden(ffn: int) -> int:
     """The bytes of the output of one layer's first matmul, times layers."""
-    x = torch.empty(TOKENS, WIDTH, dtype=torch.bfloat16, device="meta")
-    w = torch.empty(WIDTH, ffn, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(TOKENS, WIDTH, dtype=half, device="meta")
+    w = torch.empty(WIDTH, ffn, dtype=half, device="meta")
     return LAYERS * (x @ w).nbytes
 
 
-def by_library() -> list[float]:
-    half, wide = torch.bfloat16, torch.float32
-    four = [half] * 4
-    billion = 10**9
+def by_hand_and_by_library() -> list[tuple[str, float, float]]:
+    billion, four = 10**9, [half] * 4
+    adam = half, half, wide, wide, wide
     return [
-        nbytes(billion, *four),
-        nbytes(10 * billion, *four),
-        nbytes(100 * billion, *four),
-        nbytes(100 * billion, *four) / 80,
-        nbytes(billion, half, half, wide, wide, wide),
-        nbytes(billion, half, wide, wide, wide, wide),
-        ffn_hidden(4 * WIDTH),
-        ffn_hidden(FFN),
+        ("1B weights, 4 numbers of 2 bytes", 8e9, nbytes(billion, *four)),
+        ("10B weights", 80e9, nbytes(10 * billion, *four)),
+        ("100B weights", 800e9, nbytes(100 * billion, *four)),
+        ("100B weights, each of 80 devices", 10e9, nbytes(100 * billion, *four) / 80),
+        ("1B weights, mixed-precision Adam", 16e9, nbytes(billion, *adam)),
+        ("the same with gradients of 4 bytes", 18e9, nbytes(billion, half, wide, *adam[2:])),
+        ("ffn hidden, 126 layers, ffn 4 x 16,384", 2 * 126 * 65_536 * 4_096, ffn_hidden(4 * WIDTH)),
+        ("ffn hidden, 126 layers, ffn 53,248", 2 * 126 * 53_248 * 4_096, ffn_hidden(FFN)),
     ]
 
 
-def adam_in_torch(weights: list[torch.Tensor]) -> tuple[float, int]:
+def adam_in_torch(weights: list[torch.Tensor]) -> float:
     """Bytes for every weight that torch's own Adam and its tensors take, counted after a step."""
     leaves = [w.float().requires_grad_() for w in weights]
     adam = torch.optim.Adam(leaves)
     for w in leaves:
         w.grad = torch.ones_like(w)
     adam.step()
-    count = sum(w.numel() for w in leaves)
     states = [t for s in adam.state.values() for t in s.values() if t.numel() > 1]
     gradients = [w.grad for w in leaves if w.grad is not None]
-    return sum(t.nbytes for t in (*leaves, *gradients, *states)) / count, count
+    counted: int = sum(t.nbytes for t in (*leaves, *gradients, *states))
+    return counted / sum(w.numel() for w in leaves)
 
 
-def run(lab: Lab) -> Values:
-    library = by_library()
-    lab.step("bytes, by hand and by the library")
-    lab.shows("before", by_hand=list(BY_HAND.values()))
-    lab.shows("after", by_library=library)
+def run(lab: Lab) -> None:
+    counts = by_hand_and_by_library()
+    lab.step("bytes, by hand and by the library", by_hand=[hand for _, hand, _ in counts])
+    lab.after(by_library=[counted for *_, counted in counts])
+    for what, hand, counted in counts:
+        lab.claim(f"the library counts what was computed by hand: {what}", counted, hand)
+    hidden = counts[-2][1]
+    lab.claim("67.6 GB are exactly 63 GiB", [round(hidden / GB, 1), hidden / GIB], [67.6, 63])
     if lab.rank == 0:
         rows = [
-            (what, f"{hand:,.0f}", f"{counted:,.0f}", f"{counted / GB:.1f}", f"{counted / GIB:.1f}")
-            for (what, hand), counted in zip(BY_HAND.items(), library, strict=True)
+            (what, f"{hand:,.0f}", f"{count:,.0f}", f"{count / GB:.1f}", f"{count / GIB:.1f}")
+            for what, hand, count in counts
         ]
         lab.table("bytes", ("what", "by hand", "by library", "GB", "GiB"), rows)
-    lab.step("a real optimizer: fp32 weight, gradient and two states")
     weights = start(lab.size)
-    lab.shows("before", weights=weights)
-    each, count = adam_in_torch(weights)
-    lab.shows("after", bytes_for_every_weight=each)
+    lab.step("a real optimizer: fp32 weight, gradient and two states", weights=weights)
+    each = adam_in_torch(weights)
+    lab.after(bytes_for_every_weight=each)
+    lab.claim("torch's Adam in fp32 takes 16 bytes a weight", each, 16.0)
     # Every rank's share of the gradient of one process: what is counted is also what is needed.
-    share = [g / lab.n for g in one_process(lab.size).gradients]
+    want = one_process(lab.size).gradients
+    share = [g / lab.n for g in want]
     for g in share:
         lab.group.all_reduce(g)
-    return {"bytes": library, "adam": each, "weights": count, "gradients": share}
-
-
-def check(results: Results, size: Size) -> Claims:
-    by_hand = list(BY_HAND.values())
-    yield from every(results, "bytes", "the library counts what was computed by hand", by_hand)
-    yield from every(results, "adam", "torch's Adam in fp32 takes 16 bytes a weight", 16.0)
-    count = size.layers * size.width**2
-    yield from every(results, "weights", "weights counted", count)
-    says = "n shares of the gradient are the gradient"
-    yield from every(results, "gradients", says, one_process(size).gradients)
-    yield Claim("67.6 GB are 63 GiB", round(2 * 126 * 65_536 * 4_096 / GB, 1) == 67.6)
-    yield Claim("and exactly 63", 63 * GIB == 2 * 126 * 65_536 * 4_096)
+    lab.claim("n shares of the gradient are the gradient", share, want)

@@ -12,24 +12,28 @@ from functools import partial
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import batch, gradients_of, loss_of, start, trained, update
+from phalanx.lab.mlp import gradients_of, loss_of, start, update
 
 FORMS = ("", " overlapped")
 
 
-def run(lab: Lab) -> Values:
-    values: Values = {}
+def run(lab: Lab) -> None:
+    n = lab.n
+    loss, own = gradients_of(start(lab.size), lab.rows(0))
     for how in FORMS:
-        weights, own = start(lab.size), list[Tensor]()
-        values |= lab.train(partial(train_step, lab, weights, own, bool(how)), weights, how)
-        values[f"own gradient{how}"] = own[0]
-    return values | {"sent": lab.sent()}
+        weights, gradients = start(lab.size), list[Tensor]()
+        losses = lab.train(partial(train_step, lab, weights, gradients, how), weights, how=how)
+        lab.claim(f"the first loss{how} is that of its own rows", losses[0], loss)
+        lab.claim(f"its own gradient{how} is that of its rows", gradients[0], own[0])
+        others = lab.everyone(loss.new_tensor(losses)).T.tolist()  # (steps, ranks)
+        lab.claim(f"every rank has another loss{how}", all(len(set(row)) == n for row in others))
+    formula = len(FORMS) * lab.size.steps * 2 * (n - 1) / n * lab.size.bytes
+    lab.claim("it sent 2(n-1)/n of the gradients in each step", lab.sent(), formula)
 
 
 def train_step(
-    lab: Lab, weights: list[Tensor], own: list[Tensor], overlapped: bool, step: int
+    lab: Lab, weights: list[Tensor], own: list[Tensor], how: str, step: int
 ) -> tuple[Tensor, list[Tensor]]:
     x = lab.rows(step)
     for layer, w in enumerate(weights):
@@ -42,33 +46,12 @@ def train_step(
         gradients.insert(0, gradient)
         if layer == 0:
             own.append(gradient.clone())
-        if overlapped:
+        if how:
             works.append(lab.group.all_reduce(gradient, "average", wait=False))
-    lab.shows("own", loss=loss.item(), gradient_of_the_first_layer=own[-1])
-    if not overlapped:
+    if not how:
         works = [lab.group.all_reduce(gradient, "average") for gradient in reversed(gradients)]
     for work in works:
         work.wait()
     with lab.doing("U"):
-        for w, gradient in zip(weights, gradients, strict=True):
-            update(w, gradient)
+        update(weights, gradients)
     return loss, gradients
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    rows = [batch(size, 0)[size.part("batch", rank, n)] for rank in range(n)]
-    own = [gradients_of(start(size), x) for x in rows]
-    for how in FORMS:
-        yield from trained(results, size, how=how)
-        says = f"the first loss{how} is that of its own rows"
-        for rank, values in enumerate(results):
-            yield equal(f"rank {rank}: {says}", values[f"losses{how}"][0], own[rank][0])
-        says = f"its own gradient{how} is that of its rows"
-        yield from every(results, f"own gradient{how}", says, lambda rank: own[rank][1][0])
-        losses = zip(*(values[f"losses{how}"] for values in results), strict=True)
-        yield Claim(
-            f"every rank has another loss{how}", all(len(set(each)) == n for each in losses)
-        )
-    formula = len(FORMS) * size.steps * 2 * (n - 1) / n * size.bytes
-    yield from every(results, "sent", "it sent 2(n-1)/n of the gradients in each step", formula)

@@ -11,14 +11,13 @@ from math import prod
 
 import torch
 
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered
 from phalanx.lab.mlp import gradients_of, one_process, start
 
 AXES = ("dp", "pp", "cp", "tp")
 
 
-def shape_of(n: int) -> tuple[int, ...]:
+def shape_of(n: int) -> list[int]:
     """Four sizes whose product is n: its prime factors in turn, the last axis first."""
     sizes = [1] * len(AXES)
     axis, factor = len(AXES) - 1, 2
@@ -29,16 +28,16 @@ def shape_of(n: int) -> tuple[int, ...]:
         sizes[axis] *= factor
         n //= factor
         axis = (axis - 1) % len(AXES)
-    return tuple(sizes)
+    return sizes
 
 
-def coordinates(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
+def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
     """The digits of a rank."""
     digits: list[int] = []
     for size in reversed(sizes):
         rank, digit = divmod(rank, size)
         digits.insert(0, digit)
-    return tuple(digits)
+    return digits
 
 
 def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
@@ -48,52 +47,25 @@ def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
     return [[first + i * stride for i in range(sizes[axis])] for first in firsts]
 
 
-def run(lab: Lab) -> Values:
-    rank, n = lab.rank, lab.n
-    sizes = shape_of(n)
+def run(lab: Lab) -> None:
+    rank, sizes = lab.rank, shape_of(lab.n)
     own = coordinates(rank, sizes)
-    gradient = gradients_of(start(lab.size), lab.rows(0))[1][0] / n
-    lab.step("a mesh of " + " x ".join(f"{a}{s}" for a, s in zip(AXES, sizes, strict=True)))
-    lab.shows("before", rank=rank, coordinates=list(own), gradient=gradient)
-    met: list[list[int]] = []
+    ranks = torch.arange(lab.n).reshape(sizes)  # a second way to number them
+    lab.claim("it is where the array has it", own, (ranks == rank).nonzero()[0])
+    gradient = gradients_of(start(lab.size), lab.rows(0))[1][0] / lab.n
+    title = "a mesh of " + " x ".join(f"{a}{s}" for a, s in zip(AXES, sizes, strict=True))
+    lab.step(title, rank=rank, coordinates=own, gradient=gradient)
     for axis, name in enumerate(AXES):
         group = lab.split(name, groups_along(axis, sizes))
-        met.append(gathered(group, torch.tensor([rank])).tolist())
+        met = gathered(group, torch.tensor([rank])).tolist()
         group.all_reduce(gradient)
-        lab.note(f"Rank {rank}'s group along {name}: {met[-1]}")
+        lab.note(f"Rank {rank}'s group along {name}: {met}")
+        line = ranks[tuple(slice(None) if i == axis else digit for i, digit in enumerate(own))]
+        lab.claim(f"its group along {name} is a line of the array", met, line)
     lab.group.barrier()
-    lab.shows("after", gradient=gradient)
-    for drawn in dict.fromkeys((sizes, (2, 2, 2, 2))) if rank == 0 else ():
-        show(lab, drawn)
-    return {"coordinates": list(own), "met": met, "gradient": gradient}
-
-
-def show(lab: Lab, sizes: Sequence[int]) -> None:
-    """A row of all ranks for every axis, each in the colour of its group."""
-    rows: dict[str, list[tuple[str, int, str]]] = {}
-    for i, axis in enumerate(AXES):
-        of = {rank: g for g, group in enumerate(groups_along(i, sizes)) for rank in group}
-        rows[axis] = [(f"group {of[rank]}", 1, str(rank)) for rank in range(prod(sizes))]
-    title = " ".join(f"{axis}{size}" for axis, size in zip(AXES, sizes, strict=True))
-    lab.bars(f"groups of {title}: ranks of one colour are one group", rows)
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    sizes = shape_of(n)
-    yield Claim(f"the mesh has {n} ranks", prod(sizes) == n, str(sizes))
-    ranks = torch.arange(n).reshape(sizes)  # a second way to number them
-    where = [(ranks == rank).nonzero()[0].tolist() for rank in range(n)]
-    says = "it is where the array has it"
-    yield from every(results, "coordinates", says, where.__getitem__)
-
-    def groups(rank: int) -> list[torch.Tensor]:
-        whole = slice(None)
-        return [
-            ranks[tuple(whole if i == axis else digit for i, digit in enumerate(where[rank]))]
-            for axis in range(len(AXES))
-        ]
-
-    yield from every(results, "met", "its groups are the lines of the array", groups)
-    says = "the sums along every axis are the sum over all"
-    yield from every(results, "gradient", says, one_process(size).gradients[0])
+    lab.after(gradient=gradient)
+    want = one_process(lab.size).gradients[0]
+    lab.claim("the sums along every axis are the sum over all", gradient, want)
+    if rank == 0:
+        rows = [(axis, *map(str, groups_along(i, (2, 2, 2, 2)))) for i, axis in enumerate(AXES)]
+        lab.table("groups of dp2 pp2 cp2 tp2", ("axis", *[""] * 8), rows)

@@ -10,19 +10,14 @@ the machine, and that is the point of the scheme.
 
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import loss_of, start, trained, update
+from phalanx.lab.mlp import loss_of, start, update
 
 
-def grid(n: int) -> tuple[int, int]:
-    """K inside and M across: as square as n allows, the inside larger."""
-    across = next(m for m in range(int(n**0.5), 0, -1) if n % m == 0)
-    return n // across, across
-
-
-def run(lab: Lab) -> Values:
-    size, (k, m) = lab.size, grid(lab.n)
+def run(lab: Lab) -> None:
+    # K inside and M across: as square as n allows, the inside larger.
+    size, m = lab.size, next(m for m in range(int(lab.n**0.5), 0, -1) if lab.n % m == 0)
+    k = lab.n // m
     inside = lab.split("inside", [range(i * k, (i + 1) * k) for i in range(m)])
     across = lab.split("across", [range(i, lab.n, k) for i in range(k)])
     rows = size.part("width", inside.rank, k)
@@ -39,33 +34,16 @@ def run(lab: Lab) -> Values:
             part = scattered(inside, whole, "average")
             across.all_reduce(part, "average")
             gradients.insert(0, part)
-        for shard, gradient in zip(shards, gradients, strict=True):
-            update(shard, gradient)
+        update(shards, gradients)
         return loss, gradients
 
-    values = lab.train(train_step, shards)
+    lab.train(train_step, shards, lambda layers: [w[rows] for w in layers])
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
+    formula = [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
+    lab.claim("it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula)
     if lab.rank == 0:
         title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
-        numbers = zip(sent, formulas(size, lab.n), (3 * size.bytes, size.bytes), strict=True)
-        table = [
-            (name, *(f"{number:,.0f}" for number in row))
-            for name, row in zip(("inside", "across"), numbers, strict=True)
-        ]
+        rule = (3 * size.bytes, size.bytes)
+        rows_ = zip(("inside", "across"), sent, formula, rule, strict=True)
+        table = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in rows_]
         lab.table(title, ("group", "measured", "formula", "rule of thumb"), table)
-    return values | {"sent": sent}
-
-
-def formulas(size: Size, n: int) -> list[float]:
-    """Bytes that a rank sends in a step: inside and across."""
-    k, m = grid(n)
-    return [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
-
-
-def check(results: Results, size: Size) -> Claims:
-    k, _ = grid(len(results))
-    yield from trained(
-        results, size, lambda layers, rank: [w[size.part("width", rank % k, k)] for w in layers]
-    )
-    says = "it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step"
-    yield from every(results, "sent", says, formulas(size, len(results)))

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Results, Size, Values
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import batch, start, trained, update
+from phalanx.lab.mlp import batch, start, update
 
 
 class Send(torch.autograd.Function):
@@ -52,61 +51,45 @@ class Receive(torch.autograd.Function):
         return None, None
 
 
-def run(lab: Lab) -> Values:
-    rank, last = lab.rank, lab.n - 1
-    weights = [w.requires_grad_() for w in start(lab.size)[lab.part("layers")]]
+def run(lab: Lab) -> None:
+    size, last, own = lab.size, lab.n - 1, lab.part("layers")
+    weights = [w.requires_grad_() for w in start(size)[own]]
+    # Two devices of one process: the first half of the layers on one, the second on the other.
+    gpus = torch.cuda.device_count() > 1
+    devices = [torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)]
+    where = [devices[2 * i // size.layers] for i in range(size.layers)]
+    moved = [w.to(at).requires_grad_() for w, at in zip(start(size), where, strict=True)]
 
-    def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
-        x = batch(lab.size, step)
-        if rank > 0:
+    def on_two_devices(step: int) -> tuple[Tensor, list[Tensor]]:
+        x = batch(size, step)
+        for w, device in zip(moved, where, strict=True):
+            x = F.gelu(x.to(device) @ w)
+        loss = x.square().mean()
+        return loss, updated(loss, moved)
+
+    def on_ranks(step: int) -> tuple[Tensor | None, list[Tensor]]:
+        x = batch(size, step)
+        if lab.rank > 0:
             x = Receive.apply(x.requires_grad_(), lab.group)  # type: ignore[no-untyped-call]
         with lab.doing("F"):
             for w in weights:
                 x = F.gelu(x @ w)
-        end = x.square().mean() if rank == last else Send.apply(x, lab.group)  # type: ignore[no-untyped-call]
+        loss = x.square().mean() if lab.rank == last else None
+        end = Send.apply(x, lab.group) if loss is None else loss  # type: ignore[no-untyped-call]
         with lab.doing("B"):
-            gradients = updated(end, weights)
-        return end if rank == last else None, gradients
+            return loss, updated(end, weights)
 
-    values = lab.train(train_step, weights, RANKS)
-    return values | lab.train(*two_devices(lab.size), TWO)
-
-
-RANKS, TWO = ", a rank for each range of layers", ", one process with two devices"
+    lab.train(on_ranks, weights, lambda x: x[own], how=", a rank for each range of layers")
+    lab.train(on_two_devices, moved, how=", one process with two devices")
 
 
 def updated(end: Tensor, weights: list[Tensor]) -> list[Tensor]:
     """The gradients, after the update. `backward` also runs through the crossing to the left,
     which `grad` would leave out."""
     torch.autograd.backward(end)
-    gradients = []
+    gradients = [w.grad for w in weights if w.grad is not None]
     with torch.no_grad():
-        for w in weights:
-            assert w.grad is not None
-            gradients.append(w.grad)
-            update(w, w.grad)
-            w.grad = None
+        update(weights, gradients)
+    for w in weights:
+        w.grad = None
     return gradients
-
-
-def two_devices(size: Size) -> tuple[Any, list[Tensor]]:
-    """A training step with the first half of the layers on one device, the second on another."""
-    gpus = torch.cuda.device_count() > 1
-    devices = [torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)]
-    where = [devices[2 * i // size.layers] for i in range(size.layers)]
-    weights = [w.to(at).requires_grad_() for w, at in zip(start(size), where, strict=True)]
-
-    def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
-        x = batch(size, step)
-        for w, device in zip(weights, where, strict=True):
-            x = F.gelu(x.to(device) @ w)
-        loss = x.square().mean()
-        return loss, updated(loss, weights)
-
-    return train_step, weights
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    yield from trained(results, size, how=TWO)
-    yield from trained(results, size, lambda w, rank: w[size.part("layers", rank, n)], how=RANKS)

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered
 from phalanx.lab.mlp import gradients_of, one_process, start
 
@@ -41,48 +40,37 @@ def all_gather_text(group: Group, value: Any) -> list[Any]:
     return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
 
-def run(lab: Lab) -> Values:
+def run(lab: Lab) -> None:
     rank, n = lab.rank, lab.n
     loss, gradients = gradients_of(start(lab.size), lab.rows(0))
-    row = gradients[0][0] / n
+    row, want = gradients[0][0] / n, one_process(lab.size).gradients[0][0]
     message = {"rank": rank, "loss": loss.item(), "gradient": row.tolist()}
 
-    lab.step("objects as JSON in a tensor of bytes")
-    lab.shows("before", rank=rank, loss=loss.item(), row_of_a_gradient=row)
-    messages = all_gather_text(lab.group, message)
-    as_text = lab.sent()
-    total = torch.tensor([each["gradient"] for each in messages], dtype=torch.float64).sum(0)
-    lab.shows("after", ranks=[each["rank"] for each in messages], gradient=total)
+    def summed(messages: list[Any]) -> torch.Tensor:
+        return torch.tensor([each["gradient"] for each in messages], dtype=torch.float64).sum(0)
 
-    lab.step("the same numbers as a tensor")
-    lab.shows("before", gradient=row)
-    same = row.clone()
-    lab.group.all_reduce(same)
-    lab.shows("after", gradient=same)
+    lab.step("objects as JSON in a tensor of bytes", loss=loss.item(), row_of_a_gradient=row)
+    total = summed(all_gather_text(lab.group, message))
+    as_text = lab.sent()
+    lab.after(gradient=total)
+    lab.claim("as text, the sum is one process's gradient", total, want)
+
+    lab.step("the same numbers as a tensor", gradient=row)
+    lab.group.all_reduce(row)
+    lab.after(gradient=row)
+    lab.claim("as a tensor, the sum is one process's gradient", row, want)
     if rank == 0 and n > 1:
         ratio = as_text / (lab.sent() - as_text)
         lab.note(f"As text rank 0 sent {ratio:.1f} times the bytes of the all-reduce.")
-
-    pickled, pid = total, os.getpid()
-    if n > 1 and dist.is_initialized():
-        lab.step("object forms of torch.distributed (gloo)")
-        lab.shows("before", rank=rank)
-        objects: list[Any] = [None] * n
-        dist.all_gather_object(objects, message)
-        pickled = torch.tensor([each["gradient"] for each in objects], dtype=torch.float64).sum(0)
-        trap: list[Any] = [Surprise()]
-        dist.broadcast_object_list(trap, src=0)
-        pid = trap[0] if rank else pid
-        lab.shows("after", gradient=pickled, received=pid, own_process_id=os.getpid())
-        if rank:
-            lab.note(f"Rank {rank} received its own process id: receiving called a function.")
-    elif rank == 0:
+    if n == 1 or not dist.is_initialized():
         lab.note("The object forms need processes: run this with --backend gloo.")
-    return {"text": total, "tensor": same, "pickled": pickled, "called": int(pid == os.getpid())}
-
-
-def check(results: Results, size: Size) -> Claims:
-    want = one_process(size).gradients[0][0]
-    for how in ("text", "tensor", "pickled"):
-        yield from every(results, how, f"as {how}, the sum is one process's gradient", want)
-    yield from every(results, "called", "the object called a function here", 1)
+        return
+    lab.step("object forms of torch.distributed (gloo)", own_process_id=os.getpid())
+    objects: list[Any] = [None] * n
+    dist.all_gather_object(objects, message)
+    trap: list[Any] = [Surprise()]
+    dist.broadcast_object_list(trap, src=0)
+    lab.after(gradient=summed(objects), received=trap[0])
+    lab.claim("pickled, the sum is one process's gradient", summed(objects), want)
+    if rank:
+        lab.claim("receiving the object called a function here", trap[0], os.getpid())

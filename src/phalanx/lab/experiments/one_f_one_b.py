@@ -13,12 +13,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
-from phalanx.lab.experiments.pipeline import MICROBATCHES, Op, Stage, trained_in_stages
-from phalanx.lab.lab import Lab, gathered
+from phalanx.lab.experiments.pipeline import MICROBATCHES, PipelineStage
+from phalanx.lab.lab import Lab
 
 
-def order(rank: int, ranks: int, microbatches: int) -> list[Op]:
+def order(rank: int, ranks: int, microbatches: int) -> list[tuple[str, int]]:
     """One stage's operations: warm up, one forward and one backward in turn, drain."""
     warm = min(ranks - rank, microbatches)
     ops = [("F", i) for i in range(warm)]
@@ -29,7 +28,7 @@ def order(rank: int, ranks: int, microbatches: int) -> list[Op]:
     return ops
 
 
-class CountedStage(Stage):
+class CountedStage(PipelineStage):
     """A stage that counts its turns, and sends the count along with every message."""
 
     def begin(self, step: int) -> None:
@@ -59,20 +58,25 @@ class CountedStage(Stage):
         self.turns.append(self.now)
 
 
-def run(lab: Lab) -> Values:
-    stage = CountedStage(lab)
-    values = stage.train(order(lab.rank, lab.n, MICROBATCHES))
-    counts = lab.size.steps * MICROBATCHES * 8 * (int(not stage.first) + int(not stage.last))
-    values |= {"sent": values["sent"] - counts, "turns": stage.turns}
-    cells = gathered(lab.group, torch.tensor(stage.turns)).view(lab.n, -1)
-    if lab.rank == 0:
-        used, count = cells.numel(), int(cells.max()) * lab.n
+def run(lab: Lab) -> None:
+    stage, rank, n, m = CountedStage(lab), lab.rank, lab.n, MICROBATCHES
+    # It keeps P-p microbatches; with every activation goes a count of eight bytes.
+    stage.train(order(rank, n, m), most=min(n - rank, m), extra=8 * m)
+    cells = lab.everyone(torch.tensor(stage.turns))  # (ranks, operations)
+    used, count = cells.numel(), int(cells.max()) * n
+    if rank == 0:
         lab.note(
-            f"The whole batch at once uses 1/{lab.n} of the cells. Counted here: {used} of {count}, "
+            f"The whole batch at once uses 1/{n} of the cells. Counted here: {used} of {count}, "
             f"{used // 2}/{count // 2}."
         )
         show(lab, cells.tolist())
-    return values
+    says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
+    lab.claim(says, Fraction(used, count) == Fraction(m, m + n - 1))
+    # The first forwards come down the diagonal; the last stage begins backward at once.
+    ends = [rank + 1, 2 * (m + n - 1) - rank]
+    says = "it began in turn p and ended as the pipeline drained"
+    lab.claim(says, [stage.turns[0], stage.turns[-1]], ends)
+    lab.claim("its turns rise", sorted(set(stage.turns)), stage.turns)
 
 
 def show(lab: Lab, cells: list[list[int]]) -> None:
@@ -83,20 +87,3 @@ def show(lab: Lab, cells: list[list[int]]) -> None:
         row = dict(zip(taken, ops, strict=True))
         rows.append([f"rank {rank}", *(row.get(turn, ".") for turn in turns)])
     lab.table("which operation each rank runs in each turn", ("", *map(str, turns)), rows)
-
-
-def check(results: Results, size: Size) -> Claims:
-    yield from trained_in_stages(results, size)
-    n, m = len(results), MICROBATCHES
-    turns = max(max(values["turns"]) for values in results)
-    used = Fraction(sum(len(values["turns"]) for values in results), turns * n)
-    says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
-    yield Claim(says, used == Fraction(m, m + n - 1), str(used))
-    yield from every(results, "most", "it kept P-p microbatches", lambda rank: min(n - rank, m))
-    for rank, values in enumerate(results):
-        taken = values["turns"]
-        # The first forwards come down the diagonal; the last stage begins backward at once.
-        says = f"rank {rank} began in turn p and ended as the pipeline drained"
-        ends = [rank + 1, 2 * (m + n - 1) - rank]
-        yield Claim(says, [taken[0], taken[-1]] == ends, f"{taken[0]} to {taken[-1]}")
-        yield Claim(f"rank {rank}'s turns rise", sorted(set(taken)) == taken)

@@ -16,90 +16,57 @@ from torch.utils._python_dispatch import _disable_current_modes
 from phalanx.comm import Group, World
 from phalanx.comm.launch import launch
 from phalanx.comm.tally import TallyWorld
-from phalanx.lab.claims import Claims, Results, Size, Values, every
+from phalanx.lab.catalogue import Size
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import batch, gradients_of, one_process, start
-from phalanx.lab.trial import backend_for, traced
+from phalanx.lab.trial import backend_for
 
 
-def rank_code(group: Group, size: Size) -> tuple[Tensor, Tensor]:
+def rank_code(world: World, size: Size, group: Group | None = None) -> tuple[Tensor, Tensor]:
     """What every rank does, written once: the gradient before and after it is averaged."""
-    own = gradient_of(size, group.rank, group.size)
-    gradient = own.clone()
+    group = group or world.split("inner", [range(world.size)])
+    rows = batch(size, 0)[size.part("batch", group.rank, group.size)]
+    gradient = gradients_of(start(size), rows)[1][0]
+    own = gradient.clone()
     group.all_reduce(gradient, "average")
     return own, gradient
 
 
-def gradient_of(size: Size, rank: int, n: int) -> Tensor:
-    return gradients_of(start(size), batch(size, 0)[size.part("batch", rank, n)])[1][0]
-
-
-def inner(world: World) -> Group:
-    return world.split("inner", [range(world.size)])
-
-
-def as_thread(world: World, size: Size) -> tuple[Tensor, Tensor]:
-    return rank_code(inner(world), size)
-
-
-def run(lab: Lab) -> Values:
-    lab.step("as it is: among its peers")
-    own, gradient = rank_code(lab.group, lab.size)
-    lab.shows("before the message", gradient=own)
-    lab.shows("after", gradient=gradient)
-
-    lab.step("collectives that do nothing: this rank alone")
+def run(lab: Lab) -> None:
+    whole = one_process(lab.size).gradients[0]
     quiet = TallyWorld(lab.rank, lab.n, "cpu")
-    alone, unsummed = rank_code(inner(quiet), lab.size)
-    lab.shows("before the message", gradient=alone)
-    lab.shows("after", gradient=unsummed)
+    lab.step("as it is: among its peers", rows=lab.rows(0))
+    own, gradient = rank_code(quiet, lab.size, lab.group)
+    lab.after(gradient=gradient)
+    lab.claim("after the message it is one process's gradient", gradient, whole)
+
+    lab.step("collectives that do nothing: this rank alone", rows=lab.rows(0))
+    alone, unsummed = rank_code(quiet, lab.size)
+    lab.after(gradient=unsummed)
+    lab.claim("alone, it is the same before the message", alone, own)
+    lab.claim("and after it nobody has added anything", unsummed, own)
     message = quiet.ledger[0]
     lab.note(f"It would have sent: {message.collective} of {message.bytes:,} bytes.")
+    lab.claim("alone, the message is known", [message.bytes, message.size], [whole.nbytes, lab.n])
 
-    lab.step("all ranks as threads of this process")
+    lab.step("all ranks as threads of this process", rows=lab.rows(0))
     with _disable_current_modes():
-        thread = launch(as_thread, lab.n, lab.size, backend="threads")[lab.rank]
-    lab.shows("before the message", gradient=thread[0])
-    lab.shows("after", gradient=thread[1])
-    if lab.rank == 0:
-        state = "on" if traced() else "off"
-        lab.note(f"A tracer is {state}: for --backend gloo the lab uses {backend_for('gloo')}.")
-    return {
-        "own": own,
-        "gradient": gradient,
-        "alone": alone,
-        "unsummed": unsummed,
-        "threads": thread[1],
-        "message": [message.bytes, message.size],
-        "chosen": chosen_under_a_tracer(),
-    }
+        threads = launch(rank_code, lab.n, lab.size, backend="threads")
+    lab.after(gradient=threads[lab.rank][1])
+    lab.claim("so it is as a thread", threads[lab.rank][1], whole)
+    lab.claim("under a tracer gloo becomes threads", chosen_under_a_tracer(), "threads")
 
 
 def chosen_under_a_tracer() -> str:
-    """What is used for gloo in a thread that is traced, as a debugger traces it."""
+    """The backend for gloo in a thread that a debugger follows."""
     chosen: list[str] = []
 
-    def choose() -> None:
-        before = sys.gettrace()
+    def look() -> None:
         sys.settrace(lambda *_: None)
-        try:
-            chosen.append(backend_for("gloo"))
-        finally:
-            sys.settrace(before)
+        chosen.append(backend_for("gloo"))
+        sys.settrace(None)
 
-    thread = threading.Thread(target=choose)
+    thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     return chosen[0]
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    want = one_process(size).gradients[0]
-    yield from every(results, "gradient", "among peers, the gradient is one process's", want)
-    yield from every(results, "threads", "so it is as a thread", want)
-    for how in ("own", "alone", "unsummed"):
-        says = f"{how} is the gradient of its rows"
-        yield from every(results, how, says, lambda rank: gradient_of(size, rank, n))
-    yield from every(results, "message", "alone, the message is known", [want.nbytes, n])
-    yield from every(results, "chosen", "under a tracer gloo becomes threads", "threads")

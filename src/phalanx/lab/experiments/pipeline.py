@@ -12,15 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, trained, update
+from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, update
 
 MICROBATCHES = 4
-Op = tuple[str, int]  # F or B, and the microbatch
 
 
-class Stage:
+class PipelineStage:
     """A range of layers: forward and backward of one microbatch, gradients added up."""
 
     def __init__(self, lab: Lab) -> None:
@@ -82,37 +80,27 @@ class Stage:
         if not self.first:
             self.send(g, self.lab.rank - 1)
 
-    def train(self, order: Sequence[Op]) -> Values:
-        """All steps, each with these operations in this order."""
+    def train(self, order: Sequence[tuple[str, int]], most: int, extra: int = 0) -> None:
+        """All steps, each with these operations in this order; and how much it kept and sent."""
 
         def train_step(step: int) -> tuple[Tensor | None, list[Tensor]]:
             self.begin(step)
             for kind, micro in order:
                 self.forward(micro) if kind == "F" else self.backward(micro)
-            for w, gradient in zip(self.weights, self.gradients, strict=True):
-                update(w, gradient)
+            update(self.weights, self.gradients)
             return self.loss if self.last else None, self.gradients
 
-        values = self.lab.train(train_step, self.weights)
-        return values | {"sent": self.lab.sent(), "most": self.most}
+        size, lab = self.size, self.lab
+        lab.train(train_step, self.weights, lambda layers: layers[lab.part("layers")])
+        neighbours = (not self.first) + (not self.last)
+        formula = size.steps * neighbours * (8 * size.batch * size.width + extra)
+        lab.claim("it sent activations to each neighbour", lab.sent(), formula)
+        lab.claim("it kept so many microbatches at once", self.most, most)
 
 
-def all_forwards_first() -> list[Op]:
+def all_forwards_first() -> list[tuple[str, int]]:
     return [(kind, micro) for kind in "FB" for micro in range(MICROBATCHES)]
 
 
-def run(lab: Lab) -> Values:
-    return Stage(lab).train(all_forwards_first())
-
-
-def check(results: Results, size: Size) -> Claims:
-    yield from trained_in_stages(results, size)
-    yield from every(results, "most", "it kept all microbatches at once", MICROBATCHES)
-
-
-def trained_in_stages(results: Results, size: Size) -> Claims:
-    """Every rank's layers are as one process trains them, and only activations were sent."""
-    n, activations = len(results), size.steps * 8 * size.batch * size.width
-    yield from trained(results, size, lambda layers, rank: layers[size.part("layers", rank, n)])
-    says = "it sent activations to each neighbour"
-    yield from every(results, "sent", says, lambda r: ((r > 0) + (r < n - 1)) * activations)
+def run(lab: Lab) -> None:
+    PipelineStage(lab).train(all_forwards_first(), most=MICROBATCHES)

@@ -9,17 +9,11 @@ space. It cannot fill the turns in which there is no work: that needs another or
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.claims import Claims, Results, Size, Values, every
-from phalanx.lab.experiments.pipeline import (
-    MICROBATCHES,
-    Stage,
-    all_forwards_first,
-    trained_in_stages,
-)
+from phalanx.lab.experiments.pipeline import MICROBATCHES, PipelineStage, all_forwards_first
 from phalanx.lab.lab import Lab
 
 
-class PostedStage(Stage):
+class PostedStage(PipelineStage):
     """A stage whose receives are all posted at the start of the step, and taken in order."""
 
     def __init__(self, lab: Lab) -> None:
@@ -45,24 +39,15 @@ class PostedStage(Stage):
         super().send(x, to)
 
 
-def run(lab: Lab) -> Values:
-    stage = PostedStage(lab)
-    values = stage.train(all_forwards_first())
+def run(lab: Lab) -> None:
+    stage, m = PostedStage(lab), MICROBATCHES
+    stage.train(all_forwards_first(), most=m)
     if lab.rank == 0:
-        counts = " ".join(map(str, stage.in_flight[:MICROBATCHES]))
+        counts = " ".join(map(str, stage.in_flight[:m]))
         lab.note(f"Receives open on rank 0 when it had computed each microbatch: {counts}.")
-    return values | {"in flight": stage.in_flight}
-
-
-def check(results: Results, size: Size) -> Claims:
-    yield from trained_in_stages(results, size)
-    yield from every(results, "most", "it kept all microbatches at once", MICROBATCHES)
-    n, m = len(results), MICROBATCHES
-
-    def open_receives(rank: int) -> list[int]:
-        """Whenever it sends: what the two neighbours have not sent yet, or not been asked for."""
-        left, right = rank > 0, rank < n - 1
-        forwards = [left * (m - 1 - i) + m for i in range(m)] * right
-        return (forwards + [right * (m - 1 - i) for i in range(m)] * left) * size.steps
-
-    yield from every(results, "in flight", "receives were open while it computed", open_receives)
+    # Whenever it sends: what the two neighbours have not sent yet, or not been asked for.
+    left, right = not stage.first, not stage.last
+    forwards = [left * (m - 1 - i) + m for i in range(m)] * right
+    backwards = [right * (m - 1 - i) for i in range(m)] * left
+    want = (forwards + backwards) * lab.size.steps
+    lab.claim("receives were open while it computed", stage.in_flight, want)

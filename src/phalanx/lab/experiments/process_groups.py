@@ -20,7 +20,6 @@ import torch.distributed
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import gradients_of, one_process, start
 
@@ -28,42 +27,45 @@ dist: Any = torch.distributed  # its type stubs leave out the stores
 PATIENCE = timedelta(seconds=30)
 
 
-def run(lab: Lab) -> Values:
+def run(lab: Lab) -> None:
     group, rank, n = lab.group, lab.rank, lab.n
-    values: Values = {}
-    lab.step("choice of the backend")
-    choice = "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= n else "gloo"
-    lab.shows("before", gpus=torch.cuda.device_count(), ranks=n)
-    lab.shows("after", backend=choice)
     with tempfile.TemporaryDirectory() as folder:
         # Everyone must know rank 0's folder and port: that is the least that ranks need to meet.
         path = from_rank_0(group, str(Path(folder) / "store"))
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = int(from_rank_0(group, str(server.port)))
-        stores = {
-            "HashStore": (dist.HashStore(), 1),  # nobody outside this rank can see it
-            "FileStore": (dist.FileStore(path, n), n),
-            "TCPStore": (dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE), n),
-        }
-        for name, (store, members) in stores.items():
-            lab.step(f"{name}: every rank writes its address, waits, and reads the others'")
-            store.set(f"address {rank if members > 1 else 0}", f"rank {rank} is here")
-            keys = [f"address {i}" for i in range(members)]
-            lab.shows("before", keys=keys)
+        tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+        hashed = dist.HashStore()  # nobody outside this rank can see it
+        stores = (hashed, [rank]), (dist.FileStore(path, n), range(n)), (tcp, range(n))
+        for store, members in stores:
+            name = type(store).__name__
+            keys = [f"address {i}" for i in members]
+            title = f"{name}: every rank writes its address, waits, and reads the others'"
+            lab.step(title, keys=keys)
+            store.set(f"address {rank}", f"rank {rank} is here")
             store.wait(keys, PATIENCE)
             read = [store.get(key).decode() for key in keys]
             store.add("counted", 1)
             group.barrier()  # now everyone has added
-            values[name] = "; ".join(read) + f"; {store.add('counted', 0)} counted"
-            lab.shows("after", read=values[name])
+            counted = store.add("counted", 0)
+            lab.after(read=read, counted=counted)
+            here = "; ".join(f"rank {i} is here" for i in members)
+            lab.claim(f"the {name} contains these ranks", "; ".join(read), here)
+            lab.claim(f"so many have added to the {name}", counted, len(members))
 
-        lab.step("a new group on the TCP store: all-reduce of the gradient")
-        gradient = gradients_of(start(lab.size), lab.rows(0))[1][0] / n
-        lab.shows("before", gradient=gradient)
-        values["gradient"] = all_reduced(gradient, stores["TCPStore"][0], rank, n)
-        lab.shows("after", gradient=gradient)
+        gradient = gradients_of(start(lab.size), lab.rows(0))[1][0]
+        lab.step("a new group on the TCP store: all-reduce of the gradient", gradient=gradient)
+        gradient = all_reduced(gradient, tcp, rank, n) / n
+        lab.after(gradient=gradient)
         group.barrier()  # rank 0's port and file stay until nobody needs them
-    return values
+    want = one_process(lab.size).gradients[0]
+    lab.claim("the group's sum is one process's gradient", gradient, want)
+    lab.note(f"Here the backend would be {backend(n)}.")
+
+
+def backend(n: int) -> str:
+    enough = dist.is_nccl_available() and torch.cuda.device_count() >= n
+    return "nccl" if enough else "gloo"
 
 
 def all_reduced(x: Tensor, store: Any, rank: int, n: int) -> Tensor:
@@ -84,14 +86,3 @@ def from_rank_0(group: Group, text: str) -> str:
     message[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
     group.broadcast(message, root=0)
     return bytes(message.tolist()).rstrip(b"\0").decode()
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    says, alone = "a HashStore contains only this rank", "rank {} is here; 1 counted"
-    yield from every(results, "HashStore", says, alone.format)
-    everybody = "; ".join(f"rank {i} is here" for i in range(n)) + f"; {n} counted"
-    for name in ("FileStore", "TCPStore"):
-        yield from every(results, name, f"the {name} contains all ranks", everybody)
-    says = "the group's sum is one process's gradient"
-    yield from every(results, "gradient", says, one_process(size).gradients[0])

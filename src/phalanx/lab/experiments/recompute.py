@@ -20,22 +20,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import Kept, backward, draw, forward, loss_of
 
 ROWS, WIDTH, DEPTHS, FEW = 256, 16, (4, 16, 36, 64), 4
 UNIT = 8 * ROWS * WIDTH  # bytes of one activation
 WAYS = ("everything", "input only", "4 checkpoints", "sqrt checkpoints", "usual, 4", "usual, sqrt")
-JOBS = [(way, depth) for depth in DEPTHS for way in WAYS]
+JOBS = [(way, depth) for way in WAYS for depth in DEPTHS]
 
 
 def segments(way: str, depth: int) -> int:
     return {"everything": 1, "input only": 1}.get(way, isqrt(depth) if "sqrt" in way else FEW)
 
 
-def cost(way: str, depth: int) -> tuple[int, int]:
-    """Forwards and activations by hand. A layer keeps two for its backward: x and x @ w."""
+def by_hand(way: str, depth: int) -> tuple[int, int]:
+    """Forwards, and activations kept. A layer keeps two for its backward: x and x @ w."""
     c = segments(way, depth)
     s = depth // c
     if way == "everything":
@@ -70,104 +69,77 @@ class Chain:
         self.gradients[i] += gradient
         return g
 
+    def step(self, x: Tensor, way: str) -> None:
+        """Forward and backward once."""
+        depth = len(self.weights)
+        length = depth // segments(way, depth)
+        checkpoints, kept = [], list[Kept]()
+        for first in range(0, depth, length):
+            checkpoints.append(x)
+            x, kept = self.forward(x, first, first + length, keep=way == "everything")
+        g = loss_of(x)[1]
+        del x
+        for first in reversed(range(0, depth, length)):
+            start = checkpoints.pop()
+            if way.startswith("usual"):
+                _, kept = self.forward(start, first, first + length)
+            for i in reversed(range(first, first + length)):
+                if kept:
+                    g = self.backward(i, g, kept.pop())
+                else:
+                    x, _ = self.forward(start, first, i, keep=False)
+                    g = self.backward(i, g, self.forward(x, i, i + 1)[1][0])
 
-def step(chain: Chain, x: Tensor, way: str) -> None:
-    """Forward and backward once."""
-    depth = len(chain.weights)
-    length = depth // segments(way, depth)
-    checkpoints, kept = [], list[Kept]()
-    for first in range(0, depth, length):
-        checkpoints.append(x)
-        x, kept = chain.forward(x, first, first + length, keep=way == "everything")
-    g = loss_of(x)[1]
-    del x
-    for first in reversed(range(0, depth, length)):
-        start = checkpoints.pop()
-        if way.startswith("usual"):
-            _, kept = chain.forward(start, first, first + length)
-        for i in reversed(range(first, first + length)):
-            if kept:
-                g = chain.backward(i, g, kept.pop())
-            else:
-                x, _ = chain.forward(start, first, i, keep=False)
-                g = chain.backward(i, g, chain.forward(x, i, i + 1)[1][0])
 
-
-def run(lab: Lab) -> Values:
-    lab.step("forwards and memory: each rank measures some of the ways")
-    lab.shows("before", ways=len(JOBS))
+def run(lab: Lab) -> None:
+    lab.step("forwards and memory: each rank measures some of the ways", ways=len(JOBS))
     counted = torch.zeros(len(JOBS), 2, dtype=torch.float64)
-    gradients: list[Tensor] = []
     for number in range(lab.rank, len(JOBS), lab.n):
         way, depth = JOBS[number]
         chain, x = Chain(depth), draw(1, ROWS, WIDTH)
         base = lab.memory.now - UNIT  # the input counts as kept
         lab.memory.most = lab.memory.now
         with lab.doing(f"{way}, {depth} layers"):
-            step(chain, x, way)
+            chain.step(x, way)
         counted[number] = torch.tensor([chain.forwards, (lab.memory.most - base) / UNIT])
-        gradients.append(chain.gradients[0])
-        if depth == DEPTHS[-1]:
-            lab.shows(f"after: {way}, {depth} layers", gradients=chain.gradients)
+        says = f"{way}, {depth} layers: the gradient is autograd's"
+        lab.claim(says, chain.gradients[0], plain_gradient(depth))
     lab.group.all_reduce(counted)
-    lab.step("time: rank 0 alone, not recorded")
-    lab.shows("before", forwards_and_activations=counted)
-    took = [seconds(way, depth) for way, depth in JOBS] if lab.rank == 0 else []
+    lab.after(forwards_and_activations=counted)
+    hands = [by_hand(*job) for job in JOBS]
+    lab.claim("forwards", counted[:, 0], [forwards for forwards, _ in hands])
+    # What is being computed at the moment comes on top, and must not grow with depth.
+    extra = (counted[:, 1] - torch.tensor([kept for _, kept in hands])).view(len(WAYS), -1)
+    for way, more in zip(WAYS, extra.tolist(), strict=True):
+        says = f"{way}: activations kept are those by hand and the ones in use"
+        fits = min(more) >= 0 and max(more) <= 5.5 and max(more) - min(more) < 1.5
+        lab.claim(f"{says}, {min(more):.2f} to {max(more):.2f} more", fits)
     lab.group.barrier()
-    lab.shows("after", seconds=took)
     if lab.rank == 0:
-        show(lab, [(*row, s) for row, s in zip(counted.tolist(), took, strict=True)])
-    return {"gradients": gradients, "counted": counted}
+        rows = []
+        for (way, depth), (forwards, kept), hand in zip(JOBS, counted.tolist(), hands, strict=True):
+            ms = f"{1e3 * seconds(way, depth):.1f}"
+            rows.append((way, depth, f"{forwards:.0f}", hand[0], f"{kept:.1f}", hand[1], ms))
+        header = ("kept", "layers", "forwards", "by hand", "activations", "by hand", "ms")
+        lab.table("counted, by hand, and timed on rank 0 alone", header, rows)
+
+
+def plain_gradient(depth: int) -> Tensor:
+    """Of the first layer, by autograd."""
+    weights = [w.requires_grad_() for w in Chain(depth).weights]
+    x = draw(1, ROWS, WIDTH)
+    for w in weights:
+        x = F.gelu(x @ w)
+    return torch.autograd.grad(x.square().mean(), weights[:1])[0]
 
 
 def seconds(way: str, depth: int) -> float:
-    """The shortest of three."""
+    """The shortest of three, not recorded."""
     times = []
     chain, x = Chain(depth), draw(1, ROWS, WIDTH)
     with _disable_current_modes():
         for _ in range(3):
             begin = time.perf_counter()
-            step(chain, x, way)
+            chain.step(x, way)
             times.append(time.perf_counter() - begin)
     return min(times)
-
-
-def show(lab: Lab, measured: list[tuple[float, ...]]) -> None:
-    table = dict(zip(JOBS, measured, strict=True))
-    for column, y in enumerate(("forwards of a layer", "activations kept", "seconds")):
-        lines = {way: [(d, table[way, d][column]) for d in DEPTHS] for way in WAYS}
-        lab.curves(f"{y} over the number of layers", "layers", y, lines)
-    rows = []
-    for way in WAYS:
-        (forwards, activations, took), hand = table[way, DEPTHS[-1]], cost(way, DEPTHS[-1])
-        counts = (f"{forwards:.0f}", hand[0], f"{activations:.1f}", hand[1])
-        rows.append((way, *counts, f"{1e3 * took:.1f}"))
-    header = ("kept", "forwards", "by hand", "activations", "by hand", "ms")
-    lab.table(f"{DEPTHS[-1]} layers", header, rows)
-
-
-def check(results: Results, size: Size) -> Claims:
-    for rank, values in enumerate(results):
-        for (way, depth), gradient in zip(
-            JOBS[rank :: len(results)], values["gradients"], strict=True
-        ):
-            weights = [w.requires_grad_() for w in Chain(depth).weights]
-            x = draw(1, ROWS, WIDTH)
-            for w in weights:
-                x = F.gelu(x @ w)
-            (want,) = torch.autograd.grad(x.square().mean(), weights[:1])
-            yield equal(f"{way}, {depth} layers: the gradient is autograd's", gradient, want)
-    counted = results[-1]["counted"]
-    yield from every(results, "counted", "all ranks have the same counts", counted)
-    table = dict(zip(JOBS, counted.tolist(), strict=True))
-    for way in WAYS:
-        by_hand = [cost(way, depth) for depth in DEPTHS]
-        forwards = [table[way, depth][0] for depth in DEPTHS]
-        yield equal(f"{way}: forwards", forwards, [hand for hand, _ in by_hand])
-        # What is being computed at the moment comes on top, and must not grow with depth.
-        extra = [
-            table[way, depth][1] - most for depth, (_, most) in zip(DEPTHS, by_hand, strict=True)
-        ]
-        says = f"{way}: activations kept are those by hand and the ones in use"
-        fits = min(extra) >= 0 and max(extra) <= 5.5 and max(extra) - min(extra) < 1.5
-        yield Claim(says, fits, f"{min(extra):.2f} to {max(extra):.2f} more")

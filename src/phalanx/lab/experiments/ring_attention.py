@@ -13,36 +13,37 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group, Work
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import draw
 
 HEADS = 4
 
 
-def whole(size: Size) -> tuple[Tensor, Tensor, Tensor]:
+def whole(lab: Lab) -> list[Tensor]:
     """Queries, keys and values, each (heads, tokens, head_dim)."""
-    if size.width % HEADS:
-        size.part("width", 0, HEADS)
-    shape = (HEADS, size.batch, size.width // HEADS)
-    return draw(1, *shape), draw(2, *shape), draw(3, *shape)
+    if lab.size.width % HEADS:
+        lab.size.part("width", 0, HEADS)
+    return [draw(i, HEADS, lab.size.batch, lab.size.width // HEADS) for i in (1, 2, 3)]
 
 
-def run(lab: Lab) -> Values:
-    q, k, v = (x[:, lab.part("batch")].contiguous() for x in whole(lab.size))
-    lab.step("forward: n rounds")
-    lab.shows("before", q=q, k=k, v=v)
-    out, log_sum = forward(lab, q, k, v)
-    lab.shows("after", out=out, log_sum=log_sum)
-    count = out.numel() * lab.n
+def run(lab: Lab) -> None:
+    n, qkv = lab.n, [x[:, lab.part("batch")].contiguous() for x in whole(lab)]
+    lab.step("forward: n rounds", qkv=qkv)
+    out, log_sum = forward(lab, *qkv)
+    lab.after(out=out, log_sum=log_sum)
+    count = out.numel() * n
     loss = out.square().sum() / count
     lab.group.all_reduce(loss)
-    lab.step("backward: once more round, gradients travel with keys and values")
     gradient = 2 * out / count
-    lab.shows("before", gradient_of_out=gradient)
-    gq, gk, gv = backward(lab, (q, k, v), out, log_sum, gradient)
-    lab.shows("after", gradient_q=gq, gradient_k=gk, gradient_v=gv)
-    return {"out": out, "loss": loss, "q": gq, "k": gk, "v": gv, "sent": lab.sent()}
+    title = "backward: once more round, gradients travel with keys and values"
+    lab.step(title, gradient_of_out=gradient)
+    gradients = backward(lab, qkv, out, log_sum, gradient)
+    lab.after(gradients=gradients)
+    claim_attention(lab, loss, out, gradients)
+    block = 8 * lab.size.batch * lab.size.width / n
+    formula = (2 * (n - 1) + 2 * (n - 1) + 2 * n) * block if n > 1 else 0.0
+    formula += 2 * (n - 1) / n * 8  # and the loss
+    lab.claim("it sent keys and values twice, their gradients once", lab.sent(), formula)
 
 
 def scores(lab: Lab, q: Tensor, k: Tensor, source: int) -> Tensor:
@@ -81,9 +82,7 @@ def forward(lab: Lab, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, log_sum
 
 
-def backward(
-    lab: Lab, qkv: tuple[Tensor, ...], out: Tensor, log_sum: Tensor, g: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(lab: Lab, qkv: list[Tensor], out: Tensor, log_sum: Tensor, g: Tensor) -> list[Tensor]:
     q, k, v = qkv
     gq, gk, gv = (torch.zeros_like(x) for x in qkv)
     inner = (g * out).sum(-1, keepdim=True)
@@ -102,28 +101,17 @@ def backward(
         for work in works:
             work.wait()
         gk, gv, k, v = (*arriving, k, v)[:4]
-    return gq, gk, gv
+    return [gq, gk, gv]
 
 
-def check(results: Results, size: Size) -> Claims:
-    yield from attention_of_one_process(results, size)
-    n = len(results)
-    block = 8 * size.batch * size.width / n
-    formula = (2 * (n - 1) + 2 * (n - 1) + 2 * n) * block if n > 1 else 0.0
-    says = "it sent keys and values twice, their gradients once"
-    yield from every(results, "sent", says, formula + 2 * (n - 1) / n * 8)  # and the loss
-
-
-def attention_of_one_process(results: Results, size: Size) -> Claims:
+def claim_attention(lab: Lab, loss: Tensor, out: Tensor, gradients: list[Tensor]) -> None:
     """Own rows of output and of gradients are those of plain attention."""
-    q, k, v = (x.requires_grad_() for x in whole(size))
-    later = torch.ones(size.batch, size.batch).triu(1).bool()
+    q, k, v = (x.requires_grad_() for x in whole(lab))
+    later = torch.ones(lab.size.batch, lab.size.batch).triu(1).bool()
     s = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
-    out = s.softmax(-1) @ v
-    loss = out.square().mean()
-    want = dict(zip("qkv", torch.autograd.grad(loss, (q, k, v)), strict=True)) | {"out": out}
-    yield from every(results, "loss", "the loss is one process's", loss)
-    for name, x in want.items():
-        says = "the output is that of its tokens" if name == "out" else f"gradient of {name}"
-        parts = [x[:, size.part("batch", rank, len(results))] for rank in range(len(results))]
-        yield from every(results, name, says, parts.__getitem__)
+    plain = s.softmax(-1) @ v
+    mean, own = plain.square().mean(), lab.part("batch")
+    lab.claim("the loss is one process's", loss, mean)
+    lab.claim("the output is that of its tokens", out, plain[:, own])
+    for name, x, want in zip("qkv", gradients, torch.autograd.grad(mean, (q, k, v)), strict=True):
+        lab.claim(f"gradient of {name}", x, want[:, own])

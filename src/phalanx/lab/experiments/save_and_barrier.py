@@ -14,29 +14,27 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, every
+from phalanx.lab.catalogue import Size
 from phalanx.lab.experiments.process_groups import from_rank_0
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import gradients_of, one_process, start, trained, update
+from phalanx.lab.mlp import gradients_of, one_process, start, update
 
 
-def run(lab: Lab) -> Values:
-    group, weights = lab.group, start(lab.size)
-    loaded: list[Tensor] = []
-    saved = torch.zeros(1, dtype=torch.int64)
+def run(lab: Lab) -> None:
+    size, group, weights, half = lab.size, lab.group, start(lab.size), lab.size.steps // 2
 
     def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
-        if step == lab.size.steps // 2:
+        if step == half:
             save_and_load()
         loss, gradients = gradients_of(weights, lab.rows(step))
-        for w, g in zip(weights, gradients, strict=True):
+        for g in gradients:
             group.all_reduce(g, "average")
-            update(w, g)
+        update(weights, gradients)
         return loss, gradients
 
     def save_and_load() -> None:
-        lab.step("rank 0 saves, barrier, all load")
-        lab.shows("before", weights=weights)
+        lab.step("rank 0 saves, barrier, all load", weights=weights)
+        saved = torch.zeros(1, dtype=torch.int64)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(from_rank_0(group, str(Path(folder) / "weights.safetensors")))
             if lab.rank == 0:
@@ -49,26 +47,14 @@ def run(lab: Lab) -> Values:
                 file = load_file(path)
             group.barrier()  # the folder is removed when everyone has read
         group.broadcast(saved, root=0)
-        for i in range(len(weights)):
-            weights[i] = file[str(i)].clone()
-            loaded.append(weights[i].clone())
-        lab.shows("after", weights=weights, bytes_of_the_file=int(saved))
+        weights[:] = [file[str(i)].clone() for i in range(len(weights))]
+        lab.after(weights=weights, bytes_of_the_file=int(saved))
+        before = Size(size.batch, size.width, size.layers, half) if half else None
+        want = one_process(before).weights if before else start(size)
+        lab.claim("it loaded what was saved", weights, want)
+        header = int(saved) - size.bytes
+        says = f"the file is the weights and a header of {header} bytes"
+        lab.claim(says, 8 < header < 200 * size.layers + 64 and header % 8 == 0)
         lab.step("training continues from the file")
 
-    values = lab.train(train_step, weights)
-    return values | {"loaded": loaded, "bytes": int(saved)}
-
-
-def check(results: Results, size: Size) -> Claims:
-    yield from trained(results, size)
-    half = size.steps // 2
-    there = (
-        one_process(Size(size.batch, size.width, size.layers, half)).weights
-        if half
-        else start(size)
-    )
-    yield from every(results, "loaded", "it loaded what was saved", there)
-    for rank, values in enumerate(results):
-        header = values["bytes"] - size.bytes
-        says = f"rank {rank}: the file is the weights and a header of {header} bytes"
-        yield Claim(says, 8 < header < 200 * size.layers + 64 and header % 8 == 0)
+    lab.train(train_step, weights)

@@ -11,12 +11,11 @@ pinned memory; without one, the device is a second copy in the host's memory.
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import loss_of, start, trained, update
+from phalanx.lab.mlp import loss_of, start, update
 
 
-class Device:
+class SwapDevice:
     """The few layers that are on the device, and the bytes that were copied in and out."""
 
     def __init__(self, host: list[Tensor]) -> None:
@@ -30,46 +29,37 @@ class Device:
             self.copied_in += self.host[layer].nbytes
             self.most = max(self.most, len(self.here))
 
-    def free(self, layer: int) -> None:
-        self.here.pop(layer, None)
-
     def to_host(self, gradient: Tensor) -> Tensor:
         self.copied_out += gradient.nbytes
         return gradient.to("cpu", copy=True)
 
 
-def run(lab: Lab) -> Values:
-    host = start(lab.size)
-    device, last = Device(host), lab.size.layers - 1
+def run(lab: Lab) -> None:
+    size, host, last = lab.size, start(lab.size), lab.size.layers - 1
+    device = SwapDevice(host)
 
     def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
         x = lab.rows(step).to(device.device)
         device.load(0)
-        for layer in range(lab.size.layers):
+        for layer in range(size.layers):
             device.load(layer + 1)
             x = lab.forward(layer, x, device.here[layer])
             if layer != last:
-                device.free(layer)
+                del device.here[layer]
         loss, g = loss_of(x)
         lab.shows("between forward and backward", on_the_device=list(device.here.values()))
         gradients: list[Tensor] = []
-        for layer in reversed(range(lab.size.layers)):
+        for layer in reversed(range(size.layers)):
             device.load(layer - 1)
-            g, gradient = lab.backward(layer, g, device.here[layer])
+            g, gradient = lab.backward(layer, g, device.here.pop(layer))
             gradients.insert(0, device.to_host(gradient))
-            device.free(layer)
-        for w, gradient in zip(host, gradients, strict=True):
+        for gradient in gradients:
             lab.group.all_reduce(gradient, "average")
-            update(w, gradient)
+        update(host, gradients)
         return loss, gradients
 
-    values = lab.train(train_step, host)
-    return values | {"most": device.most, "copied": [device.copied_in, device.copied_out]}
-
-
-def check(results: Results, size: Size) -> Claims:
-    yield from trained(results, size)
-    yield from every(results, "most", "the device had two layers", min(2, size.layers))
+    lab.train(train_step, host)
+    lab.claim("the device had two layers", device.most, min(2, size.layers))
     layer = size.steps * 8 * size.width**2
-    copied = [(2 * size.layers - 1) * layer, size.layers * layer]
-    yield from every(results, "copied", "bytes in and out", copied)
+    formula = [(2 * size.layers - 1) * layer, size.layers * layer]
+    lab.claim("bytes in and out", [device.copied_in, device.copied_out], formula)

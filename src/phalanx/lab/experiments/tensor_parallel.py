@@ -10,47 +10,38 @@ each layer, each of (n-1)/n of the activations.
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import batch, loss_of, start, trained, update
+from phalanx.lab.mlp import batch, loss_of, start, update
 
 
-def run(lab: Lab) -> Values:
-    columns = lab.part("width")
-    weights = [w[:, columns].clone() for w in start(lab.size)]
+def run(lab: Lab) -> None:
+    size, n, columns = lab.size, lab.n, lab.part("width")
+    weights = [w[:, columns].clone() for w in start(size)]
     to_input: list[Tensor] = []
 
     def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
-        x = batch(lab.size, step)  # every rank has all rows
+        x = batch(size, step)  # every rank has all rows
         for layer, w in enumerate(weights):
             # Collectives join along the first dim: features are made the first.
             x = gathered(lab.group, lab.forward(layer, x, w).T.contiguous()).T
         loss, g = loss_of(x)
         g = g[:, columns]
         gradients: list[Tensor] = []
-        for layer in reversed(range(lab.size.layers)):
+        for layer in reversed(range(size.layers)):
             g, gradient = lab.backward(layer, g, weights[layer])
             gradients.insert(0, gradient)
             g = scattered(lab.group, g.T.contiguous()).T
-        for w, gradient in zip(weights, gradients, strict=True):
-            update(w, gradient)
+        update(weights, gradients)
         to_input.append(g)
         return loss, gradients
 
-    values = lab.train(train_step, weights)
-    return values | {"sent": lab.sent(), "to input": to_input[0]}
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    columns = [size.part("width", rank, n) for rank in range(n)]
-    yield from trained(results, size, lambda layers, rank: [w[:, columns[rank]] for w in layers])
+    lab.train(train_step, weights, lambda layers: [w[:, columns] for w in layers])
     x = batch(size, 0).requires_grad_()
     y = x
     for w in start(size):
         y = torch.nn.functional.gelu(y @ w)
     (want,) = torch.autograd.grad(y.square().mean(), x)
     says = "the gradient of the input is right in its columns"
-    yield from every(results, "to input", says, lambda rank: want[:, columns[rank]])
+    lab.claim(says, to_input[0], want[:, columns])
     formula = size.steps * size.layers * 2 * (n - 1) / n * 8 * size.batch * size.width
-    yield from every(results, "sent", "it sent 2(n-1)/n of every layer's output", formula)
+    lab.claim("it sent 2(n-1)/n of every layer's output", lab.sent(), formula)

@@ -10,22 +10,19 @@ al. 2019). If the number of layers is odd, every rank computes the whole last la
 from torch import Tensor
 from torch.nn import functional as F
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, trained, update
+from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start, update
 
 
-def shard(w: Tensor, layer: int, size: Size, rank: int, n: int) -> Tensor:
-    """Columns of even layers, rows of odd ones, all of a last even one."""
-    part = size.part("width", rank, n)
-    if layer % 2:
-        return w[part]
-    return w[:, part] if layer + 1 < size.layers else w
+def run(lab: Lab) -> None:
+    size, group, n, part = lab.size, lab.group, lab.n, lab.part("width")
 
+    def shards(layers: list[Tensor]) -> list[Tensor]:
+        """Columns of even layers, rows of odd ones, all of a last even one."""
+        cut = [w[part] if i % 2 else w[:, part] for i, w in enumerate(layers)]
+        return cut if size.layers % 2 == 0 else [*cut[:-1], layers[-1]]
 
-def run(lab: Lab) -> Values:
-    size, group = lab.size, lab.group
-    weights = [shard(w, i, size, lab.rank, lab.n).clone() for i, w in enumerate(start(size))]
+    weights = [w.clone() for w in shards(start(size))]
 
     def forward_part(layer: int, x: Tensor) -> tuple[Tensor, Kept]:
         if layer % 2 == 0:
@@ -48,20 +45,10 @@ def run(lab: Lab) -> Values:
             if layer % 2 == 0 and layer + 1 < size.layers:
                 group.all_reduce(g)  # every rank's columns give a part of it
             gradients.insert(0, gradient)
-        for w, gradient in zip(weights, gradients, strict=True):
-            update(w, gradient)
+        update(weights, gradients)
         return loss, gradients
 
-    return lab.train(train_step, weights) | {"sent": lab.sent()}
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-
-    def part(layers: list[Tensor], rank: int) -> list[Tensor]:
-        return [shard(w, layer, size, rank, n) for layer, w in enumerate(layers)]
-
-    yield from trained(results, size, part)
+    lab.train(train_step, weights, shards)
     pairs, output = size.layers // 2, 8 * size.batch * size.width
     formula = size.steps * pairs * 2 * 2 * (n - 1) / n * output
-    yield from every(results, "sent", "it sent two all-reduces for each pair", formula)
+    lab.claim("it sent two all-reduces for each pair", lab.sent(), formula)

@@ -18,52 +18,54 @@ import time
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import batch, gradients_of, start, trained, update
+from phalanx.lab.mlp import batch, gradients_of, one_process, start, update
 
 
-def run(lab: Lab) -> Values:
+def run(lab: Lab) -> None:
     size, n = lab.size, lab.n
-    lab.step("rank 0 drives all devices, the other ranks wait")
-    weights = start(size)
-    losses: list[float] = []
-    first: list[Tensor] = []
-    copied, begin = 0, time.perf_counter()
-    lab.shows("before", weights=weights)
+    alone = one_process(size)
+    weights, copied = start(size), 0
+    lab.step("rank 0 drives all devices, the other ranks wait", weights=weights)
+    begin = time.perf_counter()
     for step in range(size.steps) if lab.rank == 0 else ():
         with lab.doing(f"step {step}"):
-            loss, gradients, moved = replicated(weights, batch(size, step), n, size)
-            for w, g in zip(weights, gradients, strict=True):
-                update(w, g)
+            loss, gradients, moved = replicated(lab, weights, batch(size, step))
+            update(weights, gradients)
         copied += moved
-        losses.append(loss)
-        first = first or gradients
+        lab.claim("the loss is one process's", loss, alone.losses[step])
+        if step == 0:
+            lab.claim("gradients are one process's", gradients, alone.gradients)
     threaded = time.perf_counter() - begin
-    lab.shows("after", weights=weights, losses=losses)
+    lab.after(weights=weights)
+    want = start(size) if lab.rank else alone.weights
+    lab.claim("only rank 0 trained, as one process does", weights, want)
     lab.group.barrier()
 
-    lab.step("the same with a rank for each device")
-    by_rank, begin = start(size), time.perf_counter()
-    lab.shows("before", weights=by_rank)
+    by_rank = start(size)
+    lab.step("the same with a rank for each device", weights=by_rank)
+    begin = time.perf_counter()
     for step in range(size.steps):
-        for w, g in zip(by_rank, gradients_of(by_rank, lab.rows(step))[1], strict=True):
+        gradients = gradients_of(by_rank, lab.rows(step))[1]
+        for g in gradients:
             lab.group.all_reduce(g, "average")
-            update(w, g)
+        update(by_rank, gradients)
     took = time.perf_counter() - begin
-    lab.shows("after", weights=by_rank)
+    lab.after(weights=by_rank)
+    lab.claim("both ways train alike", by_rank, alone.weights)
+    formula = size.steps * 2 * (n - 1) / n * size.bytes
+    lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
     if lab.rank == 0:
+        rows = 8 * size.batch * size.width * (n - 1) // n
+        formula = size.steps * (2 * (n - 1) * size.bytes + rows)
+        lab.claim("the first device moved 2(n-1) times the weights", copied, formula)
         lab.note(
             f"{n} threads over {n} devices: {1e3 * threaded:.0f} ms, {copied:,} bytes through the "
             f"first device. One rank for each: {1e3 * took:.0f} ms, {lab.sent():,.0f} bytes each."
         )
-    values = {"sent": lab.sent(), "copied": copied, "weights by rank": by_rank}
-    return values | {"losses": losses, "gradients": first, "weights": weights}
 
 
-def replicated(
-    weights: list[Tensor], x: Tensor, n: int, size: Size
-) -> tuple[float, list[Tensor], int]:
+def replicated(lab: Lab, weights: list[Tensor], x: Tensor) -> tuple[float, list[Tensor], int]:
     """Loss, gradients, and the bytes that left or entered the first device."""
     answers: dict[int, tuple[Tensor, list[Tensor]]] = {}
     moved = 0
@@ -72,8 +74,8 @@ def replicated(
         answers[i] = gradients_of(replica, rows)
 
     threads = []
-    for i in range(n):
-        rows = x[size.part("batch", i, n)].to(device(i))
+    for i in range(lab.n):
+        rows = x[lab.size.part("batch", i, lab.n)].to(device(i))
         # A copy even where source and device are one memory: a replica is a replica.
         replica = [w.to(device(i), copy=True) for w in weights] if i else weights
         moved += sum(w.nbytes for w in (*weights, rows)) if i else 0
@@ -84,27 +86,12 @@ def replicated(
         thread.join()
     gradients = []
     for layer, w in enumerate(weights):
-        parts = [answers[i][1][layer].to(w.device) for i in range(n)]
+        parts = [answers[i][1][layer].to(w.device) for i in range(lab.n)]
         gradients.append(torch.stack(parts).mean(0))
         moved += sum(part.nbytes for part in parts[1:])
-    return sum(loss.item() for loss, _ in answers.values()) / n, gradients, moved
+    return sum(loss.item() for loss, _ in answers.values()) / lab.n, gradients, moved
 
 
 def device(i: int) -> torch.device:
     gpus = torch.cuda.device_count()
     return torch.device("cuda", i % gpus) if gpus > 1 else torch.device("cpu")
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    yield from trained(results[:1], size)
-    want = results[0]["weights"]
-    yield from every(results, "weights by rank", "both ways train alike", want)
-    formula = size.steps * 2 * (n - 1) / n * size.bytes
-    yield from every(results, "sent", "it sent 2(n-1)/n of the weights in each step", formula)
-    says = "only rank 0 trained in the first part"
-    yield from every(results, "weights", says, lambda rank: start(size) if rank else want)
-    rows = 8 * size.batch * size.width * (n - 1) // n
-    formula = size.steps * (2 * (n - 1) * size.bytes + rows)
-    says = "the first device moved 2(n-1) times the weights"
-    yield from every(results, "copied", says, lambda rank: 0 if rank else formula)

@@ -12,20 +12,19 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group
-from phalanx.lab.claims import Claims, Results, Size, Values, every
 from phalanx.lab.experiments import ring_attention
-from phalanx.lab.experiments.ring_attention import HEADS, attention_of_one_process, whole
+from phalanx.lab.experiments.ring_attention import HEADS, claim_attention, whole
 from phalanx.lab.lab import Lab
 
 
-def run(lab: Lab) -> Values:
+def run(lab: Lab) -> None:
     group, n = lab.group, lab.n
     if HEADS % n:
         lab.note(f"{n} ranks and {HEADS} heads: a head cannot be split, so the ring is used.")
-        return ring_attention.run(lab) | {"how": "ring"}
-    own = [x[:, lab.part("batch")].contiguous() for x in whole(lab.size)]
-    lab.step("forward: to heads, attention, back to tokens")
-    lab.shows("before", q=own[0], k=own[1], v=own[2])
+        ring_attention.run(lab)
+        return
+    own = [x[:, lab.part("batch")].contiguous() for x in whole(lab)]
+    lab.step("forward: to heads, attention, back to tokens", qkv=own)
     q, k, v = (to_heads(group, x) for x in own)
     with lab.doing("attention"):
         tokens = q.shape[1]
@@ -33,21 +32,21 @@ def run(lab: Lab) -> Values:
         s = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
         p = s.softmax(-1)
     out = to_tokens(group, p @ v)
-    lab.shows("after", all_tokens_of_some_heads=q, out=out)
+    lab.after(all_tokens_of_some_heads=q, out=out)
     count = out.numel() * n
     loss = out.square().sum() / count
     group.all_reduce(loss)
-    lab.step("backward: the same exchanges in reverse")
     gradient = 2 * out / count
-    lab.shows("before", gradient_of_out=gradient)
+    lab.step("backward: the same exchanges in reverse", gradient_of_out=gradient)
     g = to_heads(group, gradient)
     with lab.doing("attention backward"):
         gp = g @ v.mT
         gs = p * (gp - (gp * p).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
-    gq, gk, gv = (to_tokens(group, x) for x in (gs @ k, gs.mT @ q, p.mT @ g))
-    lab.shows("after", gradient_q=gq, gradient_k=gk, gradient_v=gv)
-    values = {"out": out, "loss": loss, "q": gq, "k": gk, "v": gv}
-    return values | {"sent": lab.sent(), "how": "ulysses"}
+    gradients = [to_tokens(group, x) for x in (gs @ k, gs.mT @ q, p.mT @ g)]
+    lab.after(gradients=gradients)
+    claim_attention(lab, loss, out, gradients)
+    formula = 8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8
+    lab.claim("it sent (n-1)/n of its numbers eight times", lab.sent(), formula)
 
 
 def to_heads(group: Group, x: Tensor) -> Tensor:
@@ -66,15 +65,3 @@ def to_tokens(group: Group, x: Tensor) -> Tensor:
     out = torch.empty_like(by_target)
     group.all_to_all(out, by_target)
     return out.view(group.size * heads, tokens // group.size, d)
-
-
-def check(results: Results, size: Size) -> Claims:
-    n = len(results)
-    how = "ring" if HEADS % n else "ulysses"
-    yield from every(results, "how", f"with {n} ranks it is {how}", how)
-    if how == "ring":
-        yield from ring_attention.check(results, size)
-        return
-    yield from attention_of_one_process(results, size)
-    formula = 8 * (n - 1) / n * size.batch * size.width / n * 8 + 2 * (n - 1) / n * 8
-    yield from every(results, "sent", "it sent (n-1)/n of its numbers eight times", formula)

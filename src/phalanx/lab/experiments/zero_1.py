@@ -10,17 +10,17 @@ messages, so ZeRO-1 sends exactly what data parallel sends, 2(n-1)/n of the weig
 import torch
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
-from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import Adam, gradients_of, start, trained
+from phalanx.lab.lab import Lab, scattered
+from phalanx.lab.mlp import AdamState, gradients_of, start
 
 
-def run(lab: Lab) -> Values:
-    rank, n = lab.rank, lab.n
-    flat = padded(start(lab.size), n)
-    weights = layers_of(flat, lab.size)  # views
+def run(lab: Lab) -> None:
+    size, rank, n = lab.size, lab.rank, lab.n
+    flat = padded(start(size), n)
+    count = size.layers * size.width**2
+    weights = list(flat[:count].view(size.layers, size.width, size.width))  # views
     mine = flat.view(n, -1)[rank]
-    adam = Adam(len(mine))
+    adam = AdamState(len(mine))
 
     def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
         with lab.doing("F B"):
@@ -33,31 +33,18 @@ def run(lab: Lab) -> Values:
         lab.group.all_gather(flat, part)
         return loss, [summed]
 
-    values = lab.train(train_step, weights, state=[adam.m, adam.v])
-    values |= {"state": adam.m.numel() + adam.v.numel(), "sent": lab.sent()}
-    lab.note(
-        f"Rank {rank} sent {lab.sent() / lab.size.steps:,.0f} bytes a step; 2(n-1)/n of the weights "
-        f"are {2 * (n - 1) / n * flat.nbytes:,.0f}. Its state takes "
-        f"{adam.m.nbytes + adam.v.nbytes:,} bytes of {2 * flat.nbytes:,}."
-    )
-    return values | {"gradients": layers_of(gathered(lab.group, *values["gradients"]), lab.size)}
+    def slice_of(layers: list[Tensor]) -> list[Tensor]:
+        return [padded(layers, n).view(n, -1)[rank]]
+
+    state = [adam.m, adam.v]
+    lab.train(train_step, weights, slice_of, of_weights=list, adam=True, state=state)
+    kept, total = sum(x.numel() for x in state), count + -count % n
+    lab.claim("it has 2/n numbers of state for each weight", kept, 2 * total / n)
+    formula = size.steps * 2 * (n - 1) / n * flat.nbytes
+    lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
 
 
 def padded(parts: list[Tensor], n: int) -> Tensor:
     """All numbers in one vector whose length divides by n."""
     flat = torch.cat([part.reshape(-1) for part in parts])
     return torch.nn.functional.pad(flat, (0, -len(flat) % n))
-
-
-def layers_of(flat: Tensor, size: Size) -> list[Tensor]:
-    """Views of the flat vector as weights."""
-    return list(flat[: size.layers * size.width**2].view(size.layers, size.width, size.width))
-
-
-def check(results: Results, size: Size) -> Claims:
-    yield from trained(results, size, adam=True)
-    n, count = len(results), size.layers * size.width**2
-    count += -count % n
-    yield from every(results, "state", "it has 2/n numbers of state for each weight", 2 * count / n)
-    formula = size.steps * 2 * (n - 1) / n * 8 * count
-    yield from every(results, "sent", "it sent 2(n-1)/n of the weights in each step", formula)

@@ -8,9 +8,9 @@ short; they balance only if the layers divide by the ranks.
 
 from torch import Tensor
 
-from phalanx.lab.claims import Claims, Results, Size, Values, every
+from phalanx.lab.catalogue import Size
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import Adam, loss_of, one_process, start, trained
+from phalanx.lab.mlp import AdamState, loss_of, start
 
 
 def owner(layer: int, size: Size, n: int) -> int:
@@ -22,14 +22,12 @@ def owned(size: Size, rank: int, n: int) -> list[int]:
     return [layer for layer in range(size.layers) if owner(layer, size, n) == rank]
 
 
-def run(lab: Lab) -> Values:
-    size, rank, n = lab.size, lab.rank, lab.n
-    weights = start(size)
-    states = {layer: Adam(size.width, size.width) for layer in owned(size, rank, n)}
-    most = 0
+def run(lab: Lab) -> None:
+    size, n = lab.size, lab.n
+    weights, mine = start(size), owned(size, lab.rank, n)
+    states = {layer: AdamState(size.width, size.width) for layer in mine}
 
     def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
-        nonlocal most
         x = lab.rows(step)
         for layer, w in enumerate(weights):
             x = lab.forward(layer, x, w)
@@ -41,38 +39,20 @@ def run(lab: Lab) -> Values:
             if layer in states:
                 gradients[layer] = gradient
             del gradient  # the others free it here
-        most = max(most, sum(gradient.nbytes for gradient in gradients.values()))
         for layer, w in enumerate(weights):
             if layer in states:
                 states[layer].update(w, gradients[layer])
             lab.group.broadcast(w, owner(layer, size, n))
-        return loss, [gradients[layer] for layer in sorted(gradients)]
+        return loss, [gradients[layer] for layer in mine]
 
-    values = lab.train(train_step, weights)
+    # The gradients of its own layers only, and all weights.
+    lab.train(train_step, weights, lambda x: [x[i] for i in mine], of_weights=list, adam=True)
+    sent = lab.sent()
     lab.note(
-        f"Rank {rank} sent {lab.sent() / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
-        f"{2 * (n - 1) / n * size.bytes:,.0f}. It had gradients of {most:,} of {size.bytes:,} bytes."
+        f"Rank {lab.rank} sent {sent / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
+        f"{2 * (n - 1) / n * size.bytes:,.0f}. It owns {len(mine)} of {size.layers} layers."
     )
-    return values | {"gradient bytes": most, "sent": lab.sent()}
-
-
-def check(results: Results, size: Size) -> Claims:
-    n, layer_bytes = len(results), 8 * size.width**2
-    mine = [owned(size, rank, n) for rank in range(n)]
-
-    def part(layers: list[Tensor], rank: int) -> list[Tensor]:
-        return [layers[i] for i in mine[rank]]
-
-    yield from trained(results, size, part, adam=True, weights=False)
-    says = "all weights are those of one process"
-    yield from every(results, "weights", says, one_process(size, adam=True).weights)
-    says = "it had gradients of its own layers only"
-    yield from every(results, "gradient bytes", says, lambda rank: len(mine[rank]) * layer_bytes)
-
-    def sent(rank: int) -> int:
-        """The gradients of the others' layers once, its own weights to everyone."""
-        return (
-            (size.layers - len(mine[rank]) + len(mine[rank]) * (n - 1)) * size.steps * layer_bytes
-        )
-
-    yield from every(results, "sent", "it sent others' gradients and its own weights", sent)
+    # The gradients of the others' layers once, its own weights to everyone.
+    messages = size.layers - len(mine) + len(mine) * (n - 1)
+    formula = messages * size.steps * 8 * size.width**2
+    lab.claim("it sent others' gradients and its own weights", sent, formula)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.claims import Claim, Claims, Results, Size, Values, equal, every
 from phalanx.lab.experiments.zero_2 import owned, owner
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import Adam, loss_of, start, trained
+from phalanx.lab.mlp import AdamState, loss_of, start
 
 
 class Layers:
@@ -48,10 +47,11 @@ class Layers:
             del self.here[layer]
 
 
-def run(lab: Lab) -> Values:
+def run(lab: Lab) -> None:
     size, n = lab.size, lab.n
     layers, last = Layers(lab), size.layers - 1
-    states = {layer: Adam(size.width, size.width) for layer in layers.mine}
+    mine = layers.mine
+    states = {layer: AdamState(size.width, size.width) for layer in mine}
 
     def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
         x = lab.rows(step)
@@ -72,46 +72,25 @@ def run(lab: Lab) -> Values:
                 gradients[layer] = gradient
         for layer, state in states.items():
             state.update(layers.here[layer], gradients[layer])
-        return loss, [gradients[layer] for layer in layers.mine]
+        return loss, [gradients[layer] for layer in mine]
 
-    values = lab.train(train_step, list(layers.here.values()))
+    lab.train(train_step, list(layers.here.values()), lambda x: [x[i] for i in mine], adam=True)
+    sent, received = lab.sent(), lab.received
     lab.note(
-        f"Rank {lab.rank} received {lab.received() / size.steps:,.0f} bytes a step and sent "
-        f"{lab.sent() / size.steps:,.0f}; 3(n-1)/n of the weights are "
+        f"Rank {lab.rank} received {received / size.steps:,.0f} bytes a step and sent "
+        f"{sent / size.steps:,.0f}; 3(n-1)/n of the weights are "
         f"{3 * (n - 1) / n * size.bytes:,.0f}. It had {layers.most} layers at most, of {size.layers}."
     )
-    values |= {"present": len(layers.here), "most": layers.most}
-    return values | {"sent": lab.sent(), "received": lab.received()}
-
-
-def check(results: Results, size: Size) -> Claims:
-    n, unit = len(results), size.steps * 8 * size.width**2
-    mine = [owned(size, rank, n) for rank in range(n)]
-    yield from trained(
-        results, size, lambda layers, rank: [layers[i] for i in mine[rank]], adam=True
-    )
-    says = "it has only its own layers again"
-    yield from every(results, "present", says, lambda rank: len(mine[rank]))
-    for rank, values in enumerate(results):
-        says = f"rank {rank}: it had its own layers and at most two others"
-        fits = values["most"] <= len(mine[rank]) + 2
-        yield Claim(says, fits, f"{values['most']} of {size.layers}")
-
-    def broadcasts(layers: list[int]) -> int:
-        """Every layer once in forward and once in backward, the last layer only once."""
-        return sum(1 if layer == size.layers - 1 else 2 for layer in layers)
-
-    def received(rank: int) -> int:
-        others = [layer for layer in range(size.layers) if layer not in mine[rank]]
-        return (broadcasts(others) + len(mine[rank]) * (n - 1)) * unit
-
-    def sent(rank: int) -> int:
-        return (broadcasts(mine[rank]) * (n - 1) + size.layers - len(mine[rank])) * unit
-
-    yield from every(results, "received", "it received weights twice, gradients once", received)
-    yield from every(results, "sent", "it sent its own layers twice, gradients once", sent)
-    total, formula = (
-        sum(values["sent"] for values in results),
-        (3 * size.layers - 1) * (n - 1) * unit,
-    )
-    yield equal("together: 3(n-1)/n of the weights a rank, less the last layer", total, formula)
+    lab.claim("it has only its own layers again", list(layers.here), mine)
+    lab.claim("it had its own layers and at most two others", layers.most <= len(mine) + 2)
+    # Every layer is broadcast once in forward and once in backward, the last layer only once.
+    unit = size.steps * 8 * size.width**2
+    broadcasts = 2 * len(mine) - (last in mine)
+    others = 2 * size.layers - 1 - broadcasts
+    formula = (broadcasts * (n - 1) + size.layers - len(mine)) * unit
+    lab.claim("it sent its own layers twice, gradients once", sent, formula)
+    formula = (others + len(mine) * (n - 1)) * unit
+    lab.claim("it received weights twice, gradients once", received, formula)
+    total = lab.everyone(torch.tensor(sent, dtype=torch.float64)).sum()
+    says = "together: 3(n-1)/n of the weights a rank, less the last layer"
+    lab.claim(says, total, (3 * size.layers - 1) * (n - 1) * unit)
