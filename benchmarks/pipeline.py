@@ -106,7 +106,7 @@ def our_performer(world: World, name: str, text: str) -> tuple[Executor, list[An
     model = build_model(SHAPE)
     program = build(layout, model_stages(model, layout), model.tied)
     held = build_local(world, layout, model, program, prefix=f"{name}/")
-    performer = Executor(held, program, world.rank, AdamW(), width=SHAPE.hidden)
+    performer = Executor(held, program, world.rank, AdamW())
     return performer, microbatches(batch_of(SHAPE, 0, dtype=torch.float32), layout, 0)
 
 
@@ -183,7 +183,7 @@ def sleeping(world: World, text: str, layers: int) -> list[Timeline]:
     layout = Layout.parse(text)
     program = build(layout, model_stages(model, layout), model.tied)
     held = build_local(world, layout, model, program)
-    performer = Executor(held, program, world.rank, AdamW(), width=4)
+    performer = Executor(held, program, world.rank, AdamW())
     own = microbatches({"inputs": torch.randn(8, 4)}, layout, 0)
     seen = []
     for _ in range(5):

@@ -96,7 +96,7 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
     held = build_local(
         world, layout, model, program, precision=precision_of("fp32"), prefix=f"{number}/"
     )
-    performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden)
+    performer = Executor(held, program, world.rank, AdamW())
     batch = batch_of(shape, 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
     times = []

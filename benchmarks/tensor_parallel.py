@@ -111,8 +111,6 @@ def our_step(world: World, shape: Shape, name: str, text: str) -> Step:
         program,
         world.rank,
         AdamW(),
-        width=shape.hidden,
-        time_cut=layout.tp if layout.seq else 1,
     )
     own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, 0)
     return lambda: performer.step(own, 1e-4)

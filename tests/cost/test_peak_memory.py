@@ -85,8 +85,7 @@ def measured(world: World, layout: Layout) -> Held:
     program = program_of(model, layout, agree=True)
     held = build_local(world, layout, model, program)
     performer = Executor(
-        held, program, world.rank, AdamW(),
-        width=SHAPE.hidden, clip=1.0, time_cut=layout.tp if layout.seq else 1,
+        held, program, world.rank, AdamW(), clip=1.0,
     )  # fmt: skip
     own = microbatches(BATCH, layout, held.place["dp"], held.place["cp"])
     performer.step(own, 1e-3)

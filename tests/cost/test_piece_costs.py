@@ -185,7 +185,7 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str
         with torch.autograd.graph.saved_tensors_hooks(
             lambda x: keep.append(x) or note(x), lambda x: x
         ):
-            held.pieces[1].forward(0, x, {"positions": place}, keep=True)
+            held.pieces[1].forward(0, {"x": x}, {"positions": place}, keep=True)
         small = {storage_of(place)}
         real = sum(size for key, size in saved.items() if key not in small)
     finally:

@@ -52,8 +52,7 @@ def held_after(
     precision = precision_of(layout.precision)
     local = build_local(world, layout, model, program, precision=precision)
     executor = Executor(
-        local, program, world.rank, optimizer, width=shape.hidden, clip=0.25,
-        time_cut=layout.tp if layout.seq else 1,
+        local, program, world.rank, optimizer, clip=0.25,
         scaling=LossScale(1024.0) if layout.precision == "fp16" else None,
     )  # fmt: skip
     for step in range(steps):

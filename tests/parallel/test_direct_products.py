@@ -82,7 +82,7 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
         {"inputs": torch.randn(4, 5, generator=torch.Generator().manual_seed(i))}
         for i in range(count)
     ]
-    Executor(held, program, world.rank, Keeping(), width=6).step(rows, 0.1)
+    Executor(held, program, world.rank, Keeping()).step(rows, 0.1)
     return found
 
 

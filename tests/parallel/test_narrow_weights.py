@@ -54,7 +54,7 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
     local = build_local(world, layout, model, program, precision=precision, poison=True)
     fp16 = layout.precision == "fp16"
     executor = Executor(
-        local, program, world.rank, AdamW(), width=SHAPE.hidden, clip=CLIP,
+        local, program, world.rank, AdamW(), clip=CLIP,
         scaling=LossScale(SCALE) if fp16 else None,
     )  # fmt: skip
     account, seen = Account([], [], [], []), list[Held]()

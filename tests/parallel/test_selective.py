@@ -77,7 +77,7 @@ def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
         batch = {"positions": torch.arange(shape.sequence).expand(ROWS, -1)}
         if dropout:
             batch["noise"] = batch["positions"]
-        y = piece.forward(0, x, batch, keep=True)
+        y = piece.forward(0, {"x": x}, batch, keep=True)["x"]
         del x, y
         return int(live.bytes())
 

@@ -29,7 +29,7 @@ def trained(world: World, layout: Layout) -> tuple[dict[int, tuple[int, int]], d
     model = build_model(GQA)
     program = program_of(model, layout, agree=True)
     held = build_local(world, layout, model, program)
-    executor = Executor(held, program, world.rank, AdamW(), width=GQA.hidden, clip=0.5)
+    executor = Executor(held, program, world.rank, AdamW(), clip=0.5)
     for step in range(2):
         batch = batch_of(GQA, step, dtype=torch.float32)
         executor.step(microbatches(batch, layout, held.place["dp"]), 1e-2)

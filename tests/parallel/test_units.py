@@ -29,7 +29,7 @@ def train(
     model = build_model(shape)
     program = program_of(model, layout, agree=True)
     held = build_local(world, layout, model, program, precision=precision, poison=True)
-    performer = Executor(held, program, world.rank, AdamW(), width=shape.hidden, clip=1.0)
+    performer = Executor(held, program, world.rank, AdamW(), clip=1.0)
     losses = []
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
@@ -103,7 +103,7 @@ def test_cut_weights_tile_the_whole_of_every_weight() -> None:
     for shape in SHAPES.values():
         make = partial(build_model, shape)
         for tp in (1, 2, 4):
-            places = [cut_weights(make(), Layout.parse(f"tp{tp}"), p) for p in range(tp)]
+            places = [cut_weights(make(), Layout.parse(f"tp{tp}"), {"tp": p}) for p in range(tp)]
             for name, parameter in make().weights.items():
                 seen = torch.zeros(parameter.shape, dtype=torch.int)
                 for place in places:
@@ -117,9 +117,7 @@ def test_cut_weights_tile_the_whole_of_every_weight() -> None:
 def of_shared_memory(world: World, text: str) -> list[bool]:
     layout, model = Layout.parse(text), build_model(GQA)
     held = build_local(world, layout, model, program_of(model, layout, agree=True))
-    performer = Executor(
-        held, program_of(model, layout, agree=True), world.rank, AdamW(), width=GQA.hidden
-    )
+    performer = Executor(held, program_of(model, layout, agree=True), world.rank, AdamW())
     performer.step(
         microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.place["dp"]), 1e-3
     )

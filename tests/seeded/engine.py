@@ -116,10 +116,11 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = tensor.cut_of
 
-    def wrong(model: Any, name: str, shape: Any, tp: int, place: int) -> tuple[Cut, ...]:
+    def wrong(model: Any, layout: Any, name: str, shape: Any, at: Any) -> tuple[Cut, ...]:
+        here = right(model, layout, name, shape, at)
         if ".wk." not in name and ".wv." not in name:
-            return right(model, name, shape, tp, place)
-        first, here = right(model, name, shape, tp, 0), right(model, name, shape, tp, place)
+            return here
+        first = right(model, layout, name, shape, {})
         return tuple(
             replace(a, start=a.start, stop=a.stop, copies=b.copies)
             for a, b in zip(first, here, strict=True)

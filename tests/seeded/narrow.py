@@ -87,7 +87,7 @@ def _() -> AbstractContextManager[None]:
 
     def send(self: Executor, op: Op) -> Any:
         if op.of != ops.FORWARD:
-            self.outgoing[ops.BACKWARD, op.piece, op.index].div_(3)
+            self.outgoing[ops.BACKWARD, op.piece, op.index]["x"].div_(3)
         return right(self, op)
 
     return swapped(Executor, "_send", send)

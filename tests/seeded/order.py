@@ -49,7 +49,7 @@ def _() -> AbstractContextManager[None]:
 
     def send(self: Executor, op: Op) -> Work:
         if op.of != ops.FORWARD:
-            self.outgoing[ops.BACKWARD, op.piece, op.index].div_(2)
+            self.outgoing[ops.BACKWARD, op.piece, op.index]["x"].div_(2)
         return right(self, op)
 
     return swapped(Executor, "_send", send)
@@ -250,7 +250,7 @@ def _() -> AbstractContextManager[None]:
     def again(self: Executor, op: Op) -> None:
         key = op.piece, op.index
         if key in self.segments:
-            self.segments[key] = self.segments[key].flip(0)
+            self.segments[key] = {"x": self.segments[key]["x"].flip(0)}
         right(self, op)
 
     return swapped(Executor, "_again", again)

@@ -44,8 +44,7 @@ class Run:
         precision = Precision(compute, WIDE, WIDE)
         self.local = build_local(world, self.layout, model, program, seed=seed, precision=precision)
         self.performer = Executor(
-            self.local, program, world.rank, optimizer,
-            width=shape.hidden, clip=0.5, time_cut=self.layout.tp if self.layout.seq else 1,
+            self.local, program, world.rank, optimizer, clip=0.5,
         )  # fmt: skip
         self.updates: Any = self.performer.updates
         self.world, self.step = world, 0

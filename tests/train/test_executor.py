@@ -35,7 +35,7 @@ def performer_of(
     precision = options.pop("precision", F64)
     held = build_local(world, layout, model, program, precision=precision)  # type: ignore[arg-type]
     performer = Executor(
-        held, program, world.rank, AdamW(), width=GQA.hidden, clip=1.0, **options  # type: ignore[arg-type]
+        held, program, world.rank, AdamW(), clip=1.0, **options  # type: ignore[arg-type]
     )  # fmt: skip
     batch = batch_of(GQA, 0, dtype=precision.compute)  # type: ignore[attr-defined]
     return performer, microbatches(batch, layout, held.place["dp"], held.place["cp"])
@@ -186,7 +186,7 @@ def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
     model = build_model(GQA)
     program = program_of(model, layout, agree=False)
     held = build_local(world, layout, model, program, precision=F64)
-    performer = Executor(held, program, world.rank, optimizer, width=GQA.hidden)
+    performer = Executor(held, program, world.rank, optimizer)
     seen = []
     for _ in range(5):
         own = microbatches(batch_of(GQA, 0), layout, held.place["dp"])

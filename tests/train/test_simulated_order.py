@@ -147,9 +147,7 @@ def timed_step(
         unit.groups = replace(unit.groups, **slow(unit.groups, times.units[number]))
     known = {field.name for kind in (Groups, UnitGroups) for field in fields(kind)}
     assert known >= set(GROUPS)
-    executor = Executor(
-        held, program, world.rank, AdamW(), width=SHAPES[shape].hidden, clip=float(agree)
-    )
+    executor = Executor(held, program, world.rank, AdamW(), clip=float(agree))
     executor.out, executor.back = (Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD))
     executor.checked, executor.clock = True, lambda: clock.now
     for kind, plain in list(executor.handlers.items()):

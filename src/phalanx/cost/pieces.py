@@ -203,17 +203,18 @@ def _run(
 ) -> PieceCost:
     unit = piece.units[0]
     dtype = unit.precision.compute
-    x, entry = None, 0
+    bundle, entry = {}, 0
     if not piece.first:
-        x = torch.empty(edge, dtype=dtype, device="meta")
-        entry = x.untyped_storage().nbytes()
+        bundle = {"x": torch.empty(edge, dtype=dtype, device="meta")}
+        entry = bundle["x"].untyped_storage().nbytes()
     with scales.on("forward"):
-        y = piece.forward(0, x, batch, keep=True)
+        y = piece.forward(0, bundle, batch, keep=True)["x"]
     most, shape = scales.most, y.shape
     leaves = 0 if piece.last else y.numel() * y.element_size()
-    del x, y
+    del bundle, y
     kept = scales.now
-    gradient = piece.seed(0, 1.0) if piece.last else torch.empty(shape, dtype=dtype, device="meta")
+    gradient = {"x": torch.empty(shape, dtype=dtype, device="meta")}
+    gradient = piece.seed(0, 1.0) if piece.last else gradient
     scales.most = scales.now
     with scales.on("input_gradient"):
         into = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)

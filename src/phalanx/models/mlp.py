@@ -25,14 +25,19 @@ class Identity(nn.Module):
 
 
 class Layer(nn.Module):
-    """gelu(x @ weight), weight (in, out); what blocks share means nothing to it."""
+    """gelu(x @ weight), weight (in, out); what blocks share means nothing to it.
+
+    `weight_product` is a method so that a layout with weight gradients of their own can put in another."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, width))
 
+    def weight_product(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
     def forward(self, x: Tensor, **shared: Tensor | None) -> Tensor:
-        return F.gelu(x @ self.weight)
+        return F.gelu(self.weight_product(x))
 
 
 class MeanSquare(nn.Module):

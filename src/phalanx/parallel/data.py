@@ -20,16 +20,21 @@ from ..comm import Work
 from .groups import UnitGroups
 from .tensor import Weight
 
-__all__ = ["Entry", "BufferPool", "Precision", "Segment", "Then", "Unit"]
+__all__ = ["Entry", "BufferPool", "Precision", "Segment", "Then", "Together", "Unit"]
+
+
+Matmul = Callable[[Tensor, Tensor], Tensor]  # (m, k), (k, n) -> (m, n)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What weights are computed in, kept in, and what gradients are summed in."""
+    """What weights are computed in, kept in, and what gradients are summed in. `matmul`: what
+    multiplies by weights, forward and backward, where that is not torch in the dtype `compute`."""
 
     compute: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+    matmul: Matmul | None = None
 
 
 class Segment(NamedTuple):
@@ -91,7 +96,7 @@ class BufferPool:
 class Then(Work):
     """A call under way, and what follows when it is waited for."""
 
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
         self.work, self.finish = work, finish
 
     def wait(self) -> None:
@@ -100,6 +105,20 @@ class Then(Work):
 
     def done(self) -> bool:
         return self.work.done()
+
+
+class Together(Work):
+    """Several calls that are one operation."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def done(self) -> bool:
+        return all(work.done() for work in self.works)
 
 
 class Unit:
@@ -306,8 +325,8 @@ class Unit:
         assert grad is not None
         first = name in self.fresh
         self.fresh.discard(name)
-        if grad.dtype != a.dtype:
-            product = a @ b
+        if self.precision.matmul or grad.dtype != a.dtype:
+            product = (self.precision.matmul or torch.mm)(a, b)
             grad.copy_(product) if first else grad.add_(product)
         elif first:
             torch.mm(a, b, out=grad)

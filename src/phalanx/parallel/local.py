@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from ..comm import World
 from ..layout import Layout, stage_pieces
 from ..program import Program, ops
+from .batch import edge_shape
 from .context import install_context
 from .data import BufferPool, Precision, Unit
 from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, start
-from .pieces import Piece
+from .pieces import Bundle, Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
 __all__ = ["LocalModel", "build_local", "model_stages"]
@@ -31,6 +32,7 @@ class LocalModel:
     groups: Groups
     pool: BufferPool
     place: dict[str, int]  # where the rank sits on each axis
+    edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
@@ -60,7 +62,8 @@ def build_local(
     groups = open_groups(world, layout, model, program, prefix=prefix)
     precision = precision or Precision()
     pool = BufferPool(world.device, empty=world.empty, poison=poison)
-    weights = cut_weights(model, layout, groups.tp.rank)
+    at = world_place(layout, world.rank)
+    weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
@@ -77,17 +80,27 @@ def build_local(
         )
         for number in held
     }
-    _place(model, units, mine, layout, groups.tp.rank, world.device)
+    _place(model, units, mine, layout, at, world.device)
     _fill(model, units, weights, seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
     selective = layout.recompute == "selective"
     pieces = {p: _piece(model, p, program, units, kinds, selective) for p in mine}
-    return LocalModel(pieces, units, groups, pool, world_place(layout, world.rank))
+
+    def edge(piece: int, batch: Mapping[str, Tensor]) -> Bundle:
+        if model.edges:
+            like = model.edges(piece, batch)
+        else:
+            width = model.shape.hidden if model.shape else 0
+            shape = edge_shape(batch, width, layout.tp if layout.seq else 1)
+            like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
+        return {name: torch.empty_like(x, device=world.device) for name, x in like.items()}
+
+    return LocalModel(pieces, units, groups, pool, at, edge)
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:
-    place = layout.mesh.coordinates(rank)
-    return {axis: place.get(axis, 0) for axis in ("dp", "pp", "cp", "tp")}
+    at = layout.mesh.coordinates(rank)
+    return {**dict.fromkeys(("dp", "pp", "cp", "tp"), 0), **at}
 
 
 def _piece(
@@ -115,7 +128,7 @@ def _place(
     units: dict[int, Unit],
     mine: Sequence[int],
     layout: Layout,
-    tp: int,
+    at: Mapping[str, int],
     device: torch.device,
 ) -> None:
     """The model's parameters become those of the units; its buffers are made and cut."""
@@ -127,11 +140,16 @@ def _place(
             for key, parameter in list(child._parameters.items()):
                 if parameter is not None:
                     child._parameters[key] = bound[originals[parameter]]
-            _buffers(model, f"{prefix}.{path}".rstrip("."), child, layout, tp, device)
+            _buffers(model, f"{prefix}.{path}".rstrip("."), child, layout, at, device)
 
 
 def _buffers(
-    model: Model, prefix: str, module: nn.Module, layout: Layout, tp: int, device: torch.device
+    model: Model,
+    prefix: str,
+    module: nn.Module,
+    layout: Layout,
+    at: Mapping[str, int],
+    device: torch.device,
 ) -> None:
     names = [name for name, buffer in module._buffers.items() if buffer is not None]
     for name in names:
@@ -145,7 +163,7 @@ def _buffers(
     for name in names:
         whole = module._buffers[name]
         assert isinstance(whole, Tensor)
-        cuts = cut_of(model, f"{prefix}.{name}", whole.shape, layout.tp, tp)
+        cuts = cut_of(model, layout, f"{prefix}.{name}", whole.shape, at)
         module._buffers[name] = whole[tuple(slice(c.start, c.stop) for c in cuts)].clone()
 
 

@@ -23,6 +23,7 @@ from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
 __all__ = ["Model", "build_model", "load_model", "start"]
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
+Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
@@ -38,8 +39,10 @@ class Model:
     """Pieces in the order of the data, on the meta device or with weights of their own.
 
     A piece is called with the activations of the one before (the first without) and with the
-    entries of the batch that its `forward` names. `counts` says how many whole units a dim has that
-    is cut in units: heads and kv. The last piece returns the loss as a sum.
+    entries of the batch that its `forward` names. It may return a dict of named tensors, `x` among
+    them: a later piece that names one of them gets it, those between are passed by. `edges(piece,
+    batch)` gives what comes into a piece as tensors on meta. `counts` says how many whole units a dim
+    has that is cut in units: heads and kv. The last piece returns the loss as a sum.
     """
 
     pieces: tuple[tuple[str, nn.Module], ...]
@@ -47,6 +50,7 @@ class Model:
     counts: Mapping[str, int] = field(default_factory=dict)
     draw: Draw = _draw
     shape: Shape | None = None
+    edges: Edges | None = None  # where more than `x` passes from stage to stage
     padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
 
     def __post_init__(self) -> None:
@@ -91,13 +95,12 @@ class Model:
         return tuple((piece, unit) for piece, unit in found if piece != unit)
 
     def takes(self, piece: int) -> tuple[str, ...]:
-        """The names in the batch that a piece asks for, beside the activations."""
+        """What a piece names: of all but the first, first the activations, whatever their name."""
         signature = inspect.signature(type(self.pieces[piece][1]).forward).parameters
         names = [n for n, p in signature.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         open_ended = len(names) < len(signature)
-        skip = 1 if piece == 0 else 2  # self, and x
         shared = ("positions", "documents", "noise") if open_ended else ()
-        return (*names[skip:], *shared)
+        return (*names[1:], *shared)
 
 
 class _Undrawn(TorchFunctionMode):

@@ -1,15 +1,16 @@
 """A piece of the model on one rank, cut from autograd at its edges.
 
-Backward is an explicit call from the output's gradient to the input's; input and weight gradients
-can be two calls. While a forward runs, a hook packs what autograd saves: a view of a weight as
-(unit, place), unpacked from whatever buffer holds the unit then, so a dropped unit is really free in
+A piece takes and returns a *bundle*: named tensors, of which a plain model has one, `x`. Backward is
+an explicit call from the gradients of what it put out to those of what it took; input and weight
+gradients can be two calls. While a forward runs, a hook packs what autograd saves: a view of a weight
+as (unit, offset), unpacked from whatever buffer holds the unit then, so a dropped unit is really free in
 between; anything else, when activations are offloaded, as a box whose content can leave and return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,15 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from ..comm import Work, regions
-from .data import Unit, storage_of
+from .data import Matmul, Then, Unit, storage_of
 from .recompute import contexts
 from .tensor import RowLinear
 
-__all__ = ["Box", "CopyLane", "Piece"]
+__all__ = ["Box", "Bundle", "CopyLane", "Piece"]
+
+Bundle = dict[str, Tensor]
 
 
 class _Packed(NamedTuple):
@@ -83,36 +85,15 @@ class CopyLane:
         self.stream = stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1)  # which starts with its first copy
 
-    def begin(self, copy: Callable[[], None]) -> Work:
+    def begin(self, copy: Callable[[], object]) -> Work:
         """Begin a copy of what the device has computed so far."""
         if self.stream is None:
-            return _OnThread(self.thread.submit(copy))
+            return Then(Work(), self.thread.submit(copy).result)
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             copy()
-        return _OnStream(self.stream.record_event())
-
-
-class _OnThread(Work):
-    def __init__(self, copying: Future[None]) -> None:
-        self.copying = copying
-
-    def wait(self) -> None:
-        self.copying.result()
-
-    def done(self) -> bool:
-        return self.copying.done()
-
-
-class _OnStream(Work):
-    def __init__(self, copied: Any) -> None:  # a torch.cuda.Event, whose stubs are not typed
-        self.copied = copied
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.copied)
-
-    def done(self) -> bool:
-        return bool(self.copied.query())
+        copied = self.stream.record_event()
+        return Then(Work(), lambda: torch.cuda.current_stream().wait_event(copied))
 
 
 class _Due(NamedTuple):
@@ -134,26 +115,37 @@ class _Due(NamedTuple):
 class _Kept:
     """What a forward leaves for its backward."""
 
-    root: GradientEdge | None  # not the output itself: its storage would live as long
+    roots: dict[str, GradientEdge]  # not the outputs themselves: their storage would live as long
     like: Tensor  # a zero of the loss's dtype, on its device
-    into: list[Tensor] = field(default_factory=list)  # where the input's gradient arrives
+    into: Bundle = field(default_factory=dict)  # where the inputs' gradients arrive
+    past: tuple[str, ...] = ()  # what went past the piece: its gradients do, too
     boxes: list[Box] = field(default_factory=list)
     due: list[_Due] = field(default_factory=list)
     whole: Callable[[], None] | None = None  # a backward put off as a whole
 
 
 class _Edge(torch.autograd.Function):
-    """The piece's input as autograd sees it: a leaf would keep the input's storage alive."""
+    """A piece's input as autograd sees it: a leaf would keep the input's storage alive."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, leaf: Tensor, into: list[Tensor]) -> Tensor:
-        ctx.into = into
+    def forward(ctx: Any, x: Tensor, leaf: Tensor, into: Bundle, name: str) -> Tensor:
+        ctx.into, ctx.name = into, name
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.into.append(gradient)
-        return None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        ctx.into[ctx.name] = gradient
+        return None, None, None, None
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, matmul: Matmul | None
+) -> Tensor:
+    """x (..., in) times a weight (out, in), or transposed (in, out)."""
+    if matmul is None:
+        return x @ weight if transposed else F.linear(x, weight, bias)
+    y = matmul(x.flatten(0, -2), weight if transposed else weight.T).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
 
 
 class _Product(torch.autograd.Function):
@@ -173,14 +165,18 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.owner, ctx.biased, ctx.transposed, ctx.due = owner, bias is not None, transposed, due
-        return x @ weight if transposed else F.linear(x, weight, bias)
+        matmul = owner[0].precision.matmul
+        return _multiply(x, weight, bias, transposed=transposed, matmul=matmul)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         unit, name = ctx.owner
         (x,) = ctx.saved_tensors
-        weight = unit.parameters[name].detach()
-        into = gradient @ (weight.T if ctx.transposed else weight)
+        weight, matmul = unit.parameters[name].detach(), unit.precision.matmul
+        if matmul is None:
+            into = gradient @ (weight.T if ctx.transposed else weight)
+        else:
+            into = _multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=matmul)
         # Detached: an input with its graph would lead back to the list, and neither would be freed.
         due = _Due(unit, name, x.detach(), gradient.detach(), ctx.transposed)
         due.contribute() if ctx.due is None else ctx.due.append(due)
@@ -191,32 +187,10 @@ class _Product(torch.autograd.Function):
 class _Linear(nn.Linear):
     """nn.Linear with a product of the piece's."""
 
-    product: Callable[[Tensor, Tensor | None], Tensor]
+    weight_product: Callable[[Tensor, Tensor | None], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.bias)
-
-
-_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
-
-
-class _BareProducts(TorchFunctionMode):
-    """While it is on, products with a parameter that are written without a module are the piece's."""
-
-    def __init__(self, piece: Piece) -> None:
-        super().__init__()
-        self.piece = piece
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear and isinstance(args[1], nn.Parameter):
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            return self.piece.product(args[1], args[0], bias)
-        if func in _MATMULS and isinstance(args[1], nn.Parameter):
-            return self.piece.product(args[1], args[0], None, transposed=True)
-        return func(*args, **kwargs)
+        return self.weight_product(x, self.bias)
 
 
 class Piece:
@@ -239,112 +213,113 @@ class Piece:
         self.selective = selective and not first and not last
         self.kept: dict[int, _Kept] = {}
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
-        self.due: list[_Due] | None = (
-            None  # of the forward that is running, where backward is split
-        )
-        # By the rule's shapes: a parameter has none until its unit is gathered.
-        bare = {u.parameters[w.name] for u in self.units for w in u.order if len(w.shape) == 2}
-        if not first:  # a first piece's input needs no gradient
-            bare -= set(self._own_products())
-        self.has_bare_products = splits and not first and bool(bare)
-
-    def _own_products(self) -> Iterator[nn.Parameter]:
-        """Have the piece's linears multiply by `product`; the weights of these."""
-        for module in self.module.modules():
-            weight: Any = getattr(module, "weight", None)
-            if type(module) is nn.Linear:
+        # Of the forward that is running, where backward is split.
+        self.due: list[_Due] | None = None
+        for child in module.modules():
+            if type(child) is nn.Linear:
                 # Another class and not another module, as FSDP2 does: its hooks and names remain.
-                module.__class__ = _Linear
-            if isinstance(module, _Linear | RowLinear):
-                module.product = partial(self.product, weight)
-                yield weight
+                child.__class__ = _Linear
+            # Of a model's own modules those that multiply by a `weight` (in, out) in a method
+            # `weight_product(x)`.
+            if hasattr(child, "weight_product") or isinstance(child, _Linear):
+                own: Any = child
+                transposed = not isinstance(child, _Linear | RowLinear)
+                own.weight_product = partial(self.product, own.weight, transposed=transposed)
 
     def product(
-        self, weight: nn.Parameter, x: Tensor, bias: Tensor | None, *, transposed: bool = False
+        self, weight: nn.Parameter, x: Tensor, bias: Tensor | None = None, *, transposed: bool
     ) -> Tensor:
         """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
+        owner = self.owners[weight]
         # Of an input that needs no gradient autograd would not come to the product at all.
         if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1 and weight.dim() == 2):
-            return x @ weight if transposed else F.linear(x, weight, bias)
-        args = x, weight.detach(), bias, self.owners[weight], transposed, self.due
+            matmul = owner[0].precision.matmul
+            return _multiply(x, weight, bias, transposed=transposed, matmul=matmul)
+        args = x, weight.detach(), bias, owner, transposed, self.due
         y: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
         return y
 
     def forward(
-        self, microbatch: int, x: Tensor | None, batch: Mapping[str, Tensor], *, keep: bool
-    ) -> Tensor:
-        """The piece's output; with `keep` also what its backward needs."""
-        named = {name: batch[name] for name in self.takes if name in batch}
+        self, microbatch: int, bundle: Bundle, batch: Mapping[str, Tensor], *, keep: bool
+    ) -> Bundle:
+        """What the piece puts out, and what goes past it; with `keep` also what its backward needs.
+
+        A piece takes what its forward names: from the bundle, else from the batch. Its first argument
+        is `x` where nothing in the bundle has its name. The rest of the bundle goes past.
+        """
+        names = self.takes if self.first or self.takes[0] in bundle else ("x", *self.takes[1:])
+        mine = {name: bundle[name] for name in names if name in bundle}
+        past = {name: x for name, x in bundle.items() if name not in mine}
+        named = {name: batch[name] for name in names if name in batch and name not in mine}
         if not keep:
             with torch.no_grad():
-                return self._call(x, named)
-        kept = _Kept(None, torch.empty(0))
+                return past | self._call(mine, named)
+        kept = _Kept({}, torch.empty(0), past=tuple(past))
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._packing(kept.boxes))
-            y = self._differentiable(self._edge(x, kept.into), named, kept.due)
-        if y.requires_grad:
-            kept.root = get_gradient_edge(y)
+            out = self._differentiable(self._edges(mine, kept.into), named, kept.due)
+        kept.roots = {name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad}
         if self.last:
-            kept.like = torch.zeros_like(y.detach())  # a view would keep the output's storage
+            kept.like = torch.zeros_like(out["x"].detach())  # a view would keep its storage
         self.kept[microbatch] = kept
-        return y.detach()
+        return past | {name: y.detach() for name, y in out.items()}
 
-    def _call(self, x: Tensor | None, named: Mapping[str, Tensor]) -> Tensor:
-        y: Tensor = self.module(**named) if self.first else self.module(x, **named)
-        return y
+    def _call(self, mine: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Bundle:
+        x, *_ = mine.values() if mine else (None,)
+        more = {name: mine[name] for name in [*mine][1:]}
+        y = self.module(**named) if x is None else self.module(x, **more, **named)
+        return {"x": y} if isinstance(y, Tensor) else dict(y)
 
-    def _differentiable(
-        self, x: Tensor | None, named: Mapping[str, Tensor], due: list[_Due]
-    ) -> Tensor:
-        def call(x: Tensor | None) -> Tensor:
+    def _differentiable(self, mine: Bundle, named: Mapping[str, Tensor], due: list[_Due]) -> Bundle:
+        def call(mine: Bundle) -> Bundle:
             # Inside: what is recomputed selectively must put off the same gradients again.
             with ExitStack() as stack:
                 self.due = due if self.splits else None
                 # Kept here, the list would keep what it holds after its weight gradients are done.
                 stack.callback(setattr, self, "due", None)
-                if self.has_bare_products:
-                    stack.enter_context(_BareProducts(self))
                 if self.selective:
                     stack.enter_context(regions.opaque())
-                return self._call(x, named)
+                return self._call(mine, named)
 
         if not self.selective:
-            return call(x)
-        y: Tensor = checkpoint(
-            call, x, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+            return call(mine)
+        out: Bundle = checkpoint(
+            call, mine, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
-        return y
+        return out
 
-    def _edge(self, x: Tensor | None, into: list[Tensor]) -> Tensor | None:
-        if x is None:
-            return None
-        leaf = torch.zeros((), device=x.device, requires_grad=True)
-        edge: Tensor = _Edge.apply(x.detach(), leaf, into)  # type: ignore[no-untyped-call]
-        return edge
+    def _edges(self, mine: Bundle, into: Bundle) -> Bundle:
+        edges = dict(mine)
+        for name, x in mine.items():
+            if x.is_floating_point():
+                leaf = torch.zeros((), device=x.device, requires_grad=True)
+                edge: Tensor = _Edge.apply(x.detach(), leaf, into, name)  # type: ignore[no-untyped-call]
+                edges[name] = edge
+        return edges
 
-    def seed(self, microbatch: int, scale: float) -> Tensor:
+    def seed(self, microbatch: int, scale: float) -> Bundle:
         """The gradient with which the last piece's backward starts."""
-        return torch.full_like(self.kept[microbatch].like, scale)
+        return {"x": torch.full_like(self.kept[microbatch].like, scale)}
 
-    def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
-        """Add to the units' gradients and return the input's; what was kept is let go."""
+    def backward(self, microbatch: int, gradients: Bundle) -> Bundle:
+        """Add to the units' gradients and return those of the inputs; what was kept is let go."""
         kept = self.kept.pop(microbatch)
-        self._run(kept, gradient)
-        return kept.into[0] if kept.into else None
+        self._run(kept, gradients)
+        return self._passed(kept, gradients)
 
-    def input_gradient(self, microbatch: int, gradient: Tensor) -> Tensor | None:
-        """The input's gradient alone (with those of norms and biases, which cost nothing).
+    def input_gradient(self, microbatch: int, gradients: Bundle) -> Bundle:
+        """The inputs' gradients alone (with those of norms and biases, which cost nothing).
 
         A piece without an input has only weight gradients: its backward is put off as a whole."""
         kept = self.kept[microbatch]
         if self.first:
-            kept.whole = lambda: self._run(kept, gradient)
-            return None
-        self._run(kept, gradient)
-        kept.root = None
+            kept.whole = lambda: self._run(kept, gradients)
+            return {}
+        self._run(kept, gradients)
+        kept.roots = {}
         kept.boxes.clear()
-        return kept.into.pop() if kept.into else None
+        return self._passed(kept, gradients)
 
     @torch.no_grad()
     def weight_gradient(self, microbatch: int) -> None:
@@ -357,11 +332,18 @@ class Piece:
         for due in kept.due:
             due.contribute()
 
-    def _run(self, kept: _Kept, gradient: Tensor) -> None:
+    def _run(self, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.units:
             unit.open()
-        if kept.root is not None:
-            torch.autograd.backward(kept.root, gradient)
+        names = [name for name in kept.roots if name in gradients]
+        if names:
+            roots = [kept.roots[name] for name in names]
+            torch.autograd.backward(roots, [gradients[name] for name in names])
+
+    def _passed(self, kept: _Kept, gradients: Bundle) -> Bundle:
+        past = {name: gradients[name] for name in kept.past if name in gradients}
+        into, kept.into = kept.into, {}
+        return past | into
 
     def leave(self, microbatch: int) -> None:
         """What the forward kept goes to the host."""

@@ -8,7 +8,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,27 +62,29 @@ class Weight:
         return padded
 
 
-def cut_of(model: Model, name: str, shape: Sequence[int], tp: int, place: int) -> tuple[Cut, ...]:
-    """The part of each dim of a weight (or buffer) that a place on tp holds."""
+def cut_of(
+    model: Model, layout: Layout, name: str, shape: Sequence[int], at: Mapping[str, int]
+) -> tuple[Cut, ...]:
+    """The part of each dim of a weight (or buffer) that the rank at these coordinates holds."""
     cuts = []
     for dim, size in zip(model.rules.dims(name, len(shape)), shape, strict=True):
-        parts = tp if AXIS_OF.get(dim) == "tp" else 1
-        unit = size // model.counts.get(dim, size)
-        cuts.append(Cut.of(size, parts, place if parts > 1 else 0, max(1, unit)))
+        axis = AXIS_OF.get(dim)
+        parts, place = (layout.mesh.of(axis), at.get(axis, 0)) if axis else (1, 0)
+        cuts.append(Cut.of(size, parts, place, max(1, size // model.counts.get(dim, size))))
     return tuple(cuts)
 
 
-def cut_weights(model: Model, layout: Layout, place: int) -> dict[str, Weight]:
-    """Every weight of the model as the rank at this place on `tp` holds it."""
-    found = {}
+def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str, Weight]:
+    """Every weight of the model as the rank at these coordinates holds it."""
+    found, tp = {}, at.get("tp", 0)
     for name, parameter in model.weights.items():
         shape = tuple(parameter.shape)
         dims = model.rules.dims(name, len(shape))
-        cuts = cut_of(model, name, shape, layout.tp, place)
+        cuts = cut_of(model, layout, name, shape, at)
         adds = _adds(dims, cuts, layout)
         copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
         whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
-        counted = place % copies == 0 if whole or adds else True
+        counted = tp % copies == 0 if whole or adds else True
         found[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted)
     return found
 
@@ -106,10 +108,10 @@ class RowLinear(nn.Module):
     def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
-        self.product: Callable[[Tensor, None], Tensor] = lambda x, _: F.linear(x, self.weight)
+        self.weight_product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.join(self.product(x, None))
+        y = self.join(self.weight_product(x))
         return y if self.bias is None else y + self.bias
 
 

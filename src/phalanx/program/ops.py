@@ -3,8 +3,8 @@
 A row says how a kind is written and shown, on which lane it runs, over which axes of the mesh it
 communicates, and what it takes and gives. The parser, the passes, the dependencies, `check`, memory,
 `simulate`, the pictures, the reports and the executor derive what they know of kinds from it, and no
-other file names a letter. A new kind needs a row here, what it waits for and changes in `state.py`, a
-cost, and a handler in `train/executor.py`.
+other file names a letter. A new kind needs a row (here, or entered by `add`), a pass that places it, a
+cost, and a handler in the executor.
 """
 
 from __future__ import annotations
@@ -120,8 +120,20 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 ) = KINDS  # fmt: skip
 
 
-def _those(of: Callable[[Kind], object]) -> tuple[str, ...]:
-    return tuple(kind.letter for kind in _TABLE if of(kind))
+_DERIVED: list[tuple[Callable[[Kind], object], list[str]]] = []
+
+
+def _those(of: Callable[[Kind], object]) -> list[str]:
+    letters = [kind.letter for kind in _TABLE if of(kind)]
+    _DERIVED.append((of, letters))
+    return letters
+
+
+def _brings(value: str) -> Callable[[Kind], object]:
+    """Beside computing, on the way into a piece (or, of a gradient, out of it)."""
+    return lambda k: (
+        k.on == MICROBATCH and k.lane != COMPUTE and value in k.takes and value in k.gives
+    )
 
 
 ON_MICROBATCH = _those(lambda k: k.on == MICROBATCH)
@@ -129,9 +141,31 @@ ON_UNIT = _those(lambda k: k.on == UNIT)
 ON_STEP = _those(lambda k: k.on == STEP)
 MESSAGES = _those(lambda k: k.on == MESSAGE)
 COMPUTES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE)
-USES_WEIGHTS = _those(lambda k: k.letter in COMPUTES and WEIGHTS in k.takes)
-PROPAGATES = _those(lambda k: k.letter in COMPUTES and GRADIENT in k.gives)  # to its input
+USES_WEIGHTS = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and WEIGHTS in k.takes)
+PROPAGATES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and GRADIENT in k.gives)
 CONTRIBUTES = _those(lambda k: CONTRIBUTION in k.gives)
 BACKWARDS = _those(lambda k: k.letter in (*PROPAGATES, *CONTRIBUTES))
-REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 COLLECTIVES = _those(lambda k: k.axes)
+BRINGS_VALUE = _those(_brings(VALUE))  # of kinds that are added: the experts' all-to-alls
+BRINGS_GRADIENT = _those(_brings(GRADIENT))
+REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
+
+
+def add(kind: Kind) -> Callable[[], None]:
+    """Enter a kind of one's own into the table; returns what takes it out again.
+
+    What it waits for follows from what it takes and gives. A pass of one's own places it in a
+    program, `Costs` give its time by its letter, `Executor.handlers` carry it out.
+    """
+    assert kind.letter not in KINDS, f"{kind.letter} is {KINDS[kind.letter].name}"
+    mine = [letters for of, letters in _DERIVED if of(kind)]
+    KINDS[kind.letter] = kind
+    for letters in mine:
+        letters.append(kind.letter)
+
+    def remove() -> None:
+        del KINDS[kind.letter]
+        for letters in mine:
+            letters.remove(kind.letter)
+
+    return remove

@@ -21,11 +21,13 @@ __all__ = ["Op", "Program", "ProgramError"]
 _HEADER = "phalanx program 1"
 MOST = 999_999  # the largest number of a piece, a microbatch, a rank
 _N = "[0-9]{1,6}"
-_LETTERS = {on: "".join(k for k, row in ops.KINDS.items() if row.on == on) for on in ops.ONS}
-_COMPUTE = re.compile(rf"({_N})([{_LETTERS[ops.MICROBATCH]}])({_N})")
-_UNIT = re.compile(rf"((?:{_N})?)([{_LETTERS[ops.UNIT]}{_LETTERS[ops.STEP]}])(?:#({_N}))?")
+_WRITTEN = {  # (piece)(kind)(microbatch, or which time it is)
+    ops.MICROBATCH: re.compile(rf"({_N})([A-Z])({_N})"),
+    ops.UNIT: re.compile(rf"({_N})([A-Z])(?:#({_N}))?"),
+    ops.STEP: re.compile(rf"()([A-Z])(?:#({_N}))?"),
+}
 _TRAVELS = "".join((ops.FORWARD, *ops.PROPAGATES))
-_MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{_LETTERS[ops.MESSAGE]}])({_N})")
+_MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({_N})")
 
 
 class ProgramError(ValueError):
@@ -56,13 +58,12 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> Op:
-        if found := _COMPUTE.fullmatch(word):
-            return cls(found[2], int(found[1]), int(found[3]))
-        if found := _MESSAGE.fullmatch(word):
-            return cls(found[4], int(found[1]), int(found[3]), found[2], int(found[5]))
-        found = _UNIT.fullmatch(word)
-        if found and bool(found[1]) == (found[2] in ops.ON_UNIT):
-            return cls(found[2], int(found[1] or -1), int(found[3] or 0))
+        for on, pattern in _WRITTEN.items():
+            match = pattern.fullmatch(word)
+            if match and match[2] in ops.KINDS and ops.KINDS[match[2]].on == on:
+                return cls(match[2], int(match[1] or -1), int(match[3] or 0))
+        if match := _MESSAGE.fullmatch(word):
+            return cls(match[4], int(match[1]), int(match[3]), match[2], int(match[5]))
         raise ProgramError(
             f"{word[:60]!r} is not an operation. Write 2F0, 2G#1, 2F0>3, 3F0<2, N, A or 2U, with"
             f" numbers up to {MOST:,}."

@@ -53,7 +53,9 @@ def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
     output of the piece recomputed before it. `at` says where in the list operations stand."""
     before = at.get(Op(ops.RECOMPUTE, piece - 1, index))
     again = at.get(Op(ops.RECOMPUTE, piece, index))
-    return again is not None and (before is None or before > again)
+    # What another operation brought to the forward is kept: it is not brought a second time.
+    brought = any(Op(kind, piece, index) in at for kind in ops.BRINGS_VALUE)
+    return again is not None and (before is None or before > again or brought)
 
 
 class State:
@@ -86,7 +88,7 @@ class State:
         self.under_way: dict[Op, None] = {}  # reductions that nothing has waited for, in order
         self.reduced: dict[int, Op] = {}  # the last of its reductions, since its update
         self.arrived: set[int] = set()  # reduced and waited for: the rank has its part
-        self.tied: set[int] = set()  # summed over two stages
+        self.tied: set[int] = set()  # finished sums were added: no further sum may follow
         self.counted: Op | None = None
         self.agreed: Op | None = None  # on the norm of what is reduced so far
 
@@ -116,29 +118,34 @@ class State:
             return [self._one_of(Op(ops.FORWARD, piece, m))]
         if kind == ops.RELOAD:
             return [self._one_of(Op(ops.OFFLOAD, piece, m))]
+        if kind in ops.BRINGS_VALUE:
+            return self._handed_on(piece, m)
+        if kind in ops.BRINGS_GRADIENT:
+            return [self._one_of(*(Op(k, piece, m) for k in ops.PROPAGATES))]
         if kind == ops.SEND:
-            made = (ops.FORWARD,) if op.of == ops.FORWARD else ops.PROPAGATES
+            gradient = (*ops.BRINGS_GRADIENT, *ops.PROPAGATES)
+            made = (ops.FORWARD,) if op.of == ops.FORWARD else gradient
             return [self._one_of(*(Op(k, piece, m) for k in made))]
-        return self._of_unit(op)
+        return [] if kind == ops.RECEIVE else self._of_unit(op)
 
     def _of_unit(self, op: Op) -> list[Op | Lack]:
-        kind, unit = op.kind, op.piece
-        if kind == ops.GATHER:
-            return [self.updated[unit]] if unit in self.updated else []
-        if kind == ops.DROP:
-            return [self.gathered.get(unit, Lack(f"a gather of unit {unit} before it"))]
+        kind, unit, takes = op.kind, op.piece, ops.KINDS[op.kind].takes
         if kind == ops.REDUCE:
             none = [Lack(f"a gradient of unit {unit} not yet summed")]
             return [*(self.open.get(unit) or none), *self._turn(op)]
-        if kind == ops.TIE:
-            return [self._complete(unit)]
         if kind == ops.REDUCE_REPLICAS:
             return [self._one_of(op._replace(kind=ops.REDUCE)), *self._turn(op)]
         if kind == ops.AGREE:
             # The count too: the ranks also agree on the loss.
             counted = [self.counted] if self.counted else []
             return [*counted, *map(self._complete, self.reduced)]
-        return self._for_update(unit) if kind == ops.UPDATE else []
+        if ops.NORM in takes:
+            return self._for_update(unit)
+        if ops.REDUCED in takes:
+            return [self._complete(unit)]
+        if ops.WEIGHTS in takes:
+            return [self.gathered.get(unit, Lack(f"a gather of unit {unit} before it"))]
+        return [self.updated[unit]] if ops.HOME in takes and unit in self.updated else []
 
     def _turn(self, op: Op) -> Iterator[Op]:
         """The reductions that one must wait for before it starts: of the same unit, as its result
@@ -151,9 +158,9 @@ class State:
     def _complete(self, unit: int) -> Op | Lack:
         """The operation by which a unit's gradient is summed over all its copies."""
         last = self.reduced.get(unit)
-        over_all = ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
-        if last and last.kind in (over_all, ops.TIE):
+        if last and not (self.program.replicated and last.kind == ops.REDUCE):
             return last
+        over_all = ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
         return Lack(f"the sum {Op(over_all, unit)} before it")
 
     def _for_update(self, unit: int) -> list[Op | Lack]:
@@ -190,6 +197,13 @@ class State:
         return found
 
     def _input(self, piece: int, m: int) -> list[Op | Lack]:
+        for kind in ops.BRINGS_VALUE:
+            if (brought := Op(kind, piece, m)) in self.at:
+                return [brought]
+        return self._handed_on(piece, m)
+
+    def _handed_on(self, piece: int, m: int) -> list[Op | Lack]:
+        """What the piece before puts out, or its message."""
         if not piece:
             return []
         before = Op(ops.FORWARD, piece - 1, m)
@@ -213,7 +227,7 @@ class State:
         if piece == self.last_piece:
             # The loss is a sum over tokens divided by their number over all ranks.
             return [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
-        for kind in ops.PROPAGATES:
+        for kind in (*ops.BRINGS_GRADIENT, *ops.PROPAGATES):
             if (above := Op(kind, piece + 1, m)) in self.at:
                 return [above]
         lack = Lack(str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1)))
@@ -228,12 +242,12 @@ class State:
         end: list[Change] = []
         if op.kind in ops.COMPUTES:
             self._compute(op, start, end)
-        elif op.kind in ops.ON_MICROBATCH:
+        elif op.kind in (ops.OFFLOAD, ops.RELOAD):
             self._to_or_from_host(op, start, end)
         elif op.kind in ops.MESSAGES:
             what = SENT if op.kind == ops.SEND else RECEIVED
             start.append(Change(what, min(op.piece, op.peer), 1))
-        else:
+        elif op.kind not in ops.ON_MICROBATCH:
             self._unit(op, start, end)
         return start, end
 
@@ -279,7 +293,7 @@ class State:
             (end if out else start).append(Change(what, op.piece, -1 if out else 1))
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
-        kind, unit = op.kind, op.piece
+        kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
         if kind == ops.GATHER:
             start += [Change(ops.WEIGHTS, unit, 1)] * (unit not in self.gathered)
             self.gathered[unit] = op
@@ -289,9 +303,6 @@ class State:
             self.gathered.pop(unit, None)
         elif kind in ops.REDUCTIONS:
             self._reduce(op, start)
-        elif kind == ops.TIE:
-            self.tied.add(unit)
-            self.reduced[unit], self.agreed = op, None
         elif kind == ops.COUNT:
             self.counted = op
             self.updates.clear()  # the next step begins
@@ -308,6 +319,13 @@ class State:
             self.updated[unit] = op
             self.updates[unit] += 1
             self.stale.add(unit)
+        elif ops.REDUCED in row.gives:
+            self.reduced[unit] = op
+            if ops.NORM not in row.takes:
+                self.tied.add(unit)
+                self.agreed = None
+        elif ops.HOME in row.gives:
+            self.updated[unit] = op
 
     def _reduce(self, op: Op, start: list[Change]) -> None:
         if op.kind == ops.REDUCE and op.piece in self.open:

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..comm import CommError, Group, Work
 from ..parallel import Unit, count_valid
-from ..parallel.batch import edge_shape
-from ..parallel.data import Precision, Then
+from ..parallel.data import Then, Together
 from ..parallel.local import LocalModel
-from ..parallel.pieces import Box, CopyLane
+from ..parallel.pieces import Box, Bundle, CopyLane
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
@@ -33,6 +32,7 @@ from .precision import LossScale
 __all__ = ["Executor", "StepResult"]
 
 Batch = Mapping[str, Tensor]
+Key = tuple[int, int]  # a piece and a microbatch
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ class Executor:
         rank: int,
         optimizer: Optimizer,
         *,
-        width: int,
         clip: float = 0.0,
-        time_cut: int = 1,
         scaling: LossScale | None = None,
     ) -> None:
         self.local, self.program, self.rank = local, program, rank
@@ -81,10 +79,8 @@ class Executor:
             for op, needs in state.walk()
         }
         self.updates = {n: optimizer.of(u) for n, u in local.units.items()}
-        self.width, self.clip, self.time_cut = width, clip, time_cut
-        self.scaling = scaling
+        self.clip, self.scaling = clip, scaling
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
-        self.precision = next((u.precision for u in local.units.values()), Precision())
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
             ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
@@ -108,11 +104,11 @@ class Executor:
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One training step on this rank's microbatches."""
         self.batches, self.lr = batches, lr
-        self.inputs: dict[tuple[int, int], Tensor] = {}  # what a forward is waiting for
-        self.gradients: dict[tuple[int, int], Tensor] = {}  # what a backward is waiting for
-        self.segments: dict[tuple[int, int], Tensor] = {}  # inputs kept for recomputation
-        self.away: dict[tuple[int, int], Box] = {}  # those of them that are on the host
-        self.outgoing: dict[tuple[str, int, int], Tensor] = {}
+        self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
+        self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
+        self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
+        self.away: dict[Key, dict[str, Box]] = {}  # those of them that are on the host
+        self.outgoing: dict[tuple[str, int, int], Bundle] = {}
         self.under_way: dict[Op, tuple[Work, float]] = {}  # begun and not waited for, and when
         self.loss, self.count, self.scale = 0.0, 1.0, 1.0
         self.norm: float | None = None
@@ -250,15 +246,15 @@ class Executor:
     def _forward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
-        x = None if piece.first else self.inputs.pop((p, m))
-        if restarts(self.at, p, m) and x is not None:
-            self.segments[p, m] = x
+        taken = {} if piece.first else self.inputs.pop((p, m))
+        if restarts(self.at, p, m) and taken:
+            self.segments[p, m] = taken
         keep = self._trains and Op(ops.RECOMPUTE, p, m) not in self.at
-        y = piece.forward(m, x, self.batches[m], keep=keep)
+        out = piece.forward(m, taken, self.batches[m], keep=keep)
         if piece.last:
-            self.loss += self._own_loss(y)
+            self.loss += self._own_loss(out["x"])
         else:
-            self._pass_on(ops.FORWARD, p, p + 1, m, y)
+            self._pass_on(ops.FORWARD, p, p + 1, m, out)
 
     @cached_property
     def _trains(self) -> bool:
@@ -271,19 +267,21 @@ class Executor:
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
-        x = None if piece.first else self.segments.pop((p, m))
-        y = piece.forward(m, x, self.batches[m], keep=True)
+        taken = {} if piece.first else self.segments.pop((p, m))
+        out = piece.forward(m, taken, self.batches[m], keep=True)
         if Op(ops.RECOMPUTE, p + 1, m) in self.at and not restarts(self.at, p + 1, m):
-            self.segments[p + 1, m] = y
+            self.segments[p + 1, m] = out
 
     def _backward(self, op: Op) -> None:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
-        # A step without a single valid token has zero gradients.
-        seed = partial(piece.seed, m, self._loss_scale / max(1.0, self.count))
-        gradient = seed() if piece.last else self.gradients.pop((p, m))
-        into = (piece.backward if op.kind == ops.BACKWARD else piece.input_gradient)(m, gradient)
-        if into is not None:
+        if piece.last:  # a step without a single valid token has zero gradients
+            gradients = piece.seed(m, self._loss_scale / max(1.0, self.count))
+        else:
+            gradients = self.gradients.pop((p, m))
+        whole = op.kind == ops.BACKWARD
+        into = (piece.backward if whole else piece.input_gradient)(m, gradients)
+        if not piece.first:
             self._pass_on(ops.BACKWARD, p, p - 1, m, into)
 
     def _weight_gradient(self, op: Op) -> None:
@@ -292,8 +290,9 @@ class Executor:
     def _leave(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.segments:  # recomputed later: its input is all that was kept
-            self.away[key] = Box(self.segments.pop(key))
-            return self.out.begin(self.away[key].leave)
+            boxes = {name: Box(x) for name, x in self.segments.pop(key).items()}
+            self.away[key] = boxes
+            return self.out.begin(lambda: [box.leave() for box in boxes.values()])
         if Op(ops.RECOMPUTE, *key) in self.at:
             return Work()  # the first piece, recomputed, keeps nothing at all
         return self.out.begin(partial(self.local.pieces[op.piece].leave, op.index))
@@ -301,44 +300,51 @@ class Executor:
     def _come_back(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.away:
-            box = self.away.pop(key)
+            boxes = self.away.pop(key)
 
             def back() -> None:
-                self.segments[key] = box.content()
+                self.segments[key] = {name: box.content() for name, box in boxes.items()}
 
-            return Then(self.back.begin(box.come_back), back)
+            return Then(self.back.begin(lambda: [b.come_back() for b in boxes.values()]), back)
         if Op(ops.RECOMPUTE, *key) in self.at:
             return Work()
         return self.back.begin(partial(self.local.pieces[op.piece].come_back, op.index))
 
-    def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
+    def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
         if to in self.local.pieces:
-            self._arrivals(way)[to, m] = x
+            self._arrivals(way)[to, m] = bundle
         else:
-            self.outgoing[way, p, m] = x.contiguous()
+            self.outgoing[way, p, m] = bundle
 
     # ---- messages between stages
 
-    def _arrivals(self, way: str) -> dict[tuple[int, int], Tensor]:
+    def _arrivals(self, way: str) -> dict[Key, Bundle]:
         return self.inputs if way == ops.FORWARD else self.gradients
 
-    def _flow(self, op: Op) -> Group:
+    def _edge(self, op: Op) -> tuple[str, Group, Bundle]:
+        """Which way a message goes, over which group, and what its tensors are like."""
         groups = self.local.groups
-        return groups.activations if op.of == ops.FORWARD else groups.gradients
+        edge = self.local.edge(max(op.piece, op.peer), self.batches[op.index])
+        if op.of == ops.FORWARD:
+            return ops.FORWARD, groups.activations, edge
+        edge = {name: x for name, x in edge.items() if x.is_floating_point()}
+        return ops.BACKWARD, groups.gradients, edge
 
     def _send(self, op: Op) -> Work:
-        way = ops.FORWARD if op.of == ops.FORWARD else ops.BACKWARD
-        x = self.outgoing.pop((way, op.piece, op.index))
-        return self._flow(op).send(x, self.program.host[op.peer], wait=False)
+        way, group, edge = self._edge(op)
+        out = self.outgoing.pop((way, op.piece, op.index))
+        # What nothing depends on has no gradient, and the other end waits for one.
+        there = {
+            n: out[n] if n in out or way == ops.FORWARD else x.zero_() for n, x in edge.items()
+        }
+        to = self.program.host[op.peer]
+        return Together([group.send(x.contiguous(), to, wait=False) for x in there.values()])
 
     def _receive(self, op: Op) -> Work:
-        x = torch.empty(
-            edge_shape(self.batches[op.index], self.width, self.time_cut),
-            dtype=self.precision.compute,
-            device=self.local.pool.device,
-        )
-        self._arrivals(op.of)[op.piece, op.index] = x
-        return self._flow(op).receive(x, self.program.host[op.peer], wait=False)
+        way, group, edge = self._edge(op)
+        self._arrivals(way)[op.piece, op.index] = edge
+        at = self.program.host[op.peer]
+        return Together([group.receive(x, at, wait=False) for x in edge.values()])
 
     # ---- weights and gradients
 

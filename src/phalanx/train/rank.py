@@ -82,16 +82,18 @@ class Rank:
         self.local: LocalModel = build_local(
             world, layout, self.model, self.program, seed=run.seed, precision=self.precision
         )
-        sizes = {"width": self.shape.hidden, "time_cut": layout.tp if layout.seq else 1}
         self.trainer = Trainer(
-            self.local, self.program, world.rank, optimizer_of(run), **sizes,
+            self.local,
+            self.program,
+            world.rank,
+            optimizer_of(run),
             clip=run.optimizer.clip,
             scaling=LossScale() if layout.precision == "fp16" else None,
-        )  # fmt: skip
+        )
         made = self.trainer.updates
         self.updates = {n: u for n, u in made.items() if isinstance(u, Update)}
         bare = forward_only(self.program, layout)
-        self.validator = Validator(self.local, bare, world.rank, **sizes)
+        self.validator = Validator(self.local, bare, world.rank)
         self.flops = step_flops(self.shape, self.shape.batch, self.tokens, self.program)
 
     @property

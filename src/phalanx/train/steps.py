@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..parallel import Unit
 from ..parallel.local import LocalModel
+from ..parallel.pieces import Bundle
 from ..program import Op, Program, ops
 from .executor import Batch, Executor, StepResult
 
@@ -60,9 +61,10 @@ class Trainer(Executor):
 
     # ---- where numbers stopped being finite
 
-    def _pass_on(self, way: str, p: int, to: int, m: int, x: Tensor) -> None:
-        self._watch(way, p, x)
-        super()._pass_on(way, p, to, m, x)
+    def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
+        for x in bundle.values():
+            self._watch(way, p, x)
+        super()._pass_on(way, p, to, m, bundle)
 
     def _own_loss(self, y: Tensor) -> float:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
@@ -105,8 +107,8 @@ class _Nothing:
 class Validator(Executor):
     """Forward only: the loss of a batch over all ranks."""
 
-    def __init__(self, local: LocalModel, program: Program, rank: int, **told: Any) -> None:
-        super().__init__(local, program, rank, _Nothing(), **told)
+    def __init__(self, local: LocalModel, program: Program, rank: int) -> None:
+        super().__init__(local, program, rank, _Nothing())
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""

@@ -250,7 +250,7 @@ def _forward(model: Model, batch: Batch, nudge: Nudge | None) -> tuple[Tensor, d
     x: Tensor | None = None
     outputs = {}
     for number, (name, piece) in enumerate(model.pieces):
-        named = {key: batch[key] for key in model.takes(number) if key in batch}
+        named = {key: batch[key] for key in model.takes(number)[number > 0 :] if key in batch}
         if nudge:
             named = {k: nudge(v) if v.is_floating_point() else v for k, v in named.items()}
         x = piece(**named) if x is None else piece(x, **named)

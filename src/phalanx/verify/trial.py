@@ -13,6 +13,7 @@ from ..comm import World
 from ..layout import Layout
 from ..parallel import Entry, Model, Piece, Precision, microbatches
 from ..parallel.local import LocalModel, build_local
+from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
 from ..program import Op, Program, Timeline
 from ..program.build import forward_only
@@ -123,8 +124,9 @@ class _Tracer:
     def _wrap(self, number: int, piece: Piece, name: str) -> None:
         plain = piece.forward
 
-        def forward(microbatch: int, x: Tensor | None, batch: Batch, *, keep: bool) -> Tensor:
-            y = plain(microbatch, x, batch, keep=keep)
+        def forward(microbatch: int, bundle: Bundle, batch: Batch, *, keep: bool) -> Bundle:
+            out = plain(microbatch, bundle, batch, keep=keep)
+            y = out["x"]
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
@@ -135,7 +137,7 @@ class _Tracer:
                 self.outputs.setdefault(name, []).append(
                     Output(tokens[there].cpu() - 1, numbers[there].cpu())
                 )
-            return y
+            return out
 
         piece.forward = forward  # type: ignore[method-assign]
 
@@ -164,13 +166,9 @@ def train_layout(
         seed=setting.seed, precision=setting.precision, poison=True,
     )  # fmt: skip
     half = setting.precision.compute == torch.float16
-    told: Any = {
-        "width": mine.shape.hidden if mine.shape else 0,
-        "time_cut": layout.tp if layout.seq else 1,
-    }
     executor = _Recorder(
         local, program, world.rank, setting.optimizer, clip=setting.clip,
-        scaling=LossScale(*setting.scaling) if half else None, **told,
+        scaling=LossScale(*setting.scaling) if half else None,
     )  # fmt: skip
     executor.checked = True  # what each rank holds is what the program says
     seen = Seen([*_parts(local, {}, -1)])
@@ -187,7 +185,7 @@ def train_layout(
         seen.outputs.append(tracer.take())
         seen.parts += _parts(local, executor.seen, step)
         seen.timeline = result.timeline
-    validator = Validator(local, forward_only(program, layout), world.rank, **told)
+    validator = Validator(local, forward_only(program, layout), world.rank)
     seen.validation = validator.mean_loss(
         _own(batch, layout, local, world) for batch in validation_of(setting.batches, setting.steps)
     )
