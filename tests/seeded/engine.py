@@ -274,15 +274,15 @@ def _() -> AbstractContextManager[None]:
 @fault("each rank divides by its own count of tokens", "gqa", "dp2", "the loss")
 def _() -> AbstractContextManager[None]:
     def count(self: Executor, op: Any) -> None:
-        self.count = float(sum(count_valid(batch) for batch in self.batches))
+        self.count = torch.stack([*map(count_valid, self.batches)]).sum().double().view(1)
 
     return swapped(Executor, "_count", count)
 
 
 @fault("ignored targets count as tokens", "gqa", "dp2", "the loss")
 def _() -> AbstractContextManager[None]:
-    def count(batch: Mapping[str, Tensor]) -> int:
-        return next(iter(batch.values())).numel()
+    def count(batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.tensor(next(iter(batch.values())).numel())
 
     return swapped(executor, "count_valid", count)
 
@@ -330,7 +330,7 @@ def _() -> AbstractContextManager[None]:
 @fault("the update forgets the clipping factor", "gqa", "dp2", "weight of head")
 def _() -> AbstractContextManager[None]:
     right = Update.__call__
-    return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, 1.0))
+    return swapped(Update, "__call__", lambda self, lr, scale: right(self, lr, None))
 
 
 @fault("a part of a weight is drawn, not cut from the whole", "gqa", "tp2", "start of embed")

@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.parallel.pieces import Piece
 from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
-from phalanx.train.optimizer import Update
+from phalanx.train.optimizer import Scale, Update
 
 from .fault import HALVES, fault, swapped
 
@@ -16,7 +16,7 @@ from .fault import HALVES, fault, swapped
 def _stale_copy() -> AbstractContextManager[None]:
     right = Update.__call__
 
-    def update(self: Update, lr: float, scale: float) -> None:
+    def update(self: Update, lr: float, scale: Scale | None) -> None:
         self.unit.refresh = lambda: None  # type: ignore[method-assign]
         right(self, lr, scale)
 
@@ -31,7 +31,7 @@ fault(STALE, "gqa", "pp2 1f1b:3", "step 2: the output of embed", dtypes=HALVES)(
 def _masters_not_kept() -> AbstractContextManager[None]:
     right = Update.__call__
 
-    def update(self: Update, lr: float, scale: float) -> None:
+    def update(self: Update, lr: float, scale: Scale | None) -> None:
         right(self, lr, scale)
         home = self.unit.home
         home.copy_(home.to(self.unit.precision.compute))
@@ -53,14 +53,14 @@ fault(ROUNDED, "gqa", "dp2 zero1", "step 0: the update of", dtypes=HALVES)(_mast
     dtypes=("float16",),
 )
 def _() -> AbstractContextManager[None]:
-    right = Executor._heard
+    right = Executor._use_sums
 
-    def heard(self: Executor, sums: Any) -> None:
+    def use_sums(self: Executor, sums: Any) -> None:
         assert self.norm is not None
-        self.norm *= self._loss_scale
+        self.norm = self.norm * self._loss_scale
         right(self, sums)
 
-    return swapped(Executor, "_heard", heard)
+    return swapped(Executor, "_use_sums", use_sums)
 
 
 @fault(
@@ -103,7 +103,8 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = Update.__call__
 
-    def update(self: Update, lr: float, scale: float) -> None:
-        right(self, lr, scale * 1024)
+    def update(self: Update, lr: float, scale: Scale | None) -> None:
+        assert scale is not None
+        right(self, lr, Scale(scale.factor * 1024, scale.divisor / 1024, scale.skip))
 
     return swapped(Update, "__call__", update)

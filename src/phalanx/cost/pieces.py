@@ -214,7 +214,7 @@ def _run(
     del bundle, y
     kept = scales.now
     gradient = {"x": torch.empty(shape, dtype=dtype, device="meta")}
-    gradient = piece.seed(0, 1.0) if piece.last else gradient
+    gradient = piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
     scales.most = scales.now
     with scales.on("input_gradient"):
         into = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)

@@ -115,9 +115,10 @@ def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[
     return rows, tokens // time_cut, width
 
 
-def count_valid(batch: Mapping[str, Tensor]) -> int:
-    """How many targets a batch really has: what the loss is divided by."""
+def count_valid(batch: Mapping[str, Tensor]) -> Tensor:
+    """How many targets a batch really has: what the loss is divided by. Where the batch is."""
     targets = batch.get("targets")
     if targets is None or targets.is_floating_point():
-        return next(iter(batch.values())).shape[0]
-    return int((targets != IGNORED).sum())
+        first = next(iter(batch.values()))
+        return first.new_full((), first.shape[0], dtype=torch.int64)
+    return (targets != IGNORED).sum()

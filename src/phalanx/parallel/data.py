@@ -169,8 +169,9 @@ class Unit:
         inside = resident and not at_host and precision.compute == precision.master
         self.same = inside and shards == 1
         self._bound: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        if at_host and pool.device.type == "cuda":
-            self.home = torch.zeros(self.part, dtype=precision.master, pin_memory=True)
+        if at_host and pool.device.type != "cpu":
+            pinned = pool.device.type == "cuda"
+            self.home = torch.zeros(self.part, dtype=precision.master, pin_memory=pinned)
         elif inside:
             # The part at home is a run of the whole weights, and gathering leaves it where it is.
             whole = pool.empty(self.numel, precision.master) if self.same else self._new_buffer()

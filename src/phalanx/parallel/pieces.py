@@ -298,9 +298,10 @@ class Piece:
                 edges[name] = edge
         return edges
 
-    def seed(self, microbatch: int, scale: float) -> Bundle:
+    def seed(self, microbatch: int, scale: Tensor) -> Bundle:
         """The gradient with which the last piece's backward starts."""
-        return {"x": torch.full_like(self.kept[microbatch].like, scale)}
+        like = self.kept[microbatch].like
+        return {"x": scale.view(()).to(like.dtype).expand_as(like)}
 
     def backward(self, microbatch: int, gradients: Bundle) -> Bundle:
         """Add to the units' gradients and return those of the inputs; what was kept is let go."""

@@ -26,7 +26,7 @@ from ..parallel.pieces import Box, Bundle, CopyLane
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
-from .optimizer import Optimizer
+from .optimizer import Optimizer, Scale
 from .precision import LossScale
 
 __all__ = ["Executor", "StepResult"]
@@ -34,15 +34,19 @@ __all__ = ["Executor", "StepResult"]
 Batch = Mapping[str, Tensor]
 Key = tuple[int, int]  # a piece and a microbatch
 
+_SHORT = 1024  # numbers of a run whose norm is taken in float32
+
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a rank knows after a step. `loss` is its own sum, and zero where none is counted."""
+    """What a rank knows after a step. `loss` is its own sum, and zero where none is counted; `norm`
+    is None in a program that agrees on none."""
 
     loss: float
     count: float
     norm: float | None
     timeline: Timeline
+    read: Mapping[str, float]  # all that was read after the step
 
     @property
     def finite(self) -> bool:
@@ -51,6 +55,9 @@ class StepResult:
 
 class Executor:
     """One rank's row of a program that has been checked, carried out step by step.
+
+    Loss, count, norm and the scale of updates stay on the device; they are read once, after the last
+    operation, so that a GPU is never waited for inside a step.
 
     `checked`, for tests: after every operation, what the rank holds must be what the program says.
     """
@@ -110,8 +117,10 @@ class Executor:
         self.away: dict[Key, dict[str, Box]] = {}  # those of them that are on the host
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
         self.under_way: dict[Op, tuple[Work, float]] = {}  # begun and not waited for, and when
-        self.loss, self.count, self.scale = 0.0, 1.0, 1.0
-        self.norm: float | None = None
+        number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
+        self.loss, self.count = number(0.0), number(1.0)
+        self.norm: Tensor | None = None
+        self.scale: Scale | None = None
         self.spans: list[Span] = []
         state = State(self.program, self.number)
         for op in self.row:
@@ -123,9 +132,19 @@ class Executor:
             self._wait(op)
         for group in (self.local.groups.activations, self.local.groups.gradients):
             group.flush()
+        named = self._numbers()
+        read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        result = StepResult(
+            read["loss"], read["count"], read.get("norm"), Timeline(tuple(self.spans)), read
+        )
         if self.norm is not None and self.scaling:
-            self.scaling.saw(finite=math.isfinite(self.norm))
-        return StepResult(self.loss, self.count, self.norm, Timeline(tuple(self.spans)))
+            self.scaling.saw(finite=result.finite)
+        return result
+
+    def _numbers(self) -> dict[str, Tensor]:
+        """What is read after a step, each of shape (1,)."""
+        norm = {} if self.norm is None else {"norm": self.norm}
+        return {"loss": self.loss, "count": self.count, **norm}
 
     def _perform(self, op: Op) -> None:
         try:
@@ -196,41 +215,32 @@ class Executor:
     # ---- tokens and agreement
 
     def _count(self, op: Op) -> Work:
-        total = torch.tensor(
-            [float(sum(map(count_valid, self.batches)))],
-            dtype=torch.float64,
-            device=self.local.pool.device,
-        )
+        total = torch.stack([*map(count_valid, self.batches)]).sum(dtype=torch.float64).view(1)
 
         def counted() -> None:
-            self.count = float(total)
+            self.count = total
 
         return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
 
     def _agree(self, op: Op) -> Work:
-        squares = torch.zeros(1, dtype=torch.float64, device=self.local.pool.device)
-        for number, unit in self.local.units.items():
-            if self._counts(number):
-                squares += _squares(unit)
-        said = torch.cat((squares, squares.new_tensor(self._said())))
+        # Of each unit that this rank counts; kept, since it is finite only if all its numbers are.
+        self.squares = {n: _squares(u) for n, u in self.local.units.items() if self._counts(n)}
+        own = sum(self.squares.values(), torch.zeros_like(self.loss))
+        sums = torch.cat((own, *self._summed_too()))
 
         def agreed() -> None:
-            total, *heard = said.tolist()
-            self.norm = math.sqrt(total) / self._loss_scale
-            self._heard(heard)
-            self.scale = 1.0 / self._loss_scale
-            if self.clip:
-                # As torch's clip_grad_norm_ does, with its 1e-6.
-                self.scale *= min(1.0, self.clip / (self.norm + 1e-6))
+            self.norm = sums[:1].sqrt() / self._loss_scale
+            self._use_sums(sums[1:])
+            self.scale = Scale.of(self.norm, self.clip, self._loss_scale)
 
-        return Then(self.local.groups.everyone.all_reduce(said, wait=False), agreed)
+        return Then(self.local.groups.everyone.all_reduce(sums, wait=False), agreed)
 
-    def _said(self) -> Sequence[float]:
-        """What else this rank says when all agree; every rank says as many numbers."""
+    def _summed_too(self) -> Sequence[Tensor]:
+        """What else is summed over all ranks with the norm, each of shape (1,) and float64."""
         return ()
 
-    def _heard(self, sums: Sequence[float]) -> None:
-        """The sums over all ranks of what each has said."""
+    def _use_sums(self, sums: Tensor) -> None:
+        """The sums over all ranks of `_summed_too`."""
 
     def _counts(self, unit: int) -> bool:
         """Each logical weight is counted by one rank of its copies, and on one stage."""
@@ -252,7 +262,7 @@ class Executor:
         keep = self._trains and Op(ops.RECOMPUTE, p, m) not in self.at
         out = piece.forward(m, taken, self.batches[m], keep=keep)
         if piece.last:
-            self.loss += self._own_loss(out["x"])
+            self._add_loss(out["x"])
         else:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
 
@@ -260,9 +270,10 @@ class Executor:
     def _trains(self) -> bool:
         return any(op.kind in ops.PROPAGATES for op in self.row)
 
-    def _own_loss(self, y: Tensor) -> float:
-        # Every rank of tp computes the same loss; one of them tells it.
-        return float(y) if self.local.groups.tp.rank == 0 else 0.0
+    def _add_loss(self, y: Tensor) -> None:
+        # Every rank of tp computes the same loss; one of them counts it.
+        if self.local.groups.tp.rank == 0:
+            self.loss += y.detach()
 
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index
@@ -276,7 +287,7 @@ class Executor:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         if piece.last:  # a step without a single valid token has zero gradients
-            gradients = piece.seed(m, self._loss_scale / max(1.0, self.count))
+            gradients = piece.seed(m, self._loss_scale / self.count.clamp(min=1.0))
         else:
             gradients = self.gradients.pop((p, m))
         whole = op.kind == ops.BACKWARD
@@ -366,17 +377,24 @@ class Executor:
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _update(self, op: Op) -> None:
-        if self.norm is None or math.isfinite(self.norm):
-            self.updates[op.piece](self.lr, self.scale)
-        else:
-            # Every rank has the same norm, so all of them leave their weights as they are.
-            self.local.units[op.piece].spend()
+        # Every rank has the same norm, so either all update or all leave their weights as they are.
+        self.updates[op.piece](self.lr, self.scale)
 
 
 def _squares(unit: Unit) -> Tensor:
+    """The sum of squares of the gradient's numbers that this rank counts, float64 of shape (1,).
+
+    Norms of short runs, which a fused kernel takes in float32, are added up in float64: no wide copy
+    of the gradient, and 1e-9 off where one float32 sum of 4M numbers is 1e-4 off.
+    """
     gradient = unit.gradient
     assert gradient is not None
     total = torch.zeros(1, dtype=torch.float64, device=gradient.device)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
     for run in unit.counted_runs():
-        total += gradient[run].double().square().sum()
+        x = gradient[run]
+        whole = len(x) // _SHORT * _SHORT
+        for part in (x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)):
+            norms = torch.linalg.vector_norm(part, dim=1, dtype=wide)
+            total += norms.double().square().sum()
     return total

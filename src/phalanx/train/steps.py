@@ -19,6 +19,7 @@ from ..parallel.local import LocalModel
 from ..parallel.pieces import Bundle
 from ..program import Op, Program, ops
 from .executor import Batch, Executor, StepResult
+from .optimizer import Scale
 
 __all__ = ["Trainer", "Validator"]
 
@@ -35,29 +36,28 @@ class Trainer(Executor):
     ranges: Ranges = nullcontext
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
-        self.total, self.stops = 0.0, False
-        self.bad_units: list[int] = []
         self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
-        return super().step(batches, lr)
+        self.sums: tuple[Tensor, ...] = ()
+        result = super().step(batches, lr)
+        self.total, self.stops = result.read.get("total", 0.0), bool(result.read.get("stops"))
+        return result
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return super()._numbers() | dict(zip(("total", "stops"), self.sums, strict=False))
 
     def _perform(self, op: Op) -> None:
         with self.ranges(str(op)):
             super()._perform(op)
 
-    def _said(self) -> Sequence[float]:
-        return self.loss, self.wants_to_stop()
+    def _summed_too(self) -> Sequence[Tensor]:
+        return self.loss, torch.full_like(self.loss, float(self.wants_to_stop()))
 
-    def _heard(self, sums: Sequence[float]) -> None:
-        self.total, self.stops = sums[0] / max(1.0, self.count), bool(sums[1])
-        if not math.isfinite(self.total):
-            self.norm = math.nan
-
-    def _update(self, op: Op) -> None:
-        if self.norm is not None and not math.isfinite(self.norm):
-            gradient = self.local.units[op.piece].gradient
-            if gradient is not None and not bool(gradient.isfinite().all()):
-                self.bad_units.append(op.piece)
-        super()._update(op)
+    def _use_sums(self, sums: Tensor) -> None:
+        total, stops = sums[:1], sums[1:]
+        total = total / self.count.clamp(min=1.0)
+        self.sums = total, stops
+        assert self.norm is not None
+        self.norm = self.norm.where(total.isfinite(), math.nan)
 
     # ---- where numbers stopped being finite
 
@@ -66,9 +66,9 @@ class Trainer(Executor):
             self._watch(way, p, x)
         super()._pass_on(way, p, to, m, bundle)
 
-    def _own_loss(self, y: Tensor) -> float:
+    def _add_loss(self, y: Tensor) -> None:
         self._watch(ops.FORWARD, self.program.pieces - 1, y)
-        return super()._own_loss(y)
+        super()._add_loss(y)
 
     def _watch(self, way: str, piece: int, x: Tensor) -> None:
         # A sum is finite only if all its terms are. It is read after a bad step and never before: a
@@ -89,7 +89,7 @@ class Trainer(Executor):
             for way, p in bad
             if way == ops.BACKWARD
         ]
-        for p in self.bad_units:
+        for p in (p for p, x in self.squares.items() if not math.isfinite(float(x))):
             summed = units[p].groups.reduce.size * units[p].groups.replica.size
             which = f", a sum over {summed} ranks of which any may have made it,"
             which = which if summed > 1 else ""
@@ -100,7 +100,7 @@ class Trainer(Executor):
 class _Nothing:
     """The optimizer of a program that updates nothing."""
 
-    def of(self, unit: Unit) -> Callable[[float, float], None]:
+    def of(self, unit: Unit) -> Callable[[float, Scale | None], None]:
         return lambda lr, scale: None
 
 
@@ -124,4 +124,4 @@ class Validator(Executor):
         group = self.local.groups.everyone
         total = torch.tensor([result.loss], dtype=torch.float64, device=group.device)
         group.all_reduce(total)
-        return float(total), self.count
+        return float(total), result.count
