@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.bench import examine, find
-from phalanx.bench.doctor import Examination
+from phalanx import bench
+from phalanx.bench import Thoroughness, local_device
 from phalanx.comm import World
 from phalanx.comm.launch import workers
 from phalanx.cost import cached_costs, cut_of
@@ -179,8 +179,10 @@ def table(title: str, rows: Sequence[dict[str, object]]) -> str:
 
 
 def measure_machine(path: Path, most: int) -> Machine:
-    asked = Examination(limit=60.0, ranks=most, backend="gloo")
-    machine = examine(find("cpu"), asked, lambda line: print(f"measuring {line}", flush=True))
+    asked = Thoroughness(limit=60.0, ranks=most, backend="gloo")
+    machine = bench.measure_machine(
+        local_device("cpu"), asked, lambda line: print(f"measuring {line}", flush=True)
+    )
     path.write_text(machine.text(), encoding="utf-8")
     return machine
 

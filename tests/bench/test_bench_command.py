@@ -54,7 +54,7 @@ def test_a_machine_file_is_written_and_read(capsys: Capture, tmp_path: Path) -> 
     place = tmp_path / "machine.toml"
     words = f"--device cpu --out {place} --limit 2 --ranks 4 --backend threads --model tiny"
     out = said(capsys, doctor.run, words)
-    assert f"written: {place}" in out
+    assert f"wrote {place}" in out
     machine = Machine.load(place)
     assert machine.name == "this"
     assert machine.host == ""
@@ -100,27 +100,27 @@ def test_everything_of_the_catalogue_is_also_json(capsys: Capture) -> None:
 
 
 BAD = {
-    "bench": "required: BENCH",
+    "bench": "required: WHAT",
     "bench matmull": "invalid choice: 'matmull'",
-    "bench collectives --ranks 1": "--ranks is 1; one machine starts 2 to 256",
-    "bench collectives --ops all_redcue": "--ops all_redcue: there are all_reduce",
+    "bench collectives --ranks 1": "--ranks is 1; write 2 to 256",
+    "bench collectives --ops all_redcue": "--ops: all_redcue: there are all_reduce",
     "bench collectives --sizes 1K:1X": "'1X' is not a size",
     "bench collectives --groups 8": "--groups '8'",
     "bench collectives --groups two": "write 4 for neighbours",
     "bench collectives --dtype int3": "invalid choice: 'int3' (choose from",
-    "bench collectives --repeats 0": "--repeats is 1 or more",
+    "bench collectives --repeats 0": "--repeats is 0; write 1 to",
     "bench collectives --backend smoke": "invalid choice: 'smoke' (choose from",
     "bench matmul --device cpu --dtype tf32": "tf32 is how GPUs multiply",
-    "bench matmul --sizes big": "--sizes big",
+    "bench matmul --sizes big": "--sizes: big: write 512",
     "bench matmul --threads 0": "--threads is 0",
-    "bench mfu --width 0 --layers 0": "are 1 or more",
+    "bench mfu --width 0 --layers 0": "--width is 0",
     "bench overlap --copy 3Q": "'3Q' is not a size",
-    "doctor --out machine.txt": "a machine file is .toml",
-    "doctor --limit 0 --out m.toml": "--limit is more than 0",
-    "doctor devices h10 --out x": "--out does not go with devices",
+    "doctor --out machine.txt": "use .toml",
+    "doctor --limit 0 --out m.toml": "--limit is 0; write a number above 0",
+    "doctor devices h10 --out x": "'--out' means nothing here",
     "doctor devices h10": "no device 'h10'",
     "doctor clusters h10x8": "Did you mean 'h100'",
-    "doctor hierarchy": "hierarchy of which device",
+    "doctor hierarchy": "required: NAME",
     "doctor hierarchy h100 --out h.png": "use .svg",
     "doctor topology nowhere.txt": "cannot read the topology nowhere.txt",
     "doctor planets": "invalid choice: 'planets'",

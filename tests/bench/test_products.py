@@ -9,14 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.bench import (
-    Found,
     Iteration,
-    Mlp,
+    LocalDevice,
+    MatrixProduct,
     Overlap,
-    Product,
+    WideMlp,
     decoder_products,
-    find,
-    judged,
+    local_device,
     measure_block,
     measure_copies,
     measure_messages,
@@ -26,13 +25,21 @@ from phalanx.bench import (
     square_products,
 )
 from phalanx.bench.mfu import _block
-from phalanx.bench.tell import iterations_text, overlaps_text, product_line, products_summary
+from phalanx.cli.bench import (
+    iterations_text,
+    of_peak,
+    overlaps_text,
+    product_line,
+    products_summary,
+)
 from phalanx.comm import launch
 from phalanx.layout import Shape
 from phalanx.plan import MachineError, device
 
-CPU = find("cpu")
-H100 = Found("NVIDIA H100 80GB HBM3", "cuda", 1, 16, 80 << 30, 80 << 30, device("h100"), ("nccl",))
+CPU = local_device("cpu")
+H100 = LocalDevice(
+    "NVIDIA H100 80GB HBM3", "cuda", 1, 16, 80 << 30, 80 << 30, device("h100"), ("nccl",)
+)
 
 
 def test_every_product_that_fits_is_measured_and_told() -> None:
@@ -52,7 +59,7 @@ def test_every_product_that_fits_is_measured_and_told() -> None:
 
 
 def test_what_memory_or_time_does_not_allow_is_left_out_and_said() -> None:
-    huge = [Product("square", "fp32", 1 << 20, 1 << 20, 1 << 20)]
+    huge = [MatrixProduct("square", "fp32", 1 << 20, 1 << 20, 1 << 20)]
     assert list(measure_products(CPU, huge)) == []
     assert list(measure_products(CPU, square_products(["fp32"], [16]), limit=0.0)) == []
     assert "1 of 1 products were left out" in products_summary([], CPU, 1)
@@ -67,20 +74,20 @@ def test_the_products_of_a_decoder_are_its_weights() -> None:
 
 
 def test_more_than_all_of_a_peak_shows_that_the_peak_is_wrong() -> None:
-    fast = Product("square", "bf16", 8192, 8192, 8192, seconds=1e-3, claimed=1e-5)
+    fast = MatrixProduct("square", "bf16", 8192, 8192, 8192, seconds=1e-3, claimed=1e-5)
     assert "111% of the catalogue's peak: more than all, so that peak is wrong" in products_summary(
         [fast], H100, 1
     )
-    assert judged(500e12, 1000e12) == "50% of the catalogue's peak"
+    assert of_peak(500e12, 1000e12) == "50% of the catalogue's peak"
     step = Iteration("step", "bf16", 1e15, 1e15, 0.5, 0.1, 3)
     assert "the peak is wrong" in iterations_text([step], H100, 800e12)
 
 
 def test_an_unknown_device_is_called_unknown_and_its_peak_is_not_guessed() -> None:
-    unknown = Found("Abacus 9000", "cuda", 1, 16, 1 << 30, 1 << 30, None, ())
+    unknown = LocalDevice("Abacus 9000", "cuda", 1, 16, 1 << 30, 1 << 30, None, ())
     assert unknown.peak("bf16") == 0.0
     assert "Abacus 9000 is unknown to the catalogue" in unknown.known()
-    product = Product("square", "bf16", 64, 64, 64, seconds=1e-3, claimed=1e-5)
+    product = MatrixProduct("square", "bf16", 64, 64, 64, seconds=1e-3, claimed=1e-5)
     assert "unknown" in product_line(product, unknown, [product])
     assert "peak unknown" in products_summary([product], unknown, 1)
     step = Iteration("step", "bf16", 1e12, 1e12, 0.5, 0.1, 3)
@@ -91,7 +98,7 @@ def test_an_unknown_device_is_called_unknown_and_its_peak_is_not_guessed() -> No
 
 def test_the_published_reference_reads_as_published() -> None:
     # 8 layers of 8192 x 8192 on 8192 rows: 26.4 TFLOP need 26.7 ms at the peak of an H100.
-    mlp = Mlp()
+    mlp = WideMlp()
     assert mlp.flops == 3 * 2 * 8 * 8192**3
     step = Iteration("MLP", "bf16", mlp.flops, mlp.flops, 54.4e-3, 15e-3, 5)
     assert step.share(H100.peak("bf16")) == pytest.approx(0.49, abs=0.005)
@@ -111,7 +118,7 @@ def test_a_block_s_flops_are_those_torch_counts() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_whole_iterations_run_in_every_precision(dtype: str) -> None:
-    found = measure_mlp(CPU, Mlp(2, 32, 8), dtype, limit=0.01)
+    found = measure_mlp(CPU, WideMlp(2, 32, 8), dtype, limit=0.01)
     assert found.seconds > 0
     assert found.flops == 3 * 2 * 2 * 8 * 32**2
     assert math.isfinite(found.forward)
@@ -144,17 +151,17 @@ def test_a_precision_or_device_that_is_not_here_is_refused() -> None:
     with pytest.raises(MachineError, match="there is no precision 'int3'"):
         list(measure_products(CPU, square_products(["int3"], [16])))
     with pytest.raises(MachineError, match="no kind of device 'tpu'"):
-        find("tpu")
+        local_device("tpu")
     if not torch.cuda.is_available():
         with pytest.raises(MachineError, match="sees no GPU"):
-            find("cuda")
+            local_device("cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_a_gpu_is_measured_alike() -> None:
-    gpu = find("cuda")
+    gpu = local_device("cuda")
     products = square_products(["bf16", "fp16", "tf32", "fp32"], [256])
     assert len(list(measure_products(gpu, products, repeats=1))) == 4
     assert len(measure_copies(gpu, size=256, copied=1 << 20, dtype="bf16", limit=1.0)) == 2
     assert len(measure_stores(gpu, size=1 << 20, limit=1.0)) == 6
-    assert measure_mlp(gpu, Mlp(2, 256, 256), "bf16", limit=1.0).seconds > 0
+    assert measure_mlp(gpu, WideMlp(2, 256, 256), "bf16", limit=1.0).seconds > 0

@@ -18,7 +18,7 @@ def test_all_reasons_and_the_nearest_that_fit_are_named(capsys: Capture) -> None
     out = capsys.readouterr().out
     for reason in ("tp=3 does not divide heads=4", "tp=3 does not divide ffn=128", "a batch of 16"):
         assert reason in out
-    near = out.rsplit("nearest that fit: ", 1)[1].strip()
+    near = out.rsplit("Nearest that fit: ", 1)[1].strip().rstrip(".")
     for layout in Layout.parse_many(near):
         assert layout.ranks == 18
         assert not legal(layout, Shape.load("tiny"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from phalanx.cli import bench, draw_mesh, plan, usage
+from phalanx.cli import bench, draw, plan, usage
 from phalanx.cli import verify as verify_command
 from phalanx.layout import Shape, choices, files, journal, layout, mesh, source
 from phalanx.report import page
@@ -18,7 +18,7 @@ LIMITS = {
     "ranks of a layout": mesh.RANKS,
     "ranks that one command starts on this machine": choices.LOCAL_RANKS,
     "ranks of which `verify --ranks` lists all layouts": verify_command.MOST,
-    "ranks in `draw mesh`": draw_mesh.MOST,
+    "ranks in `draw mesh`": draw.MOST,
     "ranks in the mesh of `report`": page.MOST_RANKS,
     "microbatches of a step": layout.MICROBATCHES,
     **{
@@ -27,7 +27,7 @@ LIMITS = {
         if field.metadata.get("maximum")
     },
     "steps of `verify`": verify_command.STEPS,
-    "side of a product of `bench matmul`": bench._LONGEST,
+    "side of a product of `bench matmul`": bench.LONGEST,
     "sequences of a step in `plan`": plan.SEQUENCES,
     "tokens of a run in `plan cost`": plan.TOKENS,
     "tables or lists inside each other, in TOML and JSON": files.DEPTH,

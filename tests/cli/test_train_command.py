@@ -40,9 +40,9 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["a.toml", "b.toml"], "name one run file"),
         (["--rank", "2"], "Did you mean --ranks?"),
-        (["--ranks", "0"], "write 1 or more"),
+        (["--ranks", "0"], "write 1 to"),
         (["--ranks", "2", "--layout", "dp4"], "is for 4 ranks, and --ranks says 2"),
-        (["steps=1", "--ranks", "two"], "invalid int value"),
+        (["steps=1", "--ranks", "two"], "write a whole number"),
     ],
 )
 def test_wrong_usage_is_one_sentence(argv: list[str], args: str) -> None:

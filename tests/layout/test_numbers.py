@@ -54,7 +54,7 @@ def test_counts_are_read_as_people_write_them() -> None:
             ["2.5 s", "12.3 ms", "4.5 us", "60 ns", "12,345 s"],
         ),
         (flops_text, (989.4e12, 24.3e18, 5e9), ["989.4 TFLOP/s", "24.3 EFLOP/s", "5 GFLOP/s"]),
-        (count_text, (17, 124.4e6, 8.03e9), ["17", "124M", "8.03B"]),
+        (count_text, (17, 124.4e6, 8.03e9), ["17", "124.4M", "8.03B"]),
         (si_text, (999, 54.4e12, 1.12e9), ["999", "54.4T", "1.12G"]),
     ],
 )

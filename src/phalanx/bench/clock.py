@@ -2,7 +2,7 @@
 
 What is timed has been run before, so that nothing is started, compiled or mapped while the clock
 runs. Before each reading the device is idle and the ranks have met. A reading repeats what is short
-until it is long enough to be told from the clock's own noise. Where ranks take part, the slowest
+until it is far longer than the clock's own noise. Where ranks take part, the slowest
 one's reading counts; of the readings the median. Several works are read in turn, so that what
 disturbs the machine disturbs all of them.
 """
@@ -62,12 +62,12 @@ class Clock:
         return f"{how}; warmed up, device idle before and after; medians over repeats"
 
     def settle(self) -> None:
-        """Return when the device has done all it was asked."""
+        """Return when the device has done all that was issued."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Return when every rank's device has done all it was asked."""
+        """Return when every rank's device has done all that was issued."""
         self.settle()
         if self._group is not None:
             self._group.barrier()
@@ -77,9 +77,9 @@ class Clock:
         """The slowest rank's, of each time."""
         if self._group is None:
             return list(seconds)
-        said = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        self._group.all_reduce(said, "max")
-        return [float(each) for each in said.tolist()]
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        self._group.all_reduce(slowest, "max")
+        return [float(each) for each in slowest.tolist()]
 
     def read(self, work: WorkOf, calls: int = 1) -> float:
         """One reading of this rank's own: seconds a call."""
@@ -101,7 +101,7 @@ class Clock:
         return took / calls
 
     def claimed(self, work: WorkOf) -> float:
-        """What a clock that does not wait for the device would say: on a GPU the launch alone."""
+        """The time by a clock that does not wait for the device: on a GPU that of the launch alone."""
         self.meet()
         began = time.perf_counter()
         work()

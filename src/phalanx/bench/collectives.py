@@ -1,14 +1,14 @@
-"""Collectives over a group: checked, timed, and told as bandwidths that can be compared.
+"""Collectives over a group: checked, timed, and given as bandwidths that can be compared.
 
 Algorithm bandwidth is S/t. Bus bandwidth multiplies it with what each rank has to send for a byte
-of S, so that it can be held against a link. What S is, each operation says here: a formula that
-took the *output* of reduce-scatter as S would read as many times lower as there are ranks.
+of S, so that it can be held against a link. What S is, `plan/curve.py` says for each operation: a
+formula that took the *output* of reduce-scatter as S would read as many times lower as there are ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,21 +16,19 @@ from torch import Tensor
 
 from ..comm import Group, World
 from ..plan import bus_factor
-from .clock import Clock, Timing
+from ..plan.curve import FACTORS
+from .clock import Clock
 
-__all__ = ["OPERATIONS", "Ask", "Sample", "WrongResult", "grouped", "measure_collectives"]
+__all__ = ["OPERATIONS", "Sample", "Sweep", "grouped", "measure_collectives"]
 
+OPERATIONS = tuple(FACTORS)
 _PERIOD = 997  # prime, so that no part of a tensor begins as another does
 
 
-class WrongResult(RuntimeError):
-    """A collective gave wrong numbers: whatever its time was, it means nothing."""
-
-
 @dataclass(frozen=True)
-class Ask:
-    """What to measure. `groups`: (ranks, apart) of each shape; all groups of a shape talk at once,
-    as those of a mesh axis do."""
+class Sweep:
+    """What to measure. `groups`: (ranks, apart) of each shape; all groups of a shape communicate at
+    once, as those of a mesh axis do."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]  # S in bytes
@@ -72,17 +70,25 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """An operation made ready on one rank: call it, look at what came, against what should have."""
+class _Prepared:
+    """An operation made ready on one rank: the call, what it receives, and what that has to be."""
 
     call: Callable[[], object]
-    came: Tensor | None  # None: this rank receives nothing
-    due: Tensor | None
-    clear: Callable[[], object]  # so that repeating does not grow the numbers without end
+    received: Tensor | None = None  # None: this rank receives nothing
+    expected: Tensor | None = None
+    clear: Callable[[], object] = lambda: None  # so that repeated sums do not grow without end
+
+    def is_right(self) -> bool:
+        self.call()
+        right = self.received is None or (
+            self.expected is not None and torch.equal(self.received.view(-1), self.expected)
+        )
+        self.clear()
+        return right
 
 
 def pattern(rank: int, start: int, count: int, like: Tensor) -> Tensor:
-    """The numbers start, start+1, ... of what a rank brings: 0, 1 or 2, without order."""
+    """The numbers start, start+1, ... of what a rank sends: 0, 1 or 2, without order."""
     return _tile(_table(rank), start, count, like)
 
 
@@ -101,151 +107,107 @@ def _sum(ranks: int, start: int, count: int, like: Tensor) -> Tensor:
     return _tile(sum((_table(rank) for rank in range(ranks)), torch.zeros(1)), start, count, like)
 
 
-def _all_reduce(group: Group, n: int, like: Tensor) -> Trial:
-    x = pattern(group.rank, 0, n, like)
-    return Trial(lambda: group.all_reduce(x), x, _sum(group.size, 0, n, like), x.zero_)
+def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
+    """One operation on S of `n` numbers; the root is the group's first rank."""
+    rank, size, part = group.rank, group.size, n // group.size
+    root, mine = rank == 0, rank * part
+
+    def of_all(start: int, count: int) -> Tensor:
+        return torch.cat([pattern(other, start, count, like) for other in range(size)])
+
+    # x: what this rank sends; out: what it receives, where that is not x itself.
+    x = pattern(rank, 0, part if op in ("all_gather", "gather") else n, like)
+    received = {"reduce_scatter": part, "scatter": part, "all_gather": n, "all_to_all": n}
+    received |= {"gather": n * (rank == 0), "send": n * (rank == 1)}
+    out = like.new_empty(received.get(op, 0))
+    match op:
+        case "all_reduce":
+            return _Prepared(lambda: group.all_reduce(x), x, _sum(size, 0, n, like), x.zero_)
+        case "halves":  # an all-reduce in two steps
+            shard = like.new_empty(part)
+
+            def halves() -> None:
+                group.reduce_scatter(shard, x)
+                group.all_gather(x, shard)
+
+            return _Prepared(halves, x, _sum(size, 0, n, like), x.zero_)
+        case "reduce":
+            expected = _sum(size, 0, n, like)
+            return _Prepared(lambda: group.reduce(x, 0), x if root else None, expected, x.zero_)
+        case "reduce_scatter":
+            expected = _sum(size, mine, part, like)
+            return _Prepared(lambda: group.reduce_scatter(out, x), out, expected)
+        case "all_gather":
+            return _Prepared(lambda: group.all_gather(out, x), out, of_all(0, part))
+        case "all_to_all":
+            return _Prepared(lambda: group.all_to_all(out, x), out, of_all(mine, part))
+        case "broadcast":
+            return _Prepared(lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like))
+        case "scatter":
+            parts = x.chunk(size) if root else None
+            return _Prepared(
+                lambda: group.scatter(out, parts, 0), out, pattern(0, mine, part, like)
+            )
+        case "gather" if root:
+            return _Prepared(lambda: group.gather(out.chunk(size), x, 0), out, of_all(0, part))
+        case "gather":
+            return _Prepared(lambda: group.gather(None, x, 0))
+        case "send" if root:
+            return _Prepared(lambda: group.send(x, 1))
+        case "send" if rank == 1:
+            return _Prepared(lambda: group.receive(out, 0), out, pattern(0, 0, n, like))
+    return _Prepared(lambda: None)  # the others see a message pass
 
 
-def _halves(group: Group, n: int, like: Tensor) -> Trial:
-    """All-reduce as its two halves."""
-    x = pattern(group.rank, 0, n, like)
-    part = x.new_empty(n // group.size)
-
-    def call() -> None:
-        group.reduce_scatter(part, x)
-        group.all_gather(x, part)
-
-    return Trial(call, x, _sum(group.size, 0, n, like), x.zero_)
-
-
-def _reduce(group: Group, n: int, like: Tensor) -> Trial:
-    x = pattern(group.rank, 0, n, like)
-    due = _sum(group.size, 0, n, like) if group.rank == 0 else None
-    return Trial(lambda: group.reduce(x, 0), x if group.rank == 0 else None, due, x.zero_)
-
-
-def _broadcast(group: Group, n: int, like: Tensor) -> Trial:
-    x = pattern(group.rank, 0, n, like)
-    return Trial(lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like), _nothing)
-
-
-def _reduce_scatter(group: Group, n: int, like: Tensor) -> Trial:
-    part = n // group.size
-    x, out = pattern(group.rank, 0, n, like), like.new_empty(part)
-    due = _sum(group.size, group.rank * part, part, like)
-    return Trial(lambda: group.reduce_scatter(out, x), out, due, _nothing)
-
-
-def _all_gather(group: Group, n: int, like: Tensor) -> Trial:
-    part = n // group.size
-    x, out = pattern(group.rank, 0, part, like), like.new_empty(n)
-    due = torch.cat([pattern(rank, 0, part, like) for rank in range(group.size)])
-    return Trial(lambda: group.all_gather(out, x), out, due, _nothing)
-
-
-def _all_to_all(group: Group, n: int, like: Tensor) -> Trial:
-    part = n // group.size
-    x, out = pattern(group.rank, 0, n, like), like.new_empty(n)
-    due = torch.cat([pattern(r, group.rank * part, part, like) for r in range(group.size)])
-    return Trial(lambda: group.all_to_all(out, x), out, due, _nothing)
-
-
-def _scatter(group: Group, n: int, like: Tensor) -> Trial:
-    part = n // group.size
-    out = like.new_empty(part)
-    parts = pattern(0, 0, n, like).chunk(group.size) if group.rank == 0 else None
-    due = pattern(0, group.rank * part, part, like)
-    return Trial(lambda: group.scatter(out, parts, 0), out, due, _nothing)
-
-
-def _gather(group: Group, n: int, like: Tensor) -> Trial:
-    part = n // group.size
-    x = pattern(group.rank, 0, part, like)
-    if group.rank:
-        return Trial(lambda: group.gather(None, x, 0), None, None, _nothing)
-    came = like.new_empty(n)
-    due = torch.cat([pattern(rank, 0, part, like) for rank in range(group.size)])
-    return Trial(lambda: group.gather(came.chunk(group.size), x, 0), came, due, _nothing)
-
-
-def _send(group: Group, n: int, like: Tensor) -> Trial:
-    """From the first rank of a group to the second; the others watch."""
-    x = pattern(0, 0, n, like) if group.rank == 0 else like.new_empty(n if group.rank == 1 else 0)
-    if group.rank == 0:
-        return Trial(lambda: group.send(x, 1), None, None, _nothing)
-    if group.rank == 1:
-        return Trial(lambda: group.receive(x, 0), x, pattern(0, 0, n, like), _nothing)
-    return Trial(_nothing, None, None, _nothing)
-
-
-def _nothing() -> None:
-    pass
-
-
-OPERATIONS: dict[str, Callable[[Group, int, Tensor], Trial]] = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "scatter": _scatter,
-    "gather": _gather,
-    "send": _send,
-}
-
-
-def measure_collectives(world: World, ask: Ask) -> list[Sample]:
-    """Every operation of `ask` at every size, the same list on every rank. All ranks call it."""
+def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
+    """Every operation at every size, the same list on every rank. All ranks call it."""
     began = time.monotonic()
-    everyone = world.split("bench", [range(world.size)])
-    clock = Clock(world.device, everyone)
+    clock = Clock(world.device, world.split("bench", [range(world.size)]))
     groups = {
         (ranks, apart): world.split(
             f"bench-{ranks}x{apart}", grouped(world.size, ranks, apart), [(0, 1)]
         )
-        for ranks, apart in ask.groups
+        for ranks, apart in sweep.groups
     }
-    found: list[Sample] = []
-    for size in ask.sizes:
+    samples: list[Sample] = []
+    for size in sweep.sizes:
         # One rank's clock decides for all, so that they stop together.
-        if clock.agree([time.monotonic() - began])[0] > ask.total:
+        if clock.agree([time.monotonic() - began])[0] > sweep.total:
             break
-        for (ranks, apart), group in groups.items():
-            found += [_sample(clock, group, (op, ranks, apart), size, ask) for op in ask.ops]
+        for shape, group in groups.items():
+            samples += [_sample(clock, group, op, shape, size, sweep) for op in sweep.ops]
     world.clear()
-    return found
+    return samples
 
 
-def _sample(clock: Clock, group: Group, what: tuple[str, int, int], size: int, ask: Ask) -> Sample:
-    op, ranks, _ = what
-    like = torch.empty(0, dtype=getattr(torch, ask.dtype), device=clock.device)
+def _sample(
+    clock: Clock, group: Group, op: str, shape: tuple[int, int], size: int, sweep: Sweep
+) -> Sample:
+    ranks, apart = shape
+    like = torch.empty(0, dtype=getattr(torch, sweep.dtype), device=clock.device)
     # Each rank's part is whole numbers of the dtype, at least one.
     n = max(1, size // like.element_size() // ranks) * ranks
-    idle = group.size < ranks  # left over where the shape does not part the world
-    makers = [OPERATIONS[op], *([_halves] if op == "all_reduce" else [])]
-    trials = [Trial(_nothing, None, None, _nothing) if idle else m(group, n, like) for m in makers]
-    checked = [_check(trial) for trial in trials]  # each is a call that every rank has to make
-    timings = clock.measure(*(t.call for t in trials), repeats=ask.repeats, limit=ask.limit)
-    # A rank that saw a wrong number says so to all.
-    right = clock.agree([0.0 if all(checked) else 1.0])[0] == 0.0
-    return _told(what, n * like.element_size(), timings, right)
-
-
-def _check(trial: Trial) -> bool:
-    trial.call()
-    right = trial.due is None or (
-        trial.came is not None and torch.equal(trial.came.view(-1), trial.due.view(-1))
+    # Ranks are left over where the shape does not divide the world.
+    prepared = [
+        _Prepared(lambda: None) if group.size < ranks else _prepared(name, group, n, like)
+        for name in ((op, "halves") if op == "all_reduce" else (op,))
+    ]
+    right = [each.is_right() for each in prepared]  # each is a call that every rank has to make
+    first, *halves = clock.measure(
+        *(each.call for each in prepared), repeats=sweep.repeats, limit=sweep.limit
     )
-    trial.clear()
-    return right
-
-
-def _told(what: tuple[str, int, int], size: int, timings: Sequence[Timing], right: bool) -> Sample:
-    first = timings[0]
-    halves = timings[1].median if len(timings) > 1 else 0.0
     return Sample(
-        *what, size, first.median, first.least, first.most, len(first.readings), right, halves
+        op,
+        ranks,
+        apart,
+        n * like.element_size(),
+        first.median,
+        first.least,
+        first.most,
+        len(first.readings),
+        # A wrong number that one rank has seen is known to all.
+        clock.agree([0.0 if all(right) else 1.0])[0] == 0.0,
+        halves[0].median if halves else 0.0,
     )
 
 

@@ -8,9 +8,9 @@ threshold bytes cost another amount, so a line may have one bend, where that pay
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from ..plan import Curve
 from ..plan.curve import moved, steps
@@ -42,34 +42,36 @@ class Growth:
 def fit_all(samples: Sequence[Sample], backend: str) -> tuple[Curve, ...]:
     """A curve for each operation and shape of group; its form is how the operation grows."""
     forms = {growth.op: growth.better for growth in growths(samples)}
-    return tuple(
-        fit(list(found), backend, forms.get(op, "ring")) for (op, _, _), found in _shapes(samples)
-    )
+    shapes: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        shapes[sample.op, sample.ranks, sample.apart].append(sample)
+    return tuple(fit(mine, backend, forms.get(op, "ring")) for (op, *_), mine in shapes.items())
 
 
 def growths(samples: Sequence[Sample]) -> tuple[Growth, ...]:
     """Ring against tree, for every operation measured over two or more sizes of neighbours' groups.
-    With one size there is nothing to say: both forms are the same line."""
-    found = []
+    With one size there is nothing to compare: both forms are the same line."""
+    result = []
     near = [sample for sample in samples if sample.apart == 1 and sample.op != "send"]
-    for op, its in groupby(sorted(near, key=lambda s: s.op), lambda s: s.op):
-        mine = list(its)
+    for op in sorted({sample.op for sample in near}):
+        mine = [sample for sample in near if sample.op == op]
         ranks = tuple(sorted({sample.ranks for sample in mine}))
         if len(ranks) > 1:
-            errors = {}
+            errors = []
             for form in ("ring", "tree"):
                 rows = [_row(sample, form) for sample in mine]
-                errors[form] = _error(rows, _line(rows))
-            found.append(Growth(op, ranks, errors["ring"], errors["tree"]))
-    return tuple(found)
+                latency, slope = _line(rows)
+                off = [abs((a * latency + b * slope) / t - 1) for a, b, t in rows]
+                errors.append(statistics.median(off))
+            result.append(Growth(op, ranks, *errors))
+    return tuple(result)
 
 
 def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
     """The curve of one operation over one shape of group."""
-    ordered = sorted(samples, key=lambda sample: sample.bytes)
-    rows = [_row(sample, form) for sample in ordered]
-    first = ordered[0]
-    latency, slope = _line(rows)
+    samples = sorted(samples, key=lambda sample: sample.bytes)
+    first, most = samples[0], samples[-1].bytes
+    latency, slope = _line([_row(sample, form) for sample in samples])
     line = Curve(
         first.op,
         backend,
@@ -79,32 +81,31 @@ def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
         1 / slope,
         0.0,
         first.bytes,
-        ordered[-1].bytes,
+        most,
         first.apart,
     )
-    line = replace(line, error=_off(line, ordered))
-    if _squares(line, ordered) < NEAR**2 * len(ordered):
-        return line
-    bent = [_bent(line, ordered, ordered[i].bytes) for i in range(2, len(ordered) - 2)]
-    best = min(bent, key=lambda curve: _squares(curve, ordered), default=line)
-    worth = _squares(best, ordered) < WORTH * _squares(line, ordered)
-    return best if worth else line
+    best = line
+    if _squares(line, samples) >= NEAR**2 * len(samples):
+        bent = [_bent(line, samples, samples[i].bytes) for i in range(2, len(samples) - 2)]
+        best = min(bent, key=lambda curve: _squares(curve, samples), default=line)
+        if _squares(best, samples) >= WORTH * _squares(line, samples):
+            best = line
+    return replace(best, error=statistics.median(map(abs, _residuals(best, samples))))
 
 
 def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
     """The line up to `bend` bytes, then another slope that starts where it ends."""
-    near = [_row(sample, line.form) for sample in samples if sample.bytes <= bend]
-    latency, slope = _line(near)
+    latency, slope = _line([_row(sample, line.form) for sample in samples if sample.bytes <= bend])
     curve = replace(line, latency=latency, bandwidth=1 / slope, bend=bend, beyond=1 / slope)
-    passes = moved(line.op, line.form, line.ranks)
-    far = [sample for sample in samples if sample.bytes > bend]
-    start = curve.seconds(bend)
+    passes, start = moved(line.op, line.form, line.ranks), curve.seconds(bend)
     # One unknown, the slope beyond: t = start + passes (S - bend) slope, errors relative to t.
-    above = [passes * (s.bytes - bend) / s.seconds for s in far]
-    rest = [1 - start / s.seconds for s in far]
-    beyond = sum(a * r for a, r in zip(above, rest, strict=True)) / sum(a * a for a in above)
-    curve = replace(curve, beyond=1 / max(beyond, slope * 1e-3))
-    return replace(curve, error=_off(curve, samples))
+    far = [
+        (passes * (s.bytes - bend) / s.seconds, 1 - start / s.seconds)
+        for s in samples
+        if s.bytes > bend
+    ]
+    beyond = sum(a * rest for a, rest in far) / sum(a * a for a, _ in far)
+    return replace(curve, beyond=1 / max(beyond, slope * 1e-3))
 
 
 Row = tuple[float, float, float]  # steps, bytes passed, seconds
@@ -129,26 +130,15 @@ def _line(rows: Sequence[Row]) -> tuple[float, float]:
     slope = (sum_b * aa - sum_a * ab) / whole
     if slope > 0:
         return latency, slope
-    # Such sizes cost their latency alone and tell no bandwidth: the largest is taken to cost a
+    # Such sizes cost their latency alone and show no bandwidth: the largest is taken to cost a
     # tenth more than the smallest, so that it stays finite.
     latency = sum_a / aa
     return latency, 0.1 * latency * max(a for a, _, _ in rows) / max(b for _, b, _ in rows)
 
 
-def _error(rows: Iterable[Row], line: tuple[float, float]) -> float:
-    return statistics.median(abs((a * line[0] + b * line[1]) / t - 1) for a, b, t in rows)
-
-
-def _off(curve: Curve, samples: Sequence[Sample]) -> float:
-    return statistics.median(abs(curve.seconds(s.bytes) / s.seconds - 1) for s in samples)
+def _residuals(curve: Curve, samples: Sequence[Sample]) -> list[float]:
+    return [curve.seconds(s.bytes) / s.seconds - 1 for s in samples]
 
 
 def _squares(curve: Curve, samples: Sequence[Sample]) -> float:
-    return sum((curve.seconds(s.bytes) / s.seconds - 1) ** 2 for s in samples)
-
-
-def _shapes(samples: Sequence[Sample]) -> list[tuple[tuple[str, int, int], list[Sample]]]:
-    found: dict[tuple[str, int, int], list[Sample]] = {}
-    for sample in samples:
-        found.setdefault((sample.op, sample.ranks, sample.apart), []).append(sample)
-    return list(found.items())
+    return sum(error**2 for error in _residuals(curve, samples))

@@ -1,7 +1,7 @@
 """Matrix products by shape and dtype: FLOP/s, and how much of the device they use (HFU).
 
 Operands are random, since a GPU lowers its clock less for zeros, and lie in so many copies that
-none is found in a cache. Beside each honest time stands what a clock would have claimed that does
+none is in a cache. Beside each honest time stands what a clock would have claimed that does
 not wait: a launch is asynchronous, and the next line of Python runs long before the product is
 there. On a CPU the call returns when it is done, and both agree.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -18,16 +18,16 @@ import torch
 from ..layout import Shape
 from ..plan import Rate
 from .clock import Clock
-from .found import Found, dtype_of, products_in
+from .device import LocalDevice, dtype_of, products_in
 
-__all__ = ["Product", "decoder_products", "judged", "measure_products", "square_products"]
+__all__ = ["MatrixProduct", "decoder_products", "measure_products", "square_products"]
 
 # More than any cache of the catalogue; the copies of one product's operands take this much.
 COLD = 256 << 20
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """(m, k) @ (k, n) and what it is for; once measured, its times."""
 
     name: str
@@ -39,7 +39,7 @@ class Product:
     least: float = 0.0
     most: float = 0.0
     readings: int = 0
-    claimed: float = 0.0  # seconds that a clock without synchronisation tells
+    claimed: float = 0.0  # seconds that a clock without synchronisation reads
 
     @property
     def flops(self) -> float:
@@ -57,12 +57,12 @@ class Product:
         return Rate(self.dtype, self.m, self.n, self.k, self.rate)
 
 
-def square_products(dtypes: Sequence[str], sizes: Sequence[int]) -> list[Product]:
+def square_products(dtypes: Sequence[str], sizes: Sequence[int]) -> list[MatrixProduct]:
     """N x N products, the small ones first."""
-    return [Product("square", dtype, n, n, n) for n in sizes for dtype in dtypes]
+    return [MatrixProduct("square", dtype, n, n, n) for n in sizes for dtype in dtypes]
 
 
-def decoder_products(shape: Shape, tokens: int, dtypes: Sequence[str]) -> list[Product]:
+def decoder_products(shape: Shape, tokens: int, dtypes: Sequence[str]) -> list[MatrixProduct]:
     """The products of a decoder's forward pass: long and wide rather than square."""
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {
@@ -74,15 +74,15 @@ def decoder_products(shape: Shape, tokens: int, dtypes: Sequence[str]) -> list[P
         "head": (shape.vocab, shape.hidden),
     }
     return [
-        Product(f"{shape.name} {name}", dtype, tokens, n, k)
+        MatrixProduct(f"{shape.name} {name}", dtype, tokens, n, k)
         for dtype in dtypes
         for name, (n, k) in sizes.items()
     ]
 
 
 def measure_products(
-    found: Found, products: Sequence[Product], *, limit: float = 60.0, repeats: int = 7
-) -> Iterator[Product]:
+    device: LocalDevice, products: Sequence[MatrixProduct], *, limit: float = 60.0, repeats: int = 7
+) -> Iterator[MatrixProduct]:
     """Those of the products that memory and `limit` seconds allow, each with its times.
 
     A product whose time would pass the limit, at the best rate so far of its dtype, is left out.
@@ -92,28 +92,30 @@ def measure_products(
     for product in products:
         left = limit - (time.monotonic() - began)
         foreseen = 3 * product.flops / best[product.dtype] if product.dtype in best else 0.0
-        if left <= 0 or foreseen > left or _bytes(product) > 0.8 * found.free:
+        if left <= 0 or foreseen > left or _bytes(product) > 0.8 * device.free:
             continue
         with products_in(product.dtype):
-            done = _measured(found, product, min(left / 2, 5.0), repeats)
+            done = _measured(device, product, min(left / 2, 5.0), repeats)
         best[done.dtype] = max(best.get(done.dtype, 0.0), done.rate)
         yield done
 
 
-def _bytes(product: Product) -> int:
+def _bytes(product: MatrixProduct) -> int:
     m, n, k = product.m, product.n, product.k
     width = 8 if product.dtype == "fp64" else 2 if product.dtype in ("bf16", "fp16") else 4
     return (m * k + k * n + m * n) * width
 
 
-def _measured(found: Found, product: Product, limit: float, repeats: int) -> Product:
-    dtype, device = dtype_of(product.dtype, found.kind), found.device
+def _measured(
+    device: LocalDevice, product: MatrixProduct, limit: float, repeats: int
+) -> MatrixProduct:
+    dtype, at = dtype_of(product.dtype, device.kind), device.device
     copies = max(1, min(64, COLD // _bytes(product)))
     operands = [
         (
-            torch.randn(product.m, product.k, device=device).to(dtype),
-            torch.randn(product.k, product.n, device=device).to(dtype),
-            torch.empty(product.m, product.n, device=device, dtype=dtype),
+            torch.randn(product.m, product.k, device=at).to(dtype),
+            torch.randn(product.k, product.n, device=at).to(dtype),
+            torch.empty(product.m, product.n, device=at, dtype=dtype),
         )
         for _ in range(copies)
     ]
@@ -123,28 +125,14 @@ def _measured(found: Found, product: Product, limit: float, repeats: int) -> Pro
         a, b, out = next(turn)
         torch.mm(a, b, out=out)
 
-    clock = Clock(device)
+    clock = Clock(at)
     (timing,) = clock.measure(multiply, repeats=repeats, limit=limit)
     claimed = sorted(clock.claimed(multiply) for _ in range(min(3, len(timing.readings))))
-    return Product(
-        product.name,
-        product.dtype,
-        product.m,
-        product.n,
-        product.k,
-        timing.median,
-        timing.least,
-        timing.most,
-        len(timing.readings),
-        claimed[len(claimed) // 2],
+    return replace(
+        product,
+        seconds=timing.median,
+        least=timing.least,
+        most=timing.most,
+        readings=len(timing.readings),
+        claimed=claimed[len(claimed) // 2],
     )
-
-
-def judged(rate: float, peak: float, what: str = "the catalogue's peak") -> str:
-    """A rate as a share of a peak; more than all of it shows that the peak is wrong, not the rate."""
-    if not peak:
-        return "peak unknown"
-    share = rate / peak
-    if share > 1:
-        return f"{share:.0%} of {what}: more than all, so that peak is wrong"
-    return f"{share:.0%} of {what}"

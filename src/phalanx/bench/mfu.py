@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from ..layout import Shape
 from ..models import Decoder
 from .clock import Clock
-from .found import Found, dtype_of, products_in
+from .device import LocalDevice, dtype_of, products_in
 
-__all__ = ["Iteration", "Mlp", "measure_block", "measure_mlp"]
+__all__ = ["Iteration", "WideMlp", "measure_block", "measure_mlp"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Mlp:
+class WideMlp:
     """L layers x -> relu(x W), W of D x D, on N rows."""
 
     layers: int = 8
@@ -55,14 +55,14 @@ class Mlp:
         return 3 * 2.0 * self.layers * self.rows * self.width**2
 
 
-def measure_mlp(found: Found, mlp: Mlp, dtype: str, *, limit: float = 20.0) -> Iteration:
+def measure_mlp(device: LocalDevice, mlp: WideMlp, dtype: str, *, limit: float = 20.0) -> Iteration:
     """The wide MLP with Adam; half precision by autocast, weights in float32."""
-    device = found.device
+    at = device.device
     weights = [
-        (torch.randn(mlp.width, mlp.width, device=device) * (2 / mlp.width) ** 0.5).requires_grad_()
+        (torch.randn(mlp.width, mlp.width, device=at) * (2 / mlp.width) ** 0.5).requires_grad_()
         for _ in range(mlp.layers)
     ]
-    x = torch.randn(mlp.rows, mlp.width, device=device)
+    x = torch.randn(mlp.rows, mlp.width, device=at)
 
     def forward() -> Tensor:
         y = x
@@ -71,24 +71,24 @@ def measure_mlp(found: Found, mlp: Mlp, dtype: str, *, limit: float = 20.0) -> I
         return y.float().square().mean()
 
     name = f"MLP L={mlp.layers} D={mlp.width} N={mlp.rows}"
-    timed = _iteration(found, weights, forward, dtype, limit)
+    timed = _iteration(device, weights, forward, dtype, limit)
     return Iteration(name, dtype, mlp.flops, mlp.flops, *timed)
 
 
 def measure_block(
-    found: Found, shape: Shape, batch: int, sequence: int, dtype: str, *, limit: float = 20.0
+    device: LocalDevice, shape: Shape, batch: int, sequence: int, dtype: str, *, limit: float = 20.0
 ) -> Iteration:
     """One block of a decoder of that shape, on `batch` sequences."""
-    device = found.device
-    block = _block(shape).to(device)
-    x = torch.randn(batch, sequence, shape.hidden, device=device, requires_grad=True)
-    positions = torch.arange(sequence, device=device).expand(batch, -1)
+    at = device.device
+    block = _block(shape).to(at)
+    x = torch.randn(batch, sequence, shape.hidden, device=at, requires_grad=True)
+    positions = torch.arange(sequence, device=at).expand(batch, -1)
 
     def forward() -> Tensor:
         y: Tensor = block(x, positions=positions)
         return y.float().square().mean()
 
-    timed = _iteration(found, list(block.parameters()), forward, dtype, limit)
+    timed = _iteration(device, list(block.parameters()), forward, dtype, limit)
     matmuls = shape.cost(1) / shape.sequence - shape.sequence * shape.heads * shape.head_dim
     attention = sequence * shape.heads * shape.head_dim  # multiply-adds of a token, causal
     tokens = 3 * 2.0 * batch * sequence
@@ -115,10 +115,14 @@ def _block(shape: Shape) -> nn.Module:
 
 
 def _iteration(
-    found: Found, weights: list[Tensor], forward: Callable[[], Tensor], dtype: str, limit: float
+    device: LocalDevice,
+    weights: list[Tensor],
+    forward: Callable[[], Tensor],
+    dtype: str,
+    limit: float,
 ) -> tuple[float, float, int]:
     """Seconds of an iteration and of its forward pass, and how often they were read."""
-    kind, half = found.kind, dtype in ("bf16", "fp16")
+    kind, half = device.kind, dtype in ("bf16", "fp16")
     # On a GPU one kernel updates all weights; elsewhere the fused form is as good.
     optimizer = torch.optim.Adam(weights, lr=1e-6, fused=True)
 
@@ -132,5 +136,5 @@ def _iteration(
         optimizer.step()
 
     with products_in(dtype):
-        whole, alone = Clock(found.device).measure(iteration, once, repeats=5, limit=limit)
+        whole, alone = Clock(device.device).measure(iteration, once, repeats=5, limit=limit)
     return whole.median, alone.median, len(whole.readings)

@@ -16,7 +16,7 @@ import torch
 from ..comm import World
 from ..plan import Hidden
 from .clock import Clock
-from .found import Found, dtype_of
+from .device import LocalDevice, dtype_of
 
 __all__ = ["Overlap", "measure_copies", "measure_messages"]
 
@@ -43,18 +43,18 @@ class Overlap:
 
 
 def measure_copies(
-    found: Found, *, size: int, copied: int, dtype: str, limit: float = 20.0
+    device: LocalDevice, *, size: int, copied: int, dtype: str, limit: float = 20.0
 ) -> list[Overlap]:
     """A product of size x size beside copies of `copied` bytes, in turn with each alone."""
-    work = _product(found, size, dtype)
-    if found.kind == "cuda":
-        return [_on_streams(found, work, copied, pinned, limit) for pinned in (True, False)]
-    return [_on_threads(found, work, copied, limit)]
+    work = _product(device, size, dtype)
+    if device.kind == "cuda":
+        return [_on_streams(device, work, copied, pinned, limit) for pinned in (True, False)]
+    return [_on_threads(device, work, copied, limit)]
 
 
-def _product(found: Found, size: int, dtype: str) -> Callable[[], None]:
-    kind = dtype_of(dtype, found.kind)
-    a, b = (torch.randn(size, size, device=found.device).to(kind) for _ in range(2))
+def _product(device: LocalDevice, size: int, dtype: str) -> Callable[[], None]:
+    kind = dtype_of(dtype, device.kind)
+    a, b = (torch.randn(size, size, device=device.device).to(kind) for _ in range(2))
     out = torch.empty_like(a)
 
     def multiply() -> None:
@@ -64,17 +64,17 @@ def _product(found: Found, size: int, dtype: str) -> Callable[[], None]:
 
 
 def _on_streams(
-    found: Found, work: Callable[[], None], copied: int, pinned: bool, limit: float
+    device: LocalDevice, work: Callable[[], None], copied: int, pinned: bool, limit: float
 ) -> Overlap:
     host = torch.empty(copied, dtype=torch.uint8, pin_memory=pinned)
-    there = torch.empty(copied, dtype=torch.uint8, device=found.device)
-    aside = torch.cuda.Stream(found.device)  # type: ignore[no-untyped-call]
+    there = torch.empty(copied, dtype=torch.uint8, device=device.device)
+    aside = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
 
     def copy() -> None:
         there.copy_(host, non_blocking=True)
 
     def both() -> None:
-        here = torch.cuda.current_stream(found.device)
+        here = torch.cuda.current_stream(device.device)
         aside.wait_stream(here)
         work()  # enqueued first, as a pageable copy holds the host
         with torch.cuda.stream(aside):
@@ -82,10 +82,12 @@ def _on_streams(
         here.wait_stream(aside)
 
     name = f"product beside host to device copy, {'pinned' if pinned else 'pageable'}"
-    return _measured(Clock(found.device), name, (work, copy, both), limit)
+    return _measured(Clock(device.device), name, (work, copy, both), limit)
 
 
-def _on_threads(found: Found, work: Callable[[], None], copied: int, limit: float) -> Overlap:
+def _on_threads(
+    device: LocalDevice, work: Callable[[], None], copied: int, limit: float
+) -> Overlap:
     source = torch.ones(copied, dtype=torch.uint8)
     target = torch.empty_like(source)
 
@@ -99,7 +101,7 @@ def _on_threads(found: Found, work: Callable[[], None], copied: int, limit: floa
         aside.join()
 
     return _measured(
-        Clock(found.device), "product beside copying thread", (work, copy, both), limit
+        Clock(device.device), "product beside copying thread", (work, copy, both), limit
     )
 
 

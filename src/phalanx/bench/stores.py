@@ -8,32 +8,32 @@ import torch
 
 from ..plan import Store
 from .clock import Clock
-from .found import Found
+from .device import LocalDevice
 
 __all__ = ["measure_stores"]
 
 
-def measure_stores(found: Found, *, size: int = 0, limit: float = 2.0) -> tuple[Store, ...]:
+def measure_stores(device: LocalDevice, *, size: int = 0, limit: float = 2.0) -> tuple[Store, ...]:
     """Bytes read and written a second by a copy, a sum (reads only) and a fill (writes only).
 
     `size`: bytes of each buffer; by default far beyond any cache.
     """
-    size = size or (1 << 30 if found.kind == "cuda" else 256 << 20)
-    size = min(size, found.free // 8)
-    x = torch.ones(size // 4, device=found.device)
+    size = size or (1 << 30 if device.kind == "cuda" else 256 << 20)
+    size = min(size, device.free // 8)
+    x = torch.ones(size // 4, device=device.device)
     y = torch.empty_like(x)
     works: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: y.copy_(x), 2),
         "read": (x.sum, 1),
         "write": (lambda: y.fill_(1.0), 1),
     }
-    if found.kind == "cuda":
+    if device.kind == "cuda":
         pinned = torch.empty(size // 4, pin_memory=True)
         plain = torch.empty(size // 4)
         works["host to device, pinned"] = (lambda: y.copy_(pinned, non_blocking=True), 1)
         works["host to device, pageable"] = (lambda: y.copy_(plain), 1)
         works["device to host, pinned"] = (lambda: pinned.copy_(x, non_blocking=True), 1)
-    clock = Clock(found.device)
+    clock = Clock(device.device)
     bytes_of_one = x.numel() * 4
     stores = []
     for name, (work, passes) in works.items():

@@ -1,25 +1,61 @@
-"""What would end a command within its first seconds, seen before torch is loaded and a process
-started."""
+"""What several commands look at before torch is loaded and a process started: whether a layout fits
+a model, and what would end a command within its first seconds."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..layout import Layout, Run, RunError, Shape, stage_pieces
-from ..layout.choices import LOCAL_RANKS
+from ..layout import Layout, LayoutError, Run, RunError, Shape, legal, nearest, stage_pieces
+from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
 from ..layout.codec import Mistake
 from ..layout.files import open_regular, reason
-from ..layout.legal import legal
-from ..layout.source import names_source
+from ..layout.source import names_source, refuse_broken
 from ..program import build, check, schedule
-from .outputs import unmakable
-from .usage import UsageError
+from .usage import UsageError, unmakable
 
-__all__ = ["machine_memory", "refuse_before", "refuse_large", "refuse_ranks"]
+if TYPE_CHECKING:
+    from ..parallel import Model
+
+__all__ = ["misfit", "model_of", "refuse_before", "refuse_illegal", "refuse_large"]
 
 GIB = 2**30
 _LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # then ranks stand on other machines too
+
+
+def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> str:
+    """Every reason why a layout does not fit a model, and the nearest that do; empty if it fits."""
+    violations = legal(layout, shape, batch=batch, sequence=sequence)
+    if not violations:
+        return ""
+    near = nearest(layout, shape, batch=batch, sequence=sequence)
+    reasons = "".join(f"\n- {violation}" for violation in violations)
+    found = f"Nearest that fit: {'; '.join(map(str, near))}." if near else "Nothing near it fits."
+    return f"{layout} does not fit {shape.name}:{reasons}\n{found}"
+
+
+def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> None:
+    """Raise with every reason why a layout does not fit a model."""
+    if wrong := misfit(layout, shape, batch=batch, sequence=sequence):
+        raise LayoutError(wrong)
+
+
+def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
+    """The shape of --model, and what makes a model of the user's own. Such a file is run, as only it
+    knows the sizes of its model."""
+    if not names_source(name):
+        return Shape.load(name), None
+    refuse_broken(name, LayoutError)
+    from ..parallel.model import load_model
+
+    make = partial(load_model, name)
+    shape = make().shape
+    if shape is None:
+        raise LayoutError(f"{name}: describe() gives no shape; add shape=Shape(...) to its Model.")
+    return shape, make
 
 
 def refuse_before(run: Run) -> None:
@@ -28,7 +64,7 @@ def refuse_before(run: Run) -> None:
     layout = run.layout_of(shape)
     if layout is not None:
         _refuse_schedule(layout, shape)
-    wrong = []
+    wrong: list[Mistake] = []
     launched = any(name in os.environ for name in _LAUNCHERS)
     if layout is not None and not launched and layout.ranks > LOCAL_RANKS:
         what = (
@@ -36,7 +72,9 @@ def refuse_before(run: Run) -> None:
         )
         raise RunError("run", [Mistake("layout", what, "Start more with torchrun or Slurm")])
     if not _has_gpu():
-        wrong += _fitting(run, layout)
+        if layout is not None and layout.recompute == "fit" and not run.memory:
+            what = f"layout = {run.layout!r}: how much a rank may hold is not known without a GPU"
+            wrong.append(Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all"))
         if shape is not None and not launched:
             wrong += _memory(run, shape, layout)
     wrong = wrong or _folders(run)
@@ -46,14 +84,6 @@ def refuse_before(run: Run) -> None:
         from ..train.data import open_corpus
 
         open_corpus(run.data)
-
-
-def refuse_ranks(ranks: int | None, least: int = 1, flag: str = "--ranks") -> None:
-    """Raise if one machine cannot start so many ranks."""
-    if ranks is not None and not least <= ranks <= LOCAL_RANKS:
-        raise UsageError(
-            f"{flag} is {ranks:,}; one machine starts {least} to {LOCAL_RANKS}. Write as many."
-        )
 
 
 def refuse_large(need: float, what: str, way_out: str) -> None:
@@ -80,26 +110,19 @@ def _refuse_schedule(layout: Layout, shape: Shape | None) -> None:
         check(build(layout, stage_pieces(layout, shape)))
 
 
-def _fitting(run: Run, layout: Layout | None) -> list[Mistake]:
-    if layout is None or layout.recompute != "fit" or run.memory:
-        return []
-    what = f"layout = {run.layout!r}: how much a rank may hold is not args, and no GPU tells it"
-    return [Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all")]
-
-
 def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     """Why this machine cannot hold all ranks: by the least that they hold, so a run that is refused
     here could not have begun."""
     have = machine_memory()
     zero = 3 if layout is None else layout.zero
     copies = 1 if layout is None else layout.copies
-    wide = 8 if layout and layout.precision == "fp64" else 4
+    dtype = DTYPES[(layout.precision if layout else "") or FP32]
     kept = {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.name]
     # ZeRO cuts optimizer state from stage 1 on, gradients from 2, weights from 3.
     numbers = sum(
         count * (1 if zero >= stage else copies) for stage, count in ((1, kept), (2, 1), (3, 1))
     )
-    state = shape.total * wide * numbers
+    state = shape.total * max(4, dtype.bytes) * numbers
     name = shape.name if isinstance(run.model, dict) else run.model
     if state > have:
         what = (
@@ -109,9 +132,10 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         way_out = "Take a smaller model, fewer ranks or zero3; `phalanx plan` finds a cluster"
         return [Mistake("model", what, way_out)]
     tokens = shape.batch * run.tokens(shape) / (layout.microbatches if layout else shape.batch)
-    narrow = 2 if layout and layout.precision in ("bf16", "fp16") else 4
     blocks = 1 if layout is None or layout.recompute != "none" else shape.layers
-    inputs = tokens * shape.hidden * narrow * blocks  # what a block keeps at the least: its input
+    inputs = (
+        tokens * shape.hidden * min(4, dtype.bytes) * blocks
+    )  # what a block keeps at the least: its input
     if inputs > have:
         what = (
             f"batch = {shape.batch:,} with sequence = {run.tokens(shape):,} keeps"

@@ -5,27 +5,63 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..draw import Axis, Series, chart, text_table
 from ..layout import Shape
-from ..layout.choices import BACKENDS, DEVICES, FP64, PRECISIONS, TF32
-from ..layout.numbers import parse_byte_sizes, parse_bytes
+from ..layout.choices import (
+    BF16,
+    DTYPES,
+    FP16,
+    FP32,
+    FP64,
+    GLOO,
+    LOCAL_RANKS,
+    NCCL,
+    PRECISIONS,
+    TF32,
+)
+from ..layout.numbers import (
+    binary_text,
+    flops_text,
+    parse_byte_sizes,
+    parse_bytes,
+    rate_text,
+    seconds_text,
+)
 from ..plan.curve import FACTORS
-from .before import refuse_large, refuse_ranks
-from .outputs import try_file
-from .usage import Parser, UsageError, complain, print_json, say
+from .before import refuse_large
+from .usage import (
+    POSITIVE,
+    Parser,
+    UsageError,
+    chosen,
+    result,
+    say,
+    whole,
+    write,
+)
 
 if TYPE_CHECKING:
-    from ..bench import Overlap
+    from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample
 
 __all__ = ["run"]
 
-_SUMMED = tuple(name for name in PRECISIONS if name != TF32)
-_TRAINED = tuple(name for name in PRECISIONS if name != FP64)
-_LONGEST = 1 << 20  # the side of a matrix product
-_THREADS = 4096
+LONGEST = 1 << 20  # the side of a matrix product
+# What an option has by default, where that depends on the device: on a CPU, on a GPU.
+_DEFAULTS: dict[str, tuple[Any, Any]] = {
+    "dtypes": ((FP32, BF16), (BF16, FP16, TF32, FP32)),
+    "dtype": (FP32, BF16),
+    "model": ("124m", "8b"),
+    "tokens": (512, 8192),
+    "seq": (512, 4096),
+    "width": (1024, 8192),
+    "size": (1024, 16384),
+    "copy": (32 << 20, 1 << 30),
+    "squares": ((512, 1024, 2048), (2048, 4096, 8192)),
+}
 
 _EPILOG = """\
   phalanx bench collectives --ranks 2 --sizes 1K:64M --out bandwidth.svg
@@ -35,126 +71,63 @@ _EPILOG = """\
   phalanx bench overlap --ranks 2
 
 `phalanx doctor --out machine.toml` runs all of it in short and writes what plans read.
-`phalanx bench BENCH --help` tells the options of one. Under torchrun the ranks it started are used.
+`phalanx bench BENCH --help` lists the options of one. Under torchrun the ranks it started are used.
 Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
 
 
 def run(argv: list[str]) -> int:
     """Run one bench."""
-    benches: dict[str, Callable[[list[str]], int]] = {
-        "collectives": _collectives,
-        "matmul": _matmul,
-        "mfu": _mfu,
-        "overlap": _overlap,
-    }
-    if argv and argv[0] in benches:
-        try:
-            return benches[argv[0]](argv[1:])
-        except RuntimeError as failed:
-            from ..comm import RankFailed
-
-            if not isinstance(failed, RankFailed):
-                raise
-            complain(str(failed))
-            return 1
     parser = Parser(
         "phalanx bench",
-        "Measures this machine; every result is checked or has its method told.",
+        "Measures this machine; every result is checked, or its method shown.",
         _EPILOG,
     )
-    parser.add_argument("bench", choices=benches, metavar="BENCH", help=", ".join(benches))
-    parser.add_argument("--json", action="store_true", help="every bench takes it")
-    parser.read(argv)
-    return 2
+    benches = {"collectives": _collectives, "matmul": _matmul, "mfu": _mfu, "overlap": _overlap}
+    return chosen(parser, argv, benches)
 
 
-# ---- collectives
+def _parser(name: str, description: str, limit: float) -> Parser:
+    parser = Parser(f"phalanx bench {name}", description)
+    parser.add("--limit", default=limit, help="of measuring")
+    parser.add("--json", help="everything that was measured, as JSON")
+    return parser
 
 
-def _collectives(argv: list[str]) -> int:
-    parser = _parser("collectives", "Times collectives, checks their results, fits curves.")
-    add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="default: the GPUs, else 2")
-    add("--ops", default="all", help="separated by commas; default all of them")
-    add(
-        "--sizes", default="1K:64M", help="1K:512M (steps of 4), 1K:64M:2 or 1K,64K; default 1K:64M"
-    )
-    add("--groups", metavar="N,NxD", help="group sizes; 2x4: 2 ranks 4 apart; default --ranks")
-    add("--dtype", default="fp32", choices=_SUMMED, help="default fp32")
-    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
-    add("--repeats", type=int, default=7)
-    add("--limit", type=float, default=4.0, help="seconds for an operation at a size")
-    add("--total", type=float, default=600.0, help="seconds after which no larger size is begun")
-    add("--out", metavar="FILE.svg", help="bandwidth over size, with what was fitted")
-    args = parser.read(argv)
-    refuse_ranks(args.ranks, 2)
-    sizes, ops = parse_byte_sizes(args.sizes), _operations(args.ops)
-    if args.repeats < 1 or not args.limit > 0:
-        raise UsageError("--repeats is 1 or more, --limit more than 0.")
-    # Each rank has what it sends, what it receives, and what should have come.
-    need = 3.0 * max(sizes) * (args.ranks or 2)
-    refuse_large(need, f"--sizes {args.sizes[:60]}", "Write smaller sizes, as 1K:64M")
-    if args.groups and args.ranks:
-        _groups(args.groups, args.ranks)
-    try_file(args.out, formats=(".svg",))
-    from ..bench import growths
-    from ..bench.tell import as_json, collectives_chart, collectives_text
-
-    world = _World(args.ranks, args.backend)
-    ask = _ask(args, world.ranks, sizes, ops)
-    found = world.run("measure_collectives", ask)
-    if found is None:
-        return 0
-    wrong = [s for s in found if not s.correct]
-    if args.out:
-        _write(args.out, collectives_chart(found, world.backend))
-    if args.json:
-        print_json(as_json(found, world.backend))
-    else:
-        say(collectives_text(found, world.backend, growths(found)), end="")
-    return 1 if wrong else 0
+def _add_device(parser: Parser) -> None:
+    parser.add("--device")
+    parser.add("--threads", type=whole(1, 4096), metavar="N", help="of the CPU; default torch's")
 
 
-def _operations(text: str) -> tuple[str, ...]:
-    ops = tuple(FACTORS) if text == "all" else tuple(text.split(","))
-    unknown = [op for op in ops if op not in FACTORS]
-    if unknown:
-        raise UsageError(f"--ops {unknown[0][:60]}: there are {', '.join(FACTORS)}.")
-    return ops
+def _default(name: str, kind: str = "cpu") -> Any:
+    return _DEFAULTS[name][kind == "cuda"]
 
 
-def _ask(args: argparse.Namespace, ranks: int, sizes: tuple[int, ...], ops: tuple[str, ...]) -> Any:
+def _device(args: argparse.Namespace, options: Sequence[str]) -> LocalDevice:
+    """The device to measure, with what the command line left out filled in for it."""
     import torch
 
-    from ..bench import Ask
-    from ..bench.found import dtype_of
+    from ..bench import local_device
 
-    dtype = dtype_of(args.dtype, "cpu")
-    if 2 * ranks > 2 / torch.finfo(dtype).eps:
-        raise UsageError(
-            f"--dtype {args.dtype}: sums over {ranks} ranks cannot be checked exactly; use fp32."
-        )
-    name = str(dtype).removeprefix("torch.")
-    groups = _groups(args.groups or str(ranks), ranks)
-    return Ask(ops, sizes, groups, name, args.repeats, args.limit, args.total)
+    device = local_device(args.device)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    for name in options:
+        if getattr(args, name) is None:
+            setattr(args, name, _default(name, device.kind))
+    return device
 
 
-def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
-    found = []
-    for part in text.split(","):
-        size, _, apart = part.partition("x")
-        if not (f"{size}{apart}".isascii() and size.isdecimal() and (apart or "1").isdecimal()):
-            raise UsageError(f"--groups {part!r}: write 4 for neighbours, 2x4 for 2 ranks 4 apart.")
-        shape = int(size), int(apart or 1)
-        if shape[0] < 2 or shape[1] < 1 or shape[0] * shape[1] > ranks:
-            raise UsageError(
-                f"--groups {part!r}: a group has 2 ranks or more and fits the {ranks} of the world."
-            )
-        found.append(shape)
-    return tuple(found)
+def _add_ranks(parser: Parser) -> None:
+    parser.add("--ranks", type=whole(2, LOCAL_RANKS), help="of the group; default the GPUs, else 2")
+    parser.add("--backend")
 
 
-class _World:
+def _refuse_tf32(device: str, dtypes: Sequence[str | None]) -> None:
+    if device == "cpu" and TF32 in dtypes:
+        raise UsageError(f"--dtype {TF32} is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
+
+
+class _Ranks:
     """The ranks that measure: those that torchrun or Slurm has started, else new ones."""
 
     def __init__(self, ranks: int | None, backend: str) -> None:
@@ -165,253 +138,494 @@ class _World:
 
         self.launched = rendezvous(os.environ)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        self.ranks = self.launched.size if self.launched else ranks or max(gpus, 2)
-        if self.ranks < 2:
+        self.count = self.launched.size if self.launched else ranks or max(gpus, 2)
+        if self.count < 2:
             raise UsageError("the launcher has started 1 rank; a collective needs 2 or more.")
-        if self.launched and ranks not in (None, self.ranks):
-            raise UsageError(f"--ranks {ranks}: the launcher has started {self.ranks}.")
-        self.asked = backend
-        self.backend = backend if self.launched else choose(backend, self.ranks)
+        if self.launched and ranks not in (None, self.count):
+            raise UsageError(f"--ranks {ranks}: the launcher has started {self.count}.")
+        self.requested = backend
+        self.backend = backend if self.launched else choose(backend, self.count)
 
-    def run(self, name: str, *args: object) -> Any:
+    @property
+    def quiet(self) -> bool:
+        """Whether another rank of the launcher prints."""
+        return self.launched is not None and self.launched.rank > 0
+
+    def run(self, work: Callable[..., Any], *args: object) -> Any:
         """What a function of bench returns on rank 0; None on the other ranks of a launcher."""
-        from .. import bench
         from ..comm import join, workers
 
-        work = getattr(bench, name)
         if self.launched is None:
-            with workers(self.ranks, backend=self.asked, threads_per_rank=1) as run:
+            with workers(self.count, backend=self.requested, threads_per_rank=1) as run:
                 return run(work, *args)[0]
-        world = join(self.ranks, backend=self.asked)
-        self.backend = "nccl" if world.device.type == "cuda" else "gloo"
-        found = work(world, *args)
+        world = join(self.count, backend=self.requested)
+        self.backend = NCCL if world.device.type == "cuda" else GLOO
+        value = work(world, *args)
         world.close()
-        return found if self.launched.rank == 0 else None
+        return None if self.quiet else value
+
+
+# ---- collectives
+
+
+def _collectives(argv: list[str]) -> int:
+    parser = _parser("collectives", "Times collectives, checks their results, fits curves.", 4.0)
+    add = parser.add
+    _add_ranks(parser)
+    add("--ops", default="all", type=_operations, help="separated by commas")
+    add(
+        "--sizes",
+        type=parse_byte_sizes,
+        default="1K:64M",
+        help="1K:512M (in steps of 4), 1K:64M:2 or 1K,64K",
+    )
+    add("--groups", metavar="N,NxD", help="group sizes; 2x4: 2 ranks 4 apart; default --ranks")
+    add("--dtype", default=FP32, choices=[x for x in PRECISIONS if x != TF32], help="of the data")
+    add("--repeats", type=whole(), default=7, metavar="N", help="readings of each")
+    add(
+        "--total",
+        type=POSITIVE,
+        default=600.0,
+        metavar="SECONDS",
+        help="then no larger size begins",
+    )
+    parser.add_output("--out", ".svg", help="bandwidth over size, with what was fitted")
+    args = parser.read(argv)
+    # Each rank has what it sends, what it receives, and what should have come.
+    need = 3.0 * max(args.sizes) * (args.ranks or 2)
+    refuse_large(
+        need, f"--sizes to {binary_text(max(args.sizes))}", "Write smaller sizes, as 1K:64M"
+    )
+    if args.groups and args.ranks:
+        _groups(args.groups, args.ranks)
+    from ..bench import Sweep, fit_all, growths, measure_collectives
+
+    ranks = _Ranks(args.ranks, args.backend)
+    samples = ranks.run(
+        measure_collectives,
+        Sweep(
+            args.ops,
+            args.sizes,
+            _groups(args.groups or str(ranks.count), ranks.count),
+            _summable(args.dtype, ranks.count),
+            args.repeats,
+            args.limit,
+            args.total,
+        ),
+    )
+    if samples is None:
+        return 0
+    curves, forms = fit_all(samples, ranks.backend), growths(samples)
+    if args.out:
+        write(args.out, {".svg": str}, collectives_chart(samples, ranks.backend))
+    figures = {
+        "backend": ranks.backend,
+        "samples": [
+            asdict(s) | {"algorithm": s.algorithm, "factor": s.factor, "bus": s.bus}
+            for s in samples
+        ],
+        "curves": [asdict(curve) for curve in curves],
+        "forms": [asdict(growth) | {"better": growth.better} for growth in forms],
+    }
+    result(args, figures, collectives_text(samples, ranks.backend, forms))
+    return 0 if all(sample.correct for sample in samples) else 1
+
+
+def _operations(text: str) -> tuple[str, ...]:
+    ops = tuple(FACTORS) if text == "all" else tuple(text.split(","))
+    for op in ops:
+        if op not in FACTORS:
+            raise UsageError(f"{op[:60]}: there are {', '.join(FACTORS)}.")
+    return ops
+
+
+def _summable(name: str, ranks: int) -> str:
+    """Torch's name of a dtype in which sums over so many ranks are exact."""
+    import torch
+
+    if 2 * ranks > 2 / torch.finfo(getattr(torch, DTYPES[name].torch)).eps:
+        raise UsageError(
+            f"--dtype {name}: sums over {ranks} ranks cannot be checked exactly; use fp32."
+        )
+    return DTYPES[name].torch
+
+
+def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
+    groups = []
+    for part in text.split(","):
+        match = re.fullmatch("([0-9]{1,6})(?:x([0-9]{1,6}))?", part)
+        if not match:
+            raise UsageError(f"--groups {part!r}: write 4 for neighbours, 2x4 for 2 ranks 4 apart.")
+        size, apart = int(match[1]), int(match[2] or 1)
+        if size < 2 or apart < 1 or size * apart > ranks:
+            raise UsageError(
+                f"--groups {part!r}: a group has 2 ranks or more and fits the {ranks} of the world."
+            )
+        groups.append((size, apart))
+    return tuple(groups)
+
+
+def _group(ranks: int, apart: int) -> str:
+    return f"{ranks}x{apart}" if apart > 1 else str(ranks)
+
+
+def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Growth]) -> str:
+    """The table, the all-reduce beside its halves, the fitted curves, which form describes growth."""
+    from ..bench import fit_all
+
+    if not samples:
+        return "nothing was measured: --total was over before the first size.\n"
+    rows = [
+        (
+            s.op,
+            _group(s.ranks, s.apart),
+            binary_text(s.bytes),
+            seconds_text(s.seconds),
+            f"{seconds_text(s.least)}..{seconds_text(s.most)}",
+            f"{s.algorithm / 1e9:.3f} GB/s",
+            f"{s.factor:.3f}",
+            f"{s.bus / 1e9:.3f}",
+            "right" if s.correct else "WRONG",
+        )
+        for s in samples
+    ]
+    halves = [
+        (
+            s.ranks,
+            binary_text(s.bytes),
+            seconds_text(s.seconds),
+            seconds_text(s.halves),
+            f"{s.halves / s.seconds:.2f}",
+        )
+        for s in samples
+        if s.halves
+    ]
+    curves = [
+        (
+            c.op,
+            _group(c.ranks, c.apart),
+            seconds_text(c.latency),
+            rate_text(c.bandwidth),
+            f"{c.error:.0%}",
+            f"{rate_text(c.beyond)} beyond {binary_text(c.bend)}" if c.bend else "",
+        )
+        for c in fit_all(samples, backend)
+    ]
+    grown = [
+        (g.op, ",".join(map(str, g.ranks)), f"{g.ring:.0%}", f"{g.tree:.0%}", g.better)
+        for g in forms
+    ]
+    return "\n".join(
+        [
+            f"backend {backend}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all,"
+            "\nits output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.\n",
+            text_table(_SAMPLES, rows),
+            *_titled(
+                "all-reduce = reduce-scatter then all-gather: the same values, these times",
+                ("ranks", "S", "all-reduce", "in two steps", "ratio"),
+                halves,
+            ),
+            *_titled(
+                "fitted: latency of a step, bus bandwidth for large S, median error of the fit",
+                ("operation", "ranks", "latency", "bandwidth", "error", "beyond"),
+                curves,
+                "lrrrrl",
+            ),
+            *_titled(
+                "ring or tree: error with one latency and one bandwidth for all group sizes",
+                ("operation", "ranks", "ring", "tree", "better"),
+                grown,
+            ),
+            *["ring or tree: one group size cannot tell; measure two, as with --groups 2,4.\n"]
+            * (not forms),
+        ]
+    )
+
+
+_SAMPLES = ("operation", "group", "S", "time", "least..most", "S/t", "factor", "bus", "result")
+
+
+def _titled(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[object]], left: str = ""
+) -> list[str]:
+    return [f"{title}\n{text_table(head, rows, left=left, indent=2)}"] if rows else []
+
+
+def collectives_chart(samples: Sequence[Sample], backend: str) -> str:
+    """Bus bandwidth over size as SVG, each operation with its fitted curve."""
+    from ..bench import fit_all
+
+    series = []
+    for curve in fit_all(samples, backend):
+        key = (curve.op, curve.ranks, curve.apart)
+        mine = [s for s in samples if (s.op, s.ranks, s.apart) == key]
+        sizes = [s.bytes * part for s in mine for part in (1, 2)][:-1]
+        line = tuple((float(n), curve.bus(n) / 1e9) for n in sizes)
+        points = tuple((s.bytes, s.bus / 1e9) for s in mine)
+        series.append(Series(f"{curve.op} {_group(curve.ranks, curve.apart)}", points, line))
+    note = (
+        "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
+    )
+    across, up = Axis("S", binary_text, 4), Axis("bus bandwidth in GB/s", "{:g}".format)
+    return chart(f"collectives over {backend}", series, across, up, [note])
 
 
 # ---- matrix products
 
 
 def _matmul(argv: list[str]) -> int:
-    parser = _parser("matmul", "Times matrix products: TFLOP/s and hardware utilisation (HFU).")
-    _add_device(parser)
-    add = parser.add_argument
-    add("--dtype", help="separated by commas: bf16, fp16, tf32, fp32, fp64; default by device")
-    add("--sizes", default="512:32768", help="N of N x N: 512:32768 by doubling, or 512,768,4096")
-    add(
-        "--model", default="", metavar="SHAPE", help="whose rectangular products; default by device"
+    parser = _parser(
+        "matmul", "Times matrix products: TFLOP/s and hardware utilisation (HFU).", 60.0
     )
-    add("--tokens", type=int, default=0, help="rows of those; default by device")
-    add("--limit", type=float, default=60.0, help="seconds; what would pass them is left out")
-    add("--out", metavar="FILE.svg", help="rate over size")
+    _add_device(parser)
+    add = parser.add
+    add(
+        "--dtype",
+        type=_dtypes,
+        help="separated by commas: bf16, fp16, tf32, fp32, fp64; default by device",
+    )
+    add(
+        "--sizes",
+        type=_lengths,
+        default="512:32768",
+        help="N of N x N: 512:32768 by doubling, or 512,768",
+    )
+    add("--model", help="whose rectangular products; default by device")
+    add("--tokens", type=whole(), metavar="N", help="rows of those; default by device")
+    parser.add_output("--out", ".svg", help="rate over size")
     args = parser.read(argv)
-    _refuse_device(args)
-    lengths = _lengths(args.sizes)
-    if args.tokens < 0 or not args.limit > 0:
-        raise UsageError("--tokens is 1 or more, --limit more than 0.")
-    try_file(args.out, formats=(".svg",))
-    from ..bench import decoder_products, find, measure_products, square_products
-    from ..bench.found import dtype_of
-    from ..bench.tell import PRODUCT_HEAD, product_line, products_chart, products_summary
+    _refuse_tf32(args.device, args.dtype or ())
+    shape = Shape.load(args.model) if args.model else None
+    from ..bench import decoder_products, measure_products, square_products
 
-    found = find(args.device)
-    gpu = found.kind == "cuda"
-    _threads(args.threads)
-    dtypes = (args.dtype or ("bf16,fp16,tf32,fp32" if gpu else "fp32,bf16")).split(",")
-    for dtype in dtypes:
-        dtype_of(dtype, found.kind)
-    shape = Shape.load(args.model or ("8b" if gpu else "124m"))
-    squares = square_products(dtypes, lengths)
-    wide = decoder_products(shape, args.tokens or (8192 if gpu else 512), dtypes)
-    done = []
+    device = _device(args, ("model", "tokens"))
+    dtypes = args.dtype or _default("dtypes", device.kind)
+    _refuse_tf32(device.kind, dtypes)
+    squares = square_products(dtypes, args.sizes)
+    wide = decoder_products(shape or Shape.load(args.model), args.tokens, dtypes)
+    done: list[MatrixProduct] = []
     if not args.json:
-        say(f"{found.known()}\n\n{PRODUCT_HEAD}")
-    for wanted, share in ((squares, 0.7), (wide, 0.3)):
-        for product in measure_products(found, wanted, limit=args.limit * share):
+        say(f"{device.known()}\n\n{PRODUCT_HEAD}")
+    for products, share in ((squares, 0.7), (wide, 0.3)):
+        for product in measure_products(device, products, limit=args.limit * share):
             done.append(product)
             if not args.json:
-                say(product_line(product, found, done), flush=True)
+                say(product_line(product, device, done), flush=True)
     if args.out:
-        _write(args.out, products_chart(done, found))
-    if args.json:
-        rows = [
-            asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate}
-            for p in done
-        ]
-        print_json({"device": found.name, "known": found.entry is not None, "products": rows})
-    else:
-        say(products_summary(done, found, len(squares) + len(wide)), end="")
+        write(args.out, {".svg": str}, _products_chart(done, device))
+    rows = [
+        asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate} for p in done
+    ]
+    figures = {"device": device.name, "known": device.entry is not None, "products": rows}
+    result(args, figures, products_summary(done, device, len(squares) + len(wide)))
     return 0
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in PRECISIONS:
+            raise UsageError(f"there is no precision {name[:60]!r}; use {', '.join(PRECISIONS)}.")
+    return names
 
 
 def _lengths(text: str) -> list[int]:
     first, colon, last = text.partition(":")
     parts = [first, last] if colon else text.split(",")
     # A limit on digits: Python itself refuses to read very many.
-    if not all(re.fullmatch("[0-9]{1,7}", part) and 0 < int(part) <= _LONGEST for part in parts):
+    if not all(re.fullmatch("[0-9]{1,7}", part) and 0 < int(part) <= LONGEST for part in parts):
         raise UsageError(
-            f"--sizes {text[:60]}: write 512:32768 or 512,768,4096, numbers of 1 to {_LONGEST:,}."
+            f"{text[:60]}: write 512:32768 or 512,768,4096, numbers of 1 to {LONGEST:,}."
         )
     if not colon:
         return sorted({int(part) for part in parts})
-    found = [int(first)]
-    while found[-1] * 2 <= int(last):
-        found.append(found[-1] * 2)
-    return found
+    lengths = [int(first)]
+    while lengths[-1] * 2 <= int(last):
+        lengths.append(lengths[-1] * 2)
+    return lengths
+
+
+PRODUCT_HEAD = (
+    "product                  dtype      m x n x k            time        rate   of peak  "
+    "of best  unsynchronised clock"
+)
+
+
+def product_line(product: MatrixProduct, device: LocalDevice, done: Sequence[MatrixProduct]) -> str:
+    """One row: `of best` is against the fastest so far in its dtype."""
+    peak = device.peak(product.dtype)
+    best = max(p.rate for p in done if p.dtype == product.dtype)
+    shape = f"{product.m} x {product.n} x {product.k}"
+    of_peak = f"{product.rate / peak:.0%}" if peak else "unknown"
+    return (
+        f"{product.name[:24]:24} {product.dtype:5} {shape:>22} {seconds_text(product.seconds):>8}"
+        f" {flops_text(product.rate):>13} {of_peak:>8} {product.rate / best:>8.0%}"
+        f"  {flops_text(product.claimed_rate)}"
+    )
+
+
+def products_summary(done: Sequence[MatrixProduct], device: LocalDevice, planned: int) -> str:
+    """The best of each dtype against the peak, and what was left out."""
+    lines = [""]
+    for dtype in dict.fromkeys(p.dtype for p in done):
+        best = max((p for p in done if p.dtype == dtype), key=lambda p: p.rate)
+        lines.append(
+            f"{dtype}: best {flops_text(best.rate)} ({best.m} x {best.n} x {best.k});"
+            f" HFU {of_peak(best.rate, device.peak(dtype))}."
+        )
+    lines.append(
+        "On a CPU a call returns when it is done: the unsynchronised clock agrees."
+        if device.kind == "cpu"
+        else "The unsynchronised clock reads the launch only: it returns before the product is there."
+        " With CUDA_LAUNCH_BLOCKING=1 both agree, and nothing overlaps any more."
+    )
+    if len(done) < planned:
+        lines.append(f"{planned - len(done)} of {planned} products were left out: time or memory.")
+    return "\n".join(lines) + "\n"
+
+
+def of_peak(rate: float, peak: float, what: str = "the catalogue's peak") -> str:
+    """A rate as a share of a peak; more than all of it shows that the peak is wrong, not the rate."""
+    if not peak:
+        return "peak unknown"
+    more = ": more than all, so that peak is wrong" if rate > peak else ""
+    return f"{rate / peak:.0%} of {what}{more}"
+
+
+def _products_chart(done: Sequence[MatrixProduct], device: LocalDevice) -> str:
+    """Rate of square products over N as SVG."""
+    squares = [p for p in done if p.name == "square"]
+    series = [
+        Series(dtype, tuple((float(p.n), p.rate / 1e12) for p in squares if p.dtype == dtype))
+        for dtype in dict.fromkeys(p.dtype for p in squares)
+    ]
+    across, up = Axis("N of N x N", "{:g}".format, 2), Axis("TFLOP/s", "{:g}".format)
+    return chart(f"matrix products on {device.name}", series, across, up, [device.known()])
 
 
 # ---- whole steps
 
 
 def _mfu(argv: list[str]) -> int:
-    parser = _parser("mfu", "Times whole iterations: model FLOPs utilisation (MFU).")
+    parser = _parser("mfu", "Times whole iterations: model FLOPs utilisation (MFU).", 20.0)
     _add_device(parser)
-    add = parser.add_argument
-    add("--dtype", choices=_TRAINED, help="default bf16 on a GPU, fp32 on a CPU")
-    add("--layers", type=int, default=8, help="of the MLP")
-    add("--width", type=int, help="of the MLP; default 8192 on a GPU, 1024 on a CPU")
-    add("--rows", type=int, help="of the MLP; default its width")
-    add("--model", default="", metavar="SHAPE", help="whose block; default by device")
-    add("--batch", type=int, default=1, help="sequences for the block")
-    add("--seq", type=int, help="their length; default 4096 on a GPU, 512 on a CPU")
-    add("--limit", type=float, default=20.0, help="seconds for each")
+    add = parser.add
+    add("--dtype", choices=[x for x in PRECISIONS if x != FP64], help="default by device")
+    add("--layers", default=8, help="of the MLP")
+    add("--width", type=whole(1, LONGEST), metavar="N", help="of the MLP; default by device")
+    add("--rows", type=whole(), metavar="N", help="of the MLP; default its width")
+    add("--model", help="whose block; default by device")
+    add("--batch", default=1, help="sequences for the block")
+    add("--seq", help="their length; default by device")
     args = parser.read(argv)
-    _refuse_device(args)
-    least = (args.layers, args.width, args.rows, args.batch, args.seq)
-    if min(1 if x is None else x for x in least) < 1 or not args.limit > 0:
-        raise UsageError(
-            "--layers, --width, --rows, --batch and --seq are 1 or more, --limit more than 0."
-        )
-    wide = args.width or 1024
+    _refuse_tf32(args.device, (args.dtype,))
+    wide = args.width or _default("width")
     # Weights and their gradients, and what each layer keeps, two bytes a number.
     need = 2.0 * args.layers * wide * (2 * wide + (args.rows or wide))
-    refuse_large(
-        need, f"an MLP of {args.layers:,} layers", "Write less --width, --layers or --rows"
-    )
-    shape = Shape.load(args.model or "124m")
-    kept = 2.0 * args.batch * (args.seq or 512) * shape.hidden
+    way_out = "Write less --width, --layers or --rows"
+    refuse_large(need, f"an MLP of {args.layers:,} layers", way_out)
+    hidden = Shape.load(args.model or _default("model")).hidden
+    kept = 2.0 * args.batch * (args.seq or _default("seq")) * hidden
     refuse_large(kept, f"a batch of {args.batch:,}", "Write less --batch or --seq")
-    from ..bench import Mlp, find, measure_block, measure_mlp, measure_products, square_products
-    from ..bench.tell import iterations_text
+    from ..bench import WideMlp, measure_block, measure_mlp, measure_products, square_products
 
-    found = find(args.device)
-    gpu = found.kind == "cuda"
-    _threads(args.threads)
-    dtype = args.dtype or ("bf16" if gpu else "fp32")
-    width = args.width or (8192 if gpu else 1024)
-    products = square_products([dtype], (2048, 4096, 8192) if gpu else (512, 1024, 2048))
-    best = max(p.rate for p in measure_products(found, products, limit=args.limit))
-    mlp = Mlp(args.layers, width, args.rows or width)
-    shape = Shape.load(args.model or ("8b" if gpu else "124m"))
-    sequence = args.seq or (4096 if gpu else 512)
+    device = _device(args, ("dtype", "width", "model", "seq"))
+    products = square_products([args.dtype], _default("squares", device.kind))
+    best = max(p.rate for p in measure_products(device, products, limit=args.limit))
+    mlp = WideMlp(args.layers, args.width, args.rows or args.width)
+    shape = Shape.load(args.model)
     done = [
-        measure_mlp(found, mlp, dtype, limit=args.limit),
-        measure_block(found, shape, args.batch, sequence, dtype, limit=args.limit),
+        measure_mlp(device, mlp, args.dtype, limit=args.limit),
+        measure_block(device, shape, args.batch, args.seq, args.dtype, limit=args.limit),
     ]
-    if args.json:
-        peak = found.peak(dtype)
-        rows = [
-            asdict(x) | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
-            for x in done
-        ]
-        print_json(
-            {"device": found.name, "peak": peak or None, "best_measured": best, "iterations": rows}
-        )
-    else:
-        say(iterations_text(done, found, best), end="")
+    peak = device.peak(args.dtype)
+    rows = [
+        asdict(x) | {"mfu": x.share(peak) if peak else None, "of_best_measured": x.share(best)}
+        for x in done
+    ]
+    figures = {"device": device.name, "peak": peak or None, "best_measured": best}
+    result(args, figures | {"iterations": rows}, iterations_text(done, device, best))
     return 0
+
+
+def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float) -> str:
+    """Each iteration's time against the time its products need."""
+    dtype = done[0].dtype
+    peak = device.peak(dtype)
+    lines = [device.known(), f"best product measured in {dtype}: {flops_text(best)}"]
+    if peak:
+        share = of_peak(best, peak)
+        lines.append(f"peak of the catalogue in {dtype}: {flops_text(peak)}; {share}")
+    of = peak or best
+    for x in done:
+        shares = [f"{'MFU' if peak else 'of the best measured rate'} {x.share(of):.1%}"]
+        shares += [f"{x.share(best):.1%} of the best measured rate"] * bool(peak)
+        full = f" (attention causal; {x.flops_full / of / x.seconds:.1%} counted full)"
+        lines += [
+            "",
+            x.name,
+            f"  iteration {seconds_text(x.seconds)}, forward alone {seconds_text(x.forward)};"
+            f" products need {seconds_text(x.flops / of)} at {'the peak' if peak else 'the best rate'}",
+            "  " + ", ".join(shares) + full * (x.flops != x.flops_full),
+        ]
+        if x.share(of) > 1:
+            lines.append(
+                "  More than all of it: the peak is wrong, or too low a rate was measured."
+            )
+    lines += [
+        "",
+        "MFU = FLOPs of forward x 3, over the peak, over the time of the whole iteration with its",
+        "update. For a real training run 30 % is good, 40 % excellent.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 # ---- overlap
 
 
 def _overlap(argv: list[str]) -> int:
-    parser = _parser("overlap", "How much of a copy or a message disappears behind a product.")
-    _add_device(parser)
-    add = parser.add_argument
-    add("--size", type=int, help="N of the product; default 16384 on a GPU, 1024 on a CPU")
-    add("--copy", default="", help="bytes of the copy; default 1G on a GPU, 32M on a CPU")
-    add("--dtype", choices=PRECISIONS, help="default bf16 on a GPU, fp32 on a CPU")
-    add("--ranks", type=int, metavar="N", help="for the message; default the GPUs, else 2")
-    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
-    add("--limit", type=float, default=20.0, help="seconds for each")
-    args = parser.read(argv)
-    _refuse_device(args)
-    refuse_ranks(args.ranks, 2)
-    if (args.size is not None and args.size < 1) or not args.limit > 0:
-        raise UsageError("--size is 1 or more, --limit more than 0.")
-    ranks = args.ranks or 2
-    refuse_large(
-        6.0 * (args.size or 1024) ** 2 * ranks, f"--size {args.size}", "Write a smaller one"
+    parser = _parser(
+        "overlap", "How much of a copy or a message disappears behind a product.", 20.0
     )
+    _add_device(parser)
+    _add_ranks(parser)
+    add = parser.add
+    add("--size", type=whole(1, LONGEST), metavar="N", help="N of the product; default by device")
+    add("--copy", type=parse_bytes, metavar="BYTES", help="as 1G; default by device")
+    add("--dtype", choices=PRECISIONS, help="default by device")
+    args = parser.read(argv)
+    _refuse_tf32(args.device, (args.dtype,))
+    count = args.ranks or 2
+    need = 6.0 * (args.size or _default("size")) ** 2 * count
+    refuse_large(need, f"--size {args.size}", "Write a smaller one")
     if args.copy:
-        need = 2.0 * parse_bytes(args.copy) * ranks
-        refuse_large(need, f"--copy {args.copy[:60]}", "Write fewer bytes, as 32M")
-    from ..bench import find, measure_copies
-    from ..bench.tell import overlaps_text
+        need = 2.0 * args.copy * count
+        refuse_large(need, f"--copy {binary_text(args.copy)}", "Write fewer bytes, as 32M")
+    from ..bench import measure_copies, measure_messages
 
-    found = find(args.device)
-    gpu = found.kind == "cuda"
-    _threads(args.threads)
-    size = args.size or (16384 if gpu else 1024)
-    copied = parse_bytes(args.copy or ("1G" if gpu else "32M"))
-    dtype = args.dtype or ("bf16" if gpu else "fp32")
-    world = _World(args.ranks, args.backend)
-    # Of ranks that a launcher has started one copies and tells; all of them send.
-    quiet = world.launched is not None and world.launched.rank > 0
+    device = _device(args, ("size", "copy", "dtype"))
+    ranks = _Ranks(args.ranks, args.backend)
     done: list[Overlap] = []
-    if not quiet:
-        done = measure_copies(found, size=size, copied=copied, dtype=dtype, limit=args.limit)
-    if not gpu or found.count > 1 or args.ranks or world.launched:
-        done += world.run("measure_messages", size, copied, dtype, args.limit) or []
-    if quiet:
-        return 0
-    if args.json:
-        print_json(
-            {"device": found.name, "overlaps": [asdict(x) | {"hidden": x.hidden} for x in done]}
-        )
-    else:
-        say(overlaps_text(done), end="")
+    # Of ranks that a launcher has started one copies and prints; all of them send.
+    if not ranks.quiet:
+        sizes = {"size": args.size, "copied": args.copy}
+        done = measure_copies(device, **sizes, dtype=args.dtype, limit=args.limit)
+    if device.kind == "cpu" or device.count > 1 or args.ranks or ranks.launched:
+        done += ranks.run(measure_messages, args.size, args.copy, args.dtype, args.limit) or []
+    if not ranks.quiet:
+        rows = [asdict(x) | {"hidden": x.hidden} for x in done]
+        result(args, {"device": device.name, "overlaps": rows}, overlaps_text(done))
     return 0
 
 
-# ---- what all share
-
-
-def _parser(name: str, description: str) -> Parser:
-    parser = Parser(f"phalanx bench {name}", description)
-    parser.add_argument("--json", action="store_true", help="everything that was measured, as JSON")
-    return parser
-
-
-def _add_device(parser: Parser) -> None:
-    parser.add_argument("--device", default="auto", choices=DEVICES, help="default auto")
-    parser.add_argument("--threads", type=int, help="of the CPU; default those torch takes")
-
-
-def _refuse_device(args: argparse.Namespace) -> None:
-    """Refuse precisions, models and threads that no device has."""
-    if args.threads is not None and not 1 <= args.threads <= _THREADS:
-        raise UsageError(f"--threads is {args.threads:,}; write 1 to {_THREADS:,}.")
-    for dtype in (args.dtype or "fp32").split(","):
-        if dtype not in PRECISIONS:
-            raise UsageError(
-                f"--dtype: there is no precision {dtype[:60]!r}; use {', '.join(PRECISIONS)}."
-            )
-        if dtype == "tf32" and args.device == "cpu":
-            raise UsageError("--dtype tf32 is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
-    if getattr(args, "model", ""):
-        Shape.load(args.model)
-
-
-def _threads(count: int | None) -> None:
-    if count is not None:
-        import torch
-
-        torch.set_num_threads(count)
-
-
-def _write(path: str, picture: str) -> None:
-    from .usage import write
-
-    write(path, {".svg": str}, picture)
+def overlaps_text(done: Sequence[Overlap]) -> str:
+    """How much of the shorter activity is hidden."""
+    head = ("", "first", "second", "one by one", "together", "hidden")
+    rows = [
+        (x.name, *map(seconds_text, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")
+        for x in done
+    ]
+    note = (
+        "hidden: what together saves, as part of the shorter one; below 0 they hinder each other."
+    )
+    return f"{text_table(head, rows)}{note}\n"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from ..draw import text_table
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
+from ..layout.numbers import count_text
 from ..program import Program, Proof, build, check, faults
-from .usage import Parser, UsageError, print_json, read, say
+from .before import misfit
+from .usage import Parser, UsageError, read, result
 
 __all__ = ["run"]
 
@@ -29,85 +32,58 @@ def run(argv: list[str]) -> int:
         "Why a layout does not fit a model, all reasons at once, or what its ranks hold.",
         _EPILOG,
     )
-    parser.add_argument(
-        "what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file"
-    )
-    parser.add_argument("--model", metavar="SHAPE", help="a shape's name, or a .toml file")
-    parser.add_argument("--batch", type=int, default=0, metavar="N", help="sequences of a step")
-    parser.add_argument("--seq", type=int, default=0, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--clip", action="store_true", help="with the agreement of clipping")
-    parser.add_argument("--json", action="store_true", help="the findings as JSON")
+    parser.add("what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file")
+    parser.add("--model")
+    parser.add("--batch")
+    parser.add("--seq")
+    parser.add("--clip", action="store_true", help="with the agreement of clipping")
+    parser.add("--json")
     args = parser.read(argv)
     text = " ".join(args.what)
-    if args.batch < 0 or args.seq < 0:
-        raise UsageError("--batch and --seq are 1 or more.")
-    if args.model is None:
-        if text.endswith(".txt") or Path(text).is_file():
-            return _file(text, args)
-        Layout.parse(text)
-        raise UsageError(
-            f"the layout {text!r} needs a model: add --model with one of {', '.join(Shape.names())}."
-        )
-    return _layout(Layout.parse(text), Shape.load(args.model), args)
+    if args.model is not None:
+        return _layout(Layout.parse(text), Shape.load(args.model), args)
+    if text.endswith(".txt") or Path(text).is_file():
+        return _file(text, args)
+    Layout.parse(text)
+    raise UsageError(
+        f"the layout {text!r} needs a model: add --model with one of {', '.join(Shape.names())}."
+    )
 
 
 def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
-    violations = legal(layout, shape, batch=args.batch, sequence=args.seq)
-    if violations:
-        near = nearest(layout, shape, batch=args.batch, sequence=args.seq)
-        if args.json:
-            reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
-            print_json({"legal": False, "violations": reasons, "nearest": list(map(str, near))})
-            return 1
-        say(f"{layout} does not fit {shape.name}:")
-        for violation in violations:
-            say(f"- {violation}")
-        say("nearest that fit: " + "; ".join(map(str, near)) if near else "nothing near it fits.")
+    sizes = {"batch": args.batch or 0, "sequence": args.seq or 0}
+    if wrong := misfit(layout, shape, **sizes):
+        reasons = [
+            {"rule": v.rule, "what": v.what, "way_out": v.way_out}
+            for v in legal(layout, shape, **sizes)
+        ]
+        near = list(map(str, nearest(layout, shape, **sizes)))
+        result(args, {"legal": False, "violations": reasons, "nearest": near}, wrong)
         return 1
     stages = stage_pieces(layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
+    # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.
     fitting = layout.recompute == "fit"
-    # What `fit` recomputes depends on bytes, which costing tells; the rest is proved without it.
-    program = build(
-        replace(layout, recompute="none") if fitting else layout,
-        stages,
-        tied,
-        agree=args.clip,
-    )
+    built = replace(layout, recompute="none") if fitting else layout
+    program = build(built, stages, tied, agree=args.clip)
     proof = check(program)
-    if args.json:
-        print_json({"legal": True, **_statement(layout, shape, stages, program, proof)})
-    else:
-        _say(layout, shape, program, proof)
-    return 0
-
-
-def _statement(
-    layout: Layout, shape: Shape, stages: tuple[range, ...], program: Program, proof: Proof
-) -> dict[str, object]:
-    """What is known of a legal layout before anything is costed."""
-    return {
+    figures = {
+        "legal": True,
         "layout": str(layout),
         "model": shape.name,
         "ranks": layout.ranks,
         "parameters": shape.total,
         "operations": sum(map(len, program.rows)),
         "virtual_stages": [[stage.start, stage.stop] for stage in stages],
-        "stages": [_stage(layout, shape, program, proof, row) for row in range(layout.pp)],
+        "stages": [_held(layout, shape, program, proof, row) for row in range(layout.pp)],
     }
+    result(args, figures, _text(layout, shape, figures))
+    return 0
 
 
-class _Stage(TypedDict):
-    ranks: list[int]
-    pieces: list[int]
-    parameters: int
-    parameters_per_rank: int
-    held_microbatches: float
-    held_pieces: float
-    gathered_units: float
-
-
-def _stage(layout: Layout, shape: Shape, program: Program, proof: Proof, row: int) -> _Stage:
+def _held(
+    layout: Layout, shape: Shape, program: Program, proof: Proof, row: int
+) -> dict[str, object]:
     """What the ranks of one pipeline stage hold."""
     pieces = sorted(p for p, at in program.host.items() if at == row)
     whole = sum(shape.parameters(unit) for unit in {u for p in pieces for u in program.units(p)})
@@ -125,62 +101,48 @@ def _stage(layout: Layout, shape: Shape, program: Program, proof: Proof, row: in
     }
 
 
-def _say(layout: Layout, shape: Shape, program: Program, proof: Proof) -> None:
-    say(f"{layout} fits {shape.name} ({_big(shape.total)} parameters); its program is proved.\n")
+def _text(layout: Layout, shape: Shape, figures: dict[str, Any]) -> str:
     mesh = f"{layout.ranks} ranks" + (f" as {layout.mesh}" if layout.ranks > 1 else "")
     zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
-    say(
-        f"{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
-        f" {sum(map(len, program.rows))} operations\n"
-    )
-    rows = []
-    for row in range(layout.pp):
-        stage = _stage(layout, shape, program, proof, row)
-        weights = f"about {_big(stage['parameters_per_rank'])}"
-        held = (f"{stage['held_microbatches']:g}", f"{stage['gathered_units']:g}")
-        rows.append((row, _runs(program.ranks(row)), _runs(stage["pieces"]), weights, *held))
+    rows = [
+        (
+            stage,
+            _spans(held["ranks"]),
+            _spans(held["pieces"]),
+            f"about {count_text(held['parameters_per_rank'])}",
+            f"{held['held_microbatches']:g}",
+            f"{held['gathered_units']:g}",
+        )
+        for stage, held in enumerate(figures["stages"])
+    ]
     head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
-    say(text_table(head, rows, left="rrrrrr"), end="")
-    say(
-        f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head.\n"
-        "At most so many at once: held microbatches, gathered units of weights."
+    return (
+        f"{layout} fits {shape.name} ({count_text(shape.total)} parameters); its program is proved."
+        f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
+        f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
+        f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head."
+        "\nAt most so many at once: held microbatches, gathered units of weights."
     )
 
 
-def _big(count: int) -> str:
-    """124.4M, 8.03B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.4g}{letter}"
-    return str(count)
-
-
-def _runs(numbers: Sequence[int]) -> str:
+def _spans(numbers: Iterable[int]) -> str:
     """0-3,8-11: neighbours together."""
-    out: list[list[int]] = []
-    for n in numbers:
-        if out and n == out[-1][1] + 1:
-            out[-1][1] = n
-        else:
-            out.append([n, n])
-    args = [f"{a}-{b}" if a < b else str(a) for a, b in out]
-    return ",".join(args if len(args) <= 6 else [*args[:5], "..."])
+    parts = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        span = [number for _, number in group]
+        parts.append(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}")
+    return ",".join(parts if len(parts) <= 6 else [*parts[:5], "..."])
 
 
 def _file(path: str, args: argparse.Namespace) -> int:
     program = Program.parse(read(path, "program"), path)
     wrong = faults(program)
-    if args.json:
-        peak = list(check(program).held) if not wrong else None
-        print_json({"sound": not wrong, "faults": list(wrong), "peak_held": peak})
-    elif wrong:
-        say(f"{path} cannot run:")
-        for fault in wrong:
-            say(f"- {fault}")
-    else:
-        held = " ".join(f"{h:g}" for h in check(program).held)
-        say(
+    held = list(check(program).held) if not wrong else None
+    text = "\n- ".join([f"{path} cannot run:", *wrong])
+    if held is not None:
+        text = (
             f"{path} is sound: {program.mesh.size} ranks, {program.pieces} pieces,"
-            f" {program.microbatches} microbatches; held by stage: {held}"
+            f" {program.microbatches} microbatches; held by stage: {' '.join(f'{h:g}' for h in held)}"
         )
+    result(args, {"sound": not wrong, "faults": list(wrong), "peak_held": held}, text)
     return 1 if wrong else 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+from collections import Counter
 from pathlib import Path
 
 from ..draw import text_table
 from ..layout.choices import FAMILIES, STORED
-from ..layout.files import open_regular, reason
 from ..layout.run import CHECKPOINTS
-from .outputs import try_folder
-from .usage import Parser, UsageError, print_json, say
+from .usage import Parser, UsageError, chosen, refuse_irregular, result, say
 
 __all__ = ["run"]
 
@@ -32,129 +32,117 @@ def run(argv: list[str]) -> int:
     parser = Parser(
         "phalanx checkpoint", "What a run has saved, and its weights elsewhere.", _EPILOG
     )
-    parser.add_argument("what", choices=("show", "verify", "export", "import"))
-    parser.add_argument("source", metavar="DIR", help="a run, a checkpoint, or weights to import")
-    parser.add_argument("--out", metavar="DIR", help="where exported or imported weights go")
-    parser.add_argument(
-        "--family", default="", choices=FAMILIES, help="mistral, where llama is meant"
-    )
-    parser.add_argument("--dtype", default="", type=str.upper, choices=STORED, help="of the export")
-    parser.add_argument("--json", action="store_true", help="the figures as JSON")
-    args = parser.read(argv)
-    if args.what in ("export", "import") and not args.out:
-        raise UsageError(f"phalanx checkpoint {args.what} DIR needs --out DIR.")
-    try_folder(args.out)
-    verbs = {"show": _show, "verify": _verify, "export": _export, "import": _import}
-    return verbs[args.what](args)
+    commands = {"show": _show, "verify": _verify, "export": _export, "import": _import}
+    return chosen(parser, argv, commands)
+
+
+def _parser(what: str, description: str, source: str = "a run, or a checkpoint") -> Parser:
+    parser = Parser(f"phalanx checkpoint {what}", description)
+    parser.add("source", metavar="DIR", help=source)
+    parser.add("--json")
+    return parser
 
 
 _NAME = "Name a run's `out`, or one checkpoint in it."
 _THEIRS = "Name a folder with config.json and model.safetensors."
-_NONE = (
-    f"{{path}} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
-    " name a run's `out`, or one checkpoint in it."
-)
 
 
 def _checkpoints(source: str) -> list[Path]:
+    """The checkpoints of a folder, the newest first."""
     path = Path(source)
     if not path.is_dir():
         raise UsageError(f"{path} holds no checkpoint: there is no such folder. {_NAME}")
-    named = [next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)]
+    none = (
+        f"{path} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
+        " name a run's `out`, or one checkpoint in it."
+    )
     if os.path.lexists(path / "manifest.json"):
-        _refuse_irregular(path / "manifest.json")
-    elif not any(named):
-        raise UsageError(_NONE.format(path=path))
+        refuse_irregular(path / "manifest.json", _NAME)
+        return [path]
+    if not any(next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)):
+        raise UsageError(none)
     from ..train.checkpoint import steps
 
-    if (path / "manifest.json").exists():
-        return [path]
-    found = steps(path) or steps(path / CHECKPOINTS)
-    if not found:
-        raise UsageError(_NONE.format(path=path))
-    return found
+    saved = steps(path) or steps(path / CHECKPOINTS)
+    if not saved:
+        raise UsageError(none)
+    return saved
 
 
-def _refuse_irregular(file: Path, way_out: str = _NAME) -> None:
-    try:
-        open_regular(file).close()
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {reason(error)}. {way_out}") from None
-
-
-def _show(args: argparse.Namespace) -> int:
-    found = _checkpoints(args.source)
+def _show(argv: list[str]) -> int:
+    args = _parser("show", "What a checkpoint holds, and of which run it is.").read(argv)
+    path, *older = _checkpoints(args.source)
     from ..train.checkpoint_manifest import read_manifest
 
-    manifest = read_manifest(found[0])
-    progress, kinds = manifest.progress, dict[str, int]()
-    numbers = 0
-    for tensor in manifest.tensors:
-        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + 1
-        if tensor.kind == "weight":
-            size = 1
-            for n in tensor.shape:
-                size *= n
-            numbers += size
+    manifest = read_manifest(path)
+    progress = manifest.progress
+    weights = [tensor.shape for tensor in manifest.tensors if tensor.kind == "weight"]
     figures: dict[str, object] = {
-        "path": str(found[0]),
+        "path": str(path),
         "step": progress.step,
         "sequences": progress.cursor,
         "seed": progress.seed,
         "layout": progress.layout,
         "shape": progress.shape.name if progress.shape else None,
-        "parameters": numbers,
-        "tensors": kinds,
+        "parameters": sum(map(math.prod, weights)),
+        "tensors": dict(Counter(tensor.kind for tensor in manifest.tensors)),
         "files": len(manifest.files),
         "bytes": sum(file.size for file in manifest.files),
         "optimizer": manifest.optimizer,
         "updates": manifest.updates,
         "versions": dict(manifest.versions),
     }
-    if args.json:
-        print_json(figures | {"older": [str(path) for path in found[1:]]})
-        return 0
-    if found[1:]:
-        figures["older"] = ", ".join(path.name for path in found[1:])
+    shown = figures | ({"older": ", ".join(path.name for path in older)} if older else {})
     rows = []
-    for key, value in figures.items():
+    for key, value in shown.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())
         rows.append((key, f"{value:,}" if type(value) is int else value))
-    say(text_table((), rows, left="rl"), end="")
+    table = text_table((), rows, left="rl")
+    result(args, figures | {"older": [str(path) for path in older]}, table)
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(argv: list[str]) -> int:
+    args = _parser("verify", "Compares every byte with its checksum.").read(argv)
     paths = _checkpoints(args.source)
     from ..train.checkpoint_manifest import verify_checkpoint
 
-    verdicts = {str(path): verify_checkpoint(path) for path in paths}
-    if args.json:
-        print_json({"sound": not any(verdicts.values()), "faults": verdicts})
-    else:
-        for path, faults in verdicts.items():
-            say("\n".join(faults) or f"{path}: every byte is as it was written")
-    return 1 if any(verdicts.values()) else 0
+    faults = {str(path): verify_checkpoint(path) for path in paths}
+    lines = [
+        line for p, f in faults.items() for line in f or [f"{p}: every byte is as it was written"]
+    ]
+    result(args, {"sound": not any(faults.values()), "faults": faults}, "\n".join(lines))
+    return 1 if any(faults.values()) else 0
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(argv: list[str]) -> int:
+    parser = _parser("export", "Writes the weights as Hugging Face has them.")
+    parser.add_output("--out", folder=True, required=True, help="where the weights go")
+    parser.add("--family", default="", choices=FAMILIES, help="mistral, where llama is meant")
+    parser.add("--dtype", default="", type=str.upper, choices=STORED, help="of the numbers")
+    args = parser.read(argv)
+    path = _checkpoints(args.source)[0]
     from ..train.checkpoint_exchange import export_weights
     from ..train.checkpoint_manifest import verify_checkpoint
 
-    path = _checkpoints(args.source)[0]
-    faults = verify_checkpoint(path)
-    if faults:
+    if faults := verify_checkpoint(path):
         say("\n".join(faults))
         return 1
-    files = export_weights(path, Path(args.out), family=args.family, dtype=args.dtype)
-    return _written(args, files)
+    return _written(
+        args, export_weights(path, Path(args.out), family=args.family, dtype=args.dtype)
+    )
 
 
-def _import(args: argparse.Namespace) -> int:
+def _import(argv: list[str]) -> int:
+    parser = _parser(
+        "import", "Makes a checkpoint of a model of Hugging Face.", "the model's folder"
+    )
+    parser.add_output("--out", folder=True, required=True, help="the run that begins with it")
+    args = parser.read(argv)
     if not Path(args.source).is_dir():
         raise UsageError(f"there is no folder {args.source}. {_THEIRS}")
-    _refuse_irregular(Path(args.source, "config.json"), _THEIRS)
+    refuse_irregular(Path(args.source, "config.json"), _THEIRS)
     from ..train.checkpoint_exchange import import_weights
 
     # Where a run looks for what it goes on from.
@@ -162,8 +150,6 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _written(args: argparse.Namespace, files: list[Path]) -> int:
-    if args.json:
-        print_json({"written": [str(file) for file in files]})
-    else:
-        say("\n".join(f"wrote {file}" for file in files))
+    lines = "\n".join(f"wrote {file}" for file in files)
+    result(args, {"written": [str(file) for file in files]}, lines)
     return 0

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 
 from ..draw import text_table
-from .outputs import try_folder
-from .usage import Parser, UsageError, print_json, say
+from .usage import Parser, UsageError, chosen, real, result
 
 __all__ = ["run"]
 
@@ -25,40 +24,40 @@ on where it was when the same command is given again. Exit code 1: damage was fo
 def run(argv: list[str]) -> int:
     """Prepare, show or verify data."""
     parser = Parser("phalanx data", "Text to token files, and what token files hold.", _EPILOG)
-    parser.add_argument("what", choices=("prepare", "show", "verify"))
-    parser.add_argument("source", metavar="SRC", help="text to prepare, or data to look at")
-    parser.add_argument("--out", metavar="DIR", help="where the token files go")
-    parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json; bytes without")
-    parser.add_argument("--end", metavar="TOKEN", help="the token that closes each document")
-    parser.add_argument("--field", default="text", metavar="NAME", help="of .jsonl and .parquet")
-    parser.add_argument("--held-out", type=float, default=0.05, metavar="SHARE")
-    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    return chosen(parser, argv, {"prepare": _prepare, "show": _show, "verify": _verify})
+
+
+def _parser(what: str, description: str) -> Parser:
+    parser = Parser(f"phalanx data {what}", description)
+    parser.add("source", metavar="SRC", help="a file or a folder; python: the library's own source")
+    parser.add("--json")
+    return parser
+
+
+def _read(parser: Parser, argv: list[str]) -> argparse.Namespace:
     args = parser.read(argv)
     if args.source != "python" and not Path(args.source).exists():
         raise UsageError(f"{args.source} is not there. Name a file or a folder, or python to show.")
-    if args.what == "prepare":
-        return _prepare(args)
-    return _show(args) if args.what == "show" else _verify(args)
+    return args
 
 
-def _prepare(args: argparse.Namespace) -> int:
-    if not args.out:
-        raise UsageError("phalanx data prepare SRC needs --out DIR.")
-    if not 0 <= args.held_out < 1:
-        raise UsageError(f"--held-out is {args.held_out}; a share from 0 to below 1 belongs there.")
-    try_folder(args.out)
+def _prepare(argv: list[str]) -> int:
+    parser = _parser("prepare", "Makes token files of text.")
+    parser.add_output("--out", folder=True, required=True, help="where the token files go")
+    parser.add("--tokenizer", metavar="FILE", help="a tokenizer.json; bytes without")
+    parser.add("--end", metavar="TOKEN", help="the token that closes each document")
+    parser.add("--field", default="text", metavar="NAME", help="of .jsonl and .parquet")
+    share = real(lambda x: 0 <= x < 1, "from 0 to below 1")
+    parser.add("--held-out", type=share, default=0.05, metavar="SHARE", help="for validation")
+    args = _read(parser, argv)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..train.data import open_vocabulary, prepare
 
     vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
+    words = TextColumn("{task.description}")
+    columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
         prepare(
@@ -69,38 +68,44 @@ def _prepare(args: argparse.Namespace) -> int:
             field=args.field,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    args.source = args.out
-    return _show(args)
+    return _shown(args.out, args)
 
 
-def _show(args: argparse.Namespace) -> int:
+def _show(argv: list[str]) -> int:
+    args = _read(_parser("show", "What a corpus holds."), argv)
+    return _shown(args.source, args)
+
+
+def _shown(source: str, args: argparse.Namespace) -> int:
     from ..train.data import open_corpus
 
-    corpus = open_corpus(args.source)
-    figures: dict[str, object] = {
+    corpus = open_corpus(source)
+    streams = {
+        name: {"tokens": stream.size, "documents": len(stream.starts) - 1}
+        for name, stream in (("train", corpus.train), ("validation", corpus.validation))
+    }
+    figures = {
         "name": corpus.name,
         "vocab": corpus.vocab,
         "bytes_per_token": corpus.bytes_per_token,
         "fingerprint": corpus.fingerprint,
+        **streams,
     }
-    for name, stream in (("train", corpus.train), ("validation", corpus.validation)):
-        figures[name] = {"tokens": stream.size, "documents": len(stream.starts) - 1}
-    if args.json:
-        print_json(figures)
-        return 0
-    vocab = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an untold vocabulary"
+    vocabulary = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an unknown vocabulary"
     known = corpus.bytes_per_token
-    say(f"{corpus.name}: {vocab}" + (f", {known:.2f} bytes of text a token" if known else ""))
-    streams = {"train": corpus.train, "validation": corpus.validation}
     rows = [
-        (name, f"{stream.size:,}", f"tokens in {len(stream.starts) - 1:,} documents")
-        for name, stream in streams.items()
+        (name, f"{x['tokens']:,}", f"tokens in {x['documents']:,} documents")
+        for name, x in streams.items()
     ]
-    say(text_table((), rows, left="lrl", indent=2), end="")
+    text = f"{corpus.name}: {vocabulary}" + (
+        f", {known:.2f} bytes of text a token" if known else ""
+    )
+    result(args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}")
     return 0
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _verify(argv: list[str]) -> int:
+    args = _read(_parser("verify", "Compares the checksums of a prepared corpus."), argv)
     from ..train.data import verify_prepared
     from ..train.data.token_files import INDEX
 
@@ -111,8 +116,6 @@ def _verify(args: argparse.Namespace) -> int:
             " text; other forms have no checksums to verify."
         )
     faults = verify_prepared(path)
-    if args.json:
-        print_json({"sound": not faults, "faults": faults})
-    else:
-        say("\n".join(faults) or f"{args.source}: every checksum is right")
+    text = "\n".join(faults) or f"{args.source}: every checksum is right"
+    result(args, {"sound": not faults, "faults": faults}, text)
     return 1 if faults else 0

@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ..draw import Bars, Part, bars
+from ..draw import Bars, Part, bars, text_table
 from ..layout import Shape
-from ..layout.choices import BACKENDS, DEVICES
+from ..layout.choices import LOCAL_RANKS
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
-from .before import refuse_ranks
-from .doctor_catalogue import clusters_text, device_text, devices_text, hierarchy_text, links_text
-from .outputs import try_file
-from .usage import Parser, UsageError, complain, print_json, read, say, write
+from ..plan import (
+    Cluster,
+    Device,
+    Place,
+    cluster,
+    clusters,
+    device,
+    devices,
+    hierarchy,
+    link,
+    links,
+    parse_topology,
+    read_topology,
+)
+from .bench import of_peak
+from .usage import Parser, read, result, say, whole, write
 
 if TYPE_CHECKING:
-    from ..bench import Found
-    from ..plan import Machine, Place, Store, Topology
+    from ..bench import LocalDevice
+    from ..plan import Machine
 
 __all__ = ["run"]
 
 _EPILOG = """\
   phalanx doctor                            what this machine is; measures its memory bandwidth
   phalanx doctor --out machine.toml         measures all of it; the file is what plans read
-  phalanx doctor topology [FILE]            who is linked to whom, here or as nvidia-smi topo -m told
+  phalanx doctor topology [FILE]            who is linked to whom, here or in a saved `nvidia-smi topo -m`
   phalanx doctor devices [NAME]             the catalogue: what makers state, with sources
   phalanx doctor links
   phalanx doctor clusters [NAME]            levels and totals, as of llama3 or h100x64
@@ -34,219 +48,289 @@ _EPILOG = """\
 
 Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
 
-_SUBJECTS = ("topology", "devices", "links", "clusters", "hierarchy")
-
 
 def run(argv: list[str]) -> int:
-    """Tell of this machine, or of one of the catalogue."""
+    """Show this machine, or one of the catalogue."""
+    subjects = {
+        "topology": _topology,
+        "devices": _devices,
+        "links": _links,
+        "clusters": _clusters,
+        "hierarchy": _hierarchy,
+    }
+    if argv and argv[0] in subjects:
+        return subjects[argv[0]](argv[1:])
     parser = Parser(
         "phalanx doctor", "What this machine is and how fast; what others are.", _EPILOG
     )
-    add = parser.add_argument
-    add("subject", nargs="?", choices=_SUBJECTS, metavar="SUBJECT", help=", ".join(_SUBJECTS))
-    add(
-        "name", nargs="?", metavar="NAME", help="a device, a cluster, or a recorded topology's file"
-    )
-    add("--out", metavar="FILE", help="machine.toml, or .svg with hierarchy")
-    add("--device", default="auto", choices=DEVICES, help="default auto")
-    add("--ranks", type=int, default=0, metavar="N", help="of the largest group measured")
-    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
-    add("--model", default="124m", metavar="SHAPE", help="whose products are measured")
-    add("--limit", type=float, default=60.0, help="seconds for all measurements of --out, about")
+    add = parser.add
+    add("subject", nargs="?", choices=subjects, metavar="SUBJECT", help=", ".join(subjects))
+    parser.add_output("--out", ".toml", help="measure all of it into this machine file")
+    add("--device")
+    add("--ranks", type=whole(2, LOCAL_RANKS), help="of the largest group measured")
+    add("--backend")
+    add("--model", default="124m", help="whose products are measured")
+    add("--limit", default=60.0, help="for all measurements of --out, about")
     add("--with-host", action="store_true", help="write the host's name into the file")
-    add("--json", action="store_true")
+    add("--json")
     args = parser.read(argv)
-    if args.subject is None:
-        return _here(args)
-    if args.out and args.subject != "hierarchy":
-        raise UsageError(f"--out does not go with {args.subject}.")
-    if args.subject == "topology":
-        return _topology(args)
-    return _catalogue(args)
+    Shape.load(args.model)
+    from ..bench import local_device
+
+    here = local_device(args.device)
+    return _measure(args, here) if args.out else _look(args, here)
 
 
 # ---- this machine
 
 
-def _here(args: argparse.Namespace) -> int:
-    if not args.limit > 0:
-        raise UsageError("--limit is more than 0.")
-    refuse_ranks(args.ranks or None, 2)
-    Shape.load(args.model)
-    if args.out and not args.out.endswith(".toml"):
-        raise UsageError(f"--out {args.out}: a machine file is .toml.")
-    try_file(args.out)
-    from ..bench import WrongResult, examine, find
-    from ..bench.doctor import Examination, topology_of
-    from ..comm import RankFailed
-
-    found = find(args.device)
-    if not args.out:
-        return _look(args, found, topology_of(found))
-    asked = Examination(args.limit, args.ranks, args.backend, args.model, with_host=args.with_host)
+def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
+    from ..bench import Thoroughness, measure_machine
 
     def measuring(line: str) -> None:
         if not args.json:
             say(f"measuring {line}", flush=True)
 
-    try:
-        machine = examine(found, asked, measuring)
-    except (WrongResult, RankFailed) as failed:
-        complain(str(failed))
-        return 1
+    options = Thoroughness(
+        args.limit, args.ranks or 0, args.backend, args.model, with_host=args.with_host
+    )
+    machine = measure_machine(here, options, measuring)
     write(args.out, {".toml": lambda m: m.text()}, machine)
-    if args.json:
-        print_json(asdict(machine))
-    else:
-        say("\n".join([*_identity(found), *_measured(machine), f"written: {args.out}"]))
+    lines = [*_identity(here), *_machine_lines(machine), f"wrote {args.out}"]
+    result(args, asdict(machine), "\n".join(lines))
     return 0
 
 
-def _look(args: argparse.Namespace, found: Found, topology: Topology) -> int:
-    from ..bench import measure_stores
+def _look(args: argparse.Namespace, here: LocalDevice) -> int:
+    from ..bench import measure_stores, topology_of
 
-    stores = measure_stores(found)
-    if args.json:
-        entry = found.entry
-        print_json(
-            {
-                "device": found.name,
-                "kind": found.kind,
-                "count": found.count,
-                "cores": found.cores,
-                "memory": found.memory,
-                "free": found.free,
-                "catalogue": entry.name if entry else None,
-                "backends": list(found.backends),
-                "links": list(topology.kinds),
-                "stores": {store.name: store.bandwidth for store in stores},
-            }
-        )
-        return 0
-    lines = [*_identity(found), *_stores(stores, found)]
-    lines += topology.told() if found.kind == "cuda" else []
-    say("\n".join([*lines, "For everything else: phalanx doctor --out machine.toml"]))
-    return 0
-
-
-def _identity(found: Found) -> list[str]:
-    import torch
-
-    many = f"{found.count} x " if found.count > 1 else ""
-    return [
-        f"{many}{found.name}: {binary_text(found.memory)}, {binary_text(found.free)} free;"
-        f" {found.cores} CPU cores",
-        found.known(),
-        f"torch {torch.__version__} with {', '.join(found.backends) or 'no backends'}",
-    ]
-
-
-def _stores(stores: tuple[Store, ...], found: Found) -> list[str]:
-    from ..bench import judged
-
-    lines = []
+    stores, topology = measure_stores(here), topology_of(here)
+    figures = {
+        "device": here.name,
+        "kind": here.kind,
+        "count": here.count,
+        "cores": here.cores,
+        "memory": here.memory,
+        "free": here.free,
+        "catalogue": here.entry.name if here.entry else None,
+        "backends": list(here.backends),
+        "links": list(topology.kinds),
+        "stores": {store.name: store.bandwidth for store in stores},
+    }
+    lines = _identity(here)
     for store in stores:
         of = ""
-        if found.entry and store.name in ("copy", "read", "write"):
-            of = f" ({judged(store.bandwidth, found.entry.memory.bandwidth)})"
+        if here.entry and store.name in ("copy", "read", "write"):
+            of = f" ({of_peak(store.bandwidth, here.entry.memory.bandwidth)})"
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
-    return lines
+    lines += topology.told() if here.kind == "cuda" else []
+    lines.append("For everything else: phalanx doctor --out machine.toml")
+    result(args, figures, "\n".join(lines))
+    return 0
 
 
-def _measured(machine: Machine) -> list[str]:
-    lines = [f"memory, {s.name}: {rate_text(s.bandwidth)}" for s in machine.stores]
-    lines.append(f"starting an operation takes {seconds_text(machine.launch)}")
-    for dtype in dict.fromkeys(r.dtype for r in machine.rates):
-        best = machine.best(dtype)
-        if best:
-            from ..bench import judged
+def _identity(here: LocalDevice) -> list[str]:
+    import torch
 
+    many = f"{here.count} x " if here.count > 1 else ""
+    return [
+        f"{many}{here.name}: {binary_text(here.memory)}, {binary_text(here.free)} free;"
+        f" {here.cores} CPU cores",
+        here.known(),
+        f"torch {torch.__version__} with {', '.join(here.backends) or 'no backends'}",
+    ]
+
+
+def _machine_lines(machine: Machine) -> Iterator[str]:
+    for store in machine.stores:
+        yield f"memory, {store.name}: {rate_text(store.bandwidth)}"
+    yield f"starting an operation takes {seconds_text(machine.launch)}"
+    for dtype in dict.fromkeys(rate.dtype for rate in machine.rates):
+        if best := machine.best(dtype):
             peak = machine.entry.peak(dtype) if machine.entry else 0.0
             shape = f"{best.m} x {best.n} x {best.k}"
-            lines.append(
-                f"{dtype}: {flops_text(best.flops)} at {shape}; {judged(best.flops, peak)}"
-            )
-    lines += [f"{h.name}: {h.part:.0%} of the shorter hidden" for h in machine.hidden]
-    lines += [
-        f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.backend}:"
-        f" {seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}, error {c.error:.0%}"
-        for c in machine.curves
-    ]
-    return lines
-
-
-def _topology(args: argparse.Namespace) -> int:
-    from ..plan import parse_topology, read_topology
-
-    found = parse_topology(read(args.name, "topology")) if args.name else read_topology()
-    if args.json:
-        print_json(
-            {
-                "devices": list(found.devices),
-                "names": list(found.names),
-                "links": [list(row) for row in found.links],
-                "groups": {kind: [list(g) for g in found.groups(kind)] for kind in found.kinds},
-                "nics": {d: list(found.nearest_nics(d)) for d in found.devices},
-                "cpus": [list(c) for c in found.cpus],
-                "numa": list(found.numa),
-            }
+            yield f"{dtype}: {flops_text(best.flops)} at {shape}; {of_peak(best.flops, peak)}"
+    for hidden in machine.hidden:
+        yield f"{hidden.name}: {hidden.part:.0%} of the shorter hidden"
+    for c in machine.curves:
+        yield (
+            f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.backend}:"
+            f" {seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)},"
+            f" error {c.error:.0%}"
         )
-    else:
-        say("\n".join(found.told()))
+
+
+def _topology(argv: list[str]) -> int:
+    parser = Parser("phalanx doctor topology", "Who is linked to whom.")
+    parser.add(
+        "file", nargs="?", metavar="FILE", help="the output of nvidia-smi topo -m; default: here"
+    )
+    parser.add("--json")
+    args = parser.read(argv)
+    topology = parse_topology(read(args.file, "topology")) if args.file else read_topology()
+    figures = {
+        "devices": list(topology.devices),
+        "names": list(topology.names),
+        "links": [list(row) for row in topology.links],
+        "groups": {kind: [list(g) for g in topology.groups(kind)] for kind in topology.kinds},
+        "nics": {d: list(topology.nearest_nics(d)) for d in topology.devices},
+        "cpus": [list(c) for c in topology.cpus],
+        "numa": list(topology.numa),
+    }
+    result(args, figures, "\n".join(topology.told()))
     return 0
 
 
 # ---- the catalogue
 
 
-def _catalogue(args: argparse.Namespace) -> int:
-    from ..plan import cluster, clusters, device, devices, hierarchy, links
+def _named(
+    subject: str, description: str, argv: list[str], nargs: str | None = "?"
+) -> argparse.Namespace:
+    parser = Parser(f"phalanx doctor {subject}", description)
+    parser.add("name", nargs=nargs, metavar="NAME", help="one of them; default all")
+    parser.add("--json")
+    return parser.read(argv)
 
-    if args.subject == "hierarchy":
-        if not args.name:
-            raise UsageError("hierarchy of which device? As in `phalanx doctor hierarchy h100`.")
-        places = hierarchy(device(args.name))
-        if args.out:
-            title = f"{device(args.name).title}, from the inside out"
-            write(args.out, {".svg": lambda p: _hierarchy_svg(title, p)}, places)
-        if args.json:
-            print_json({"places": [asdict(place) for place in places]})
-        else:
-            say(hierarchy_text(device(args.name)))
-        return 0
-    if args.subject == "links":
-        if args.json:
-            print_json({n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()})
-        else:
-            say(links_text())
-        return 0
-    if args.subject == "clusters":
-        chosen = [cluster(args.name)] if args.name else list(clusters().values())
-        if args.json:
-            print_json({c.name: asdict(c) | {"totals": c.totals()} for c in chosen})
-        else:
-            say(clusters_text(chosen))
-        return 0
-    named = [device(args.name)] if args.name else list(devices().values())
-    if args.json:
-        print_json({d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in named})
-    else:
-        say(device_text(named[0]) if args.name else devices_text(named))
+
+def _devices(argv: list[str]) -> int:
+    args = _named("devices", "What makers of devices state, with sources.", argv)
+    chosen = [device(args.name)] if args.name else list(devices().values())
+    figures = {d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen}
+    text = "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(chosen)
+    result(args, figures, text)
     return 0
 
 
-def _hierarchy_svg(title: str, places: Sequence[Place]) -> str:
+def _devices_text(chosen: Sequence[Device]) -> str:
+    """A line for each device; peaks are dense."""
+    head = ("device", "bf16 TFLOP/s", "fp8", "fp32", "memory", "bandwidth", "FLOP/byte")
+    rows = [
+        (
+            d.name,
+            *(f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in ("bf16", "fp8", "fp32")),
+            binary_text(d.memory.bytes),
+            rate_text(d.memory.bandwidth),
+            f"{d.ridge:.0f}",
+        )
+        for d in chosen
+    ]
+    note = "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."
+    return f"{text_table(head, rows)}\n{note}"
+
+
+def _device_lines(device: Device) -> Iterator[str]:
+    """One device: what follows from its data file, and where every number there is from."""
+    yield f"{device.title}\n"
+    peaks = [(dtype, flops_text(device.peak(dtype))) for dtype in device.dtypes]
+    yield text_table((), peaks, indent=2).rstrip("\n")
+    memory = device.memory
+    yield f"  {memory.kind}: {binary_text(memory.bytes)} at {rate_text(memory.bandwidth)}"
+    for way in map(link, device.links):
+        speeds = f"{rate_text(way.bandwidth)} in one direction, {rate_text(way.both)} both"
+        yield f"  {way.title}: {speeds}"
+    if chip := device.chip:
+        made = f" of {chip.units_made} made" if chip.units_made else ""
+        yield f"  {chip.units} units{made}, {chip.units * chip.cores:,} cores,"
+        matrix = chip.matrix.get("bf16", 0)
+        each = f" x {matrix // chip.matrix_cores} FLOP" if chip.matrix_cores else ""
+        yield (
+            f"  {chip.matrix_cores} matrix cores a unit{each} a cycle in bf16:"
+            f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {flops_text(device.peak('bf16'))}"
+        )
+    if device.pod:
+        yield f"  pods of {device.pod:,}"
+    if device.note:
+        yield f"  {device.note}"
+    yield "\nStated, with its source:"
+    by_source: dict[str, list[str]] = defaultdict(list)
+    for key, number in device.stated().items():
+        by_source[device.source(key)].append(f"{key}\xa0=\xa0{number:g}")
+    for source, numbers in by_source.items():
+        yield f"  {source}:"
+        for line in wrap(", ".join(numbers), 76):
+            yield f"    {line}".replace("\xa0", " ")
+
+
+def _links(argv: list[str]) -> int:
+    parser = Parser("phalanx doctor links", "Every link, one direction and both.")
+    parser.add("--json")
+    args = parser.read(argv)
+    rows = []
+    for name, x in links().items():
+        factor = x.all_reduce_factor
+        halved = f"all-reduce sends {factor:g} of a ring's bytes" if factor != 1 else ""
+        rows.append((name, x.title, rate_text(x.bandwidth), rate_text(x.both), halved))
+    text = text_table(("link", "", "one direction", "both", ""), rows, left="llrrl")
+    four = links()["nvlink4"].bandwidth
+    for other in (links()["infiniband-ndr"], links()["infiniband-xdr"]):
+        text += f"NVLink 4 is {four / other.bandwidth:.2g} times one port of {other.title}.\n"
+    result(args, {n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()}, text)
+    return 0
+
+
+def _clusters(argv: list[str]) -> int:
+    args = _named("clusters", "Levels and totals of clusters.", argv)
+    chosen = [cluster(args.name)] if args.name else list(clusters().values())
+    figures = {c.name: asdict(c) | {"totals": c.totals()} for c in chosen}
+    result(args, figures, "\n\n".join(map(_cluster_text, chosen)))
+    return 0
+
+
+def _cluster_text(c: Cluster) -> str:
+    """The levels from the inside out, and the totals where the size is known."""
+    rows = []
+    for level in c.levels:
+        share = f", {level.share:.2g} of the link" if level.share != 1 else ""
+        speed = f"{rate_text(level.bandwidth)} a device in one direction{share}"
+        rows.append((level.name, level.size or "...", f"by {link(level.link).title}: {speed}"))
+    sizes = " x ".join(str(level.size or "...") for level in c.levels)
+    text = f"{c.name}: {c.kind.title}, {sizes}\n{text_table((), rows, left='lrl', indent=2)}"
+    if c.size:
+        t = c.totals()
+        cores = f", {t['cores'] / 1e6:.3g}M cores, {t['matrix_cores'] / 1e6:.3g}M matrix cores"
+        text += (
+            f"  together: {t['devices']:,} devices{cores if t['cores'] else ''},"
+            f" {binary_text(t['memory'])}, {flops_text(t['flops'])} in bf16\n"
+        )
+    return f"{text}  {c.source}"
+
+
+def _hierarchy(argv: list[str]) -> int:
+    parser = Parser("phalanx doctor hierarchy", "From registers to the network: size and speed.")
+    parser.add("name", metavar="NAME", help="a device, as h100")
+    parser.add_output("--out", ".svg", help="the same as a picture")
+    parser.add("--json")
+    args = parser.read(argv)
+    title = device(args.name).title
+    levels = hierarchy(device(args.name))
+    if args.out:
+        write(
+            args.out, {".svg": lambda x: _hierarchy_svg(f"{title}, from the inside out", x)}, levels
+        )
+    rows = [
+        (
+            p.name,
+            binary_text(p.bytes) if p.bytes else "-",
+            rate_text(p.bandwidth),
+            seconds_text(p.to_read) if p.bytes else "-",
+            p.how,
+        )
+        for p in levels
+    ]
+    table = text_table(("level", "size", "bandwidth", "to read all", ""), rows, left="lrrrl")
+    result(args, {"places": [asdict(level) for level in levels]}, f"{title}\n\n{table}")
+    return 0
+
+
+def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
     """One bar a level, as long as the logarithm of its bandwidth, from the inside at the top."""
-    logs = [math.log10(place.bandwidth) for place in places]
+    logs = [math.log10(level.bandwidth) for level in levels]
     low = math.floor(min(logs)) - 0.5
     rows = []
-    for place, log in zip(places, logs, strict=True):
-        held = (
-            f"{binary_text(place.bytes)}, read in {seconds_text(place.to_read)}"
-            if place.bytes
-            else ""
-        )
-        below = " · ".join(words for words in (held, place.how) if words)
-        part = Part(place.name, log - low, tip=place.how)
-        rows.append(Bars(place.name, [part], rate_text(place.bandwidth), below))
+    for level, log in zip(levels, logs, strict=True):
+        size = f"{binary_text(level.bytes)}, read in {seconds_text(level.to_read)}"
+        below = " · ".join(words for words in (size * bool(level.bytes), level.how) if words)
+        part = Part(level.name, log - low, tip=level.how)
+        rows.append(Bars(level.name, [part], rate_text(level.bandwidth), below))
     return bars(title, rows, ["Each bar is as long as the logarithm of the bytes a second."])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..lab import NAMES, Size, experiment, listing
-from .before import refuse_large, refuse_ranks
-from .outputs import try_file
-from .usage import Parser, UsageError, complain, print_json, save, say
+from ..layout.choices import GLOO, THREADS
+from .before import refuse_large
+from .usage import Parser, UsageError, print_json, result, save, say, whole
 
 if TYPE_CHECKING:
     from ..lab import Trial
@@ -25,15 +25,28 @@ Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usag
 
 def run(argv: list[str]) -> int:
     """List the experiments, or run those that are named."""
-    args = _parser().read(argv)
-    refuse_ranks(args.ranks)
+    default = Size()
+    parser = Parser(
+        "phalanx lab", "Every strategy from bare collectives, to read and to run.", _EPILOG
+    )
+    add = parser.add
+    add("names", nargs="*", metavar="NAME", help="experiments, or all; none: list them")
+    add("--ranks", default=4, help="how many ranks")
+    add(
+        "--backend", choices=(THREADS, GLOO), default=THREADS, help="ranks are threads or processes"
+    )
+    add("--batch", default=default.batch, help="rows of a step")
+    add("--width", type=whole(1, 1 << 20), default=default.width, metavar="N", help="of the MLP")
+    add("--layers", default=default.layers, help="of the MLP")
+    add("--steps", type=whole(), default=default.steps, metavar="N", help="of training")
+    parser.add_output("--html", help="write one page with sources, values and pictures")
+    add("--verbose", action="store_true", help="every claim, also those that hold")
+    add("--json", help="everything that was recorded, as JSON")
+    args = parser.read(argv)
     if not args.names:
         if args.html:
             raise UsageError("--html needs an experiment's name, or all.")
-        if args.json:
-            print_json({name: experiment(name).title for name in NAMES})
-        else:
-            say(listing(), end="")
+        result(args, {name: experiment(name).title for name in NAMES}, listing())
         return 0
     names = list(NAMES) if args.names == ["all"] else args.names
     for name in names:
@@ -41,54 +54,22 @@ def run(argv: list[str]) -> int:
     size = Size(args.batch, args.width, args.layers, args.steps)
     # Weights, gradients and what they are compared with; what each layer keeps.
     need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
-    refuse_large(
-        need, f"an MLP of {size.layers:,} layers", "Write less --width, --batch or --layers"
-    )
-    try_file(args.html, "--html")
-    from ..comm import RankFailed
+    way_out = "Write less --width, --batch or --layers"
+    refuse_large(need, f"an MLP of {size.layers:,} layers", way_out)
     from ..lab import as_json, claims_text, conduct, lab_page, lab_text
 
     trials: list[Trial] = []
-    try:
-        for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):
-            trials.append(trial)
-            if not args.json:
-                if args.html or args.names == ["all"]:
-                    name = f"{trial.experiment.name:24}"
-                    say(name + claims_text(trial, verbose=args.verbose), end="", flush=True)
-                else:
-                    say(lab_text(trial, verbose=args.verbose), end="", flush=True)
-    except RankFailed as failed:
-        complain(str(failed))
-        return 1
+    for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):
+        trials.append(trial)
+        if args.json:
+            continue
+        if args.html or args.names == ["all"]:
+            shown = f"{trial.experiment.name:24}" + claims_text(trial, verbose=args.verbose)
+        else:
+            shown = lab_text(trial, verbose=args.verbose)
+        say(shown, end="", flush=True)
     if args.html:
         save(args.html, lab_page(trials))
     if args.json:
         print_json({"experiments": [as_json(trial) for trial in trials]})
     return 0 if all(trial.holds for trial in trials) else 1
-
-
-def _parser() -> Parser:
-    parser = Parser(
-        "phalanx lab", "Every strategy from bare collectives, to read and to run.", _EPILOG
-    )
-    add = parser.add_argument
-    add("names", nargs="*", metavar="NAME", help="experiments, or all; none: list them")
-    add("--ranks", type=int, default=4, metavar="N", help="how many ranks (default 4)")
-    add(
-        "--backend",
-        choices=("threads", "gloo"),
-        default="threads",
-        help="the transport: ranks are threads, or processes with gloo",
-    )
-    default = Size()
-    add(
-        "--batch", type=int, default=default.batch, metavar="N", help="rows of a step (default 128)"
-    )
-    add("--width", type=int, default=default.width, metavar="N", help="of the MLP (default 1024)")
-    add("--layers", type=int, default=default.layers, metavar="N", help="of the MLP (default 4)")
-    add("--steps", type=int, default=default.steps, metavar="N", help="of training (default 5)")
-    add("--html", metavar="FILE", help="write one page with sources, values and pictures")
-    add("--verbose", action="store_true", help="every claim, also those that hold")
-    add("--json", action="store_true", help="everything that was recorded, as JSON")
-    return parser

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..layout.files import reason
-from .usage import OutputError, UsageError, complain, say, silence
+from .usage import OLD, OutputError, UsageError, complain, say, silence
 
 __all__ = ["VERBS", "main"]
 
@@ -36,7 +36,6 @@ VERBS: dict[str, str] = {
     "demo": "train, kill a rank, resume in another layout, verify and report, in under 90 seconds",
     "lab": "every strategy from bare collectives: to read, to run, checked against one process",
 }
-_RENAMED = {"weigh": " It is now cost."}
 _OVERVIEW = """\
 phalanx: train one transformer over any mix of devices.
 
@@ -79,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         complain(f"{type(error).__name__}: {error}")
         return 2
+    except RuntimeError as error:  # a rank that failed, a collective that gave wrong numbers
+        if not _is_ours(error):
+            raise
+        complain(str(error))
+        return 1
     except OSError as error:
         if error.filename is None:
             raise
@@ -123,7 +127,7 @@ def _run(argv: list[str]) -> int:
         verb = verb[:60]
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        hint = _RENAMED.get(verb, hint)
+        hint = f" It is now {OLD[verb]}." if OLD.get(verb) in VERBS else hint
         raise UsageError(f"there is no verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
     module = importlib.import_module(f".{verb}", __package__)
     try:
@@ -133,6 +137,6 @@ def _run(argv: list[str]) -> int:
     return code
 
 
-def _is_ours(error: ValueError) -> bool:
+def _is_ours(error: Exception) -> bool:
     """The errors that we raise for the user are families of their own; any other is our mistake."""
     return type(error).__module__.startswith("phalanx.")

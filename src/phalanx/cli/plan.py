@@ -21,10 +21,9 @@ from ..plan.local import hardware_of_machine, local_profile
 from ..plan.profile import profile
 from ..plan.refused import size
 from ..plan.search import Plan, search
-from .outputs import try_file
 from .plan_figures import Asked, figures
 from .plan_tell import told
-from .usage import Parser, UsageError, print_json, say, write
+from .usage import Parser, UsageError, print_json, say, try_file, write
 
 __all__ = ["asked_of", "asking", "count", "run"]
 

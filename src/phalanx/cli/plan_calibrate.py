@@ -16,8 +16,7 @@ from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.local import hardware_of_machine, local_profile
 from ..plan.profile import FITTED, Profile, profile
-from .outputs import try_file
-from .usage import Parser, UsageError, print_json, say, write
+from .usage import Parser, UsageError, print_json, say, try_file, write
 
 __all__ = ["run"]
 

@@ -12,9 +12,9 @@ from ..layout import Layout
 from ..plan.estimate import KINDS
 from ..plan.refused import size
 from ..plan.search import Choice, judge, timeline
+from .before import refuse_illegal
 from .plan_figures import Asked, of_choice
 from .plan_tell import one
-from .step import refuse_illegal
 from .usage import UsageError, print_json, say, screen
 
 __all__ = ["explain", "named"]

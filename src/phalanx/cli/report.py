@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout.files import reason, write_text
-from .outputs import try_file
-from .usage import Parser, UsageError, flags, print_json, save, say
+from .usage import Parser, UsageError, flags, result, save
 
 if TYPE_CHECKING:
     from ..plan.hardware import Hardware
@@ -40,17 +39,16 @@ _SITE = ("backend", "profile", "model")
 def run(argv: list[str]) -> int:
     """Write the page of a run."""
     parser = Parser("phalanx report", "A run's folder as one HTML page.", _EPILOG)
-    add = parser.add_argument
+    add = parser.add
     add("folder", metavar="RUNDIR", help="the `out` of a run")
-    add("--out", metavar="FILE", help="default RUNDIR/report.html")
+    parser.add_output("--out", help="default RUNDIR/report.html")
     add("--machine", metavar="FILE", help="where it ran: what doctor --out measured there")
     add("--cluster", metavar="NAME", help="where it ran, as catalogued: h100x8")
-    add("--backend", metavar="NAME", help="whose curves of the machine file: gloo, shm")
+    add("--backend", default=None, metavar="NAME", help="whose curves of the machine file")
     add("--profile", metavar="NAME|FILE", help="whose software; default ours")
     add("--model", metavar="FILE.py:Class", help="your own model of the run: its file is run")
-    add("--json", action="store_true", help="where it is, as JSON, and the comparison")
+    add("--json", help="where it is, as JSON, and the comparison")
     args = parser.read(argv)
-    try_file(args.out)
     from ..report import report
 
     folder = Path(args.folder)
@@ -61,26 +59,20 @@ def run(argv: list[str]) -> int:
     page = report(folder, compared)
     if args.out:
         save(out, page)
-    else:
-        _replace(out, page)
-    if args.json:
-        more = {"compared": compared.figures()} if compared else {}
-        print_json({"report": str(out), "bytes": len(page), **more})
-    else:
-        say(f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}")
+    else:  # in the run's folder, which may be somebody else's: a link there is not followed
+        try:
+            write_text(out, page)
+        except OSError as error:
+            raise UsageError(f"cannot write {out}: {reason(error)}. Write --out FILE.") from None
+    figures = {"report": str(out), "bytes": len(page)}
+    more = {"compared": compared.figures()} if compared else {}
+    text = f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}"
+    result(args, figures | more, text)
     return 0
 
 
-def _replace(out: Path, page: str) -> None:
-    """The page in the run's folder, which may be somebody else's: a link there is not followed."""
-    try:
-        write_text(out, page)
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {reason(error)}. Write --out FILE.") from None
-
-
 def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
-    """The run's step beside its prediction, if it is args where it ran."""
+    """The run's step beside its prediction, if it was named where it ran."""
     if not args.machine and not args.cluster:
         if given := flags(args, _SITE):
             raise UsageError(

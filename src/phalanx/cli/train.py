@@ -15,11 +15,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import BACKENDS
+from ..layout.mesh import RANKS
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
 from .before import refuse_before
-from .usage import Parser, UsageError, complain, print_json, report, say
+from .usage import Parser, UsageError, complain, print_json, progress, say, whole
 
 if TYPE_CHECKING:
     from ..comm.join import Rendezvous
@@ -46,57 +46,53 @@ def run(argv: list[str]) -> int:
         "Trains what a run file says, and goes on from its newest checkpoint if there is one.",
         _EPILOG,
     )
-    add = parser.add_argument
-    add("args", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
-    add("--ranks", type=int, metavar="N", help="local processes; one a GPU, or 2 without any")
+    add = parser.add
+    add("words", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
+    add(
+        "--ranks", type=whole(1, RANKS), help="local processes; default one a GPU, or 2 without any"
+    )
     add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
-    add("--backend", default="auto", choices=BACKENDS, help="what carries messages; default auto")
+    add("--backend")
     add("--print-config", action="store_true", help="print the whole run file and end")
     add("--schema", action="store_true", help="print the run file's JSON Schema and end")
-    add("--json", action="store_true", help="only what became of the run, as JSON")
-    # Keys may stand between the flags, which argparse calls intermixed.
-    args, rest = parser.parse_known_intermixed_args(argv)
-    if rest:
-        parser.read(rest)
-    parser.check(args)
+    add("--json", help="only what became of the run, as JSON")
+    args = parser.read(argv, intermixed=True)
     if args.schema:
         print_json(run_schema())
         return 0
     try:
-        wanted, notice = _run_of(args)
+        config, notice = _run_of(args)
         if args.print_config:
-            say(wanted, end="")
+            say(config, end="")
             return 0
-        if args.ranks is not None and args.ranks < 1:
-            raise UsageError(f"--ranks {args.ranks}: write 1 or more.")
-        _refuse_misfit(wanted, args.ranks)
-        refuse_before(wanted)
+        _refuse_misfit(config, args.ranks)
+        refuse_before(config)
     except (ValueError, OSError) as error:
         if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
             from ..comm.join import report_failure
 
             report_failure(f"{type(error).__name__}: {error}")
         raise
-    return _train(wanted, args, notice)
+    return _train(config, args, notice)
 
 
 def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
     """The run, and a line for the screen where its model is that of its newest checkpoint."""
-    files = [word for word in args.args if "=" not in word]
+    files = [word for word in args.words if "=" not in word]
     if len(files) > 1:
         raise UsageError(f"{' and '.join(files)}: name one run file; keys are set by key=value.")
-    overrides = [word for word in args.args if "=" in word]
+    overrides = [word for word in args.words if "=" in word]
     if args.layout is not None:
         overrides.append(f"layout={args.layout}")
-    adopted = list[str]()
+    notices: list[str] = []
 
     def adopt(plain: Run) -> Run:
-        found, text = _adopted(plain)
-        adopted.extend(filter(None, [text]))
-        return found
+        adopted, notice = _adopted(plain)
+        notices.append(notice)
+        return adopted
 
     run = Run.load(files[0] if files else "", tuple(overrides), adopt)
-    return run, "".join(adopted)
+    return run, "".join(notices)
 
 
 def _adopted(run: Run) -> tuple[Run, str]:
@@ -106,10 +102,10 @@ def _adopted(run: Run) -> tuple[Run, str]:
     from ..train.checkpoint import newest
     from ..train.checkpoint_model import differing_sizes, own_model, table_of
 
-    found = newest(run.checkpoints)
-    if found is None:
+    saved = newest(run.checkpoints)
+    if saved is None:
         return run, ""
-    path, manifest = found
+    path, manifest = saved
     if own := own_model(manifest):
         raise UsageError(
             f"{path} is of the model {own!r}, and the run names none. Write model={own!r}: code is"
@@ -122,11 +118,11 @@ def _adopted(run: Run) -> tuple[Run, str]:
     return replace(run, model=table_of(shape)), text
 
 
-def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
+def _refuse_misfit(config: Run, ranks: int | None) -> None:
     """What can be known of machine, ranks and layout before torch is loaded."""
-    if wanted.machine:
-        Machine.load(wanted.machine)
-    layout = wanted.layout_of()
+    if config.machine:
+        Machine.load(config.machine)
+    layout = config.layout_of()
     if layout is not None and ranks not in (None, layout.ranks):
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks, and --ranks says {ranks}."
@@ -134,22 +130,24 @@ def _refuse_misfit(wanted: Run, ranks: int | None) -> None:
         )
 
 
-def _train(wanted: Run, args: argparse.Namespace, notice: str) -> int:
+def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
     from ..comm import choose
+    from ..comm.devices import Devices
     from ..comm.join import rendezvous
     from ..comm.launch import used_gpus
 
     at = rendezvous(os.environ)
     if at is not None:
-        return _joined(wanted, args, notice, at)
-    ranks = _ranks(wanted, args.ranks)
+        return _joined(config, args, notice, at)
+    named = config.layout_of()
+    ranks = args.ranks or (named.ranks if named else Devices().gpus or 2)
     gpus = used_gpus(choose(args.backend, ranks), ranks)
-    layout = _layout_that_fits(wanted, ranks, gpus, notice, quiet=args.json)
-    return _local(wanted, layout, args)
+    layout = _layout_that_fits(config, ranks, gpus, notice, quiet=args.json)
+    return _local(config, layout, args)
 
 
-def _joined(wanted: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
+def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
     """One rank of those that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
     from ..train.checkpoint_file import CheckpointError
@@ -167,14 +165,14 @@ def _joined(wanted: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
             layout = _layout_that_fits(
-                wanted, at.size, gpus, notice, quiet=args.json or at.rank > 0
+                config, at.size, gpus, notice, quiet=args.json or at.rank > 0
             )
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
             world.close()  # all ranks are here
         raise
     try:
-        outcome = train(world, wanted, str(layout), quiet=args.json)
+        outcome = train(world, config, str(layout), quiet=args.json)
     except (RanksDiffer, PeerFailed):
         world.close()
         raise
@@ -182,13 +180,13 @@ def _joined(wanted: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         complain(f"rank {at.rank}: RunLocked: {error}")
         return 2
     except (TrainError, CheckpointError, JournalError) as error:  # for the first two all ranks
-        report(f"rank {at.rank}: {type(error).__name__}: {error}")
+        complain(f"rank {at.rank}: {type(error).__name__}: {error}")
         return 1
     world.close()
-    return _ended(wanted, outcome, args.json and at.rank == 0)
+    return _ended(config, outcome, args.json and at.rank == 0)
 
 
-def _layout_that_fits(wanted: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:
+def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet: bool) -> Layout:
     """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
     launcher, or once for local ranks."""
     from ..parallel import refuse_unfit
@@ -196,58 +194,47 @@ def _layout_that_fits(wanted: Run, ranks: int, gpus: int, notice: str, *, quiet:
     from ..train.rank import batches_of
 
     if notice and not quiet:
-        report(notice)
-    shape = shape_of(wanted)
-    _refuse_other_model(wanted, shape)
-    layout = _layout(wanted, shape, ranks, gpus, quiet=quiet)
+        progress(notice)
+    shape = shape_of(config)
+    _refuse_other_model(config, shape)
+    layout = _layout(config, shape, ranks, gpus, quiet=quiet)
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
         )
-    batches_of(wanted, shape)
-    if wanted.own:
-        refuse_unfit(maker_of(wanted)(), layout)
+    batches_of(config, shape)
+    if config.own:
+        refuse_unfit(maker_of(config)(), layout)
     return layout
 
 
-def _refuse_other_model(wanted: Run, shape: Shape) -> None:
-    """Told before any rank starts; the ranks look again at what they choose to go on from."""
+def _refuse_other_model(config: Run, shape: Shape) -> None:
+    """Refuse it before any rank starts; the ranks look again at what they choose to go on from."""
     from ..train.checkpoint import newest, refuse_other
     from ..train.checkpoint_model import Identity
     from ..train.program import maker_of
 
-    if found := newest(wanted.checkpoints):
-        refuse_other(*found, Identity.of(maker_of(wanted)(), shape, wanted.own))
+    if saved := newest(config.checkpoints):
+        refuse_other(*saved, Identity.of(maker_of(config)(), shape, config.own))
 
 
-def _ranks(wanted: Run, told: int | None) -> int:
-    if told is not None:
-        return told
-    if layout := wanted.layout_of():
-        return layout.ranks
-    from ..comm.devices import Devices
-
-    return Devices().gpus or 2
-
-
-def _layout(wanted: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) -> Layout:
+def _layout(config: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) -> Layout:
     """The run's layout; `auto` is planned. Refused here: what the file could not know."""
-    named = wanted.layout_of(shape)
-    if named:
-        found = named
-    else:
+    named = config.layout_of(shape)
+    layout = named
+    if layout is None:
         from .auto import auto
 
-        found, why = auto(wanted, shape, ranks, gpus)
-        found = wanted.divided(found, shape.batch)
+        layout, why = auto(config, shape, ranks, gpus)
+        layout = config.divided(layout, shape.batch)
         if not quiet:
-            report(f"auto: {str(found) or 'one rank'}, {why}")
-    if wrong := list(misfits(wanted, shape, found)):
-        raise RunError(wanted.own or "run" if named else "layout = auto", wrong)
-    return found
+            progress(f"auto: {str(layout) or 'one rank'}, {why}")
+    if wrong := list(misfits(config, shape, layout)):
+        raise RunError(config.own or "run" if named else "layout = auto", wrong)
+    return layout
 
 
-def _local(wanted: Run, layout: Layout, args: argparse.Namespace) -> int:
+def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
     from ..comm import RankFailed, RanksDiffer, launch
     from ..program import ProgramError
@@ -258,49 +245,43 @@ def _local(wanted: Run, layout: Layout, args: argparse.Namespace) -> int:
     from ..train.loop import STOP, TrainError, remove_stale_stop, train
     from ..train.program import maker_of
 
-    refusals = (
-        RanksDiffer,
-        TrainError,
-        CheckpointError,
-        JournalError,
-        DataError,
-        LayoutError,
-        ProgramError,
-    )
-    ours = tuple(kind.__name__ for kind in refusals)
-    with hold_run(Path(wanted.out), wanted.checkpoints), _passed_on(Path(wanted.out, STOP)):
-        notice = remove_stale_stop(wanted, _BEGUN)
+    failures = (TrainError, CheckpointError, JournalError, DataError)
+    refusals = (*failures, RanksDiffer, LayoutError, ProgramError)
+    with hold_run(Path(config.out), config.checkpoints), _passed_on(Path(config.out, STOP)):
+        notice = remove_stale_stop(config, _BEGUN)
         if not args.json:
             ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks} ranks"
-            count = sum(weight.numel() for weight in maker_of(wanted)().weights.values())
-            report(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
+            count = sum(weight.numel() for weight in maker_of(config)().weights.values())
+            progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
             if notice:
-                report(notice)
-        words = (wanted, str(layout), args.json, True)
+                progress(notice)
         try:
-            outcomes = launch(train, layout.ranks, *words, backend=args.backend)
+            outcomes = launch(
+                train, layout.ranks, config, str(layout), args.json, True, backend=args.backend
+            )
         except RankFailed as error:
-            told = error.reports[0].error
-            if f"signal {signal.SIGBUS.value}" in told and (cut := _cut_file(wanted)):
-                report(f"rank {error.rank}: {told}: {cut}")
-                return 1
+            text = error.reports[0].error
+            if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
+                text = f"rank {error.rank}: {text}: {cut}"
             # What the run itself refuses is a sentence; anything else needs its traceback.
-            report(told if told.startswith(ours) else error)
+            elif not text.startswith(tuple(kind.__name__ for kind in refusals)):
+                text = str(error)
+            complain(text)
             return 1
-        except (TrainError, CheckpointError, JournalError, DataError) as error:
-            report(f"{type(error).__name__}: {error}")
+        except failures as error:
+            complain(f"{type(error).__name__}: {error}")
             return 1
-    return _ended(wanted, outcomes[0], args.json)
+    return _ended(config, outcomes[0], args.json)
 
 
-def _cut_file(wanted: Run) -> str:
+def _cut_file(config: Run) -> str:
     """What kills a process that reads a mapped file: one that was cut. Which, if one of ours was."""
     from ..train.data import DataError
     from ..train.program import shape_of
     from ..train.rank import batches_of
 
     try:
-        batches_of(wanted, shape_of(wanted))
+        batches_of(config, shape_of(config))
     except DataError as error:
         return str(error)
     return ""

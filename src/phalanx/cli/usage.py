@@ -1,4 +1,5 @@
-"""What all verbs share: how arguments are read, how a user's mistake is told, how JSON is printed."""
+"""What all commands share: options and how wrong ones are refused, files that are written, and the
+terminal."""
 
 from __future__ import annotations
 
@@ -9,21 +10,23 @@ import math
 import os
 import re
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from ..layout.files import printable, read_text, reason
+from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM
+from ..layout.files import open_regular, printable, read_text, reason
 from ..layout.layout import MICROBATCHES
-from ..layout.mesh import RANKS
 
 __all__ = [
-    "OutputError", "Parser", "UsageError", "complain", "flags", "print_json", "read", "report", "save",
-    "say", "screen", "silence", "suffix_of", "write",
+    "OLD", "POSITIVE", "OutputError", "Parser", "UsageError", "chosen", "complain", "flags", "print_json",
+    "progress", "read", "real", "refuse_irregular", "result", "save", "say", "screen", "silence", "try_file",
+    "try_folder", "unmakable", "whole", "write",
 ]  # fmt: skip
 
 Drawn = TypeVar("Drawn")
@@ -37,12 +40,63 @@ class OutputError(Exception):
     """Standard output cannot be written to, and why."""
 
 
-TEXT = 1 << 26  # bytes of a program, a recorded step, a topology
-_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+# ---- options
+
+
+def whole(least: int = 1, most: int = 1 << 24, way_out: str = "") -> Callable[[str], int]:
+    """The type of an option that takes a whole number."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?[0-9]+", text):
+            raise UsageError(f"is {text[:60]!r}; write a whole number.")
+        many = len(text) > 30  # Python itself refuses to read very many
+        if many or not least <= int(text) <= most:
+            shown = "a number of very many digits" if many else f"{int(text):,}"
+            raise UsageError(f"is {shown}; write {least:,} to {most:,}. {way_out}".strip())
+        return int(text)
+
+    return parse
+
+
+def real(
+    holds: Callable[[float], bool] = math.isfinite, meaning: str = "that is finite"
+) -> Callable[[str], float]:
+    """The type of an option that takes a finite number of which something more holds."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise UsageError(f"is {text[:60]!r}; write a number.") from None
+        if not (math.isfinite(number) and holds(number)):
+            raise UsageError(f"is {number:g}; write a number {meaning}.")
+        return number
+
+    return parse
+
+
+POSITIVE = real(lambda x: x > 0, "above 0")
+# Options that several commands have. A command may change what it takes or how it is explained.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--backend": {"default": AUTO, "choices": BACKENDS, "help": "what carries messages"},
+    "--batch": {"type": whole(), "metavar": "N", "help": "sequences of a step; default the model's"},
+    "--device": {"default": AUTO, "choices": DEVICES, "help": "where it computes"},
+    "--json": {"action": "store_true", "help": "the result as JSON"},
+    "--layers": {"type": whole(1, 10_000), "metavar": "N"},
+    "--limit": {"type": POSITIVE, "metavar": "SECONDS"},
+    "--microbatches": {"type": whole(1, MICROBATCHES), "metavar": "M"},
+    "--model": {"metavar": "SHAPE", "help": "a shape's name, or a .toml file"},
+    "--ranks": {"type": whole(1, LOCAL_RANKS), "metavar": "N"},
+    "--seed": {"type": whole(0, (1 << 63) - 1), "default": 0, "metavar": "N"},
+    "--seq": {"type": whole(1, 1 << 28), "metavar": "N", "help": "tokens of a sequence; default the model's"},
+}  # fmt: skip
+# Spellings of earlier versions, of commands, options and values, and what to write instead.
+OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "cost"}
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps prose to the terminal; indented lines are examples and stay as they are."""
+    """Wraps prose to the terminal; indented lines are examples and stay as they are. Defaults are
+    told with the help of their option."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -51,9 +105,15 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
             lines += wrap(" ".join(block), width) if prose else block
         return "\n".join(indent + line for line in lines)
 
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = action.option_strings and action.default not in (None, False, "", argparse.SUPPRESS)
+        return f"{text} (default %(default)s)".strip() if shown and "default" not in text else text
+
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises instead of exiting, and names the flag nearest to an unknown one."""
+    """argparse that raises instead of exiting, names the option nearest to an unknown one, and tries
+    whether the files that a command will write can be written."""
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
         super().__init__(
@@ -63,53 +123,101 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_Formatter,
         )
+        self.register("type", int, _sentence(whole(-(1 << 63), 1 << 63)))
+        self.register("type", float, _sentence(real()))
+        self._written: list[Callable[[argparse.Namespace], None]] = []
+
+    def add(self, *names: str, **changes: Any) -> None:
+        """An argument; what `OPTIONS` has by its name is taken from there."""
+        words = OPTIONS.get(names[0], {}) | changes
+        if callable(words.get("type")) and words["type"] not in (int, float, str):
+            words["type"] = _sentence(words["type"])
+        self.add_argument(*names, **words)
+
+    def add_output(self, flag: str, *suffixes: str, folder: bool = False, **words: Any) -> None:
+        """An option that names a file or a folder to write, tried before the command's work."""
+        self.add(flag, **{"metavar": "DIR" if folder else "FILE", **words})
+        name = flag.lstrip("-").replace("-", "_")
+
+        def attempt(args: argparse.Namespace) -> None:
+            path = getattr(args, name)
+            try_folder(path, flag) if folder else try_file(path, flag, suffixes)
+
+        self._written.append(attempt)
 
     def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument ([^:]+): (?=is |names )", r"\1 ", message).removeprefix(
+            "argument "
+        )
+        for old, new in OLD.items():
+            if f"invalid choice: {old!r}" in message:
+                message = f"{message.partition(':')[0]} {old} is now {new}"
         shown = message if len(message) < 400 else message[:397] + "..."
-        raise UsageError(f"{shown}. See `{self.prog} --help`.")
+        raise UsageError(f"{shown.rstrip('.')}. See `{self.prog} --help`.")
 
-    def read(self, argv: list[str]) -> argparse.Namespace:
-        """The arguments; what is left over is refused with the nearest flag."""
-        args, rest = self.parse_known_args(argv)
-        if not rest:
-            return self.check(args)
-        known = [o for action in self._actions for o in action.option_strings]
-        near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        if (now := _RENAMED.get(rest[0].split("=")[0])) in known:
-            hint = f" It is now {now}."
-        raise UsageError(f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`.")
-
-    def check(self, args: argparse.Namespace) -> argparse.Namespace:
-        """The arguments, if no number among them is beyond what any command can mean."""
-        for action in self._actions:
-            number, name = getattr(args, action.dest, None), [*action.option_strings, action.dest]
-            most = _MOST.get(action.dest, 1 << 24)
-            if type(number) is float and not math.isfinite(number):
-                raise UsageError(f"{name[0]} is {number}; write a finite number.")
-            if type(number) is int and abs(number) > most:
-                shown = str(number) if abs(number) < 10**30 else "a number of very many digits"
-                raise UsageError(f"{name[0]} is {shown}; write at most {most:,}.")
+    def read(self, argv: Sequence[str], *, intermixed: bool = False) -> argparse.Namespace:
+        """The arguments; what is left over is refused with the nearest option. `intermixed`:
+        positional arguments may stand between the options."""
+        parse = self.parse_known_intermixed_args if intermixed else self.parse_known_args
+        args, rest = parse(list(argv))
+        if rest:
+            word = rest[0].split("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = f" It is now {OLD[word]}." if OLD.get(word) in known else hint
+            raise UsageError(
+                f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`."
+            )
+        for attempt in self._written:
+            attempt(args)
         return args
 
 
-_RENAMED = {"--stack": "--profile"}  # flags that had another name
-# The largest numbers that flags may have; beyond them nothing but waiting would come.
-_MOST = {
-    "ranks": RANKS, "stages": 4096, "microbatches": MICROBATCHES, "chunks": 64, "layers": 10_000,
-    "repeat": 10_000, "width": 1 << 20, "seq": 1 << 28, "sequence": 1 << 28, "seed": (1 << 63) - 1,
-    "tokens": 1 << 40, "size": 1 << 40,
-}  # fmt: skip
+def _sentence(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse shows the words of this one kind of error only."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def chosen(
+    parser: Parser, argv: Sequence[str], commands: Mapping[str, Callable[[list[str]], int]]
+) -> int:
+    """Run the command that the first word names."""
+    if argv and argv[0] in commands:
+        return commands[argv[0]](list(argv[1:]))
+    parser.add_argument("what", choices=commands, metavar="WHAT", help=", ".join(commands))
+    parser.read(argv[:1])
+    raise AssertionError(argv)
 
 
 def flags(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Those of the named flags that were given, as they are written."""
+    """Those of the named options that were given, as they are written."""
     return [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) not in (None, False)]
+
+
+# ---- files
+
+TEXT = 1 << 26  # bytes of a program, a recorded step, a topology
 
 
 def read(path: str, what: str, limit: int = TEXT) -> str:
     """The text of a user's file."""
     return read_text(path, what, UsageError, limit)
+
+
+def refuse_irregular(file: Path, way_out: str, what: str = "") -> None:
+    """Refuse a file to read that is a pipe, a folder, or not there."""
+    try:
+        open_regular(file).close()
+    except OSError as error:
+        raise UsageError(f"{what}cannot read {file}: {reason(error)}. {way_out}") from None
 
 
 def save(path: str | Path, text: str) -> None:
@@ -131,18 +239,75 @@ def write(
     path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn, flag: str = "--out"
 ) -> None:
     """Write a picture, or anything else, in the format that the file's suffix names."""
-    save(path, formats[suffix_of(path, tuple(formats), flag)](drawn))
+    _refuse_suffix(path, tuple(formats), flag)
+    save(path, formats[Path(path).suffix](drawn))
 
 
-def suffix_of(path: str, formats: Sequence[str], flag: str = "--out") -> str:
-    """The suffix of a file to write, if it is one of these."""
-    suffix = Path(path).suffix
-    if suffix not in formats:
-        raise UsageError(f"{flag} {path}: the suffix says the format; use {', '.join(formats)}.")
-    return suffix
+def _refuse_suffix(path: str, suffixes: Sequence[str], flag: str) -> None:
+    if suffixes and Path(path).suffix not in suffixes:
+        raise UsageError(f"{flag} {path}: the suffix says the format; use {', '.join(suffixes)}.")
 
 
-def screen(width: int | None) -> tuple[int, bool]:
+def try_file(path: str | None, flag: str = "--out", formats: Iterable[str] = ()) -> None:
+    """Refuse what an option names, if no file can be written there, or not in a format that its
+    suffix names. A file that was made to try it is removed."""
+    if path is not None:
+        _refuse_suffix(path, tuple(formats), flag)
+        if why := _unwritable(path):
+            raise UsageError(f"{flag}: cannot write {path}: {why}. Name another file.")
+
+
+def try_folder(path: str | None, flag: str = "--out") -> None:
+    """Refuse what an option names, if there can be no folder in which files can be written."""
+    if path is not None and (why := unmakable(path)):
+        raise UsageError(f"{flag}: cannot write into {path}: {why}. Name another folder.")
+
+
+def _unwritable(path: str | Path) -> str:
+    """Why a file cannot be written; empty if it can. What it holds is kept."""
+    try:
+        # A link is followed, as it will be when the file is written.
+        real = os.path.realpath(path)
+        kind = os.stat(real).st_mode if os.path.exists(real) else None
+        if kind is not None and stat.S_ISDIR(kind):
+            return "it is a directory"
+        # Opening and closing a pipe would end whoever reads it.
+        if kind is not None and not stat.S_ISREG(kind):
+            return "" if os.access(real, os.W_OK) else "Permission denied"
+        os.close(os.open(real, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+        if kind is None:
+            os.unlink(real)
+    except OSError as error:
+        return reason(error)
+    except ValueError:  # NUL, or half of a surrogate pair
+        return "no file can have this name"
+    return ""
+
+
+def unmakable(folder: str | Path) -> str:
+    """Why a folder cannot be made, or files in it; empty if they can. What was made is removed."""
+    path = Path(folder)
+    missing: list[Path] = []
+    try:
+        missing = [p for p in (path, *path.parents) if not p.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+        return _unwritable(path / f".{os.getpid()}.trying")
+    except OSError as error:
+        return reason(error)
+    except ValueError:
+        return "no folder can have this name"
+    finally:
+        for made in missing:  # the innermost first
+            with suppress(OSError, ValueError):
+                made.rmdir()
+
+
+# ---- the terminal
+
+_COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def screen(width: int | None = None) -> tuple[int, bool]:
     """How many columns to fill, and whether in colour: only a terminal has any."""
     if width is not None and not 24 <= width <= 10_000:
         raise UsageError(f"--width is {width}; a picture has 24 to 10,000 columns.")
@@ -171,7 +336,7 @@ def say(*words: object, end: str = "\n", flush: bool = False, colour: bool = Fal
         raise OutputError(reason(error)) from None
 
 
-def report(*words: object) -> None:
+def progress(*words: object) -> None:
     """A line on how a long command goes. Where nobody reads it any more (`| head`) the command does
     not end: a run that was started is to be trained."""
     try:
@@ -187,9 +352,17 @@ def silence() -> None:
 
 def complain(text: str) -> None:
     """A message on standard error; nothing in it can steer the terminal."""
-    with suppress(OSError):  # where nobody listens there is nobody to tell
+    with suppress(OSError):  # where nobody listens
         print(printable(text), file=sys.stderr, flush=True)
 
 
-def print_json(args: Mapping[str, object]) -> None:
-    say(json.dumps(args, indent=1))
+def print_json(value: Mapping[str, object]) -> None:
+    say(json.dumps(value, indent=1))
+
+
+def result(args: argparse.Namespace, figures: Mapping[str, object], text: str) -> None:
+    """Print what a command found: its figures with --json, else its text."""
+    if args.json:
+        print_json(figures)
+    else:
+        say(text.rstrip("\n"))

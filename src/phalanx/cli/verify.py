@@ -7,18 +7,26 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..layout import Layout, LayoutError, Shape, legal, nearest
+from ..layout import Layout, LayoutError, Shape
 from ..layout.cases import AXES, SHAPES, covering, every_layout
-from ..layout.choices import BACKENDS, COMPARED, OPTIMIZERS
-from ..layout.files import open_regular, reason
-from ..layout.source import names_source, refuse_broken
-from .before import refuse_ranks
-from .outputs import try_file, try_folder
-from .usage import Parser, UsageError, print_json, say
+from ..layout.choices import COMPARED, FP64, LOCAL_RANKS, OPTIMIZERS, THREADS
+from ..layout.source import names_source
+from .before import misfit, model_of
+from .usage import (
+    POSITIVE,
+    Parser,
+    UsageError,
+    real,
+    refuse_irregular,
+    result,
+    say,
+    try_file,
+    try_folder,
+    whole,
+)
 
 if TYPE_CHECKING:
     from ..parallel import Model
@@ -51,67 +59,76 @@ def run(argv: list[str]) -> int:
         " float16 and the validation loss.",
         _EPILOG,
     )
-    add = parser.add_argument
-    add("--model", default="gqa", metavar="SHAPE|FILE.py:Class", help="default gqa, a small one")
-    add("--ranks", type=int, default=4, metavar="N", help="all legal layouts up to N ranks")
-    add("--axes", default="dp pp cp tp", help="the axes that --ranks enumerates")
+    add = parser.add
+    names_larger = "Name larger layouts with --layouts."
+    rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
+    add("--model", default="gqa", metavar="SHAPE|FILE.py:Class", help="by default a small one")
+    add("--ranks", type=whole(1, MOST, names_larger), default=4, help="all legal layouts up to N")
+    add("--axes", type=_axes, default=" ".join(AXES), help="the axes that --ranks enumerates")
     add("--layouts", metavar="TEXT", help="these layouts instead, separated by ;")
-    add("--cover", type=int, metavar="N", help="a subset of N or more that covers all pairs")
-    add(
-        "--backend",
-        default="threads",
-        choices=BACKENDS,
-        help="what carries messages; default threads",
-    )
-    add("--steps", type=int, default=3)
-    add("--dtype", default="float64", choices=COMPARED, help="default float64")
+    add("--cover", type=whole(), metavar="N", help="a subset of N or more that covers all pairs")
+    add("--backend", default=THREADS)
+    add("--steps", type=whole(1, STEPS), default=3, metavar="N", help="of training")
+    add("--dtype", default="float64", choices=COMPARED, help="in which layouts are compared")
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
-    add("--dropout", type=float, default=0.0, metavar="RATE", help="of the built-in models")
+    add("--dropout", type=rate, default=0.0, metavar="RATE", help="of the built-in models")
     add("--packed", action="store_true", help="sequences packed with documents")
-    add("--seed", type=int, default=0)
-    add("--memory", type=float, metavar="GIB", help="what may be used; default: what is available")
-    add("--part", metavar="I/N", help="one part of a long enumeration; resumes where it stopped")
+    add("--seed", help="of weights and batches")
+    add("--memory", type=POSITIVE, metavar="GIB", help="what may be used; default: what is free")
+    add(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="one part of a long list; resumes where it stopped",
+    )
     add("--log", metavar="FILE", help="verdicts as JSON lines; those it holds are not run again")
-    add("--record", metavar="FILE", help="the last layout's last step, for `phalanx draw run`")
-    add("--json", action="store_true")
+    parser.add_output("--record", help="the last layout's last step, for `phalanx draw run`")
+    add("--json")
     args = parser.read(argv)
-    _check(args)
+    if names_source(args.model) and args.dropout:
+        raise UsageError("--dropout is for the built-in models; write the rate into your own.")
+    _try_log(args.log)
     shape, make = _model(args.model)
-    layouts, log = _part(_layouts(args, shape), args), _log(args, shape)
+    layouts = list(_layouts(args, shape))
+    if args.part:  # every n-th layout, so that each part has its share of the large ones
+        layouts = layouts[args.part[0] - 1 :: args.part[1]]
+    log = _log(args, shape)
     if layouts:
         _enough(args, shape, make, layouts)
     from ..verify import verify
 
     verdicts = []
     for verdict in verify(
-        shape, layouts,
-        backend=args.backend, steps=args.steps, dtype=args.dtype, seed=args.seed,
-        packed=args.packed, dropout=args.dropout, optimizer=args.optimizer,
-        log=log, make=make,
+        shape,
+        layouts,
+        backend=args.backend,
+        steps=args.steps,
+        dtype=args.dtype,
+        seed=args.seed,
+        packed=args.packed,
+        dropout=args.dropout,
+        optimizer=args.optimizer,
+        log=log,
+        make=make,
         record=Path(args.record) if args.record else None,
-    ):  # fmt: skip
+    ):
         verdicts.append(verdict)
         if not args.json:
             _print(verdict)
     compared = [v for v in verdicts if not v.cannot_fit]
-    failed = sum(not v.passed for v in compared)
-    if args.json:
-        print_json(
-            {
-                "layouts": [asdict(v) for v in verdicts],
-                "passed": len(compared) - failed,
-                "failed": failed,
-                "cannot_fit": len(verdicts) - len(compared),
-            }
-        )
-    else:
-        worst = max((v.max_rel_error for v in compared), default=0.0)
-        rest = len(verdicts) - len(compared)
-        apart = f" {rest} cannot fit and were not compared." if rest else ""
-        say(
-            f"{len(compared) - failed} of {len(compared)} layouts of {shape.name} agree with one"
-            f" process in {args.dtype}; largest relative error {worst:.1e}.{apart}"
-        )
+    failed, apart = sum(not v.passed for v in compared), len(verdicts) - len(compared)
+    figures = {
+        "layouts": [asdict(v) for v in verdicts],
+        "passed": len(compared) - failed,
+        "failed": failed,
+        "cannot_fit": apart,
+    }
+    worst = max((v.max_rel_error for v in compared), default=0.0)
+    text = (
+        f"{len(compared) - failed} of {len(compared)} layouts of {shape.name} agree with one"
+        f" process in {args.dtype}; largest relative error {worst:.1e}."
+    )
+    result(args, figures, text + f" {apart} cannot fit and were not compared." * bool(apart))
     if failed:
         return 1
     return 0 if compared else 2
@@ -128,59 +145,49 @@ def _print(verdict: Verdict) -> None:
         say(f"     {verdict.first_difference}", flush=True)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse what has no meaning, before anything is loaded."""
-    if not 1 <= args.steps <= STEPS or (args.cover is not None and args.cover < 1):
-        raise UsageError(f"--steps is 1 to {STEPS:,}, --cover 1 or more.")
-    if not 1 <= args.ranks <= MOST:
-        raise UsageError(
-            f"--ranks is {args.ranks:,}; all layouts of 1 to {MOST} ranks can be listed. Name larger"
-            " ones with --layouts."
-        )
-    if not args.axes.split() or (wrong := [x for x in args.axes.split() if x not in AXES]):
-        shown = repr(wrong[0][:60]) if args.axes.split() else "nothing"
-        raise UsageError(f"--axes names {shown}; choose of {' '.join(AXES)}.")
-    if args.part and not _parts(args.part):
-        raise UsageError(f"--part {args.part[:60]}: write 1/4, 2/4, 3/4 or 4/4.")
-    if not 0 <= args.dropout < 1:
-        raise UsageError(f"--dropout is {args.dropout}; a rate is 0 or more and less than 1.")
-    if args.memory is not None and not args.memory > 0:
-        raise UsageError(f"--memory is {args.memory}; write how many GiB may be used.")
-    if names_source(args.model):
-        refuse_broken(args.model, LayoutError)
-        if args.dropout:
-            raise UsageError("--dropout is for the built-in models; write the rate into your own.")
-    try_file(args.record, "--record")
-    if args.log:
-        try_folder(str(Path(args.log).parent), "--log")
-        _refuse_irregular(Path(args.log))
+def _axes(text: str) -> str:
+    wrong = [axis for axis in text.split() if axis not in AXES]
+    if wrong or not text.split():
+        shown = repr(wrong[0][:60]) if wrong else "nothing"
+        raise UsageError(f"names {shown}; choose of {' '.join(AXES)}.")
+    return text
 
 
-def _refuse_irregular(log: Path) -> None:
+def _part(text: str) -> tuple[int, int]:
+    """The part and the number of parts of I/N."""
+    match = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UsageError(f"is {text[:60]}; write 1/4, 2/4, 3/4 or 4/4.")
+    return int(match[1]), int(match[2])
+
+
+def _try_log(file: str | None) -> None:
     """A log is read before it is written: no pipe, no folder."""
-    if not os.path.lexists(log):
-        return
-    try:
-        open_regular(log).close()
-    except OSError as error:
-        raise UsageError(f"--log: cannot read {log}: {reason(error)}. Name another file.") from None
-    try_file(str(log), "--log")
+    if file:
+        try_folder(str(Path(file).parent), "--log")
+        if os.path.lexists(file):
+            refuse_irregular(Path(file), "Name another file.", "--log: ")
+            try_file(file, "--log")
 
 
 def _enough(
     args: argparse.Namespace,
     shape: Shape,
     make: Callable[[], Model] | None,
-    layouts: list[Layout],
+    layouts: Sequence[Layout],
 ) -> None:
     """Refuse what would not fit into memory: the system would kill it half way."""
     from ..verify.memory import GIB, available, needed
 
     parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
     need = needed(
-        shape, parameters, layouts,
-        steps=args.steps, dtype=args.dtype, processes=args.backend != "threads",
-    )  # fmt: skip
+        shape,
+        parameters,
+        layouts,
+        steps=args.steps,
+        dtype=args.dtype,
+        processes=args.backend != THREADS,
+    )
     limit = available() if args.memory is None else args.memory * GIB
     if need.total > limit:
         where = "are available" if args.memory is None else "may be used (--memory)"
@@ -192,24 +199,14 @@ def _enough(
 
 
 def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    if names_source(name):
-        from ..parallel.model import load_model
-
-        make = partial(load_model, name)
-        shape = make().shape
-        if shape is None:
-            raise LayoutError(
-                f"{name}: describe() gives no shape; add shape=Shape(...) to its Model."
-            )
-        return shape, make
     if name in SHAPES:
         return SHAPES[name], None
-    if name not in Shape.names() and not name.endswith(".toml"):
+    if name not in Shape.names() and not name.endswith(".toml") and not names_source(name):
         raise UsageError(
             f"there is no model {name!r}. Small ones with awkward traits are {', '.join(SHAPES)};"
             f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."
         )
-    return Shape.load(name), None
+    return model_of(name)
 
 
 def _layouts(args: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
@@ -217,38 +214,23 @@ def _layouts(args: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
         every = every_layout(shape, args.ranks, axes=args.axes)
         return covering(every, args.cover) if args.cover else every
     named = Layout.parse_many(args.layouts)
-    refuse_ranks(
-        max((layout.ranks for layout in named), default=1),
-        flag="--layouts: the most ranks of a layout",
-    )
-    wrong = []
-    for layout in named:
-        broken = legal(layout, shape)
-        if broken:
-            near = "; ".join(map(str, nearest(layout, shape)))
-            wrong.append(f"{layout}: " + " ".join(map(str, broken)) + f" Nearest: {near}.")
-    if wrong:
+    most = max((layout.ranks for layout in named), default=1)
+    if most > LOCAL_RANKS:
+        raise UsageError(
+            f"--layouts: one has {most:,} ranks; one machine starts 1 to {LOCAL_RANKS}."
+        )
+    if wrong := [text for layout in named if (text := misfit(layout, shape))]:
         raise LayoutError("\n".join(wrong))
-    return tuple(replace(x, precision="fp64") if args.dtype == "float64" else x for x in named)
-
-
-def _parts(text: str) -> tuple[int, int] | None:
-    """The part and the number of parts that I/N says."""
-    match = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text)
-    return (int(match[1]), int(match[2])) if match and 1 <= int(match[1]) <= int(match[2]) else None
-
-
-def _part(layouts: Sequence[Layout], args: argparse.Namespace) -> list[Layout]:
-    """Every n-th layout, so that each part has its share of the large ones."""
-    part, parts = _parts(args.part or "") or (1, 1)
-    return list(layouts[part - 1 :: parts])
+    if COMPARED[args.dtype] != FP64:
+        return tuple(named)
+    return tuple(replace(layout, precision=FP64) for layout in named)
 
 
 def _log(args: argparse.Namespace, shape: Shape) -> Path | None:
     """The file of verdicts, in a folder that is made."""
     if not args.log and not args.part:
         return None
-    part = str(args.part).replace("/", "of")
+    part = "{}of{}".format(*args.part or (1, 1))
     default = f"{shape.name}-{args.ranks}-{args.dtype}-{args.backend}-{part}.jsonl"
     log = Path(args.log) if args.log else Path("runs", "verify", default)
     try_folder(str(log.parent), "--log")

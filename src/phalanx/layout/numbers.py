@@ -30,10 +30,11 @@ class NumberError(ValueError):
     """A text that is no number of the kind that is needed."""
 
 
-def _scaled(number: float, prefixes: tuple[str, ...] = _SI, base: float = 1000.0) -> str:
-    """`8.03 G`: three digits, or four in powers of 1,024; a blank and the prefix."""
-    digits = 3 if base == 1000 else 4
-    limit = base if base > 1000 else 999.5  # 999.7 would be printed as 1e+03
+def _scaled(
+    number: float, prefixes: tuple[str, ...] = _SI, base: float = 1000.0, digits: int = 3
+) -> str:
+    """`8.03 G`: so many digits, a blank and the prefix."""
+    limit = base - 0.5 * (digits == 3)  # 999.7 would be printed as 1e+03
     for prefix in prefixes[:-1]:
         if abs(number) < limit:
             return f"{number:.{digits}g} {prefix}"
@@ -47,8 +48,8 @@ def si_text(number: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """Parameters and tokens: `124M`, `8.03B`."""
-    return si_text(number).replace("G", "B")
+    """Parameters and tokens: `124.4M`, `8.03B`."""
+    return _scaled(number, digits=4).replace(" ", "").replace("G", "B")
 
 
 def bytes_text(count: float) -> str:
@@ -58,7 +59,7 @@ def bytes_text(count: float) -> str:
 
 def binary_text(count: float) -> str:
     """`80 GiB`, `96 B`."""
-    return _scaled(count, _BINARY, 1024.0) + "B"
+    return _scaled(count, _BINARY, 1024.0, digits=4) + "B"
 
 
 def rate_text(per_second: float) -> str:

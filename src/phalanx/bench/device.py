@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ..layout.choices import DEVICES, PRECISIONS, TF32
+from ..layout.choices import DEVICES, GLOO, NCCL, PRECISIONS, TF32
 from ..layout.choices import DTYPES as TRAITS
 from ..plan import Device, MachineError, device_named
 
-__all__ = ["DTYPES", "Found", "dtype_of", "find", "products_in"]
+__all__ = ["LocalDevice", "dtype_of", "local_device", "products_in"]
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS}
 
 
 @dataclass(frozen=True)
-class Found:
+class LocalDevice:
     """The device that benches run on, and what surrounds it."""
 
     name: str  # what the driver or the system calls it
@@ -50,7 +50,7 @@ class Found:
         return f"{self.name} is {self.entry.name} in the catalogue."
 
 
-def find(kind: str = "auto") -> Found:
+def local_device(kind: str = "auto") -> LocalDevice:
     """This machine's devices of a kind; `auto` takes GPUs where there are any."""
     cuda = torch.cuda.is_available()
     if kind not in DEVICES:
@@ -60,11 +60,13 @@ def find(kind: str = "auto") -> Found:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if kind == "cpu" or not cuda:
         name, total, free = _cpu_name(), *_host_memory()
-        return Found(name, "cpu", 1, cores or 1, total, free, device_named(name), _backends())
+        return LocalDevice(name, "cpu", 1, cores or 1, total, free, device_named(name), _backends())
     name = torch.cuda.get_device_name(0)
     free, total = torch.cuda.mem_get_info(0)
     count = torch.cuda.device_count()
-    return Found(name, "cuda", count, cores or 1, total, free, device_named(name), _backends())
+    return LocalDevice(
+        name, "cuda", count, cores or 1, total, free, device_named(name), _backends()
+    )
 
 
 def _cpu_name() -> str:
@@ -80,26 +82,17 @@ def _host_memory() -> tuple[int, int]:
     """All bytes, and those that can be had without pushing anyone out."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        total, free = (
-            int(found[1]) * 1024
-            for key in ("MemTotal", "MemAvailable")
-            if (found := re.search(rf"^{key}:\s+(\d+) kB", text, re.M))
-        )
-    except (OSError, ValueError):
+        numbers = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.M))
+        return int(numbers["MemTotal"]) << 10, int(numbers["MemAvailable"]) << 10
+    except (OSError, KeyError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total // 2
-    return total, free
 
 
 def _backends() -> tuple[str, ...]:
     if not dist.is_available():
         return ()
-    there = {
-        "nccl": dist.is_nccl_available(),
-        "gloo": dist.is_gloo_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    return tuple(name for name, yes in there.items() if yes)
+    return tuple(name for name in (NCCL, GLOO, "mpi") if dist.is_backend_available(name))
 
 
 def dtype_of(name: str, kind: str) -> torch.dtype:

@@ -1,0 +1,144 @@
+"""All benches in short, as one measured machine: what `phalanx doctor --out` writes and plans read."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+
+import torch
+
+from ..comm import choose, workers
+from ..layout import Shape
+from ..plan import Hidden, Machine, Rate, Topology, TopologyError, read_topology
+from .clock import Clock
+from .collectives import OPERATIONS, Sample, Sweep, measure_collectives
+from .device import LocalDevice
+from .fit import fit_all
+from .matmul import decoder_products, measure_products, square_products
+from .overlap import measure_copies, measure_messages
+from .stores import measure_stores
+
+__all__ = ["Thoroughness", "WrongResult", "measure_machine", "topology_of"]
+
+
+class WrongResult(RuntimeError):
+    """A collective gave wrong numbers: whatever its time was, it means nothing."""
+
+
+_AMONG_RANKS = "among ranks barriers before and after, the slowest rank counts"
+
+
+@dataclass(frozen=True)
+class Thoroughness:
+    """How thorough: seconds for all, ranks of the largest group, the model whose products count."""
+
+    limit: float = 60.0
+    ranks: int = 0  # 0: the GPUs, or 4 on a CPU
+    backend: str = "auto"
+    model: str = "124m"
+    sizes: tuple[int, ...] = tuple(4096 << 2 * i for i in range(7))  # to 16 MiB
+    with_host: bool = False
+
+    def worlds(self, device: LocalDevice) -> tuple[int, ...]:
+        """2, 4, 8, ... up to the largest."""
+        most = self.ranks or (device.count if device.kind == "cuda" else 4)
+        powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+        return (*powers, most) if most > 1 else ()
+
+
+def topology_of(device: LocalDevice) -> Topology:
+    """Who is linked to whom among the GPUs; empty where there are none or the driver is silent."""
+    if device.kind != "cuda":
+        return Topology((), ())
+    try:
+        return read_topology()
+    except (TopologyError, OSError):
+        # What is not known is left out of the file; everything measured stands without it.
+        return Topology((), ())
+
+
+def measure_machine(
+    device: LocalDevice, options: Thoroughness, report: Callable[[str], None] = lambda line: None
+) -> Machine:
+    """The measured machine. `report` gets a line for each part."""
+    report("memory bandwidth")
+    stores = measure_stores(device, limit=options.limit / 30)
+    report("matrix products")
+    rates = _rates(device, options)
+    report("overlap of products and copies")
+    hidden = _copies(device, options)
+    samples: list[Sample] = []
+    backend = ""
+    for ranks in options.worlds(device):
+        report(f"collectives of {ranks} ranks")
+        backend = choose(options.backend, ranks)
+        more, messages = _collectives(device, options, ranks, backend)
+        samples, hidden = samples + more, hidden + messages
+    if wrong := sorted({f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}):
+        raise WrongResult(f"wrong numbers came from {', '.join(wrong)}; nothing was written.")
+    return Machine(
+        name="this",
+        date=date.today().isoformat(),
+        method=f"{Clock(device.device).method}; {_AMONG_RANKS}",
+        device=device.name,
+        kind=device.kind,
+        count=device.count,
+        cores=device.cores,
+        memory=float(device.memory),
+        host=platform.node() if options.with_host else "",
+        catalogue=device.entry.name if device.entry else "",
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        launch=_launch(device),
+        stores=stores,
+        rates=rates,
+        hidden=hidden,
+        curves=fit_all(samples, backend),
+        links=topology_of(device).kinds,
+    )
+
+
+def _launch(device: LocalDevice) -> float:
+    x = torch.zeros(1, device=device.device)
+    (timing,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
+    return timing.median
+
+
+def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
+    gpu = device.kind == "cuda"
+    dtypes = ("bf16", "fp16", "tf32", "fp32") if gpu else ("fp32", "bf16")
+    sizes = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (128, 256, 512, 1024, 2048)
+    tokens = 8192 if gpu else 512
+    shape = Shape.load(options.model)
+    wanted = [*square_products(dtypes, sizes), *decoder_products(shape, tokens, dtypes)]
+    wanted.sort(key=lambda product: product.flops)
+    limit = options.limit / 4
+    return tuple(p.as_rate() for p in measure_products(device, wanted, limit=limit, repeats=5))
+
+
+def _copies(device: LocalDevice, options: Thoroughness) -> tuple[Hidden, ...]:
+    size, copied, dtype = (
+        (16384, 1 << 30, "bf16") if device.kind == "cuda" else (768, 32 << 20, "fp32")
+    )
+    overlaps = measure_copies(
+        device, size=size, copied=copied, dtype=dtype, limit=options.limit / 20
+    )
+    return tuple(each.as_hidden() for each in overlaps)
+
+
+def _collectives(
+    device: LocalDevice, options: Thoroughness, ranks: int, backend: str
+) -> tuple[list[Sample], tuple[Hidden, ...]]:
+    """A world of its own for each number of ranks, since ranks that idle would share the cores."""
+    # In a world of 4 also the two groups of every other rank, both at once: an outer axis.
+    groups = ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
+    share = options.limit / 2 / max(1, len(options.worlds(device)))
+    each = share / len(OPERATIONS) / len(options.sizes) / len(groups)
+    sweep = Sweep(tuple(OPERATIONS), options.sizes, groups, repeats=5, limit=each, total=share)
+    size, dtype = (8192, "bf16") if device.kind == "cuda" else (512, "fp32")
+    with workers(ranks, backend=backend, threads_per_rank=1) as run:
+        samples: list[Sample] = run(measure_collectives, sweep)[0]
+        messages = run(measure_messages, size, 16 << 20, dtype, options.limit / 20)[0]
+    return samples, tuple(each.as_hidden() for each in messages)
