@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.draw import Axis, Series, chart
+from phalanx.draw import ChartAxis, Series, chart
 from phalanx.layout import Layout
 from phalanx.program import Costs, build, simulate
 from phalanx.report import ReportError, report
@@ -157,7 +157,7 @@ def test_a_folder_without_a_run_is_refused_with_the_way_out(tmp_path: Path) -> N
 
 def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
     points = ((0.0, 1.0), (5.0, 2.0), (10.0, 4.0))
-    linear = Axis("step", base=0), Axis("u", base=0)
+    linear = ChartAxis("step", base=0), ChartAxis("u", base=0)
     drawn = chart("t", [Series("a", points)], *linear, marks=[(5.0, "here & now")])
     tree = xml.fromstring(drawn)
     dots = [(float(c.get("cx", 0)), float(c.get("cy", 0))) for c in tree.iter(f"{SVG}circle")]
@@ -167,13 +167,15 @@ def test_a_chart_puts_points_in_proportion_and_shows_every_mark() -> None:
 
 
 def test_a_chart_of_one_point_and_of_none_are_drawn_too() -> None:
-    linear = Axis("step", base=0), Axis("u", base=0)
+    linear = ChartAxis("step", base=0), ChartAxis("u", base=0)
     assert chart("t", [Series("a", [(3.0, 0.0)])], *linear).count("<circle") == 1
     xml.fromstring(chart("t", [Series("a", ())], *linear))
 
 
 def test_a_logarithmic_chart_has_no_place_for_zero() -> None:
-    drawn = chart("t", [Series("a", [(0.0, 1.0), (1.0, 1.0), (4.0, 8.0)])], Axis("x"), Axis("y"))
+    drawn = chart(
+        "t", [Series("a", [(0.0, 1.0), (1.0, 1.0), (4.0, 8.0)])], ChartAxis("x"), ChartAxis("y")
+    )
     assert drawn.count("<circle") == 2
 
 

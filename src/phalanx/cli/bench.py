@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from ..draw import Axis, Series, chart, text_table
+from ..draw import ChartAxis, Series, chart, text_table
 from ..layout import Shape
 from ..layout.choices import (
     BF16,
@@ -366,7 +366,7 @@ def collectives_chart(samples: Sequence[Sample], backend: str) -> str:
     note = (
         "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
     )
-    across, up = Axis("S", binary_text, 4), Axis("bus bandwidth in GB/s", "{:g}".format)
+    across, up = ChartAxis("S", binary_text, 4), ChartAxis("bus bandwidth in GB/s", "{:g}".format)
     return chart(f"collectives over {backend}", series, across, up, [note])
 
 
@@ -499,7 +499,7 @@ def _products_chart(done: Sequence[MatrixProduct], device: LocalDevice) -> str:
         Series(dtype, tuple((float(p.n), p.rate / 1e12) for p in squares if p.dtype == dtype))
         for dtype in dict.fromkeys(p.dtype for p in squares)
     ]
-    across, up = Axis("N of N x N", "{:g}".format, 2), Axis("TFLOP/s", "{:g}".format)
+    across, up = ChartAxis("N of N x N", "{:g}".format, 2), ChartAxis("TFLOP/s", "{:g}".format)
     return chart(f"matrix products on {device.name}", series, across, up, [device.known()])
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ..draw import Bars, Part, bars, text_table
+from ..draw import Bars, bars, text_table
 from ..layout import Shape
 from ..layout.choices import LOCAL_RANKS
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
@@ -331,6 +331,6 @@ def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
     for level, log in zip(levels, logs, strict=True):
         size = f"{binary_text(level.bytes)}, read in {seconds_text(level.to_read)}"
         below = " · ".join(words for words in (size * bool(level.bytes), level.how) if words)
-        part = Part(level.name, log - low, tip=level.how)
-        rows.append(Bars(level.name, [part], rate_text(level.bandwidth), below))
+        speed = rate_text(level.bandwidth)
+        rows.append(Bars(level.name, log - low, speed, below, tip=level.how))
     return bars(title, rows, ["Each bar is as long as the logarithm of the bytes a second."])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..draw import Axis, Series, chart, frame, paragraphs, table, tag
+from ..draw import ChartAxis, Series, chart, frame, paragraphs, table, tag
 from ..plan.baselines import Baseline
 from ..plan.hardware import Numbers
 from ..plan.search import Choice, Plan
@@ -49,8 +49,8 @@ def _chart(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
     return chart(
         "memory over throughput",
         [s for s in series if s.points],
-        Axis("tokens a second and device", lambda x: f"{x:,.0f}", base=2),
-        Axis("memory of the fullest device", lambda y: f"{y:.3g} GB", base=2),
+        ChartAxis("tokens a second and device", lambda x: f"{x:,.0f}", base=2),
+        ChartAxis("memory of the fullest device", lambda y: f"{y:.3g} GB", base=2),
         [
             f"Up to {len(drawn):,} of {plan.fitting:,} that fit are drawn. No layout is both faster"
             " and smaller than one on the frontier. Point at one of the best to see its layout."

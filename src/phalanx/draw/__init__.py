@@ -1,7 +1,7 @@
 """Floor 2: timelines, meshes, charts and tables as text, SVG, a page and a Chrome trace. No torch."""
 
 from ..layout.numbers import bytes_text
-from .chart import Axis, Bars, Part, Series, bars, chart
+from .chart import Bars, ChartAxis, Series, bars, chart
 from .chrome import chrome
 from .markup import Html, paragraphs, table, tag, text_table
 from .mesh import MeshPicture, mesh_svg, mesh_text
@@ -11,29 +11,7 @@ from .svg import Bar, Row, gantt, svg
 from .text import text
 
 __all__ = [
-    "Axis",
-    "Bar",
-    "Bars",
-    "Html",
-    "MeshPicture",
-    "Part",
-    "Picture",
-    "Row",
-    "Series",
-    "bars",
-    "bytes_text",
-    "chart",
-    "chrome",
-    "frame",
-    "gantt",
-    "mesh_svg",
-    "mesh_text",
-    "page",
-    "paragraphs",
-    "svg",
-    "table",
-    "tag",
-    "text",
-    "text_table",
-    "timeline",
-]
+    "Bar", "Bars", "ChartAxis", "Html", "MeshPicture", "Picture", "Row", "Series", "bars", "bytes_text",
+    "chart", "chrome", "frame", "gantt", "mesh_svg", "mesh_text", "page", "paragraphs", "svg", "table",
+    "tag", "text", "text_table", "timeline",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .markup import COLOURS, LETTER, Html, box, document, label, line, tag
 from .words import ticks, wrapped
 
-__all__ = ["Axis", "Bars", "Part", "Series", "bars", "chart"]
+__all__ = ["Bars", "ChartAxis", "Series", "bars", "chart"]
 
 Points = Sequence[tuple[float, float]]
 
@@ -35,7 +35,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """What an axis shows, and how a number on it is written. `base` 0 is a linear axis."""
 
     name: str
@@ -47,8 +47,8 @@ class Axis:
 def chart(
     title: str,
     series: Sequence[Series],
-    x: Axis,
-    y: Axis,
+    x: ChartAxis,
+    y: ChartAxis,
     notes: Sequence[str] = (),
     marks: Sequence[tuple[float, str]] = (),
 ) -> Html:
@@ -70,17 +70,17 @@ def chart(
     return document(title, width, floor, body, notes)
 
 
-def _shown(point: tuple[float, float], x: Axis, y: Axis) -> bool:
-    """A logarithmic axis has no place for 0."""
+def _shown(point: tuple[float, float], x: ChartAxis, y: ChartAxis) -> bool:
+    """A logarithmic axis cannot show 0."""
     return all(
         math.isfinite(v) and (v > 0 or not axis.base) for v, axis in zip(point, (x, y), strict=True)
     )
 
 
 class _Scale:
-    """An axis between two places on the page."""
+    """An axis between two coordinates of the page."""
 
-    def __init__(self, values: Sequence[float], axis: Axis, start: float, end: float) -> None:
+    def __init__(self, values: Sequence[float], axis: ChartAxis, start: float, end: float) -> None:
         self.axis, self.start, self.end = axis, start, end
         values = [self._log(v) for v in values] + [0.0] * axis.zero or [0.0, 1.0]
         self.low, self.high = min(values), max(values)
@@ -134,67 +134,49 @@ def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> Iterator[Html]
 
 
 def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator[Html]:
-    def place(points: Points) -> list[tuple[float, float]]:
-        shown = [p for p in points if _shown(p, across.axis, up.axis)]
-        return [(across.at(x), up.at(y)) for x, y in shown]
+    def shown(points: Points) -> list[tuple[float, float]]:
+        return [p for p in points if _shown(p, across.axis, up.axis)]
 
     opacity = "0.35" if series.faint else ""
-    path = place(series.line or (series.points if series.joined else ()))
+    path = shown(series.line or (series.points if series.joined else ()))
     if len(path) > 1:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in path)
+        points = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in path)
         look = {"fill": "none", "stroke": colour, "stroke-width": 1.5, "opacity": opacity}
         dash = "5 4" if series.line else ""
         yield tag("polyline", points=points, **look, stroke_dasharray=dash)
     if series.dots or len(series.points) == 1:
-        shown = [p for p in series.points if _shown(p, across.axis, up.axis)]
-        for i, (point, (x, y)) in enumerate(zip(shown, place(shown), strict=True)):
-            numbers = f"{across.axis.write(point[0])}, {up.axis.write(point[1])}"
+        for i, (x, y) in enumerate(shown(series.points)):
+            numbers = f"{across.axis.write(x)}, {up.axis.write(y)}"
             tip = tag("title", f"{series.name}: {series.tips[i] if series.tips else numbers}")
-            yield tag("circle", tip, cx=x, cy=y, r=3.2, fill=colour, opacity=opacity)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of a bar; its colour is the one of its name."""
-
-    name: str
-    length: float
-    words: str = ""
-    tip: str = ""
+            look = {"r": 3.2, "fill": colour, "opacity": opacity}
+            yield tag("circle", tip, cx=across.at(x), cy=up.at(y), **look)
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One row: its name, the parts of its bar, and words beside and below the bar."""
+    """One row: its name, how long its bar is, and words beside, below and under the mouse."""
 
     name: str
-    parts: Sequence[Part]
+    length: float
     beside: str = ""
     below: str = ""
+    tip: str = ""
 
 
 def bars(title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = 860) -> Html:
     """One SVG document: a bar a row, all to the same scale."""
     margin = 36 + LETTER * min(30, max(len(row.name) for row in rows))
     room = width - margin - 30 - LETTER * max(len(row.beside) for row in rows)
-    scale = room / max(sum(part.length for part in row.parts) for row in rows)
-    names = list(dict.fromkeys(part.name for row in rows for part in row.parts))
+    scale = room / max(row.length for row in rows)
+    names = list(dict.fromkeys(row.name for row in rows))
     body: list[Html] = []
     y = 50.0
     for row in rows:
         lines = wrapped(row.name, 30)
         body += [label(20, y + 15 + 14 * i, words) for i, words in enumerate(lines)]
-        x = margin
-        for part in row.parts:
-            fill = COLOURS[names.index(part.name) % len(COLOURS)]
-            body.append(
-                box(x, y, part.length * scale - 1, 22, rx=2, fill=fill, cls="op", tip=part.tip)
-            )
-            if LETTER * len(part.words) <= part.length * scale:
-                middle = x + part.length * scale / 2
-                body.append(label(middle, y + 15, part.words, "cell", "#000000"))
-            x += part.length * scale
-        body.append(label(x + 8, y + 15, row.beside))
+        look = {"rx": 2, "cls": "op", "fill": COLOURS[names.index(row.name) % len(COLOURS)]}
+        body.append(box(margin, y, row.length * scale - 1, 22, tip=row.tip, **look))
+        body.append(label(margin + row.length * scale + 8, y + 15, row.beside))
         if row.below:
             body.append(label(margin, y + 38, row.below, "soft"))
         y += 30 + 14 * max(len(lines) - 1, 2 * bool(row.below))

@@ -1,14 +1,14 @@
-"""A mesh as text and as SVG: which rank sits where, with whom it shares a group along each axis,
-and which part of a weight it holds.
+"""A mesh as text and as SVG: the coordinates of each rank, its group along each axis, and which part
+of a weight it holds.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.rules import AXIS_OF, Cut
@@ -16,14 +16,14 @@ from .markup import COLOURS, Html, box, document, label, text_table
 from .svg import tinted
 from .words import wrapped
 
-__all__ = ["MeshPicture", "Part", "mesh_svg", "mesh_text"]
+__all__ = ["MeshPicture", "WeightShard", "mesh_svg", "mesh_text"]
 
 _DIMS = (*AXIS_OF, "embed", "head", "position", "-")
 _RANKS = 64  # more are counted, not listed
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightShard:
     """What one rank holds of a weight: a range of each dim, then a range of the numbers in it."""
 
     cuts: tuple[Cut, ...]
@@ -68,57 +68,45 @@ class MeshPicture:
     @cached_property
     def panels(self) -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
         """The grid in panels of rows and columns: the innermost axis runs along the columns, the
-        next along the rows, and every place along the outer axes is a panel of its own."""
-        sizes = [(a.name, a.size) for a in self.mesh.axes]
-        outer, (row, column) = sizes[:-2], ([("", 1), ("", 1), *sizes])[-2:]
+        next along the rows, and every coordinate along the outer axes is a panel of its own."""
+        sizes = [axis.size for axis in self.mesh.axes]
+        rows, columns = [1, 1, *sizes][-2:]
         panels = []
-        for place in product(*(range(n) for _, n in outer)):
-            at = {name: i for (name, _), i in zip(outer, place, strict=True)}
-            grid = tuple(
-                tuple(
-                    self.mesh.rank(
-                        **at,
-                        **({row[0]: r} if row[0] else {}),
-                        **({column[0]: c} if column[0] else {}),
-                    )
-                    for c in range(column[1])
-                )
-                for r in range(row[1])
-            )
-            panels.append((" ".join(f"{name}={i}" for name, i in at.items()), grid))
+        # The last axis counts fastest, so that a panel is a range of ranks.
+        for first in range(0, self.mesh.size, rows * columns):
+            at = self.mesh.coordinates(first)
+            title = " ".join(f"{axis.name}={at[axis.name]}" for axis in self.mesh.axes[:-2])
+            starts = range(first, first + rows * columns, columns)
+            panels.append((title, tuple(tuple(range(r, r + columns)) for r in starts)))
         return tuple(panels)
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> WeightShard:
         """Cut by tensor parallelism along its dims, then flat over the shards of ZeRO 3."""
-        place = self.mesh.coordinates(rank)
+        at = self.mesh.coordinates(rank)
         cuts = tuple(
-            Cut.of(size, self.mesh.of(AXIS_OF[name]), place.get(AXIS_OF[name], 0), unit)
+            Cut.of(size, self.mesh.of(AXIS_OF[name]), at.get(AXIS_OF[name], 0), unit)
             if name in AXIS_OF
             else Cut(0, size, size)
             for name, size, unit in self.weight
         )
         if self.layout.zero < 3:
-            return Part(cuts, None)
-        count = 1
-        for cut in cuts:
-            count *= cut.length
+            return WeightShard(cuts, None)
         group = self.mesh.group(rank, self.layout.shard_axes)
-        return Part(cuts, Cut.of(count, len(group), group.index(rank)))
+        count = math.prod(cut.length for cut in cuts)
+        return WeightShard(cuts, Cut.of(count, len(group), group.index(rank)))
 
 
 def _dim(word: str) -> tuple[str, int, int]:
-    name, equals, size = word.partition("=")
-    size, _, unit = size.partition("/")
-    digits = re.compile("[0-9]{1,18}")  # below 2 ** 63
-    numbers = digits.fullmatch(size) and digits.fullmatch(unit or "1")
-    if not equals or not numbers or name not in _DIMS:
+    match = re.fullmatch("([a-z-]+)=([0-9]{1,18})(?:/([0-9]{1,18}))?", word)  # below 2 ** 63
+    if not match or match[1] not in _DIMS:
         raise LayoutError(
             f"{word[:60]!r} is not a dim of a weight. Write heads=4096, or heads=4096/128 where 128 are one"
             f" head; dims are {', '.join(_DIMS)}."
         )
-    if not int(size) or not int(unit or 1):
+    size, unit = int(match[2]), int(match[3] or 1)
+    if not size or not unit:
         raise LayoutError(f"{word!r}: a dim has a size of 1 or more.")
-    return name, int(size), int(unit or 1)
+    return match[1], size, unit
 
 
 def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
@@ -147,29 +135,26 @@ def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
 
 def _grid(picture: MeshPicture, width: int) -> Iterator[str]:
     """The panels, side by side as far as they fit."""
-    names = ["", "", *(a.name for a in picture.mesh.axes)]
-    row, column = names[-2], names[-1]
+    row, column = ["", "", *(axis.name for axis in picture.mesh.axes)][-2:]
     cell = max(len(str(picture.mesh.size - 1)), len(column) + 2) + 1
+    margin = max(len(row) + 3, len(row) + len(column) + bool(row))
     blocks = []
     for title, grid in picture.panels:
-        head = f"{row}{'/' if row else ''}{column}".ljust(len(row) + 3)
         block = [title] if title else []
         if column:
-            block.append(
-                " " * len(head) + "".join(f"{column}{c}".rjust(cell) for c in range(len(grid[0])))
-            )
+            heads = "".join(f"{column}{c}".rjust(cell) for c in range(len(grid[0])))
+            block.append(" " * margin + heads)
         for r, ranks in enumerate(grid):
             label = f"{row}{r}" if row else ""
-            block.append(label.ljust(len(head)) + "".join(str(n).rjust(cell) for n in ranks))
+            numbers = "".join(str(n).rjust(cell) for n in ranks)
+            block.append(label.ljust(margin) + numbers)
         wide = max(map(len, block))
         blocks.append([line.ljust(wide + 4) for line in block])
-    while blocks:
-        fit = max(1, width // len(blocks[0][0]))
-        for lines in zip(*blocks[:fit], strict=True):
+    fit = max(1, width // len(blocks[0][0]))
+    for first in range(0, len(blocks), fit):
+        yield from [""] * bool(first)
+        for lines in zip(*blocks[first : first + fit], strict=True):
             yield "".join(lines).rstrip()
-        blocks = blocks[fit:]
-        if blocks:
-            yield ""
 
 
 def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
@@ -180,8 +165,8 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
     head = ["rank", *axes]
     rows = []
     for rank in ranks:
-        place = picture.mesh.coordinates(rank)
-        rows.append([str(rank), *(str(place[axis]) for axis in axes)])
+        at = picture.mesh.coordinates(rank)
+        rows.append([str(rank), *(str(at[axis]) for axis in axes)])
     if picture.weight:
         head += [name for name, _, _ in picture.weight]
         head += ["flat shard"] * (picture.layout.zero == 3)
@@ -249,8 +234,9 @@ def _panels(
     cell, tall = (34, 24) if grouped else (64, 40)
     x, y, right = 20.0, top, 0.0
     out: list[Html] = []
-    rows, columns = len(picture.panels[0][1]), len(picture.panels[0][1][0])
-    wide, high = columns * cell + 18, rows * tall + (18 if picture.panels[0][0] else 0) + 10
+    first_title, grid = picture.panels[0]
+    head = 18 if first_title else 0
+    wide, high = len(grid[0]) * cell + 18, len(grid) * tall + head + 10
     for title, grid in picture.panels:
         if x > 20 and x + wide > 920:
             x, y = 20.0, y + high
@@ -258,40 +244,37 @@ def _panels(
             out.append(label(x, y + 12, title, "soft"))
         for r, ranks in enumerate(grid):
             for c, rank in enumerate(ranks):
-                at = (x + c * cell, y + (18 if title else 0) + r * tall)
-                group = of[rank] if grouped else None
-                out += _square(picture, rank, at, (cell - 2, tall - 2), group)
+                where = (x + c * cell, y + head + r * tall, cell - 2, tall - 2)
+                out += _square(picture, rank, where, of[rank] if grouped else None)
         right = max(right, x + wide)
         x += wide
     return out, y + high, right
 
 
 def _square(
-    picture: MeshPicture,
-    rank: int,
-    at: tuple[float, float],
-    size: tuple[float, float],
-    group: int | None,
+    picture: MeshPicture, rank: int, where: tuple[float, float, float, float], group: int | None
 ) -> Iterator[Html]:
-    place = picture.mesh.coordinates(rank)
-    tip = f"rank {rank}: " + " ".join(f"{axis}={place[axis]}" for axis in picture.axes)
+    x, y, width, height = where
+    at = picture.mesh.coordinates(rank)
+    tip = f"rank {rank}: " + " ".join(f"{axis}={at[axis]}" for axis in picture.axes)
     if picture.weight:
         part = picture.part(rank)
-        tip += "\nholds " + ", ".join(
-            f"{name} {cut.start}:{cut.stop}"
-            for (name, _, _), cut in zip(picture.weight, part.cuts, strict=True)
+        names = (name for name, _, _ in picture.weight)
+        cuts = (
+            f"{name} {cut.start}:{cut.stop}" for name, cut in zip(names, part.cuts, strict=True)
         )
+        tip += f"\nholds {', '.join(cuts)}"
         tip += f", of that {part.shard.start}:{part.shard.stop}" if part.shard else ""
     fill = tinted(COLOURS[(group or 0) % len(COLOURS)], 0.25 if group is None else 0.0)
-    (x, y), (w, h) = at, size
-    yield box(x, y, w, h, cls="op", rx=4, fill=fill, tip=tip)
-    words = str(rank) if group is None else f"{_letters(group)}{rank}"
-    middle = y + h / 2 + (4 if group is not None else -2)
-    yield label(x + w / 2, middle, words, "cell", "#000000")
-    if group is None:
-        # The panel's title says where it is along the other axes.
-        inner = " ".join(f"{axis.name}{place[axis.name]}" for axis in picture.mesh.axes[-2:])
-        yield label(x + w / 2, y + h / 2 + 12, inner, "cell", "#000000")
+    yield box(x, y, width, height, cls="op", rx=4, fill=fill, tip=tip)
+    middle, centre = x + width / 2, y + height / 2
+    if group is not None:
+        yield label(middle, centre + 4, f"{_letters(group)}{rank}", "cell", "#000000")
+        return
+    yield label(middle, centre - 2, rank, "cell", "#000000")
+    # The panel's title has the coordinates along the other axes.
+    inner = " ".join(f"{axis.name}{at[axis.name]}" for axis in picture.mesh.axes[-2:])
+    yield label(middle, centre + 12, inner, "cell", "#000000")
 
 
 def _letters(number: int) -> str:

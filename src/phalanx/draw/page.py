@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
@@ -49,28 +50,24 @@ def timeline(picture: Picture) -> Html:
     script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
     names = {"in": ("+", "zoom in"), "out": ("−", "zoom out"), "all": ("whole step", "")}
     buttons = [
-        tag("button", words, id=name, aria_label=spoken) for name, (words, spoken) in names.items()
+        tag("button", words, id=name, aria_label=does) for name, (words, does) in names.items()
     ]
     spoken = {
         "aria-label": "Timeline: each rank's operations over time",
         "aria-describedby": "details",
     }
-    canvas = tag("canvas", id="lanes", tabindex=0, role="application", **spoken)
-    return Html(
-        "\n".join(
-            [
-                paragraphs([*picture.summary, *picture.notes]),
-                tag("div", *_legend(picture), cls="legend"),
-                tag("div", *buttons, tag("span", _HINT, cls="hint"), cls="tools"),
-                canvas,
-                tag("p", cls="details", id="details", aria_live="polite"),
-                tag("div", id="memory"),
-                _table(picture),
-                tag("script", _json(_data(picture)), type="application/json", id="data"),
-                tag("script", Html(script)),
-            ]
-        )
-    )
+    parts = [
+        paragraphs([*picture.summary, *picture.notes]),
+        tag("div", *_legend(picture), cls="legend"),
+        tag("div", *buttons, tag("span", _HINT, cls="hint"), cls="tools"),
+        tag("canvas", id="lanes", tabindex=0, role="application", **spoken),
+        tag("p", cls="details", id="details", aria_live="polite"),
+        tag("div", id="memory"),
+        _table(picture),
+        tag("script", _json(_data(picture)), type="application/json", id="data"),
+        tag("script", Html(script)),
+    ]
+    return Html("\n".join(parts))
 
 
 def _json(value: object) -> Html:
@@ -130,20 +127,11 @@ def _memory(picture: Picture) -> list[dict[str, object]]:
     return [one for one in charts if one["kinds"]]
 
 
-def _legend(picture: Picture) -> list[Html]:
-    return [
-        tag(
-            "span",
-            tag(
-                "b",
-                "" if k == ops.SEND else k,
-                style=f"background:{PAINTS[k].fill};color:{PAINTS[k].ink}",
-            ),
-            LEGEND[k],
-            cls="key",
-        )
-        for k in picture.kinds
-    ]
+def _legend(picture: Picture) -> Iterator[Html]:
+    for kind in picture.kinds:
+        look = f"background:{PAINTS[kind].fill};color:{PAINTS[kind].ink}"
+        letter = tag("b", "" if kind == ops.SEND else kind, style=look)
+        yield tag("span", letter, LEGEND[kind], cls="key")
 
 
 def _table(picture: Picture) -> Html:

@@ -6,6 +6,7 @@ of them knows what waits for what, or in which order anything stands.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -110,22 +111,22 @@ class Picture:
         return tuple(kind for kind in LEGEND if kind in seen)
 
     @cached_property
-    def places(self) -> dict[int, tuple[int, ...]]:
+    def pieces_of(self) -> dict[int, tuple[int, ...]]:
         """The pieces that each rank computes, lowest first."""
-        pieces_of: dict[int, set[int]] = {}
+        pieces: dict[int, set[int]] = defaultdict(set)
         for timeline in self.timelines:
             for rank, spans in timeline.computing.items():
-                pieces_of.setdefault(rank, set()).update(s.op.piece for s in spans)
-        return {rank: tuple(sorted(pieces)) for rank, pieces in pieces_of.items()}
+                pieces[rank].update(s.op.piece for s in spans)
+        return {rank: tuple(sorted(each)) for rank, each in pieces.items()}
 
     @cached_property
     def several(self) -> bool:
         """Whether some rank computes more than one piece, so that a label must say which."""
-        return any(len(pieces) > 1 for pieces in self.places.values())
+        return any(len(pieces) > 1 for pieces in self.pieces_of.values())
 
     def tint(self, rank: int, op: Op) -> float:
         """How light an operation's colour is, 0 to 1: later pieces of a rank are lighter."""
-        pieces = self.places.get(rank, ())
+        pieces = self.pieces_of.get(rank, ())
         if op.of or op.piece not in pieces or len(pieces) < 2:
             return 0.0
         return pieces.index(op.piece) / (len(pieces) - 1)
@@ -174,16 +175,11 @@ class Picture:
     @cached_property
     def differences(self) -> tuple[tuple[str, float, float], ...]:
         """For each kind of operation that takes time: (kind, time in the first, in the second)."""
-        sums: list[dict[str, float]] = []
+        sums: list[Counter[str]] = []
         for timeline in self.timelines:
-            one: dict[str, float] = {}
+            sums.append(Counter())
             for span in timeline.spans:
                 if span.op.kind != ops.RECEIVE:
-                    one[span.op.kind] = one.get(span.op.kind, 0.0) + span.end - span.start
-            sums.append(one)
-        first, second = sums[0], sums[-1]
-        return tuple(
-            (kind, first.get(kind, 0.0), second.get(kind, 0.0))
-            for kind in LEGEND
-            if first.get(kind) or second.get(kind)
-        )
+                    sums[-1][span.op.kind] += span.end - span.start  # type: ignore[assignment]
+        both = ((kind, float(sums[0][kind]), float(sums[-1][kind])) for kind in LEGEND)
+        return tuple(row for row in both if row[1] or row[2])

@@ -44,7 +44,7 @@ class Row:
         return _ROW if self.main or self.levels else _LANE
 
 
-class _Place(NamedTuple):
+class _TimeScale(NamedTuple):
     """Where time is on the page."""
 
     margin: float
@@ -67,7 +67,7 @@ def _rows(
 ) -> tuple[list[Html], float, float]:
     """The rows under their axis; and where they end to the right and below."""
     margin = _PAD + max([40.0, *(LETTER * len(row.name) + 12 for row in rows)])
-    at = _Place(margin, scale or 700 / ((end - start) or 1), start, end)
+    at = _TimeScale(margin, scale or 700 / ((end - start) or 1), start, end)
     floor = float(_TOP)
     body: list[Html] = []
     for i, row in enumerate(rows):
@@ -81,7 +81,7 @@ def _rows(
     return axis + body, at.x(end) + _PAD, floor
 
 
-def _row(row: Row, top: float, at: _Place) -> Iterator[Html]:
+def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     indent = len(row.name) - len(row.name.lstrip())
     soft = "" if row.main else "soft"
     yield label(_PAD + 5 * indent, top + row.height / 2 + 4, row.name.strip(), soft)

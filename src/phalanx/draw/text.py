@@ -12,7 +12,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from ..program import KINDS, Op, Span, ops
+from ..program import KINDS, Op, ops
+from .markup import text_table
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import change, number, ticks, wrapped
 
@@ -92,40 +93,37 @@ def _cells(track: Track, begin: float, scale: float) -> list[_Cell]:
     for span in sorted(track.spans, key=lambda s: s.start):
         start, stop = (round((t - begin) * scale) for t in (span.start, span.end))
         start = max(start, reached)
-        if stop > start or (stop == start and _is_alone(span, track, scale)):
+        # On a link lane a short message is still worth one column; computing keeps its proportions.
+        visible = track.lane != "compute" and span.end > span.start
+        if stop > start or (stop == start and visible):
             reached = max(stop, start + 1)
             cells.append(_Cell(start, reached, span.op))
     return cells
-
-
-def _is_alone(span: Span, track: Track, scale: float) -> bool:
-    """On a link lane a short message is still worth one column; computing keeps its proportions."""
-    return track.lane != "compute" and (span.end - span.start) * scale > 0
 
 
 def _row(
     picture: Picture, track: Track, cells: Sequence[_Cell], window: tuple[int, int], colour: bool
 ) -> str:
     left, right = window
-    out: list[str] = []
-    at = left
+    row, at = "", left
     for cell in cells:
         start, stop = max(cell.start, left), min(cell.stop, right)
-        if start >= stop:
-            continue
-        out.append(_IDLE * (start - at))
-        words = _words(picture, cell, (left, right))
-        out.append(_painted(words, picture, track.rank, cell.op) if colour else words)
-        at = stop
-    out.append(_IDLE * (right - at))
-    return "".join(out)
+        if start < stop:
+            words = _words(picture, cell, window)
+            row += _IDLE * (start - at)
+            row += _painted(words, picture, track.rank, cell.op) if colour else words
+            at = stop
+    return row + _IDLE * (right - at)
 
 
 def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     """The characters of the part of a cell that a window shows.
 
-    A cell that is folded over two bands says its name where more of it is seen."""
-    parts = _parts(cell, window[0], window[1] - window[0])
+    A cell that is folded over two bands has its name where more of it is seen."""
+    left, band = window[0], window[1] - window[0]
+    first = left + (cell.start - left) // band * band
+    cuts = [e for e in range(first, cell.stop, band) if e > cell.start]
+    parts = list(pairwise([cell.start, *cuts, cell.stop]))
     here = (max(cell.start, window[0]), min(cell.stop, window[1]))
     size = here[1] - here[0]
     if here != max(parts, key=lambda p: (p[1] - p[0], -p[0])):
@@ -133,23 +131,13 @@ def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
     for name in picture.names_of(cell.op):
         need = len(name)
         if KINDS[cell.op.kind].lane == ops.COMPUTE:
-            # A number alone tells no kind; and where names begin with a number, a blank parts them.
+            # A number alone names no kind; and where names begin with a number, a blank parts them.
             need = size + 1 if name.isdigit() else need + picture.several
         if need <= size:
             rest = size - len(name)
             # The last column stays free, so that neighbours do not run into each other.
             return name + "─" * (rest - 1) + " " * min(1, rest)
     return cell.op.kind.lower()[:1] * size
-
-
-def _parts(cell: _Cell, left: int, band: int) -> list[tuple[int, int]]:
-    """Where the bands cut a cell."""
-    edges = [cell.start, cell.stop]
-    if band:
-        first = left + (cell.start - left) // band * band
-        edges += [e for e in range(first, cell.stop, band) if e > cell.start]
-    edges.sort()
-    return [(a, b) for a, b in pairwise(edges) if b > a]
 
 
 def _painted(words: str, picture: Picture, rank: int, op: Op) -> str:
@@ -173,36 +161,32 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
 
 
 def _legend(picture: Picture, scale: float) -> str:
-    words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ops.SEND]
-    narrow = [k.lower() for k in picture.kinds if k in _narrow(picture, scale)]
-    if narrow:
-        words.append(f"{' '.join(narrow)} the same, too narrow for a number")
-    if ops.SEND in picture.kinds:
-        words.append("a>b messages from stage a to b")
-    names = "2F0 is piece 2, forward of microbatch 0" if picture.several else ""
-    if not picture.several and ops.FORWARD in picture.kinds:
-        names = "F0 is the forward of microbatch 0"
-    return " | ".join([*words, f"{_IDLE} idle", *([names] if names else [])])
-
-
-def _narrow(picture: Picture, scale: float) -> set[str]:
-    """The kinds of which some operation has only its letter."""
-    return {
+    # The kinds of which some operation has only its letter.
+    narrow = {
         s.op.kind
         for track in picture.tracks
         for s in track.spans
         if KINDS[s.op.kind].lane == ops.COMPUTE
         and (s.end - s.start) * scale < len(f"{s.op.kind}{s.op.index}") - 0.5
     }
+    words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ops.SEND]
+    if letters := [k.lower() for k in picture.kinds if k in narrow]:
+        words.append(f"{' '.join(letters)} the same, too narrow for a number")
+    words += ["a>b messages from stage a to b"] * (ops.SEND in picture.kinds)
+    words.append(f"{_IDLE} idle")
+    if picture.several:
+        words.append("2F0 is piece 2, forward of microbatch 0")
+    elif ops.FORWARD in picture.kinds:
+        words.append("F0 is the forward of microbatch 0")
+    return " | ".join(words)
 
 
 def _table(picture: Picture) -> list[str]:
     """Time by kind of operation, where there are two timelines to compare."""
     if picture.other is None:
         return []
-    names = [f"{name:>12}" for name in picture.names]
-    lines = ["", f"{'':16}{names[0]}{names[1]}  difference"]
-    for kind, first, second in picture.differences:
-        times = f"{number(first):>12}{number(second):>12}"
-        lines.append(f"{LEGEND[kind]:16}{times}  {change(first, second):>10}")
-    return [*lines, ""]
+    rows = [
+        (LEGEND[kind], number(first), number(second), change(first, second))
+        for kind, first, second in picture.differences
+    ]
+    return ["", *text_table(("", *picture.names, "difference"), rows).splitlines(), ""]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from textwrap import wrap
 
 __all__ = ["change", "number", "ticks", "wrapped"]
 
 
 def number(x: float) -> str:
-    """A number as short as four digits tell it: 33, 0.125, 1.047."""
+    """A number in at most four digits: 33, 0.125, 1.047."""
     return f"{x:.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
 
 
@@ -29,14 +30,4 @@ def wrapped(line: str, width: int) -> list[str]:
     """The words of a line in lines of at most `width`; a word that is longer is cut."""
     if len(line) <= width:
         return [line]
-    out, now = [], ""
-    for word in line.split(" "):
-        while len(word) > width:
-            out += [now] * bool(now) + [word[:width]]
-            now, word = "", word[width:]
-        if now and len(now) + 1 + len(word) > width:
-            out.append(now)
-            now = word
-        else:
-            now = f"{now} {word}" if now else word
-    return [*out, now]
+    return wrap(line, width, break_on_hyphens=False) or [""]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..draw import (
-    Axis,
+    ChartAxis,
     Html,
     MeshPicture,
     Picture,
@@ -178,7 +178,7 @@ def _drawn(
 ) -> Html:
     if not any(each.points for each in series):
         return paragraphs([f"{title}: nothing was recorded yet."])
-    x, y = Axis("step", "{:.0f}".format, base=0), Axis(unit, base=0, zero=zero)
+    x, y = ChartAxis("step", "{:.0f}".format, base=0), ChartAxis(unit, base=0, zero=zero)
     return tag("div", chart(title, series, x, y, marks=_marks(journal)), cls="scroll")
 
 
