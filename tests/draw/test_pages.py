@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 import xml.etree.ElementTree as xml
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import phalanx.draw
+from browser import needs_chromium, opened
 from phalanx.draw import Picture, chrome, page, svg, tag
 from phalanx.layout import Layout
 from phalanx.program import Costs, Op, Sizes, Span, Timeline, build, simulate
@@ -178,43 +177,13 @@ def test_no_other_file_writes_markup() -> None:
     assert '<div class="' not in tag("p", '<div class="x">')
 
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--dump-dom",
-    "--virtual-time-budget=2000",
-]
 KEYS = """<script>
 for (const key of ["n", "n", "ArrowDown", "+", "ArrowRight", "0", "Escape", "n", "n"])
   document.getElementById("lanes").dispatchEvent(new KeyboardEvent("keydown", { key }));
 </script>"""
 
 
-def opened(written: str, folder: Path) -> tuple[str, list[str]]:
-    """The page's elements after its script ran, and what it wrote on the console."""
-    place = folder / "page.html"
-    place.write_text(written)
-    done = subprocess.run(
-        [str(CHROMIUM), *QUIET, f"--user-data-dir={folder / 'profile'}", place.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@needs_chromium
 def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(tmp_path: Path) -> None:
     dom, console = opened(page(BOTH).replace("</body>", KEYS + "</body>"), tmp_path)
     assert console == []
@@ -227,7 +196,7 @@ def test_the_page_runs_in_a_browser_without_a_complaint_and_answers_keys(tmp_pat
     assert dom.count("<canvas") == 1 + 4  # the lanes, and memory of two ranks twice
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@needs_chromium
 def test_the_page_forbids_requests_so_that_one_would_be_seen(tmp_path: Path) -> None:
     away = "http://127.0.0.1:9/x"
     asked = f'<img src="{away}"><script>fetch("{away}").catch(() => 0)</script>'

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html import escape
 from pathlib import Path
 
 import pytest
 
+from browser import needs_chromium, opened
 from phalanx.cli.main import main
 from phalanx.draw import Picture, page
 from phalanx.lab import Size, conduct, lab_page
@@ -19,10 +18,6 @@ from phalanx.layout import Layout
 from phalanx.program import Costs, build, simulate
 from phalanx.report import report
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-QUIET = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
 LOOK = """
 const inner = document.querySelector("iframe").contentDocument;
 const sizes = [...inner.querySelectorAll("svg text")].map((text) => {
@@ -63,7 +58,7 @@ def of_the_lab() -> str:
     return lab_page(list(conduct(names, Size(8, 16, 4, 2), ranks=4)))
 
 
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@needs_chromium
 @pytest.mark.parametrize("which", ["draw", "report", "plan", "lab"])
 def test_a_page_fits_a_screen_of_400_pixels_with_legible_charts(which: str, tmp_path: Path) -> None:
     written = {
@@ -74,16 +69,8 @@ def test_a_page_fits_a_screen_of_400_pixels_with_legible_charts(which: str, tmp_
     }[which]()
     frame = f'<iframe width=400 height=900 srcdoc="{escape(written)}"></iframe>'
     outer = f"<body>{frame}<script>addEventListener('load', () => {{ {LOOK} }})</script></body>"
-    (tmp_path / "outer.html").write_text(outer)
-    flags = [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", "--virtual-time-budget=3000"]
-    done = subprocess.run(
-        [str(CHROMIUM), *QUIET.split(), *flags, (tmp_path / "outer.html").as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    match = re.search(r"FOUND(.*?)END", done.stdout)
+    dom, _ = opened(outer, tmp_path)
+    match = re.search(r"FOUND(.*?)END", dom)
     assert match
     found = json.loads(match[1])
     assert found["charts"] >= 1

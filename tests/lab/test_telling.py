@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from browser import needs_chromium, opened
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
 from phalanx.lab import NAMES, LabError, Size, Trial, conduct, lab_page, lab_text, listing
@@ -197,47 +196,14 @@ def test_what_means_nothing_is_refused_with_a_sentence(argv: list[str]) -> None:
     assert len(str(refused.value)) > 20
 
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--enable-logging=stderr",
-    "--dump-dom",
-    "--virtual-time-budget=2000",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-]
-
-
-def complaints(written: str, folder: Path) -> tuple[str, list[str]]:
-    """The page's elements as a browser has them, and what it wrote on the console."""
-    place = folder / "lab.html"
-    place.write_text(written)
-    done = subprocess.run(
-        [str(CHROMIUM), *QUIET, f"--user-data-dir={folder / 'profile'}", place.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+@needs_chromium
 def test_in_a_browser_the_page_opens_without_a_complaint_and_may_not_ask_for_anything(
     trials: list[Trial], tmp_path: Path
 ) -> None:
-    dom, console = complaints(lab_page(trials), tmp_path)
+    dom, console = opened(lab_page(trials), tmp_path)
     assert console == []
     assert dom.count("<section") == len(NAMES)
     # The page forbids itself every request, so one of its own would be seen on the console.
     asking = lab_page(trials[:1]).replace("</body>", '<img src="http://127.0.0.1:9/x"></body>')
-    _, console = complaints(asking, tmp_path)
+    _, console = opened(asking, tmp_path)
     assert [line for line in console if "Content Security Policy" in line]

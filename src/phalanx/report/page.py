@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ..draw import (
 from ..layout import Layout
 from ..layout.files import read_text
 from ..layout.journal import read_journal
+from ..layout.numbers import binary_text
 from ..program import Timeline
 from .compared import Compared
 
@@ -53,29 +55,36 @@ class _Journal:
     def of(self, event: str) -> list[Record]:
         return [r for r in self.records if r["event"] == event]
 
-    @property
+    @cached_property
     def starts(self) -> list[Record]:
         return self.of("start")
 
-    def segments(self) -> list[list[Record]]:
-        """The steps of each start."""
-        starts: list[list[Record]] = []
+    @cached_property
+    def segments(self) -> list[tuple[list[Record], list[Record]]]:
+        """The steps of each start: those that count, and those that a later start did again."""
+        steps: list[list[Record]] = []
         for record in self.records:
             if record["event"] == "start":
-                starts.append([])
-            elif record["event"] == "step" and starts:
-                starts[-1].append(record)
-        return starts
+                steps.append([])
+            elif record["event"] == "step" and steps:
+                steps[-1].append(record)
+        begins = [_number(start, "step") for start in self.starts]
+        again = [
+            min(filter(math.isfinite, begins[n:]), default=math.inf)
+            for n in range(1, len(begins) + 1)
+        ]
+        return [
+            (
+                [r for r in segment if not _number(r, "step") > end],
+                [r for r in segment if _number(r, "step") > end],
+            )
+            for segment, end in zip(steps, again, strict=True)
+        ]
 
+    @cached_property
     def steps(self) -> list[Record]:
-        """The steps that count: those done again after a restart only as they were last done."""
-        kept: list[Record] = []
-        for record in self.records:
-            if record["event"] == "start":
-                kept = [k for k in kept if _number(k, "step") <= _number(record, "step")]
-            elif record["event"] == "step":
-                kept.append(record)
-        return kept
+        """The steps that count."""
+        return [record for kept, _ in self.segments for record in kept]
 
 
 def report(folder: Path, compared: Compared | None = None) -> str:
@@ -120,18 +129,17 @@ def _points(
 
 
 def _marks(journal: _Journal) -> list[tuple[float, str]]:
-    return [
-        (
-            _number(start, "step"),
-            f"{'restart' if n else 'start'}: {start.get('layout') or 'one rank'}",
-        )
-        for n, start in enumerate(journal.starts)
-        if math.isfinite(_number(start, "step"))
-    ]
+    words = [f"{'restart' if n else 'start'}: {_layout(s)}" for n, s in enumerate(journal.starts)]
+    marks = ((_number(s, "step"), text) for s, text in zip(journal.starts, words, strict=True))
+    return [(step, text) for step, text in marks if math.isfinite(step)]
+
+
+def _layout(start: Record) -> str:
+    return str(start.get("layout") or "one rank")
 
 
 def _summary(journal: _Journal) -> Html:
-    last, steps = journal.starts[-1], journal.steps()
+    last, steps = journal.starts[-1], journal.steps
     model = last.get("model")
     name = model.get("name", "") if isinstance(model, dict) else ""
     parameters = _number(last, "parameters")
@@ -142,8 +150,7 @@ def _summary(journal: _Journal) -> Html:
     lines = [
         f"{name}, {parameters:,.0f} parameters, on {last.get('data')}; step {at:.0f} of"
         f" {last.get('steps')}, {ended}",
-        f"{len(journal.starts)} starts; the last as {last.get('layout') or 'one rank'} on"
-        f" {last.get('ranks')} ranks",
+        f"{len(journal.starts)} starts; the last as {_layout(last)} on {last.get('ranks')} ranks",
     ]
     if steps:
         rate = statistics.median(_number(s, "tokens_per_second") for s in steps)
@@ -160,16 +167,13 @@ def _summary(journal: _Journal) -> Html:
 
 
 def _lines(journal: _Journal, name: str, scale: float, words: str) -> list[Series]:
-    """A line for each start; steps that a later start did again are faint."""
-    begins = [_number(start, "step") for start in journal.starts]
+    """A line for each start; steps that a later start did again are faint, from where it began."""
     series = []
-    for n, segment in enumerate(journal.segments()):
-        again = min([b for b in begins[n + 1 :] if math.isfinite(b)], default=math.inf)
-        kept = [r for r in segment if _number(r, "step") <= again]
-        lost = [r for r in segment if _number(r, "step") >= again]
+    for kept, again in journal.segments:
         series.append(Series(words, _points(kept, name, scale), dots=False))
-        if len(lost) > 1:
-            series.append(Series(words, _points(lost, name, scale), dots=False, faint=True))
+        if again:
+            lost = _points([*kept[-1:], *again], name, scale)
+            series.append(Series(words, lost, dots=False, faint=True))
     return series
 
 
@@ -223,30 +227,25 @@ def _memory(journal: _Journal) -> Html:
     kinds = ("weights", "optimizer", "gathered and gradients")
     head = ["rank", *(words for kind in kinds for words in (f"{kind}, predicted", "measured"))]
     rows = [
-        [rank, *(_bytes(_inside(one, how, k)) for k in kinds for how in ("promised", "measured"))]
+        [rank, *(_size(_inside(one, how, k)) for k in kinds for how in ("promised", "measured"))]
         for rank, one in enumerate(ranks)
     ]
-    most = max((_number(s, "memory") for s in journal.steps()), default=math.nan)
+    most = max((_number(s, "memory") for s in journal.steps), default=math.nan)
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
         " measured. Activations are not included. The most that one rank used for everything,"
-        f" its process included: {_bytes(most)}."
+        f" its process included: {_size(most)}."
     )
     return Html(paragraphs([note]) + table(head, rows))
+
+
+def _size(count: float) -> str:
+    return binary_text(count) if math.isfinite(count) else "-"
 
 
 def _inside(one: Any, how: str, kind: str) -> float:
     inner = one.get(how) if isinstance(one, dict) else None
     return _number(inner, kind) if isinstance(inner, dict) else math.nan
-
-
-def _bytes(amount: float) -> str:
-    if not math.isfinite(amount):
-        return "-"
-    for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if amount >= size:
-            return f"{amount / size:.2f} {name}"
-    return f"{amount:.0f} B"
 
 
 def _timeline(folder: Path) -> Html:
