@@ -655,10 +655,10 @@ def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> Non
 
 @pytest.mark.parametrize("scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3])
 def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -> None:
-    from phalanx.train import CheckpointError, Manifest, Progress
+    from phalanx.train import CheckpointError, Manifest
 
-    text = str(Manifest(Progress(1, state={"loss_scale": scale}), (), ()))
+    text = str(Manifest(1, state={"loss_scale": scale}))
     with pytest.raises(CheckpointError, match=r"here: body: 'loss_scale' is .*belong there"):
         Manifest.parse(text, "here")
-    good = str(Manifest(Progress(1, state={"loss_scale": [65536.0, 3]}), (), ()))
+    good = str(Manifest(1, state={"loss_scale": [65536.0, 3]}))
     assert Manifest.parse(good, "here").progress.state == {"loss_scale": [65536.0, 3]}

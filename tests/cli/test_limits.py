@@ -9,7 +9,7 @@ from phalanx.cli import bench, draw, plan, usage
 from phalanx.cli import verify as verify_command
 from phalanx.layout import Shape, choices, files, journal, layout, mesh, source
 from phalanx.report import page
-from phalanx.train import checkpoint_manifest as manifest
+from phalanx.train import checkpoint_format as manifest
 from phalanx.train.data import token_files
 from phalanx.verify.verify import LOG
 

@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from loop_worlds import losses, records, weights
 
 from phalanx.train.checkpoint import SAVING, steps
-from phalanx.train.checkpoint_manifest import verify_checkpoint
+from phalanx.train.checkpoint_format import verify_checkpoint
 
 EVERY = 3  # steps between saves
 CODE = "import sys; from phalanx.cli.train import run; sys.exit(run(sys.argv[1:]))"

@@ -9,7 +9,7 @@ from phalanx.layout import Layout
 from phalanx.layout.journal import Record, read_journal
 from phalanx.layout.run import Run
 from phalanx.plan import Machine, Rate
-from phalanx.train.checkpoint_manifest import hash_tensors
+from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import Outcome, train
 
 # A peak from a file: measuring one takes a moment in each run and is not what is tested.

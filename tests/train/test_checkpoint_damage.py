@@ -13,8 +13,9 @@ import pytest
 from checkpoint_worlds import Run, run, saved_twice
 
 from phalanx.train import checkpoint
-from phalanx.train.checkpoint import CheckpointError, steps
-from phalanx.train.checkpoint_manifest import Manifest, hash_tensors, verify_checkpoint
+from phalanx.train.checkpoint import steps
+from phalanx.train.checkpoint_format import CheckpointError, Manifest, verify_checkpoint
+from phalanx.train.checkpoint_load import hash_tensors
 
 FIRST = "rank-00000.safetensors"
 

@@ -26,9 +26,13 @@ from phalanx.layout.run import Run
 from phalanx.models import Decoder, RopeScaling
 from phalanx.train import checkpoint_exchange
 from phalanx.train.checkpoint_exchange import export_weights, family_of, import_weights
-from phalanx.train.checkpoint_file import CheckpointError, write_file
-from phalanx.train.checkpoint_manifest import Reader, hash_tensors, read_manifest, verify_checkpoint
-from phalanx.train.checkpoint_model import table_of
+from phalanx.train.checkpoint_format import (
+    CheckpointError,
+    read_manifest,
+    verify_checkpoint,
+    write_file,
+)
+from phalanx.train.checkpoint_load import TensorReader, hash_tensors, table_of
 from phalanx.train.rank import batches_of
 from phalanx.verify import SHAPES
 
@@ -98,7 +102,7 @@ def ours(path: Path, tokens: Tensor) -> Tensor:
         bias=shape.bias, qk_norm=shape.qk_norm, eps=shape.eps,  # type: ignore[arg-type]
     )  # fmt: skip
     weights = dict(decoder.named_parameters())
-    with Reader(path, manifest) as reader:
+    with TensorReader(path, manifest) as reader:
         for tensor in manifest.tensors:
             if tensor.kind == "weight":
                 weights.pop(tensor.name).data = reader.whole(tensor).float()
@@ -180,7 +184,7 @@ def test_every_exported_tensor_is_the_one_of_that_name(family: str, tmp_path: Pa
     for file in (tmp_path / "hub").glob("*.safetensors"):
         exported |= safetensors.torch.load_file(file)
     manifest = read_manifest(path)
-    with Reader(path, manifest) as reader:
+    with TensorReader(path, manifest) as reader:
         for tensor in manifest.tensors:
             if tensor.kind != "weight":
                 continue
@@ -223,7 +227,7 @@ def hub(folder: Path) -> Path:
     }
     folder.mkdir()
     write_file(folder / "model.safetensors", names)
-    config = checkpoint_exchange._config(shape, "llama", "float32")
+    config = checkpoint_exchange.config_of(shape, "llama", "float32")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -264,9 +268,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a window": (config(model_type="mistral", sliding_window=8), "sliding window"),
     "biases": (config(attention_bias=True), "biases in attention"),
     "another activation": (config(hidden_act="gelu"), "hidden_act is not silu"),
-    "no size": (config(hidden_size=None), "'hidden_size' is None"),
-    "a text for a size": (config(vocab_size="61"), "'vocab_size' is '61'"),
-    "a text for a number": (config(rope_theta="x"), "no number"),
+    "no size": (config(hidden_size=None), "hidden_size = null is nothing"),
+    "a text for a size": (config(vocab_size="61"), 'vocab_size = "61" is text'),
+    "a text for a number": (config(rope_theta="x"), 'rope_theta = "x" is text'),
     "more layers": (config(num_hidden_layers=2), "layers.1.* is missing"),
     "fewer heads": (config(num_attention_heads=2), r"q_proj.weight is \[64, 32\], \[32, 32\] is"),
     "heads that do not divide": (config(num_key_value_heads=3), "does not divide"),
@@ -313,7 +317,7 @@ def test_the_command_shows_verifies_exports_and_imports(
     assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="holds no checkpoint"):
         command(["show", folder])
-    with pytest.raises(UsageError, match="needs --out"):
+    with pytest.raises(UsageError, match="required: --out"):
         command(["import", folder])
 
 

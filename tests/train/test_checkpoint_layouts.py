@@ -14,13 +14,9 @@ from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
 
 from phalanx.parallel import build_model, start
 from phalanx.train import AdamW, Sgd
-from phalanx.train.checkpoint import CheckpointError, steps
-from phalanx.train.checkpoint_manifest import (
-    Reader,
-    hash_tensors,
-    read_manifest,
-    verify_checkpoint,
-)
+from phalanx.train.checkpoint import steps
+from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_load import TensorReader, hash_tensors
 from phalanx.verify import SHAPES
 
 # Two key and value heads over four places: copies that are written once.
@@ -46,7 +42,7 @@ def test_copies_of_heads_padding_and_other_optimizers(
     path = tmp_path / "a" / "step-00000002"
     told = read_manifest(path)
     for tensor in told.tensors:  # no number is written twice, and all of them are
-        numbers = sum(p.stop - p.start for p in tensor.pieces)
+        numbers = sum(p.stop - p.start for p in tensor.shards)
         padding = {"embed.tokens.weight", "head.output.weight"} | {
             t.name for t in told.tensors if ".mlp." in t.name
         }
@@ -197,7 +193,7 @@ def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -
     manifest = read_manifest(path)
     assert verify_checkpoint(path) == []
     model = build_model(shape)
-    with Reader(path, manifest) as reader:
+    with TensorReader(path, manifest) as reader:
         weights = {t.name: reader.whole(t) for t in manifest.tensors if t.kind == "weight"}
     assert weights.keys() == model.weights.keys()
     for name, weight in weights.items():

@@ -18,9 +18,8 @@ from phalanx.layout import Shape
 from phalanx.layout.codec import toml_value
 from phalanx.parallel import build_model
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_file import CheckpointError
-from phalanx.train.checkpoint_manifest import Manifest, read_manifest
-from phalanx.train.checkpoint_model import Identity, differing_sizes, table_of
+from phalanx.train.checkpoint_format import CheckpointError, Manifest, read_manifest
+from phalanx.train.checkpoint_load import ModelIdentity, differing_sizes, table_of
 
 PLAIN = {"layers": 3, "hidden": 16, "heads": 2, "ffn": 24, "vocab": 256, "sequence": 32}
 # Each changes what the model computes. Most leave every weight's name and shape as they were.
@@ -108,23 +107,21 @@ def test_a_shape_as_a_table_reads_back() -> None:
 
 def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(saved: Path) -> None:
     manifest = read_manifest(steps(saved / "checkpoints")[0])
-    old = Manifest.parse(
-        str(replace(manifest, progress=replace(manifest.progress, shape=None, config={}))), "old"
-    )
+    old = Manifest.parse(str(replace(manifest, shape=None, config={})), "old")
     shape = manifest.progress.shape
     assert shape is not None
-    same = Identity.of(build_model(shape), shape)
+    same = ModelIdentity.of(build_model(shape), shape)
     assert same.differences(old) == []
     assert same.notices(old) == [
         "the checkpoint has no shape of its model: only weights were compared"
     ]
     fewer = replace(shape, layers=2)
-    wrong = Identity.of(build_model(fewer), fewer).differences(old)
+    wrong = ModelIdentity.of(build_model(fewer), fewer).differences(old)
     assert all(w.startswith("has a weight 'layers.2.") for w in wrong[:5])
     assert wrong[-1] == "and 4 weights more"
     wider = replace(shape, ffn=25)
     assert "layers.0.mlp.gate.weight is [24, 16], the model's is [25, 16]" in (
-        Identity.of(build_model(wider), wider).differences(old)
+        ModelIdentity.of(build_model(wider), wider).differences(old)
     )
 
 

@@ -254,12 +254,12 @@ LIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no text": (lambda out: (out / "index.json").write_bytes(b"\x80\x04."), "not text"),
     "other format": (lambda out: _index(out, format="pickle"), "this reads"),
     "newer": (lambda out: _index(out, version=2), "of version 1"),
-    "dtype": (lambda out: _index(out, dtype="O"), "'dtype' is 'O'"),
+    "dtype": (lambda out: _index(out, dtype="O"), 'dtype = "O" is unknown'),
     "vocabulary": (lambda out: _index(out, vocab=70_000), "cannot name 70000"),
-    "true": (lambda out: _index(out, vocab=True), "a whole number belongs there"),
-    "no splits": (lambda out: _index(out, splits=None), "'splits'"),
+    "true": (lambda out: _index(out, vocab=True), "Write a whole number"),
+    "no splits": (lambda out: _index(out, splits=None), "splits = null is nothing"),
     "count": (lambda out: _splits(out, tokens=1 << 61), "numbers of uint8 are"),
-    "negative": (lambda out: _splits(out, tokens=-1), "it is at least 0"),
+    "negative": (lambda out: _splits(out, tokens=-1), "out of bounds"),
     "truncated": (lambda out: os.truncate(out / "train.tokens", 10), "has 10 bytes"),
     "gone": (lambda out: (out / "train.documents").unlink(), "No such file"),
     "link": (_linked, "link out of its folder"),
@@ -344,7 +344,7 @@ def test_the_command_prepares_and_shows(
     assert said["train"]["documents"] + said["validation"]["documents"] == 60
     assert run(["show", "python"]) == 0
     assert "vocabulary of 256" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="needs --out DIR"):
+    with pytest.raises(UsageError, match="required: --out"):
         run(["prepare", str(books)])
     with pytest.raises(UsageError, match="is not there"):
         run(["show", str(tmp_path / "nothing")])

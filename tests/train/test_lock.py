@@ -27,7 +27,7 @@ from phalanx.comm import RankFailed
 from phalanx.comm.shm.watch import process_state
 from phalanx.train import lock
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_manifest import verify_checkpoint
+from phalanx.train.checkpoint_format import verify_checkpoint
 from phalanx.train.lock import RunLocked, hold_as_rank, hold_run
 
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"

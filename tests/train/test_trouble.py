@@ -27,8 +27,9 @@ from phalanx.comm import RankFailed
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
 from phalanx.train import checkpoint, loop
-from phalanx.train.checkpoint import CheckpointError, steps
-from phalanx.train.checkpoint_manifest import hash_tensors, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint import steps
+from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.data import DataError
 from phalanx.train.log import Goodput, Journal, JournalError
 from phalanx.train.rank import Rank, batches_of

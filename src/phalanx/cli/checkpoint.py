@@ -72,7 +72,7 @@ def _checkpoints(source: str) -> list[Path]:
 def _show(argv: list[str]) -> int:
     args = _parser("show", "What a checkpoint holds, and of which run it is.").read(argv)
     path, *older = _checkpoints(args.source)
-    from ..train.checkpoint_manifest import read_manifest
+    from ..train.checkpoint_format import read_manifest
 
     manifest = read_manifest(path)
     progress = manifest.progress
@@ -106,7 +106,7 @@ def _show(argv: list[str]) -> int:
 def _verify(argv: list[str]) -> int:
     args = _parser("verify", "Compares every byte with its checksum.").read(argv)
     paths = _checkpoints(args.source)
-    from ..train.checkpoint_manifest import verify_checkpoint
+    from ..train.checkpoint_format import verify_checkpoint
 
     faults = {str(path): verify_checkpoint(path) for path in paths}
     lines = [
@@ -124,7 +124,7 @@ def _export(argv: list[str]) -> int:
     args = parser.read(argv)
     path = _checkpoints(args.source)[0]
     from ..train.checkpoint_exchange import export_weights
-    from ..train.checkpoint_manifest import verify_checkpoint
+    from ..train.checkpoint_format import verify_checkpoint
 
     if faults := verify_checkpoint(path):
         say("\n".join(faults))

@@ -99,8 +99,7 @@ def _adopted(run: Run) -> tuple[Run, str]:
     """A run that names no model goes on with that of its newest checkpoint, trained or imported."""
     if not run.checkpoints.is_dir():
         return run, ""
-    from ..train.checkpoint import newest
-    from ..train.checkpoint_model import differing_sizes, own_model, table_of
+    from ..train.checkpoint_load import differing_sizes, newest, own_model, table_of
 
     saved = newest(run.checkpoints)
     if saved is None:
@@ -150,7 +149,7 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
 def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
     """One rank of those that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
-    from ..train.checkpoint_file import CheckpointError
+    from ..train.checkpoint_format import CheckpointError
     from ..train.lock import RunLocked
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
@@ -210,12 +209,11 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
 
 def _refuse_other_model(config: Run, shape: Shape) -> None:
     """Refuse it before any rank starts; the ranks look again at what they choose to go on from."""
-    from ..train.checkpoint import newest, refuse_other
-    from ..train.checkpoint_model import Identity
+    from ..train.checkpoint_load import ModelIdentity, newest, refuse_other
     from ..train.program import maker_of
 
     if saved := newest(config.checkpoints):
-        refuse_other(*saved, Identity.of(maker_of(config)(), shape, config.own))
+        refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
 
 
 def _layout(config: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) -> Layout:
@@ -238,7 +236,7 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
     from ..comm import RankFailed, RanksDiffer, launch
     from ..program import ProgramError
-    from ..train.checkpoint_file import CheckpointError
+    from ..train.checkpoint_format import CheckpointError
     from ..train.data import DataError
     from ..train.lock import hold_run
     from ..train.log import JournalError

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -255,8 +255,7 @@ class Reader:
     def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
         """The instance, with defaults in place of values with mistakes; if it cannot be made, the
         mistakes say why."""
-        hints = get_type_hints(cls)
-        known = {_name(f): f for f in fields(cls)}
+        known, hints = _keys(cls)
         values: dict[str, Any] = {}
         before = len(self._found) + self._more
         for name, value in given.items():
@@ -283,12 +282,15 @@ class Reader:
 
     def value(self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]) -> Any:
         """The value of a field as its type wants it."""
-        parts = get_args(hint)
-        shown = f"{path} = {_shown(value)}"
+        if hint is int and type(value) is int and not limits:
+            return value
+        parts = _parts(hint)
         if isinstance(value, str) and (bad := unwritable(value)):
-            return self._wrong(path, f"{shown} has the character {bad}", "Leave it out")
+            what = f"{path} = {_shown(value)} has the character {bad}"
+            return self._wrong(path, what, "Leave it out")
         if not _fits(value, hint):
-            return self._wrong(path, f"{shown} is {_kind(value)}", _way_out(hint, path))
+            what = f"{path} = {_shown(value)} is {_kind(value)}"
+            return self._wrong(path, what, _way_out(hint, path))
         if isinstance(hint, UnionType):
             part = next(part for part in parts if _fits(value, part))
             return self.value(part, value, path, limits)
@@ -304,7 +306,7 @@ class Reader:
         elif parts and _plain(hint) is dict:
             inner = {k: self.value(parts[1], item, f"{path}.{k}", {}) for k, item in value.items()}
             value = _WRONG if any(item is _WRONG for item in inner.values()) else inner
-        if value is not _WRONG and (problem := _problem(value, path, limits)):
+        if limits and value is not _WRONG and (problem := _problem(value, path, limits)):
             return self._wrong(path, *problem)
         return float(value) if hint is float else value
 
@@ -356,6 +358,12 @@ def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str
 # ---- fields and their types
 
 
+@cache  # a manifest has many thousand tables of one class
+def _keys(cls: Any) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
+    """The fields of a class by the names of their keys, and their types by the names of fields."""
+    return {_name(f): f for f in fields(cls)}, get_type_hints(cls)
+
+
 def _name(one: Field[Any]) -> str:
     name: str = one.metadata.get("name") or one.name
     return name
@@ -369,6 +377,10 @@ def _default(one: Field[Any]) -> Any:
     return one.default_factory() if one.default_factory is not MISSING else one.default
 
 
+_parts = cache(get_args)
+
+
+@cache
 def _plain(hint: Any) -> Any:
     """The Python type that TOML has for a field's type."""
     plain = get_origin(hint) or hint
@@ -379,7 +391,7 @@ def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type, not counting what lists and tables hold."""
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
-    plain, parts = _plain(hint), get_args(hint)
+    plain, parts = _plain(hint), _parts(hint)
     if hint is Any or plain is NoneType:
         return hint is Any or value is None
     if plain is tuple:

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from .data import Batches, Corpus, DataError, open_corpus, prepare
 
 if TYPE_CHECKING:
-    from .checkpoint import Loaded, Saved, Saver, load, save
+    from .checkpoint import Saved, Saver, save
     from .checkpoint_exchange import export_weights, import_weights
-    from .checkpoint_file import CheckpointError
-    from .checkpoint_manifest import (
+    from .checkpoint_format import (
+        CheckpointError,
         Manifest,
         Progress,
-        hash_tensors,
         read_manifest,
         verify_checkpoint,
     )
+    from .checkpoint_load import Loaded, hash_tensors, load
     from .executor import Executor, StepResult
     from .loop import Outcome, TrainError, train
     from .optimizer import AdamW, Optimizer, Sgd
@@ -59,10 +59,10 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
-    "checkpoint": "Loaded Saved Saver load save",
+    "checkpoint": "Saved Saver save",
     "checkpoint_exchange": "export_weights import_weights",
-    "checkpoint_file": "CheckpointError",
-    "checkpoint_manifest": "Manifest Progress hash_tensors read_manifest verify_checkpoint",
+    "checkpoint_format": "CheckpointError Manifest Progress read_manifest verify_checkpoint",
+    "checkpoint_load": "Loaded hash_tensors load",
     "executor": "Executor StepResult",
     "loop": "Outcome TrainError train",
     "optimizer": "AdamW Optimizer Sgd",

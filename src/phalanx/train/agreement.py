@@ -25,8 +25,6 @@ from ..parallel import Model
 from ..program import Program
 from .data import Corpus
 
-__all__ = ["facts_of"]
-
 BLOCK = 1 << 16
 DIGITS = 16  # of a checksum that are compared and shown
 BLOCKS = 1024  # of an array that are read at most, evenly over it: 64 MiB

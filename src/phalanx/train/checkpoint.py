@@ -1,15 +1,12 @@
-"""Saving a run and going on with it, in any layout.
+"""Saving a run. Going on with it is in `checkpoint_load.py`, the files are in `checkpoint_format.py`.
 
 A save is a folder `step-00000100` that appears whole or not at all: every rank writes its own file
 into a hidden folder, all agree that it is there, rank 0 writes the manifest and renames. Whatever goes
-wrong on one rank, all ranks learn of it and decide alike. Nearby: `checkpoint_file.py` (one file),
-`checkpoint_manifest.py` (what is in which file), `folder.py` (files that are not trusted).
+wrong on one rank, all ranks learn of it and decide alike.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import shutil
 import threading
@@ -17,42 +14,35 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..comm import Group
-from ..comm.agree import broadcast_text, errors_of, exchange
+from ..comm.agree import errors_of, exchange
 from ..layout.files import sync_folder, write_text
 from ..parallel import Entry
 from ..parallel.local import LocalModel
-from .checkpoint_file import NAMES, CheckpointError, File, chunk_sums, read_header, write_file
-from .checkpoint_manifest import (
+from .checkpoint_format import (
     MANIFEST,
+    NAMES,
     WEIGHT,
-    Logical,
+    Box,
+    CheckpointError,
     Manifest,
-    Piece,
     Progress,
-    Reader,
-    faults,
-    manifest_text,
+    StoredShard,
+    StoredTensor,
     name_of,
-    parse_manifest,
-    read_manifest,
-    report,
+    write_file,
 )
-from .checkpoint_model import Identity, weight_differences
-from .folder import Folder
 from .optimizer import Update
 
 _STEP = re.compile(r"step-(\d{8,18})")
 # Hidden names of what is not a checkpoint: begun, or about to be removed.
 SAVING, REMOVED = ".saving-", ".removed-"
 ASIDE = "set-aside-"
-# What torch's optimizers keep for every number.
-KEPT = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
 
 Updates = Mapping[int, Update]
 
@@ -63,9 +53,6 @@ def steps(folder: Path) -> list[Path]:
         return []
     paths = [p for p in folder.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
     return sorted(paths, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
-
-
-# ---- saving
 
 
 @dataclass(frozen=True)
@@ -124,9 +111,8 @@ class Saver:
         error = _make_hidden(hidden) if self.group.rank == 0 else ""
         if errors := errors_of(self.group, error):
             return (*before, self._decide(progress.step, errors))
-        snapshot = Snapshot.take(self.local, self.updates, self.buffers)
-        path = hidden / f"rank-{self.group.rank:05}.safetensors"
-        self.pending = _Pending(progress, snapshot, path)
+        snapshot = self._snapshot(progress)
+        self.pending = _Pending(snapshot, hidden / f"rank-{self.group.rank:05}.safetensors")
         if self.asynchronous:
             self.pending.thread.start()
             return before
@@ -153,11 +139,11 @@ class Saver:
         if not errors:
             reports, error = exchange(self.group, pending.report, 0), ""
             if self.group.rank == 0:
-                error, notice = commit(self.folder, hidden, pending.progress, reports, self.keep)
+                error, notice = commit(self.folder, hidden, reports, self.keep)
             errors = errors_of(self.group, error)
         if errors and self.group.rank == 0:
             shutil.rmtree(hidden, ignore_errors=True)
-        return (self._decide(pending.progress.step, errors, notice),)
+        return (self._decide(pending.snapshot.manifest.step, errors, notice),)
 
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
@@ -165,12 +151,58 @@ class Saver:
             raise CheckpointError(f"{path} could not be saved, what was before stays. {error}")
         return Saved(step, path, error, notice)
 
+    def _snapshot(self, progress: Progress) -> Snapshot:
+        """This rank's own numbers on the host. They are copied unless training waits for the file."""
+        numbers = {tensor.title: (tensor, own) for tensor, own in owned(self.local, self.updates)}
+        device = self.local.pool.device
+        tensors = {title: own for title, (_, own) in numbers.items()}
+        if self.asynchronous or device.type != "cpu":
+            tensors = {title: self._copied(title, own) for title, own in tensors.items()}
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        kept = [update.torch for update in self.updates.values() if update.torch is not None]
+        counts = {float(s["step"]) for each in kept for s in each.state.values() if "step" in s}
+        assert len(counts) <= 1, f"weights of one rank have had {sorted(counts)} updates"
+        manifest = Manifest(
+            **vars(progress),
+            optimizer=optimizer_name(self.updates),
+            updates=next(iter(counts), None),
+            tensors=tuple(tensor for tensor, _ in numbers.values()),
+        )
+        return Snapshot(manifest, tensors)
+
+    def _copied(self, title: str, numbers: Tensor) -> Tensor:
+        if title not in self.buffers or self.buffers[title].shape != numbers.shape:
+            pinned = numbers.is_cuda
+            self.buffers[title] = torch.empty_like(numbers, device="cpu", pin_memory=pinned)
+        return self.buffers[title].copy_(numbers, non_blocking=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """Numbers on the host, by the titles that they have in the manifest of what one rank writes."""
+
+    manifest: Manifest
+    tensors: Mapping[str, Tensor]
+
+    def write(self, path: Path) -> str:
+        """Write them into a file; the manifest with where they are, as text. A rank that owns nothing
+        makes no file."""
+        if not self.tensors:
+            return str(self.manifest)
+        file, offsets = write_file(path, self.tensors)
+        placed = tuple(
+            replace(each, shards=(replace(each.shards[0], offset=offsets[each.title]),))
+            for each in self.manifest.tensors
+        )
+        return str(replace(self.manifest, files=(file,), tensors=placed))
+
 
 class _Pending:
     """One rank's file while it is written, in this thread or in one of its own."""
 
-    def __init__(self, progress: Progress, snapshot: Snapshot, path: Path) -> None:
-        self.progress, self.snapshot, self.path = progress, snapshot, path
+    def __init__(self, snapshot: Snapshot, path: Path) -> None:
+        self.snapshot, self.path = snapshot, path
         self.report = self.error = ""
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
 
@@ -179,40 +211,35 @@ class _Pending:
         try:
             self.report = self.snapshot.write(self.path)
         except Exception as error:
-            self.error = _why(error)
+            self.error = why(error)
 
 
-class Part(NamedTuple):
-    """Numbers of a weight, or of what the optimizer keeps for them."""
-
-    kind: str
-    entry: Entry
-    numbers: Tensor  # flat: numbers entry.start to entry.stop of this rank's shard
-
-    def described(self, offset: int = 0) -> Logical:
-        """The whole tensor, with these numbers as its only piece."""
-        entry, weight = self.entry, self.entry.weight
-        key = f"{self.kind}/{weight.name}"
-        piece = Piece(0, key, offset, _box(entry), weight.local, entry.start, entry.stop)
-        return Logical(self.kind, weight.name, NAMES[self.numbers.dtype], weight.shape, (piece,))
+# ---- which numbers a rank writes
 
 
-def owned(local: LocalModel, updates: Updates) -> Iterator[Part]:
-    """The numbers that this rank writes: those that no rank before it has."""
+def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, Tensor]]:
+    """The numbers that this rank writes, flat: those that no rank before it has. Each with the whole
+    tensor that it is a shard of, as if it began the first file."""
     for number, unit in local.units.items():
         # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
         if number not in local.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
-            padding = any(a == b for a, b in _box(entry))
+            padding = any(a == b for a, b in box_of(entry))
             if entry.weight.counted and not padding:
                 run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-                yield Part(WEIGHT, entry, unit.home[run])
-                for kind, kept in _state(updates[number], entry):
-                    yield Part(kind, entry, kept)
+                for kind, own in ((WEIGHT, unit.home[run]), *_state(updates[number], entry)):
+                    yield _described(kind, entry, own), own
 
 
-def _box(entry: Entry) -> tuple[tuple[int, int], ...]:
+def _described(kind: str, entry: Entry, numbers: Tensor) -> StoredTensor:
+    weight = entry.weight
+    title, box = f"{kind}/{weight.name}", box_of(entry)
+    shard = StoredShard(title, box, tuple(weight.local), 0, 0, entry.start, entry.stop)
+    return StoredTensor(kind, weight.name, NAMES[numbers.dtype], tuple(weight.shape), (shard,))
+
+
+def box_of(entry: Entry) -> Box:
     return tuple((cut.start, cut.stop) for cut in entry.weight.cuts)
 
 
@@ -226,60 +253,15 @@ def _state(update: Update, entry: Entry) -> Iterator[tuple[str, Tensor]]:
                     yield kind, kept[at : at + entry.stop - entry.start]
 
 
-def _optimizer(updates: Updates) -> str:
+def optimizer_name(updates: Updates) -> str:
+    """The name of the optimizer, as torch calls it; empty on a rank that updates nothing."""
     return next((type(u.torch).__name__ for u in updates.values() if u.torch is not None), "")
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """A rank's own numbers on the host, which training does not change any more."""
-
-    tensors: dict[str, Tensor]
-    described: tuple[Logical, ...]
-    optimizer: str = ""
-    updates: tuple[float, ...] = ()
-
-    @classmethod
-    def take(cls, local: LocalModel, updates: Updates, buffers: dict[str, Tensor]) -> Snapshot:
-        """Copy into `buffers`, host memory that is kept from one snapshot to the next."""
-        tensors: dict[str, Tensor] = {}
-        described = []
-        for part in owned(local, updates):
-            logical, numbers = part.described(), part.numbers
-            key = logical.title
-            if key not in buffers or buffers[key].shape != numbers.shape:
-                buffers[key] = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
-            tensors[key] = buffers[key].copy_(numbers, non_blocking=True)
-            described.append(logical)
-        if local.pool.device.type == "cuda":
-            torch.cuda.current_stream(local.pool.device).synchronize()
-        counts = {
-            float(state["step"])
-            for update in updates.values()
-            if update.torch is not None
-            for state in update.torch.state.values()
-            if "step" in state
-        }
-        return cls(tensors, tuple(described), _optimizer(updates), tuple(sorted(counts)))
-
-    def write(self, path: Path) -> str:
-        """Write the file and read it back; the report for the manifest."""
-        file: File | None = None
-        described = []
-        if self.tensors:
-            file = write_file(path, self.tensors)
-            folder = Folder(path.parent, CheckpointError)
-            with folder.open(path.name) as again:
-                if tuple(chunk_sums(again)) != file.chunks:
-                    raise CheckpointError(f"{path}: read back, it is not what was written.")
-            header = read_header(folder, path.name)
-            for each in self.described:
-                piece = replace(each.pieces[0], offset=header[each.title].offset)
-                described.append(replace(each, pieces=(piece,)))
-        return report(file, described, self.optimizer, self.updates)
+# ---- what rank 0 does with the folder
 
 
-def _why(error: Exception) -> str:
+def why(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     return str(error) or type(error).__name__
@@ -296,29 +278,29 @@ def _make_hidden(hidden: Path) -> str:
                     shutil.rmtree(left)
         hidden.mkdir()
     except OSError as error:
-        return _why(error)
+        return why(error)
     return ""
 
 
-def commit(
-    folder: Path, hidden: Path, progress: Progress, reports: list[str], keep: int
-) -> tuple[str, str]:
+def commit(folder: Path, hidden: Path, reports: list[str], keep: int) -> tuple[str, str]:
     """Make what all ranks have written a checkpoint, then remove old ones. Why it is none, and what
     went wrong after it had become one: then it is there, and so is what was before."""
-    path = folder / name_of(progress.step)
-    replaced = path.with_name(f"{REMOVED}{path.name}")
+    replaced: Path | None = None
     try:
-        text = str(Manifest.merged(progress, reports))
+        parts = [Manifest.decode(text, f"rank {rank}") for rank, text in enumerate(reports)]
+        text = str(Manifest.merged(parts))
         Manifest.parse(text, str(hidden / MANIFEST))  # what cannot be read is not written
         write_text(hidden / MANIFEST, text, durable=True)
+        path = folder / name_of(parts[0].step)
+        replaced = path.with_name(f"{REMOVED}{path.name}")
         if path.exists():
             path.rename(replaced)
         hidden.rename(path)
     except (OSError, ValueError) as error:
         with suppress(OSError):
-            if replaced.exists() and not path.exists():
+            if replaced and replaced.exists() and not path.exists():
                 replaced.rename(path)
-        return _why(error), ""
+        return why(error), ""
     finishing: dict[str, Callable[[], None]] = {
         "its folder could not be brought to the disk": lambda: sync_folder(folder),
         "what it replaces could not be removed": lambda: _remove(replaced),
@@ -329,7 +311,7 @@ def commit(
         try:
             finish()
         except OSError as error:
-            wrong.append(f"{what}: {_why(error)}")
+            wrong.append(f"{what}: {why(error)}")
     return "", "; ".join(wrong)
 
 
@@ -350,200 +332,3 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
 def _remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
-
-
-# ---- going on
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """Where a run goes on, what was passed over as damaged on the way there, and what a person should
-    know of the model (see `checkpoint_model.py`)."""
-
-    progress: Progress
-    path: Path
-    damaged: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-
-
-def load(
-    folder: Path,
-    local: LocalModel,
-    updates: Updates,
-    *,
-    path: Path | None = None,
-    identity: Identity | None = None,
-) -> Loaded | None:
-    """Go on from the newest sound checkpoint of a run, or from the one at `path`, in this layout.
-
-    Every rank calls it. Nothing is changed before all ranks have found the files sound and the
-    model to be that of `identity`, or at least the tensors to be those of the model. None when there
-    is no checkpoint.
-    """
-    group, damaged = local.groups.everyone, tuple[str, ...]()
-    if path is None:
-        path, manifest, damaged = choose(folder, group)
-    else:
-        manifest, wrong = _examine(path, group)
-        if manifest is None:
-            raise CheckpointError(f"{path} is damaged: " + "; ".join(wrong))
-    if path is None or manifest is None:
-        return None
-    if identity is not None:
-        refuse_other(path, manifest, identity)
-    _raise_on_all(group, path, "; ".join(misfits(manifest, local, updates)))
-    error = ""
-    try:
-        with Reader(path, manifest) as reader:
-            fill(reader, local, updates)
-    except (CheckpointError, OSError) as wrong_file:
-        error = _why(wrong_file)
-    _raise_on_all(group, path, error)
-    for unit in local.units.values():  # ranks gather here, so all must come
-        unit.refresh()
-        if unit.resident and unit.groups.gather.size > 1:
-            unit.gather().wait()
-    notices = () if identity is None else tuple(identity.notices(manifest))
-    return Loaded(manifest.progress, path, damaged, notices)
-
-
-def choose(folder: Path, group: Group) -> tuple[Path | None, Manifest | None, tuple[str, ...]]:
-    """The newest sound checkpoint, the same on every rank, and what is wrong with newer ones.
-
-    All bytes are read, a share by each rank. None when there is no checkpoint at all; when there
-    are and none is sound, that is an error: to begin anew without a word would lose the run.
-    """
-    names = [path.name for path in steps(folder)] if group.rank == 0 else []
-    damaged: list[str] = []
-    for name in json.loads(broadcast_text(group, json.dumps(names))):
-        manifest, wrong = _examine(folder / name, group)
-        if manifest is not None:
-            return folder / name, manifest, tuple(damaged)
-        damaged.append(f"{name} is damaged: " + "; ".join(wrong))
-    if damaged:
-        raise CheckpointError(f"{folder}: no checkpoint is sound.\n  " + "\n  ".join(damaged))
-    return None, None, ()
-
-
-def _examine(path: Path, group: Group) -> tuple[Manifest | None, list[str]]:
-    """The manifest when all ranks find everything right; what is wrong when not."""
-    text = error = ""
-    if group.rank == 0:
-        try:
-            text = manifest_text(path)
-        except (CheckpointError, OSError) as wrong_file:
-            error = _why(wrong_file)
-    if errors := errors_of(group, error):
-        return None, errors
-    manifest = None
-    try:
-        manifest = parse_manifest(broadcast_text(group, text), path)
-        error = "; ".join(faults(path, manifest, group.rank, group.size))
-    except (CheckpointError, OSError) as wrong_file:
-        error = _why(wrong_file)
-    if errors := errors_of(group, error):
-        return None, sorted({each.partition(": ")[2] for each in errors})
-    return manifest, []
-
-
-def newest(folder: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose manifest can be read. Its files are not looked at: what a run goes
-    on from is chosen by `choose`, on all ranks."""
-    for path in steps(folder):
-        try:
-            return path, read_manifest(path)
-        except (CheckpointError, OSError):
-            continue  # damaged, or removed by a run that goes on; `choose` says which
-    return None
-
-
-def refuse_other(path: Path, manifest: Manifest, identity: Identity) -> None:
-    """Refuse a checkpoint of another model; every rank decides the same from the manifest."""
-    if wrong := identity.differences(manifest):
-        way_out = "Leave `model` out, and the run takes the checkpoint's"
-        if identity.own:
-            way_out = f"Undo the change of {identity.own}"
-        lines = "\n- ".join(wrong)
-        raise CheckpointError(
-            f"{path} is of another model than the run's.\n- {lines}\n{way_out}; or write another"
-            " `out` to begin anew."
-        )
-
-
-def _raise_on_all(group: Group, path: Path, error: str) -> None:
-    if errors := errors_of(group, error):
-        raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(errors))
-
-
-def misfits(manifest: Manifest, local: LocalModel, updates: Updates) -> list[str]:
-    """Why the checkpoint's tensors are not those of this rank's model and optimizer."""
-    own = {w.name: tuple(w.shape) for unit in local.units.values() for w in unit.order}
-    wrong = weight_differences(manifest, own)
-    kinds, optimizer = _kinds(manifest), _optimizer(updates)
-    if not kinds:
-        return wrong
-    if kinds != KEPT.get(manifest.optimizer):
-        wrong.append(f"keeps {', '.join(kinds)} as the state of {manifest.optimizer or 'nothing'}")
-    if (manifest.optimizer == "AdamW") != (manifest.updates is not None):
-        wrong.append(f"has {manifest.updates} updates by {manifest.optimizer}")
-    if optimizer and manifest.optimizer != optimizer:
-        wrong.append(f"keeps the state of {manifest.optimizer}, the run's optimizer is {optimizer}")
-    shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
-    names = [name for kind, name in shapes if kind == WEIGHT]
-    for kind in kinds:
-        lost = [name for name in names if shapes.get((kind, name)) != shapes[WEIGHT, name]]
-        wrong += [f"{kind} of {lost[0]} is missing or of another shape"] if lost else []
-    return wrong
-
-
-def _kinds(manifest: Manifest) -> list[str]:
-    """What the optimizer keeps for each number, in this checkpoint."""
-    return sorted({each.kind for each in manifest.tensors} - {WEIGHT})
-
-
-def fill(reader: Reader, local: LocalModel, updates: Updates) -> None:
-    """This rank's homes and optimizer state become those of the checkpoint."""
-    kinds = _kinds(reader.manifest)
-    for number, unit in local.units.items():
-        fresh = _fresh_state(updates[number], kinds, reader.manifest.updates)
-        for entry in unit.entries():
-            run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-            unit.home[run] = _numbers(reader, WEIGHT, entry).to(unit.home)
-            for kind in kinds:
-                own, kept = next(f for f in fresh if f[0].start <= entry.offset < f[0].stop)
-                at = slice(run.start - own.start, run.stop - own.start)
-                kept[kind][at] = _numbers(reader, kind, entry).to(kept[kind])
-
-
-def _fresh_state(
-    update: Update, kinds: list[str], count: float | None
-) -> list[tuple[slice, dict[str, Tensor]]]:
-    """Empty state for each run of a unit, as torch's optimizers would make it."""
-    fresh = []
-    for run, view in update.runs:
-        assert update.torch is not None
-        kept = {kind: torch.zeros_like(view) for kind in kinds}
-        update.torch.state.pop(view, None)
-        if kinds:
-            update.torch.state[view] = dict(kept)
-            if count is not None:
-                # A fused optimizer keeps its count where the numbers are, in float32.
-                step = torch.tensor(count, dtype=torch.float32, device=view.device)
-                update.torch.state[view]["step"] = step
-        fresh.append((run, kept))
-    return fresh
-
-
-def _numbers(reader: Reader, kind: str, entry: Entry) -> Tensor:
-    """An entry's numbers, flat: whole rows of its shard are read, padding is zero."""
-    tensor, local, box = reader.tensors[kind, entry.weight.name], entry.weight.local, _box(entry)
-    if not box:
-        return reader.whole(tensor).view(-1)
-    row = math.prod(local[1:])
-    first, last = entry.start // row, -(-entry.stop // row)
-    start, stop = box[0]
-    rows = (min(start + first, stop), min(start + last, stop))
-    part = reader.box(tensor, (rows, *box[1:]))
-    padded = part.new_zeros(last - first, *local[1:])
-    padded[tuple(slice(0, n) for n in part.shape)] = part
-    return padded.view(-1)[entry.start - first * row : entry.stop - first * row]

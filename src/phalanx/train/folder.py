@@ -1,25 +1,25 @@
 """Files of a folder that somebody else may have written: opened only when they are what they say.
 
-Names are plain, links do not lead out, sizes are checked before anything is read, and a field of a JSON
-object has the type that belongs there. Nothing here ever runs what it reads.
+Names are plain, links do not lead out, sizes are checked before anything is read, and JSON has the
+types that a dataclass of ours states. Nothing here ever runs what it reads.
 """
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from ..layout import files
+from ..layout.codec import FileError, decode, key
 
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-BLOCK = 1 << 20
-LIMIT = 1 << 62  # no size and no count is as large
+LARGEST = (1 << 62) - 1  # no size and no count is larger
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,70 +61,24 @@ class Folder:
         except UnicodeDecodeError as error:
             self.refuse(name, f"is not text: byte {error.start} is not UTF-8.")
 
-    def json(self, name: str, limit: int) -> Fields:
+    def json(self, name: str, limit: int) -> dict[str, Any]:
         """A file's JSON object, if it has at most `limit` bytes."""
-        return parse_json(self.text(name, limit), str(self.path / name), self.error)
+        return files.parse_json(self.text(name, limit), str(self.path / name), self.error)
 
     def sha256(self, name: str) -> str:
-        digest = hashlib.sha256()
         with self.open(name) as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-        return digest.hexdigest()
+            opened: Any = file  # file_digest's own type is narrower than BinaryIO
+            return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def parse_json(text: str, where: str, error: type[ValueError]) -> Fields:
-    """The object that a JSON text is, to be read field by field."""
-    return Fields(files.parse_json(text, where, error), where, error)
+def decoded(cls: type[T], table: Mapping[str, Any], where: str, error: type[ValueError]) -> T:
+    """The value of a JSON object, as the codec reads it; all its mistakes in one error."""
+    try:
+        return decode(cls, table, where, FileError)
+    except FileError as mistakes:
+        raise error(str(mistakes)) from None
 
 
-@dataclass(frozen=True)
-class Fields:
-    """A JSON object read field by field; what is missing or of another type is refused by name."""
-
-    values: Mapping[str, Any]
-    where: str
-    error: type[ValueError]
-
-    def refuse(self, why: str) -> NoReturn:
-        raise self.error(f"{self.where}: {why}")
-
-    def _get(self, key: str, kind: type, what: str) -> Any:
-        value = self.values.get(key)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            shown = repr(value)[:60] if key in self.values else "missing"
-            self.refuse(f"{key!r} is {shown}; {what} belongs there.")
-        return value
-
-    def text(self, key: str) -> str:
-        return str(self._get(key, str, "a text"))
-
-    def whole(self, key: str, least: int = 0) -> int:
-        value = int(self._get(key, int, "a whole number"))
-        if not least <= value < LIMIT:
-            self.refuse(f"{key!r} is {value}; it is at least {least} and below 2**62.")
-        return value
-
-    def wholes(self, key: str, count: int | None = None) -> tuple[int, ...]:
-        """A list of whole numbers from 0."""
-        values = self.list(key)
-        right = all(type(n) is int and 0 <= n < LIMIT for n in values)
-        if not right or count not in (None, len(values)):
-            many = "" if count is None else f"{count} "
-            self.refuse(f"{key!r} is {str(values)[:60]}; {many}whole numbers from 0 belong there.")
-        return tuple(values)
-
-    def list(self, key: str) -> list[Any]:
-        values: builtins.list[Any] = self._get(key, list, "a list")
-        return values
-
-    def object(self, key: str) -> Fields:
-        return Fields(self._get(key, dict, "an object"), f"{self.where}: {key}", self.error)
-
-    def objects(self, key: str) -> builtins.list[Fields]:
-        """A list of objects."""
-        values = self.list(key)
-        for n, value in enumerate(values):
-            if not isinstance(value, dict):
-                self.refuse(f"{key}[{n}] is {str(value)[:60]}; an object belongs there.")
-        return [Fields(x, f"{self.where}: {key}[{n}]", self.error) for n, x in enumerate(values)]
+def count(default: Any = MISSING, least: int = 0) -> Any:
+    """A field for a whole number, or several."""
+    return key(default, minimum=least, maximum=LARGEST)

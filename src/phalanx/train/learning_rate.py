@@ -6,8 +6,6 @@ import math
 
 from ..layout.run import OptimizerChoice
 
-__all__ = ["learning_rate"]
-
 
 def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
     """The rate of step `step` (from 0) of a run of `steps`.

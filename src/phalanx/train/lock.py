@@ -19,12 +19,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-__all__ = ["RunLocked", "hold_as_rank", "hold_run"]
 
 RUN, RANKS, HELD = ".run.lock", ".ranks.lock", ".run.held"
 # Seconds in which the ranks of a launcher that was killed notice it and end.
@@ -57,6 +55,10 @@ class Owner:
             return cls(str(owner["host"])[:100], int(owner["pid"]), str(owner["since"])[:40])
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
+
+    @property
+    def text(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
     @property
     def gone(self) -> bool:
@@ -93,25 +95,40 @@ def hold_as_rank(*folders: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for folder in dict.fromkeys(each.resolve() for each in folders):
             with suppress(OSError):  # another host's folder, or no locks: `.run.lock` has to do
-                descriptor = _open(folder / RANKS)
-                stack.callback(os.close, descriptor)
+                descriptor = stack.enter_context(_opened(folder / RANKS))
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    descriptor = _open(folder / RUN)
-    try:
-        locks = _wait_for(folder, descriptor)
-        if not locks:
+    def refuse(late: bool) -> None:
+        # Ranks that were forked from a launcher that is gone are given time to end.
+        owner = Owner.read(folder / RUN)
+        if late or not owner.gone:
+            raise RunLocked(_refusal(folder, owner))
+
+    def refuse_ranks(late: bool) -> None:
+        # Nobody else can have `.run.lock` now, so whoever has `.ranks.lock` has lost its launcher.
+        if late:
+            raise RunLocked(_outlived(folder))
+
+    with _opened(folder / RUN) as descriptor:
+        locks = True
+        try:
+            _lock(descriptor, refuse)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            locks = False
             _create(folder)
         # Written in place: a new file would be another lock.
         os.ftruncate(descriptor, 0)
         with suppress(OSError):  # a full disk: the lock holds, and only its message is poorer
-            os.pwrite(descriptor, json.dumps(asdict(Owner.me())).encode(), 0)
+            os.pwrite(descriptor, Owner.me().text, 0)
         if locks:
-            _wait_for_ranks(folder)
+            with _opened(folder / RANKS) as ranks:
+                _lock(ranks, refuse_ranks)
         try:
             yield
         finally:
@@ -120,72 +137,44 @@ def _held(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             else:
                 (folder / HELD).unlink(missing_ok=True)
+
+
+@contextmanager
+def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _wait_for(folder: Path, descriptor: int) -> bool:
-    """Take the lock; whether the file system has locks at all. Refused at once while the process that
-    has it lives; ranks that were forked from one that is gone are given time to end."""
+def _lock(descriptor: int, refuse: Callable[[bool], None]) -> None:
+    """Take a lock. While another has it `refuse` is called, and told whether the time is over."""
     end = time.monotonic() + ENDING
     while True:
         try:
-            if _locked(descriptor):
-                return True
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return False
-            raise
-        owner = Owner.read(folder / RUN)
-        if not owner.gone or time.monotonic() > end:
-            raise RunLocked(_refusal(folder, owner))
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            refuse(time.monotonic() > end)
         time.sleep(0.05)
-
-
-def _wait_for_ranks(folder: Path) -> None:
-    """Nobody else can have `.run.lock` now, so whoever has `.ranks.lock` has lost its launcher."""
-    end = time.monotonic() + ENDING
-    descriptor = _open(folder / RANKS)
-    try:
-        while not _locked(descriptor):
-            if time.monotonic() > end:
-                raise RunLocked(_outlived(folder))
-            time.sleep(0.05)
-    finally:
-        os.close(descriptor)
 
 
 def _create(folder: Path) -> None:
     """Hold the folder by a file's name, where there are no locks."""
     path = folder / HELD
-    for _ in range(2):
+    for last in (False, True):
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            with _opened(path, os.O_WRONLY | os.O_EXCL) as descriptor:
+                os.write(descriptor, Owner.me().text)
+            return
         except FileExistsError:
             owner = Owner.read(path)
-            if not owner.host or not owner.gone:
+            if last or not owner.host or not owner.gone:
                 raise RunLocked(
                     _refusal(folder, owner) + f" If it has ended, remove {path}: this file system"
                     " has no locks that end with a process."
                 ) from None
             path.unlink(missing_ok=True)
-            continue
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(Owner.me())))
-        return
-    raise RunLocked(_refusal(folder, Owner.read(path)))
 
 
 def _refusal(folder: Path, owner: Owner) -> str:

@@ -14,12 +14,12 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -27,25 +27,22 @@ from ..cost import StepFlops
 from ..layout.files import open_regular, printable, write_text
 from ..layout.journal import Record, read_journal
 from ..layout.run import Run
-from ..program import Timeline
 
 
 class RunLog:
     """The log of one start of a run. Made on every rank; only rank 0's is `active` and writes."""
 
     def __init__(self, run: Run, *, active: bool, quiet: bool) -> None:
-        self.run, self.out, self.active = run, Path(run.out), active
-        self.seconds: list[float] = []
+        self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
+        self.seconds: list[float] = []  # of each step since the last line
         self.screen: Screen | None = None
-        if not active:
-            return
-        path = self.out / "metrics.jsonl"
-        self.history = read_journal(path)
-        self.goes_on = run.checkpoint.on_disk_full == "go-on"
-        self.journal = Journal(path, goes_on=self.goes_on)
-        self._write("run.toml", str(run))
-        self.sinks: list[Sink] = open_sinks(run)
-        self.quiet = quiet
+        self.sinks: list[Sink] = []
+        if active:
+            path, self.goes_on = self.out / "metrics.jsonl", run.checkpoint.on_disk_full == "go-on"
+            self.history = read_journal(path)
+            self.journal = Journal(path, goes_on=self.goes_on)
+            self._write("run.toml", str(run))
+            self.sinks = open_sinks(run)
 
     def start(
         self, step: int, flops: StepFlops, peak: tuple[float, str], tokens: int, **values: Any
@@ -64,14 +61,15 @@ class RunLog:
         if not self.run.checkpoint.every:
             self.say("checkpoint.every = 0: nothing is saved before the end or a stop")
         values |= {"flops": flops._asdict(), "peak_flops": peak[0], "peak_from": peak[1]}
-        self.journal.write("start", step=step, steps=self.run.steps, versions=_versions(), **values)
-        self.say(
+        values |= {"steps": self.run.steps, "versions": _versions()}
+        text = (
             f"peak {peak[0] / 1e12:.3g} TFLOP/s over all ranks ({peak[1]}); MFU counts causal"
             " attention, HFU also what is computed again"
         )
+        self.event("start", text, step=step, **values)
 
     def say(self, text: str) -> None:
-        if self.active and self.screen:
+        if self.screen:
             self.screen.say(text)
 
     def event(self, event: str, text: str = "", **values: Any) -> None:
@@ -80,6 +78,12 @@ class RunLog:
             self.journal.write(event, **values)
             if text:
                 self.say(text)
+
+    def notice(self, event: str, text: str) -> None:
+        """Something that a person should know before the start: a record, and a line."""
+        self.event(event, text=text)
+        if self.active and not self.quiet:
+            print_line(text)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """The numbers of the steps since the last line, of which the last is number `step`."""
@@ -105,27 +109,18 @@ class RunLog:
             self.screen.write(step, values)
 
     def validation(self, step: int, loss: float, bits: float | None) -> None:
-        if not self.active:
-            return
         more = "" if bits is None else f", {bits:.4f} bits per byte"
-        self.event(
-            "validation",
-            f"step {step}  validation loss {loss:.4f} nats per token{more}",
-            step=step,
-            loss=loss,
-            bits_per_byte=bits,
-        )
+        text = f"step {step}  validation loss {loss:.4f} nats per token{more}"
+        self.event("validation", text, step=step, loss=loss, bits_per_byte=bits)
         for sink in self.sinks:
             sink.write(step, {"validation": loss})
 
     def timeline(self, step: int, layout: str, parts: list[str]) -> None:
         """The measured step of all ranks, as one timeline in a file."""
-        if not self.active:
-            return
-        spans = [span for part in parts for span in json.loads(part)["spans"]]
-        recorded = {"step": step, "layout": layout, "spans": spans, "memory": {}}
-        Timeline.from_json(json.dumps(recorded))
-        self._write("timeline.json", json.dumps(recorded))
+        if self.active:
+            spans = [span for part in parts for span in json.loads(part)["spans"]]
+            recorded = {"step": step, "layout": layout, "spans": spans, "memory": {}}
+            self._write("timeline.json", json.dumps(recorded))
 
     def _write(self, name: str, text: str) -> None:
         try:
@@ -135,14 +130,15 @@ class RunLog:
                 raise _disk_error(self.out / name, error) from error
 
     def close(self) -> None:
-        if self.active:
-            for sink in self.sinks:
-                sink.close()
-            if self.journal.lost:
-                self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
-            if self.screen:
-                self.screen.close()
-            self.journal.close()
+        if not self.active:
+            return
+        for sink in self.sinks:
+            sink.close()
+        if self.journal.lost:
+            self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
+        if self.screen:
+            self.screen.close()
+        self.journal.close()
 
 
 def _versions() -> dict[str, str]:
@@ -154,14 +150,6 @@ def _versions() -> dict[str, str]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-
-
-class Sink(Protocol):
-    """Another tool that gets the numbers of a step."""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JournalError(ValueError):
@@ -288,38 +276,31 @@ class Screen:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        if self.bar:
-            with suppress(OSError):  # see print_line
-                self.bar.console.print(printable(text), markup=False, highlight=False)
-        else:
+        if not self.bar:
             print_line(text)
+            return
+        with suppress(OSError):  # see print_line
+            self.bar.console.print(printable(text), markup=False, highlight=False)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        text = self._line(step, numbers)
+        spent, steps = time.monotonic() - self.begun, self.run.steps
+        minutes, seconds = divmod(round(spent / max(1, step - self.at) * (steps - step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        text = (
+            f"step {step}/{steps}  loss {numbers['loss']:.4f}"
+            f"  {numbers['tokens_per_second']:,.0f} tokens/s  MFU {100 * numbers['mfu']:.1f} %"
+            f" HFU {100 * numbers['hfu']:.1f} %  {numbers['memory'] / 2**30:.2f} GiB  left {left}"
+        )
         if self.bar:
             self.bar.update(self.task, completed=step, text=text)
         else:
             print_line(text)
 
-    def _line(self, step: int, numbers: Mapping[str, float]) -> str:
-        done = step - self.at
-        left = (time.monotonic() - self.begun) / max(1, done) * (self.run.steps - step)
-        return (
-            f"step {step}/{self.run.steps}  loss {numbers['loss']:.4f}"
-            f"  {numbers['tokens_per_second']:,.0f} tokens/s  MFU {100 * numbers['mfu']:.1f} %"
-            f" HFU {100 * numbers['hfu']:.1f} %  {numbers['memory'] / 2**30:.2f} GiB  left {_clock(left)}"
-        )
-
     def close(self) -> None:
         if self.bar:
             with suppress(OSError):
                 self.bar.stop()
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
 def memory_of(device: torch.device) -> int:
@@ -330,35 +311,32 @@ def memory_of(device: torch.device) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-class _TensorBoard:
-    def __init__(self, run: Run) -> None:
-        module = importlib.import_module("torch.utils.tensorboard")
-        self.writer = module.SummaryWriter(str(Path(run.out, "tensorboard")))
+class Sink(NamedTuple):
+    """Another tool that gets the numbers of a step."""
 
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, number in numbers.items():
-            self.writer.add_scalar(name, number, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _Logger:
-    """Weights & Biases, and trackio, which has the same interface."""
-
-    def __init__(self, run: Run, name: str) -> None:
-        self.module = importlib.import_module(name)
-        self.module.init(project="phalanx", name=Path(run.out).name, config=asdict(run))
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.module.log(dict(numbers), step=step)
-
-    def close(self) -> None:
-        self.module.finish()
+    write: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
 def open_sinks(run: Run) -> list[Sink]:
-    """The other tools that get this run's numbers."""
-    sinks: list[Sink] = [_TensorBoard(run)] if run.metrics.tensorboard else []
-    names = [n for n in ("wandb", "trackio") if getattr(run.metrics, n)]
-    return [*sinks, *(_Logger(run, name) for name in names)]
+    """The other tools that get this run's numbers; trackio has the interface of Weights & Biases."""
+    sinks = []
+    if run.metrics.tensorboard:
+        module = importlib.import_module("torch.utils.tensorboard")
+        writer = module.SummaryWriter(str(Path(run.out, "tensorboard")))
+
+        def add(step: int, numbers: Mapping[str, float]) -> None:
+            for name, number in numbers.items():
+                writer.add_scalar(name, number, step)
+
+        sinks.append(Sink(add, writer.close))
+    for name in ("wandb", "trackio"):
+        if getattr(run.metrics, name):
+            tool = importlib.import_module(name)
+            tool.init(project="phalanx", name=Path(run.out).name, config=asdict(run))
+
+            def log(step: int, numbers: Mapping[str, float], tool: Any = tool) -> None:
+                tool.log(dict(numbers), step=step)
+
+            sinks.append(Sink(log, tool.finish))
+    return sinks

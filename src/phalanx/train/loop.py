@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -25,23 +24,14 @@ from ..comm.agree import broadcast_text, errors_of, exchange
 from ..layout import Layout
 from ..layout.run import Run
 from ..program import Span, Timeline
-from .checkpoint import Saved, Saver, load
-from .checkpoint_manifest import Progress
+from .checkpoint import Saved, Saver
+from .checkpoint_format import Progress
+from .checkpoint_load import load
 from .executor import StepResult
 from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run
-from .log import RunLog, memory_of, print_line
+from .log import RunLog, memory_of
 from .rank import Rank
-
-__all__ = [
-    "IN_A_ROW",
-    "STOP",
-    "Outcome",
-    "TrainError",
-    "remove_stale_stop",
-    "stop_signals",
-    "train",
-]
 
 STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
 IN_A_ROW = 3  # so many steps that are not finite end a run
@@ -70,8 +60,8 @@ def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool =
     """
     with _only_run(world, run, held=held), hold_as_rank(Path(run.out), run.checkpoints):
         rank = Rank(world, run, Layout.parse(layout))
-        with _asked_to_stop(Path(run.out, STOP), first=world.rank == 0) as asked:
-            rank.trainer.wants_to_stop = asked
+        with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
+            rank.trainer.wants_to_stop = requested
             loop = _Loop(rank, quiet=quiet)
             try:
                 return loop.run()
@@ -111,7 +101,7 @@ def remove_stale_stop(run: Run, begun: float) -> str:
 
 
 @contextmanager
-def _asked_to_stop(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
+def _stop_requested(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
     """Whether a signal that asks for it came to this rank, or somebody has put the file there."""
     received: list[int] = []
 
@@ -120,13 +110,13 @@ def _asked_to_stop(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
         if number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)  # a second one is meant
 
-    def asked() -> bool:
+    def requested() -> bool:
         return bool(received) or (first and file.exists())
 
     # Ranks that are threads receive no signals; who has started them puts the file there.
     with stop_signals(receive):
         try:
-            yield asked
+            yield requested
         finally:
             if first:
                 file.unlink(missing_ok=True)
@@ -177,14 +167,15 @@ class _Loop:
             layout=str(self.rank.layout), ranks=self.rank.world.size,
             model=asdict(self.rank.shape), sequence=self.run_.tokens(self.rank.shape),
             own=self.run_.own, parameters=self.rank.parameters,
-            data=self.rank.batches.corpus.name, held=self._memory_parts(),
+            data=self.rank.batches.corpus.name,
+            held=sum(unit.part for unit in self.rank.local.units.values()),
         )  # fmt: skip
         done, stopped = start, False
         self.looked_at = min(start + run.profile.start, run.steps - 1)
-        with _profiled(self, start) as watch:
+        with _profiled(self.rank) as stepped:
             for step in range(start, run.steps):
-                watch(step)
                 self._step(step)
+                stepped()
                 done = step + 1
                 stopped = self.trainer.stops and done < run.steps
                 self._after(done, stopped=stopped)
@@ -210,24 +201,15 @@ class _Loop:
         self.rank.batches = batches.resumed(at.step, at.cursor)
         scaling, kept = self.trainer.scaling, at.state.get("loss_scale")
         if scaling and kept is not None:
-            scaling.scale, scaling.steady = _scale(kept)
+            scaling.scale, scaling.steady = kept  # the manifest's reader has checked both
         for damaged in loaded.damaged:
-            self._notice("damaged", damaged)
+            self.log.notice("damaged", damaged)
         for text in loaded.notices:
-            self._notice("model", text)
+            self.log.notice("model", text)
         if at.data != batches.corpus.fingerprint:
-            self._notice("data", f"the data is not what {loaded.path} was trained on")
-        self._notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
+            self.log.notice("data", f"the data is not what {loaded.path} was trained on")
+        self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
         return at.step
-
-    def _notice(self, event: str, text: str) -> None:
-        if self.log.active:
-            self.log.journal.write(event, text=text)
-            if not self.log.quiet:
-                print_line(text)
-
-    def _memory_parts(self) -> int:
-        return sum(unit.part for unit in self.rank.local.units.values())
 
     # ---- one step
 
@@ -268,12 +250,12 @@ class _Loop:
             return
         first = self.rank.first_bad()
         each_rank = errors_of(self.everyone, "" if first is None else f"{first[0]:06} {first[1]}")
-        places: dict[str, list[str]] = {}
+        sources: dict[str, list[str]] = {}
         for rank, _, what in (each.partition(": ") for each in each_rank):
-            places.setdefault(what, []).append(rank)
+            sources.setdefault(what, []).append(rank)
         why = "the loss or a gradient is not finite"
-        if places:
-            what, ranks = min(places.items())
+        if sources:
+            what, ranks = min(sources.items())
             why += f"; first in {what.partition(' ')[2]} on {', '.join(ranks)}"
         else:
             why += "; every rank's own numbers were: it came of summing them"
@@ -343,44 +325,31 @@ class _Loop:
             self.log.event("end", step=done, loss=self.loss, validation=self.validated[1])
 
 
-def _scale(kept: object) -> tuple[float, int]:
-    """The loss scale that a checkpoint keeps, and how many steps it has held; the manifest's reader
-    has checked both."""
-    assert isinstance(kept, list)
-    scale, steady = kept
-    return float(scale), int(steady)
-
-
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
 @contextmanager
-def _profiled(loop: _Loop, start: int) -> Iterator[Callable[[int], None]]:
-    """Call what this gives before each step: it traces those that the run wants traced."""
-    wanted, rank = loop.run_.profile, loop.rank
-    first, cuda = start + wanted.start, rank.world.device.type == "cuda"
-    if wanted.nvtx and cuda:
+def _profiled(rank: Rank) -> Iterator[Callable[[], None]]:
+    """Call what this gives after each step: those that the run wants traced are."""
+    wanted, action = rank.run.profile, torch.profiler.ProfilerAction
+    if wanted.nvtx and rank.world.device.type == "cuda":
         rank.trainer.ranges = torch.cuda.nvtx.range
-    traced: Any = None
+    if not wanted.steps:
+        yield lambda: None
+        return
 
-    def end() -> None:
-        nonlocal traced
-        traced.stop()
-        folder = Path(loop.run_.out, "profile")
+    def schedule(step: int) -> torch.profiler.ProfilerAction:
+        last = wanted.start + wanted.steps - 1
+        if step == last:
+            return action.RECORD_AND_SAVE
+        return action.RECORD if wanted.start <= step < last else action.NONE
+
+    def export(trace: torch.profiler.profile) -> None:
+        folder = Path(rank.run.out, "profile")
         folder.mkdir(parents=True, exist_ok=True)
-        traced.export_chrome_trace(str(folder / f"rank-{rank.world.rank}.json"))
-        traced = None
+        trace.export_chrome_trace(str(folder / f"rank-{rank.world.rank}.json"))
 
-    def watch(step: int) -> None:
-        nonlocal traced
-        if wanted.steps and step == first:
-            rank.trainer.ranges = torch.profiler.record_function
-            traced = torch.profiler.profile()
-            traced.start()
-        elif traced is not None and step == first + wanted.steps:
-            end()
-
-    yield watch
-    if traced is not None:
-        end()
+    rank.trainer.ranges = torch.profiler.record_function
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=export) as trace:
+        yield trace.step

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ..comm import Group
 
-__all__ = ["measured_peak"]
-
 WINDOWS, SECONDS = 5, 0.06
 
 

@@ -9,8 +9,6 @@ import torch
 from ..cost.pieces import COMPUTE
 from ..parallel import Precision
 
-__all__ = ["LossScale", "precision_of"]
-
 
 def precision_of(name: str, *, reduce: torch.dtype | None = None) -> Precision:
     """The precision of a layout's word. Weights are kept, and gradients added up and sent, in

@@ -16,8 +16,6 @@ from ..parallel.local import model_stages
 from ..program import Program, build, check
 from ..program.memory import peaks
 
-__all__ = ["fitting_program", "maker_of", "program_of", "shape_of"]
-
 Maker = Callable[[], Model]
 
 

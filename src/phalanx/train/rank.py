@@ -20,7 +20,7 @@ from ..program import Program
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
 from .agreement import facts_of
-from .checkpoint_model import Identity
+from .checkpoint_load import ModelIdentity
 from .data import Batches, open_corpus
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak
@@ -72,7 +72,7 @@ class Rank:
             self.shape = shape_of(run)
             self.batches = batches_of(run, self.shape)
             self.model: Model = maker_of(run)()
-            self.identity = Identity.of(self.model, self.shape, run.own)
+            self.identity = ModelIdentity.of(self.model, self.shape, run.own)
             self.parameters = sum(weight.numel() for weight in self.model.weights.values())
             self.precision = precision_of(layout.precision)
             fits = layout.recompute == "fit"

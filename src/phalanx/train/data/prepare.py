@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...layout.files import write_text
-from ..folder import Fields, Folder
+from ..folder import Folder, count, decoded
 from .token_files import DTYPES, INDEX, SPLITS, DataError, dtype_for, held_out, write_index
 
 PROGRESS = "progress.json"
@@ -36,22 +36,16 @@ TOKENIZER = 256 << 20  # bytes of a tokenizer.json
 
 
 @dataclass(frozen=True)
-class Progress:
+class Prepared:
     """How far a preparation has come. `key` is of the sources and settings it was begun with."""
 
     key: str
-    source: int = 0  # files that are done
-    document: int = 0  # documents of the next one that are done
-    read: int = 0  # bytes of text, over all
-    tokens: tuple[int, int] = (0, 0)  # by split
-    documents: tuple[int, int] = (0, 0)
-    text: tuple[int, int] = (0, 0)  # bytes
-
-    @classmethod
-    def parse(cls, fields: Fields) -> Progress:
-        counts: Any = {key: fields.whole(key) for key in ("source", "document", "read")}
-        pairs: Any = {key: fields.wholes(key, 2) for key in ("tokens", "documents", "text")}
-        return cls(fields.text("key"), **counts, **pairs)
+    source: int = count(0)  # files that are done
+    document: int = count(0)  # documents of the next one that are done
+    read: int = count(0)  # bytes of text, over all
+    tokens: tuple[int, int] = count((0, 0))  # by split
+    documents: tuple[int, int] = count((0, 0))
+    text: tuple[int, int] = count((0, 0))  # bytes
 
 
 def prepare(
@@ -62,7 +56,7 @@ def prepare(
     share: float,
     field: str = "text",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Progress:
+) -> Prepared:
     """Write the token files of a text file or folder; `progress` is called with the
     bytes done and all bytes.
 
@@ -88,10 +82,7 @@ def prepare(
         done = writer.done
     if not done.tokens[0]:
         raise DataError(f"{source} has no text to train on once {share:.0%} of it is held out.")
-    text = dict(zip(SPLITS, done.text, strict=True))
-    write_index(
-        out, vocab=vocabulary.size, tokenizer=vocabulary.name, end=vocabulary.end, text_bytes=text
-    )
+    write_index(out, vocabulary.size, vocabulary.name, vocabulary.end, done.text)
     return done
 
 
@@ -113,16 +104,17 @@ def _key(sources: list[Source], vocabulary: Vocabulary, share: float, field: str
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
-def _begun(out: Path, key: str) -> Progress:
+def _begun(out: Path, mark: str) -> Prepared:
     """What was begun here; a fresh start where nothing was."""
     out.mkdir(parents=True, exist_ok=True)
     if not (out / PROGRESS).exists():
         if any(not each.name.startswith(".") for each in out.iterdir()):
             raise DataError(f"{out} holds something else; choose an empty or new folder.")
         # At once, so that a start that is stopped before its first mark can be gone on with.
-        write_text(out / PROGRESS, json.dumps(asdict(Progress(key))) + "\n", durable=True)
-    done = Progress.parse(Folder(out, DataError).json(PROGRESS, LIMIT))
-    if done.key != key:
+        write_text(out / PROGRESS, json.dumps(asdict(Prepared(mark))) + "\n", durable=True)
+    table = Folder(out, DataError).json(PROGRESS, LIMIT)
+    done = decoded(Prepared, table, str(out / PROGRESS), DataError)
+    if done.key != mark:
         raise DataError(
             f"{out} was begun from other sources or with other settings;"
             " choose another folder, or remove this one."
@@ -133,7 +125,7 @@ def _begun(out: Path, key: str) -> Progress:
 class _Writer:
     """The four output files, as far as progress tells, and from there on."""
 
-    def __init__(self, out: Path, done: Progress, vocabulary: Vocabulary, share: float) -> None:
+    def __init__(self, out: Path, done: Prepared, vocabulary: Vocabulary, share: float) -> None:
         self.out, self.done, self.vocabulary, self.share = out, done, vocabulary, share
         self.dtype = DTYPES[dtype_for(vocabulary.size)]
         self.of_source = 0
@@ -168,21 +160,22 @@ class _Writer:
 
     def add(self, batch: list[Document]) -> None:
         """Append documents, each to its part; now and then mark the progress."""
-        counts = {key: list(getattr(self.done, key)) for key in ("tokens", "documents", "text")}
+        done = self.done
+        counts = np.array([done.tokens, done.documents, done.text])  # (3, splits)
         encoded = self.vocabulary.encode([document.text for document in batch])
         for document, numbers in zip(batch, encoded, strict=True):
             split = int(held_out(document.name, self.share))
+            counts[:, split] += len(numbers), 1, len(document.text)
             tokens, ends = self.files[split]
             tokens.write(numbers.astype(self.dtype).tobytes())
-            counts["tokens"][split] += len(numbers)
-            counts["documents"][split] += 1
-            counts["text"][split] += len(document.text)
-            ends.write(np.array([counts["tokens"][split]], "<i8").tobytes())
+            ends.write(counts[0, split].astype("<i8").tobytes())
         size = sum(len(document.text) for document in batch)
         self.of_source += size
-        pairs: Any = {key: tuple(pair) for key, pair in counts.items()}
-        count, read = self.done.document + len(batch), self.done.read + size
-        self.done = replace(self.done, document=count, read=read, **pairs)
+        pairs: Any = dict(
+            zip(("tokens", "documents", "text"), map(tuple, counts.tolist()), strict=True)
+        )
+        count, read = done.document + len(batch), done.read + size
+        self.done = replace(done, document=count, read=read, **pairs)
         if self.done.read - self.marked >= BETWEEN:
             self.mark()
 
@@ -224,15 +217,10 @@ def find_sources(path: Path) -> list[Source]:
     """The file, or every file below the folder by name. Links that lead out are refused."""
     if not path.exists():
         raise DataError(f"{path} is not there.")
-    root = path if path.is_dir() else path.parent
-    paths = [path]
+    root, paths = path.parent, [path]
     if path.is_dir():
-        paths = [
-            Path(folder, file)
-            for folder, _, files in os.walk(path)
-            for file in files
-            if not file.startswith(".")
-        ]
+        root = path
+        paths = [p for p in path.rglob("*") if not p.name.startswith(".") and not p.is_dir()]
     sources = []
     for each in sorted(paths):
         if each.is_symlink() and root.resolve() not in each.resolve().parents:

@@ -14,7 +14,7 @@ import os
 import struct
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...layout.codec import key
 from ...layout.files import write_text
-from ..folder import Fields, Folder
+from ..folder import Folder, count, decoded
 
 HELD_OUT = 0.05
 Tokens = NDArray[np.generic]
@@ -101,7 +102,7 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
         tokens, mark = _bin(path)
         # These files have no documents: runs of 64 Ki tokens stand for them.
         ends = np.append(np.arange(0, len(tokens), RUN), len(tokens))
-        return Corpus(str(path), *_numbered(tokens, ends, share), 0, mark)
+        return Corpus(str(path), *_split(tokens, ends, share), 0, mark)
     what = "is not there" if not path.exists() else "holds no tokens that are known"
     raise DataError(
         f"{path} {what}. Text becomes tokens by `phalanx data prepare {path} --out DIR`; read as"
@@ -148,9 +149,11 @@ def held_out(name: str, share: float = HELD_OUT) -> bool:
 
 
 def _split(
-    tokens: Tokens, ends: NDArray[np.int64], names: Sequence[str], share: float
+    tokens: Tokens, ends: NDArray[np.int64], share: float, names: Sequence[str] = ()
 ) -> tuple[Stream, Stream]:
-    """The two parts of documents that lie mixed in one array. `ends` has a 0 before it all."""
+    """The two parts of documents that lie mixed in one array. `ends` has a 0 before it all; documents
+    without names are known by their numbers."""
+    names = names or [str(n) for n in range(len(ends) - 1)]
     chosen = np.fromiter((held_out(name, share) for name in names), bool, len(names))
 
     def part(mask: NDArray[np.bool_]) -> Stream:
@@ -165,11 +168,6 @@ def _whole(tokens: Tokens) -> Stream:
     return Stream(tokens, np.array((0, len(tokens)), np.int64))
 
 
-def _numbered(tokens: Tokens, ends: NDArray[np.int64], share: float) -> tuple[Stream, Stream]:
-    """The two parts of documents that have numbers for names."""
-    return _split(tokens, ends, [str(n) for n in range(len(ends) - 1)], share)
-
-
 # ---- our own files: a JSON index, raw little-endian tokens, document offsets
 
 INDEX = "index.json"
@@ -179,55 +177,91 @@ DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(f"<{n}") for n in ("u1", "u2", "
 LIMIT = 1 << 20  # bytes of an index
 
 
+@dataclass(frozen=True)
+class Split:
+    """One part of a prepared folder: what its two files hold."""
+
+    tokens_sha256: str
+    documents_sha256: str
+    tokens: int = count()
+    documents: int = count()
+    text_bytes: int = count()
+
+
+@dataclass(frozen=True)
+class Splits:
+    train: Split
+    validation: Split
+
+
+@dataclass(frozen=True)
+class Index:
+    """`index.json` of a prepared folder."""
+
+    format: str
+    version: int
+    tokenizer: str
+    splits: Splits
+    dtype: str = key(choices=tuple(DTYPES))
+    vocab: int = key(minimum=1, maximum=1 << 32)
+    end: int | None = key(minimum=0)
+
+
 def dtype_for(vocab: int) -> str:
     """The narrowest type that holds every token."""
     return next((name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4")
 
 
 def write_index(
-    path: Path, *, vocab: int, tokenizer: str, end: int | None, text_bytes: dict[str, int]
+    path: Path, vocab: int, tokenizer: str, end: int | None, text_bytes: Sequence[int]
 ) -> None:
     """Close a folder whose tokens and offsets are written: count, checksum, say what they are."""
     folder, dtype = Folder(path, DataError), dtype_for(vocab)
-    splits = {
-        name: {
-            "tokens": (path / f"{name}.tokens").stat().st_size // DTYPES[dtype].itemsize,
-            "documents": (path / f"{name}.documents").stat().st_size // 8 - 1,
-            "text_bytes": text_bytes[name],
-            "tokens_sha256": folder.sha256(f"{name}.tokens"),
-            "documents_sha256": folder.sha256(f"{name}.documents"),
-        }
-        for name in SPLITS
-    }
-    index: dict[str, object] = {"format": FORMAT, "version": VERSION, "dtype": dtype}
-    index |= {"vocab": vocab, "tokenizer": tokenizer, "end": end, "splits": splits}
-    write_text(path / INDEX, json.dumps(index, indent=1) + "\n", durable=True)
+    splits = [
+        Split(
+            folder.sha256(f"{name}.tokens"),
+            folder.sha256(f"{name}.documents"),
+            (path / f"{name}.tokens").stat().st_size // DTYPES[dtype].itemsize,
+            (path / f"{name}.documents").stat().st_size // 8 - 1,
+            text,
+        )
+        for name, text in zip(SPLITS, text_bytes, strict=True)
+    ]
+    index = Index(FORMAT, VERSION, tokenizer, Splits(*splits), dtype, vocab, end)
+    write_text(path / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
 
 
 def open_prepared(path: Path) -> Corpus:
     """The corpus of a prepared folder. Sizes and offsets are checked here, checksums by
     `verify_prepared`."""
     folder = Folder(path, DataError)
-    text = folder.text(INDEX, LIMIT)
     index = _index(folder)
     train, validation = (_stream(folder, index, name) for name in SPLITS)
-    held = index.object("splits").object("validation")
-    count, text_bytes = held.whole("tokens"), held.whole("text_bytes")
+    held = index.splits.validation
     return Corpus(
         str(path),
         train,
         validation,
-        vocab=index.whole("vocab", 1),
-        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
-        bytes_per_token=text_bytes / count if count else None,
+        vocab=index.vocab,
+        fingerprint=folder.sha256(INDEX),
+        bytes_per_token=held.text_bytes / held.tokens if held.tokens else None,
     )
 
 
-def _stream(folder: Folder, index: Fields, name: str) -> Stream:
-    split = index.object("splits").object(name)
-    tokens = map_file(folder, f"{name}.tokens", DTYPES[index.text("dtype")], split.whole("tokens"))
-    documents = split.whole("documents")
-    starts = map_file(folder, f"{name}.documents", np.dtype("<i8"), documents + 1)
+def _index(folder: Folder) -> Index:
+    where, table = str(folder.path / INDEX), folder.json(INDEX, LIMIT)
+    if (table.get("format"), table.get("version")) != (FORMAT, VERSION):
+        folder.refuse(INDEX, f"is no index that this reads: {FORMAT!r} of version {VERSION}.")
+    index = decoded(Index, table, where, DataError)
+    if index.vocab > 1 << 8 * DTYPES[index.dtype].itemsize:
+        folder.refuse(INDEX, f"tokens of type {index.dtype} cannot name {index.vocab}.")
+    return index
+
+
+def _stream(folder: Folder, index: Index, name: str) -> Stream:
+    split: Split = getattr(index.splits, name)
+    tokens = map_file(folder, f"{name}.tokens", DTYPES[index.dtype], split.tokens)
+    starts = map_file(folder, f"{name}.documents", np.dtype("<i8"), split.documents + 1)
     if starts[0] != 0 or starts[-1] != len(tokens) or bool((np.diff(starts) < 0).any()):
         folder.refuse(
             f"{name}.documents",
@@ -241,29 +275,15 @@ def verify_prepared(path: Path) -> list[str]:
     try:
         open_prepared(path)
         folder = Folder(path, DataError)
-        splits = _index(folder).object("splits")
+        splits = asdict(_index(folder).splits)
         return [
             f"{path / f'{name}.{what}'}: its checksum is not that of the index; prepare it again."
             for name in SPLITS
             for what in ("tokens", "documents")
-            if folder.sha256(f"{name}.{what}") != splits.object(name).text(f"{what}_sha256")
+            if folder.sha256(f"{name}.{what}") != splits[name][f"{what}_sha256"]
         ]
     except DataError as error:
         return [str(error)]
-
-
-def _index(folder: Folder) -> Fields:
-    index = folder.json(INDEX, LIMIT)
-    if index.text("format") != FORMAT or index.whole("version") != VERSION:
-        index.refuse(
-            f"is {index.text('format')!r} of version {index.whole('version')};"
-            f" this reads {FORMAT!r} of version {VERSION}."
-        )
-    if index.text("dtype") not in DTYPES:
-        index.refuse(f"'dtype' is {index.text('dtype')!r}; choose {', '.join(DTYPES)}.")
-    if index.whole("vocab", 1) > 1 << 8 * DTYPES[index.text("dtype")].itemsize:
-        index.refuse(f"tokens of type {index.text('dtype')} cannot name {index.whole('vocab')}.")
-    return index
 
 
 # ---- nanoGPT and llm.c
@@ -339,7 +359,7 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     if not right or bool((np.diff(documents) < 0).any()):
         folder.refuse(name, f"its documents must rise from 0 to {sequences:,} sequences.")
     mark = hashlib.sha256(content).hexdigest()
-    return Corpus(str(path), *_numbered(tokens, offsets[documents], share), 0, mark)
+    return Corpus(str(path), *_split(tokens, offsets[documents], share), 0, mark)
 
 
 # ---- the text that every machine has: the Python standard library, bytes as tokens
@@ -362,6 +382,6 @@ def open_library(share: float = HELD_OUT) -> Corpus:
         raise DataError(f"no text of the Python library is in {root}; name a file or folder.")
     whole = b"".join(texts.values())
     ends = np.cumsum([0, *map(len, texts.values())])
-    streams = _split(np.frombuffer(whole, np.uint8), ends, list(texts), share)
+    streams = _split(np.frombuffer(whole, np.uint8), ends, share, list(texts))
     mark = hashlib.sha256(whole).hexdigest()
     return Corpus("python", *streams, BYTES, mark, bytes_per_token=1.0)

@@ -1,0 +1,101 @@
+"""Seconds of a save and a load of one rank, beside torch.save and torch.load of the same tensors.
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoints.py [--rounds 8] [--beside OTHER/src]
+
+Everything takes turns within one run. `--beside` times another checkout of phalanx in the same turns.
+Both saves end with an fsync. Loads are from the page cache. torch's have no checksums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+MODEL = "model={layers=6,hidden=512,heads=8,ffn=1376,vocab=8192,sequence=256}"
+
+
+def work(out: Path) -> None:
+    """One contender: does what its standard input says, and prints the seconds."""
+    import torch
+
+    from phalanx.comm import AloneWorld
+    from phalanx.layout import Layout, Run
+    from phalanx.train import Progress, Saver, load
+    from phalanx.train.rank import Rank
+
+    run = Run.parse("", "run", (MODEL, "batch=1", f"out={out}"))
+    rank = Rank(AloneWorld(), run, Layout.parse("fp32"))
+    rank.trainer.step(rank.batch(0), 1e-3)
+    saver = Saver(run.checkpoints, rank.local, rank.updates, keep=1)
+    state = [list(s.values()) for u in rank.updates.values() for s in u.torch.state.values()]
+    tensors: list[Any] = [[unit.home for unit in rank.local.units.values()], state]
+
+    def torch_save() -> None:
+        with (out / "torch.pt").open("wb") as file:
+            torch.save(tensors, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    for step, line in enumerate(sys.stdin):
+        begun = time.perf_counter()
+        match line.strip():
+            case "save":
+                saver.save(Progress(step))
+            case "load":
+                load(run.checkpoints, rank.local, rank.updates)
+            case "torch.save":
+                torch_save()
+            case "torch.load":
+                torch.load(out / "torch.pt")
+        print(time.perf_counter() - begun, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--beside", default="", metavar="SRC")
+    parser.add_argument("--work", type=Path)
+    args = parser.parse_args()
+    if args.work:
+        work(args.work)
+        return
+    sources = {"ours": os.environ.get("PYTHONPATH", "")}
+    sources |= {"the other": args.beside} if args.beside else {}
+    seconds: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        started = {}
+        for name, source in sources.items():
+            out = Path(folder, name)
+            out.mkdir()
+            started[name] = subprocess.Popen(
+                [sys.executable, __file__, "--work", str(out)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=os.environ | {"PYTHONPATH": source},
+            )  # fmt: skip
+        turns = [(f"{what}, {name}", name, what) for what in ("save", "load") for name in sources]
+        turns[len(sources) : len(sources)] = [("torch.save", "ours", "torch.save")]
+        turns.append(("torch.load", "ours", "torch.load"))
+        for turn in range(args.rounds + 1):
+            for title, name, what in turns:
+                pipes: Any = started[name]
+                print(what, file=pipes.stdin, flush=True)
+                passed = float(pipes.stdout.readline())
+                if turn:  # the first warms up
+                    seconds.setdefault(title, []).append(passed)
+        for process in started.values():
+            process.communicate()
+    print("| | s, median (quartiles) |\n|---|---|")
+    for title, values in seconds.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        print(f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,561 @@
+"""What a checkpoint is on the disk: `manifest.json`, which tells where every number of every tensor is,
+and one file of numbers for each rank, in the safetensors format. See docs/checkpoints.md.
+
+Nothing that a file claims is believed before it has been compared with everything else. How saves
+appear is in `checkpoint.py`, who reads what in `checkpoint_load.py`.
+
+The library of safetensors has the same format. Its writer renames a temporary file of mode 0600 over
+whatever has the name, without fsync. Its reader maps the file, so that one that is cut while it is
+read kills the process (SIGBUS), and it accepts a header that names a tensor twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..layout import Shape
+from ..layout.choices import STORED
+from ..layout.codec import key
+from ..layout.files import parse_json
+from .folder import LARGEST, Folder, count, decoded
+
+MANIFEST = "manifest.json"
+LIMIT = 1 << 28  # bytes of a manifest
+FORMAT, VERSION = "phalanx-checkpoint", 1
+CHUNK = 16 << 20  # bytes that have one checksum
+HEADER = 100_000_000  # bytes; the limit of the safetensors library
+DIMS = 8
+PARTS = 1024  # of a tensor, at most
+# Numbers that weights are made of. Others are no part of a model, so they are refused.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in STORED.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WEIGHT = "weight"
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
+_SUM = re.compile(r"[0-9a-f]{64}")
+_KIND = re.compile(r"[a-z_]{1,40}")
+_BLOCK = 1 << 18
+
+Box = tuple[tuple[int, int], ...]  # start and stop in each dim
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used or made: the file, what is wrong with it, the way out."""
+
+
+# ---- the manifest
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was written: its size, and the SHA-256 of each run of `CHUNK` bytes."""
+
+    name: str
+    chunks: tuple[str, ...]
+    size: int = count(least=8)
+
+    def problems(self) -> Iterator[str]:
+        if not _FILE.fullmatch(self.name):
+            yield f"file name {self.name[:80]!r}: names are plain and end in .safetensors."
+        if len(self.chunks) != -(-self.size // CHUNK) or not all(map(_SUM.fullmatch, self.chunks)):
+            yield f"{len(self.chunks)} checksums are not those of {self.size:,} bytes."
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """Numbers `start` to `stop` of a part of a tensor, flattened: they are at byte `offset` of a file.
+
+    The part is what one tensor-parallel rank has: the `box` of the whole, padded at each dim's end
+    to the lengths `local`.
+    """
+
+    key: str
+    box: Box
+    local: tuple[int, ...] = count()
+    file: int = count()
+    offset: int = count()
+    start: int = count()
+    stop: int = count(least=1)
+
+    def problems(self, dims: int, itemsize: int, files: Sequence[StoredFile]) -> Iterator[str]:
+        if any(not 0 <= start < stop for start, stop in self.box):
+            yield f"'box' is {str(self.box)[:80]}; a start and a later stop belong there."
+        fits = len(self.box) == len(self.local) == dims and all(
+            b - a <= n for (a, b), n in zip(self.box, self.local, strict=True)
+        )
+        if not fits or not self.start < self.stop <= math.prod(self.local):
+            yield (
+                f"box {self.box}, local {self.local}, {self.start} to {self.stop} do not fit together"
+                f" for {dims} dims."
+            )
+        if self.file >= len(files):
+            yield f"there is no file {self.file} of {len(files)}."
+        end, file = self.offset + (self.stop - self.start) * itemsize, files[self.file]
+        if end > file.size:
+            yield f"its numbers end at byte {end:,} of {file.name}, which has {file.size:,}."
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor: a weight, or what the optimizer keeps for one (`kind` says which)."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...] = count()
+    shards: tuple[StoredShard, ...] = key((), name="pieces")
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def whole(self) -> Box:
+        return tuple((0, n) for n in self.shape)
+
+    def parts(self) -> list[list[StoredShard]]:
+        """The shards of each part, in order: together they are the whole part."""
+        parts: dict[tuple[Box, tuple[int, ...]], list[StoredShard]] = {}
+        for shard in sorted(self.shards, key=lambda s: s.start):
+            parts.setdefault((shard.box, shard.local), []).append(shard)
+        return list(parts.values())
+
+    def problems(self, files: Sequence[StoredFile]) -> Iterator[str]:
+        if self.dtype not in DTYPES or not _KIND.fullmatch(self.kind):
+            yield f"is of type {self.dtype[:20]!r} and is no tensor of a model."
+        if len(self.shape) > DIMS:
+            yield f"has {len(self.shape):,} dims; at most {DIMS} can be right."
+        for shard in self.shards:
+            yield from shard.problems(len(self.shape), DTYPES[self.dtype].itemsize, files)
+        yield from self._uncovered()
+
+    def _uncovered(self) -> Iterator[str]:
+        """Where a number of the tensor is not in exactly one shard."""
+        parts = self.parts()
+        for part in parts:
+            at, count = 0, math.prod(part[0].local)
+            for shard in part:
+                if shard.start != at:
+                    what = "twice" if shard.start < at else "nowhere"
+                    yield f"numbers around {at:,} of a part are {what}."
+                at = shard.stop
+            if at != count:
+                yield f"a part ends at {at:,} of {count:,}."
+            if any(b > n for (_, b), n in zip(part[0].box, self.shape, strict=True)):
+                yield f"a part lies outside its shape {list(self.shape)}."
+        if len(parts) > PARTS:
+            yield f"{len(parts)} parts; at most {PARTS} can be right."
+        boxes = [part[0].box for part in parts]
+        count = sum(math.prod(b - a for a, b in box) for box in boxes)
+        if count != math.prod(self.shape) or _any_meet(boxes):
+            yield (
+                f"its parts hold {count:,} numbers, each once; its shape {list(self.shape)} has"
+                f" {math.prod(self.shape):,}."
+            )
+
+
+def _any_meet(boxes: Sequence[Box]) -> bool:
+    """Whether any two boxes have something in common."""
+    # All pairs at once: as many as a manifest may have would take Python half a minute.
+    both = np.ones((len(boxes), len(boxes)), bool)
+    for dim in zip(*boxes, strict=True):
+        starts, stops = np.array(dim, np.int64).T
+        both &= starts[:, None] < stops
+    both &= both.T
+    return int(both.sum()) > len(boxes)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: all that it needs, beside its tensors, to go on.
+
+    `step` is the next one, `cursor` how many sequences were taken, `seed` what all random numbers
+    are drawn from, `data` the fingerprint of the corpus. `config` and `state` are the run's own and
+    only kept: how it was set up, and what else changes while it runs (a loss scale).
+    """
+
+    step: int = count()
+    cursor: int = count(0)
+    seed: int = count(0)
+    data: str = ""
+    layout: str = ""
+    shape: Shape | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest(Progress):
+    """Where a run was, and its tensors. `optimizer` names the one whose tensors are kept, `updates`
+    counts its steps. Each rank makes one of what it has written; `merged` joins them."""
+
+    optimizer: str = ""
+    updates: float | None = key(None, minimum=0)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[StoredFile, ...] = ()
+    tensors: tuple[StoredTensor, ...] = ()
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(**{each.name: getattr(self, each.name) for each in fields(Progress)})
+
+    def __str__(self) -> str:
+        body = {"format": FORMAT, "version": VERSION, **_table(self)}
+        return json.dumps({"sha256": _sum(body), "body": body}, indent=0, default=_table)
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> Manifest:
+        """The manifest that a text is, if nothing in it contradicts anything else."""
+        manifest, where = cls.decode(text, where), f"{where}: body"
+        if problem := next(manifest.problems(), ""):
+            raise CheckpointError(f"{where}: {problem}")
+        return manifest
+
+    @classmethod
+    def decode(cls, text: str, where: str) -> Manifest:
+        """The manifest that a text is: every value has its type, and nothing more is known."""
+        signed = parse_json(text, where, CheckpointError)
+        body = signed.get("body")
+        if not isinstance(body, dict) or signed.get("sha256") != _sum(body):
+            raise CheckpointError(
+                f"{where}: was changed after it was written: its own checksum is another."
+            )
+        if (body.pop("format", ""), body.pop("version", 0)) != (FORMAT, VERSION):
+            raise CheckpointError(f"{where}: is not a {FORMAT} of version {VERSION}.")
+        return decoded(cls, body, f"{where}: body", CheckpointError)
+
+    @classmethod
+    def merged(cls, reports: Iterable[Manifest]) -> Manifest:
+        """One manifest of what all ranks have written."""
+        files, tensors, reports = list[StoredFile](), dict[str, StoredTensor](), list(reports)
+        for report in reports:
+            for tensor in report.tensors:
+                known = tensors.setdefault(tensor.title, replace(tensor, shards=()))
+                shards = tuple(replace(s, file=s.file + len(files)) for s in tensor.shards)
+                tensors[tensor.title] = replace(known, shards=known.shards + shards)
+            files += report.files
+        optimizers = {report.optimizer for report in reports} - {""}
+        updates = {report.updates for report in reports} - {None}
+        if len(updates) > 1 or len(optimizers) > 1:
+            raise CheckpointError(
+                f"the ranks have made {sorted(map(str, updates))} updates with {sorted(optimizers)}; a"
+                " checkpoint has one number and one optimizer."
+            )
+        return replace(
+            reports[0],
+            optimizer=next(iter(optimizers), ""),
+            updates=next(iter(updates), None),
+            versions=_versions(),
+            files=tuple(files),
+            tensors=tuple(tensors.values()),
+        )
+
+    def problems(self) -> Iterator[str]:
+        """What contradicts something else. Each is checked only if those before it are right."""
+        if len({file.name for file in self.files}) < len(self.files):
+            yield f"file names {[file.name[:80] for file in self.files]}: names are there once."
+        for file in self.files:
+            yield from file.problems()
+        if len({tensor.title for tensor in self.tensors}) < len(self.tensors):
+            yield "a tensor is there twice."
+        for tensor in self.tensors:
+            yield from (f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files))
+        scale = self.state.get("loss_scale")
+        if scale is not None and not _is_loss_scale(scale):
+            yield (
+                f"'loss_scale' is {str(scale)[:60]}; a scale from 1 to 2**60 and the steps since it"
+                " changed belong there."
+            )
+
+
+def _is_loss_scale(value: object) -> bool:
+    """Whether this is what fp16 keeps: the scale, and for how many steps it has stayed."""
+    match value:
+        case [int() | float() as scale, int() as steady]:
+            return 1 <= scale <= 2.0**60 and 0 <= steady < LARGEST and type(steady) is int
+    return False
+
+
+def _table(value: Any) -> dict[str, Any]:
+    """A value of a dataclass as JSON's table, one level deep."""
+    return {
+        each.metadata.get("name") or each.name: getattr(value, each.name) for each in fields(value)
+    }
+
+
+def _sum(body: object) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), default=_table)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    torch_version, python = str(torch.__version__), platform.python_version()
+    return {"phalanx": version("phalanx"), "torch": torch_version, "python": python}
+
+
+# ---- a file of numbers
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """A tensor in a file's header; the offsets count from the header's end."""
+
+    dtype: str = key(choices=tuple(DTYPES))
+    shape: tuple[int, ...] = count()
+    data_offsets: tuple[int, int] = count()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        return self.numel * DTYPES[self.dtype].itemsize
+
+    def problems(self) -> Iterator[str]:
+        start, end = self.data_offsets
+        if len(self.shape) > DIMS:
+            yield f"{len(self.shape)} dims; at most {DIMS} can be right."
+        if end - start != self.size:
+            yield (
+                f"shape {list(self.shape)} of {self.dtype} takes {self.size:,} bytes, and"
+                f" {end - start:,} are given."
+            )
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> tuple[StoredFile, dict[str, int]]:
+    """Write contiguous host tensors to a new file, bring it to the disk and compare what is read
+    back; the file, and the byte at which each tensor begins. Checksums are computed meanwhile."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets, end = dict[str, int](), 0
+    for name, x in tensors.items():
+        offsets[name], end = end, end + x.nbytes
+        span = [offsets[name], end]
+        header[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the numbers are aligned
+    first = len(text).to_bytes(8, "little") + text
+    blocks = [memoryview(first), *(raw_bytes(x) for x in tensors.values() if x.numel())]
+    with ThreadPoolExecutor(1) as thread, path.open("xb", buffering=0) as file:
+        sums = []
+        for chunk in _chunks(blocks):
+            sums.append(thread.submit(_sum_of, chunk))
+            for block in chunk:
+                left = block
+                while left:
+                    left = left[file.write(left) :]  # perhaps not all of it was written
+        os.fsync(file.fileno())
+        _compare(path, blocks)
+        chunks = tuple(each.result() for each in sums)
+    begin = len(first)
+    size = begin + end
+    return StoredFile(path.name, chunks, size), {name: begin + at for name, at in offsets.items()}
+
+
+def raw_bytes(x: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, not copied."""
+    return x.view(-1).view(torch.uint8).numpy().data
+
+
+def _chunks(blocks: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes, in runs of `CHUNK`."""
+    chunk, free = list[memoryview](), CHUNK
+    for block in blocks:
+        left = block
+        while left:
+            chunk.append(left[:free])
+            left, free = left[free:], free - len(chunk[-1])
+            if not free:
+                yield chunk
+                chunk, free = [], CHUNK
+    if chunk:
+        yield chunk
+
+
+def _sum_of(chunk: Iterable[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for block in chunk:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _compare(path: Path, blocks: Iterable[memoryview]) -> None:
+    """Read a file back. Comparing takes a quarter of the time of another checksum."""
+    with path.open("rb", buffering=0) as file:
+        for block in blocks:
+            for at in range(0, len(block), _BLOCK):
+                part = bytes(block[at : at + _BLOCK])  # views are compared number by number
+                if file.read(len(part)) != part:
+                    raise CheckpointError(f"{path}: read back, it is not what was written.")
+
+
+def chunk_sums(file: BinaryIO) -> tuple[str, ...]:
+    """The checksum of each chunk of a file. Threads share them: one alone is slower than a disk."""
+
+    def chunk_sum(start: int) -> str:
+        digest, at = hashlib.sha256(), start
+        while at < start + CHUNK and (block := os.pread(file.fileno(), _BLOCK, at)):
+            digest.update(block)
+            at += len(block)
+        return digest.hexdigest()
+
+    starts = range(0, os.fstat(file.fileno()).st_size, CHUNK)
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        return tuple(threads.map(chunk_sum, starts))
+
+
+def read_into(file: BinaryIO, offset: int, out: Tensor) -> None:
+    """Fill a flat host tensor with the file's bytes from `offset`."""
+    left = raw_bytes(out) if out.numel() else None
+    while left:
+        count = os.preadv(file.fileno(), [left], offset)
+        if not count:
+            raise CheckpointError(
+                f"{file.name}: ended {len(left):,} bytes early while it was read."
+            )
+        left, offset = left[count:], offset + count
+
+
+def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]:
+    """The tensors of a file by name, and the byte at which each begins, if the header is right in
+    everything: names once, known types, sizes that fit, no byte in two tensors or in none."""
+    with folder.open(name) as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(HEADER, size - 8):
+            folder.refuse(
+                name,
+                f"is no safetensors file: it has {size:,} bytes and says that its header has"
+                f" {length:,}.",
+            )
+        try:
+            text = file.read(length).decode()
+        except UnicodeDecodeError:
+            folder.refuse(name, "is no safetensors file: its header is not text.")
+    table = parse_json(text, str(folder.path / name), folder.error)
+    table.pop("__metadata__", None)
+    entries = {}
+    for title, value in table.items():
+        where = f"{folder.path / name}: {title[:80]!r}"
+        if not isinstance(value, dict):
+            raise folder.error(f"{where}: is {str(value)[:60]}; a table belongs there.")
+        entries[title] = entry = decoded(HeaderEntry, value, where, folder.error)
+        if problem := next(entry.problems(), ""):
+            raise folder.error(f"{where}: {problem}")
+    at = 0
+    for title, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
+        if (start := entry.data_offsets[0]) != at:
+            what = "shares bytes with" if start < at else "leaves bytes unclaimed after"
+            folder.refuse(
+                name,
+                f"tensor {title[:80]!r} {what} the one before: it begins at {start:,}, not {at:,}.",
+            )
+        at += entry.size
+    begin = 8 + length
+    if begin + at != size:
+        folder.refuse(name, f"has {size:,} bytes; its header describes {begin + at:,}.")
+    return {title: (entry, begin + entry.data_offsets[0]) for title, entry in entries.items()}
+
+
+# ---- a checkpoint's folder
+
+
+def name_of(step: int) -> str:
+    """The folder of a step's checkpoint."""
+    return f"step-{step:08}"
+
+
+def manifest_text(path: Path) -> str:
+    return Folder(path, CheckpointError).text(MANIFEST, LIMIT)
+
+
+def parse_manifest(text: str, path: Path) -> Manifest:
+    manifest = Manifest.parse(text, str(path / MANIFEST))
+    if path.name.startswith("step-") and path.name != name_of(manifest.step):
+        raise CheckpointError(
+            f"{path / MANIFEST}: is of step {manifest.step} and lies in {path.name}: it belongs to"
+            " another checkpoint."
+        )
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint's folder, checked in itself."""
+    return parse_manifest(manifest_text(path), path)
+
+
+def verify_checkpoint(path: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint; nothing when it is sound."""
+    try:
+        return faults(path, read_manifest(path))
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint, or with this rank's share of them: all their
+    bytes are read, and their headers compared with the manifest."""
+    folder = Folder(path, CheckpointError)
+    own = range(rank, len(manifest.files), ranks)
+    wrong = [fault for number in own if (fault := _damage(folder, manifest, number))]
+    if wrong:
+        return wrong
+    headers = {}
+    for number in own:
+        try:
+            headers[number] = read_header(folder, manifest.files[number].name)
+        except CheckpointError as error:
+            wrong.append(str(error))
+    for tensor in manifest.tensors:
+        for shard in (s for s in tensor.shards if s.file in headers):
+            count = shard.stop - shard.start
+            entry, offset = headers[shard.file].get(shard.key, (None, 0))
+            if entry is None or (entry.dtype, entry.numel, offset) != (
+                tensor.dtype, count, shard.offset,
+            ):  # fmt: skip
+                wrong.append(
+                    f"{path / manifest.files[shard.file].name}: {shard.key} is not there as the"
+                    f" manifest says: {count} numbers of {tensor.dtype} at byte {shard.offset:,}."
+                )
+    return wrong
+
+
+def _damage(folder: Folder, manifest: Manifest, number: int) -> str:
+    """One line for a file that is gone, or not what was written."""
+    file = manifest.files[number]
+    path = folder.path / file.name
+    try:
+        with folder.open(file.name) as opened:
+            size = os.fstat(opened.fileno()).st_size
+            known = any(size == each.size for each in manifest.files)
+            sums = chunk_sums(opened) if known else ()
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    if size == file.size and sums == file.chunks:
+        return ""
+    if other := next((f.name for f in manifest.files if sums and f.chunks == sums), None):
+        return f"{path}: holds what belongs into {other}."
+    if size != file.size:
+        return f"{path}: has {size:,} bytes, {file.size:,} were written."
+    pairs = enumerate(zip(sums, file.chunks, strict=True))
+    first = next(n for n, (now, written) in pairs if now != written)
+    return (
+        f"{path}: its bytes from {first * CHUNK:,} on differ from what was written:"
+        f" checksum {sums[first][:12]}, not {file.chunks[first][:12]}."
+    )

@@ -1,0 +1,443 @@
+"""Going on from a checkpoint: which one, whether it is of the same model, and its numbers in this layout.
+
+No weight is touched before every rank has found the files sound and the model to be the run's. The
+files themselves are in `checkpoint_format.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..comm import Group
+from ..comm.agree import broadcast_text, errors_of
+from ..layout import Shape
+from ..layout.source import split_name
+from ..parallel import Entry, Model
+from ..parallel.local import LocalModel
+from .checkpoint import Updates, box_of, optimizer_name, steps, why
+from .checkpoint_format import (
+    DTYPES,
+    WEIGHT,
+    Box,
+    CheckpointError,
+    Manifest,
+    Progress,
+    StoredShard,
+    StoredTensor,
+    faults,
+    manifest_text,
+    parse_manifest,
+    raw_bytes,
+    read_into,
+    read_manifest,
+)
+from .folder import Folder
+from .optimizer import Update
+
+# What torch's optimizers keep for every number.
+KEPT = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Where a run goes on, what was passed over as damaged on the way there, and what a person should
+    know of the model (`ModelIdentity.notices`)."""
+
+    progress: Progress
+    path: Path
+    damaged: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def load(
+    folder: Path, local: LocalModel, updates: Updates, *, identity: ModelIdentity | None = None
+) -> Loaded | None:
+    """Go on from the newest sound checkpoint of a run, in this layout. None when there is none.
+
+    Every rank calls it. Nothing is changed before all ranks have found the files sound and the
+    model to be that of `identity`, or at least the tensors to be those of the model.
+    """
+    group = local.groups.everyone
+    path, manifest, damaged = choose(folder, group)
+    if path is None or manifest is None:
+        return None
+    if identity is not None:
+        refuse_other(path, manifest, identity)
+
+    def check() -> None:
+        if wrong := _misfits(manifest, local, updates):
+            raise CheckpointError("; ".join(wrong))
+
+    def fill() -> None:
+        with TensorReader(path, manifest) as reader:
+            _fill(reader, local, updates)
+
+    for work in (check, fill):
+        if errors := _alike(group, work)[1]:
+            raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(errors))
+    for unit in local.units.values():  # ranks gather here, so all must come
+        unit.refresh()
+        if unit.resident and unit.groups.gather.size > 1:
+            unit.gather().wait()
+    notices = () if identity is None else tuple(identity.notices(manifest))
+    return Loaded(manifest.progress, path, damaged, notices)
+
+
+def _alike(group: Group, work: Callable[[], T]) -> tuple[T | None, list[str]]:
+    """What a rank's work gives, and what went wrong on any rank, which all of them know."""
+    result, error = None, ""
+    try:
+        result = work()
+    except (CheckpointError, OSError) as wrong:
+        error = why(wrong)
+    return result, errors_of(group, error)
+
+
+# ---- which checkpoint
+
+
+def choose(folder: Path, group: Group) -> tuple[Path | None, Manifest | None, tuple[str, ...]]:
+    """The newest sound checkpoint, the same on every rank, and what is wrong with newer ones.
+
+    All bytes are read, a share by each rank. None when there is no checkpoint at all; when there
+    are and none is sound, that is an error: to begin anew without a word would lose the run.
+    """
+    names = [path.name for path in steps(folder)] if group.rank == 0 else []
+    damaged: list[str] = []
+    for name in json.loads(broadcast_text(group, json.dumps(names))):
+        manifest, wrong = _examine(folder / name, group)
+        if manifest is not None:
+            return folder / name, manifest, tuple(damaged)
+        damaged.append(f"{name} is damaged: " + "; ".join(wrong))
+    if damaged:
+        raise CheckpointError(f"{folder}: no checkpoint is sound.\n  " + "\n  ".join(damaged))
+    return None, None, ()
+
+
+def _examine(path: Path, group: Group) -> tuple[Manifest | None, list[str]]:
+    """The manifest when all ranks find everything right; what is wrong when not."""
+    text, errors = _alike(group, lambda: manifest_text(path) if group.rank == 0 else "")
+    if errors:
+        return None, errors
+    text = broadcast_text(group, text or "")
+
+    def look() -> Manifest:
+        manifest = parse_manifest(text, path)
+        if wrong := faults(path, manifest, group.rank, group.size):
+            raise CheckpointError("; ".join(wrong))
+        return manifest
+
+    manifest, errors = _alike(group, look)
+    return None if errors else manifest, sorted({each.partition(": ")[2] for each in errors})
+
+
+def newest(folder: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint whose manifest can be read. Its files are not looked at: what a run goes
+    on from is chosen by `choose`, on all ranks."""
+    for path in steps(folder):
+        try:
+            return path, read_manifest(path)
+        except (CheckpointError, OSError):
+            continue  # damaged, or removed by a run that goes on; `choose` says which
+    return None
+
+
+# ---- whether it is of the same model
+
+LINES = 5  # of weights that an error names; another model may differ in every one
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What makes a model the one that a checkpoint is of. Take it before the model is cut.
+
+    Sizes that change no weight's shape change what a model computes all the same (heads, rope, eps),
+    so the shape is compared key by key. `own` is FILE.py:Class of a user's model, else empty. Its
+    file is hashed: a file that has changed is worth a notice, and only another structure is refused.
+    """
+
+    shape: Shape
+    weights: Mapping[str, tuple[int, ...]]
+    record: Mapping[
+        str, Any
+    ]  # what the manifest keeps of it beside the shape, as JSON gives it back
+
+    @classmethod
+    def of(cls, model: Model, shape: Shape, own: str = "") -> ModelIdentity:
+        record = {
+            "pieces": [name for name, _ in model.pieces],
+            "tied": [list(pair) for pair in model.tied],
+            "counts": dict(model.counts),
+            "own": own,
+            "source": hashlib.sha256(Path(split_name(own)[0]).read_bytes()).hexdigest()
+            if own
+            else "",
+        }
+        weights = {name: tuple(weight.shape) for name, weight in model.weights.items()}
+        return cls(shape, weights, record)
+
+    def differences(self, manifest: Manifest) -> list[str]:
+        """Why a checkpoint is of another model: each key with both values, then weights by name.
+
+        A manifest without a shape, or without a record, is compared by what it has: its weights.
+        """
+        there, here = _record(manifest), self.record
+        if manifest.shape and (wrong := differing_sizes(manifest.shape, self.shape)):
+            return wrong
+        wrong = [
+            f"{key}: {_short(there[key])} in the checkpoint, {_short(here[key])} in the run"
+            for key in ("pieces", "tied", "counts")
+            if key in there and there[key] != here[key]
+        ]
+        wrong = wrong or weight_differences(manifest, self.weights) + [
+            f"has a weight {each.name[:80]!r}, the model none"
+            for each in manifest.tensors
+            if each.kind == WEIGHT and each.name not in self.weights
+        ]
+        more = f"and {len(wrong) - LINES} weights more"
+        return wrong if len(wrong) <= LINES else [*wrong[:LINES], more]
+
+    def notices(self, manifest: Manifest) -> list[str]:
+        """What is not known to be another model, and yet not known to be the same."""
+        there, here = _record(manifest), self.record
+        was, source = own_model(manifest), str(there.get("source", ""))
+        if manifest.shape is None:
+            return ["the checkpoint has no shape of its model: only weights were compared"]
+        if there and was != here["own"]:
+            first, second = (repr(n[:200]) if n else "the built-in one" for n in (here["own"], was))
+            return [
+                f"the model is {first}, the checkpoint is of {second}: names and sizes are equal, the"
+                " code is another"
+            ]
+        if was and source and source != here["source"]:
+            return [
+                f"{split_name(was)[0]} has changed since the checkpoint was made (sha256"
+                f" {here['source'][:12]}, was {source[:12]}): names and sizes are equal, see that it"
+                " still computes the same"
+            ]
+        return []
+
+
+def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> None:
+    """Refuse a checkpoint of another model; every rank decides the same from the manifest."""
+    if wrong := identity.differences(manifest):
+        way_out = "Leave `model` out, and the run takes the checkpoint's"
+        if own := identity.record["own"]:
+            way_out = f"Undo the change of {own}"
+        lines = "\n- ".join(wrong)
+        raise CheckpointError(
+            f"{path} is of another model than the run's.\n- {lines}\n{way_out}; or write another"
+            " `out` to begin anew."
+        )
+
+
+def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Which of these weights a checkpoint does not have, or in another shape."""
+    there = {each.name: each.shape for each in manifest.tensors if each.kind == WEIGHT}
+    return [
+        f"{name} is {list(there[name])}, the model's is {list(shape)}"
+        if name in there
+        else f"has no weight {name}"
+        for name, shape in weights.items()
+        if there.get(name) != shape
+    ]
+
+
+def differing_sizes(there: Shape, here: Shape) -> list[str]:
+    """The keys of a shape in which a checkpoint's and a run's differ, each with both values."""
+    free = {"name", "source", "batch"}  # may change from start to start
+    if "learned" not in (there.positions, here.positions):
+        free.add("sequence")  # only learned positions are weights
+    old, new = asdict(there), asdict(here)
+    return [
+        f"{key}: {old[key]} in the checkpoint, {new[key]} in the run"
+        for key in old
+        if key not in free and old[key] != new[key]
+    ]
+
+
+def table_of(shape: Shape) -> dict[str, Any]:
+    """A shape as the table of sizes that a run file's `model` is, without what is by default."""
+    plain = {f.name: f.default for f in fields(shape) if f.default is not MISSING}
+    sizes = asdict(shape)
+    return {key: n for key, n in sizes.items() if key not in plain or plain[key] != n}
+
+
+def own_model(manifest: Manifest) -> str:
+    """FILE.py:Class where a checkpoint is of a user's model, else empty."""
+    return str(_record(manifest).get("own", ""))[:1000]
+
+
+def _record(manifest: Manifest) -> Mapping[str, Any]:
+    record = manifest.config.get("model")
+    return record if isinstance(record, dict) else {}
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ---- its numbers, in this layout
+
+
+def _misfits(manifest: Manifest, local: LocalModel, updates: Updates) -> list[str]:
+    """Why the checkpoint's tensors are not those of this rank's model and optimizer."""
+    own = {w.name: tuple(w.shape) for unit in local.units.values() for w in unit.order}
+    wrong = weight_differences(manifest, own)
+    kinds, optimizer = _kinds(manifest), optimizer_name(updates)
+    if not kinds:
+        return wrong
+    if kinds != KEPT.get(manifest.optimizer):
+        wrong.append(f"keeps {', '.join(kinds)} as the state of {manifest.optimizer or 'nothing'}")
+    if (manifest.optimizer == "AdamW") != (manifest.updates is not None):
+        wrong.append(f"has {manifest.updates} updates by {manifest.optimizer}")
+    if optimizer and manifest.optimizer != optimizer:
+        wrong.append(f"keeps the state of {manifest.optimizer}, the run's optimizer is {optimizer}")
+    shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
+    names = [name for kind, name in shapes if kind == WEIGHT]
+    for kind in kinds:
+        lost = [name for name in names if shapes.get((kind, name)) != shapes[WEIGHT, name]]
+        wrong += [f"{kind} of {lost[0]} is missing or of another shape"] if lost else []
+    return wrong
+
+
+def _kinds(manifest: Manifest) -> list[str]:
+    """What the optimizer keeps for each number, in this checkpoint."""
+    return sorted({each.kind for each in manifest.tensors} - {WEIGHT})
+
+
+def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
+    """This rank's homes and optimizer state become those of the checkpoint."""
+    kinds = _kinds(reader.manifest)
+    for number, unit in local.units.items():
+        fresh = _fresh_state(updates[number], kinds, reader.manifest.updates)
+        for entry in unit.entries():
+            run = slice(entry.offset, entry.offset + entry.stop - entry.start)
+            unit.home[run] = reader.numbers(WEIGHT, entry).to(unit.home)
+            for kind in kinds:
+                own, kept = next(f for f in fresh if f[0].start <= entry.offset < f[0].stop)
+                at = slice(run.start - own.start, run.stop - own.start)
+                kept[kind][at] = reader.numbers(kind, entry).to(kept[kind])
+
+
+def _fresh_state(
+    update: Update, kinds: list[str], count: float | None
+) -> list[tuple[slice, dict[str, Tensor]]]:
+    """Empty state for each run of a unit, as torch's optimizers would make it."""
+    fresh = []
+    for run, view in update.runs:
+        assert update.torch is not None
+        kept = {kind: torch.zeros_like(view) for kind in kinds}
+        update.torch.state.pop(view, None)
+        if kinds:
+            update.torch.state[view] = dict(kept)
+            if count is not None:
+                # A fused optimizer keeps its count where the numbers are, in float32.
+                step = torch.tensor(count, dtype=torch.float32, device=view.device)
+                update.torch.state[view]["step"] = step
+        fresh.append((run, kept))
+    return fresh
+
+
+class TensorReader:
+    """The tensors of a checkpoint, read box by box. Its files have been verified before."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = Folder(path, CheckpointError), manifest
+        self.tensors = {(each.kind, each.name): each for each in manifest.tensors}
+        self.files: dict[int, BinaryIO] = {}
+        self.stack = ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def whole(self, tensor: StoredTensor) -> Tensor:
+        return self.box(tensor, tensor.whole)
+
+    def numbers(self, kind: str, entry: Entry) -> Tensor:
+        """An entry's numbers, flat: whole rows of its shard are read, padding is zero."""
+        tensor, local, box = (
+            self.tensors[kind, entry.weight.name],
+            entry.weight.local,
+            box_of(entry),
+        )
+        if not box:
+            return self.whole(tensor).view(-1)
+        row = math.prod(local[1:])
+        first, last = entry.start // row, -(-entry.stop // row)
+        start, stop = box[0]
+        rows = (min(start + first, stop), min(start + last, stop))
+        part = self.box(tensor, (rows, *box[1:]))
+        if part.shape != (last - first, *local[1:]):
+            padded = part.new_zeros(last - first, *local[1:])
+            padded[tuple(slice(0, n) for n in part.shape)] = part
+            part = padded
+        return part.view(-1)[entry.start - first * row : entry.stop - first * row]
+
+    def box(self, tensor: StoredTensor, box: Box) -> Tensor:
+        """These numbers of a tensor, in its own dtype, on the host."""
+        out = torch.empty([b - a for a, b in box], dtype=DTYPES[tensor.dtype])
+        for part in tensor.parts():
+            outer = part[0].box
+            common = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(outer, box, strict=True)
+            )
+            if not common:  # a tensor without dims
+                return self._rows(tensor, part, 0, 1).view(())
+            if all(a < b for a, b in common):
+                inside = _slices(common, outer)
+                rows = self._rows(tensor, part, inside[0].start, inside[0].stop)
+                if common == box:  # all of it lies in this part: no copy
+                    return rows[:, *inside[1:]].contiguous()
+                out[_slices(common, box)] = rows[:, *inside[1:]]
+        return out
+
+    def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:
+        """Rows of one part, from all the shards that have some of them."""
+        dims = part[0].local[1:]
+        row = math.prod(dims)
+        start, stop = first * row, last * row
+        flat = torch.empty(stop - start, dtype=DTYPES[tensor.dtype])
+        for shard in part:
+            a, b = max(start, shard.start), min(stop, shard.stop)
+            if a < b:
+                offset = shard.offset + (a - shard.start) * flat.element_size()
+                read_into(self._file(shard.file), offset, flat[a - start : b - start])
+        return flat.view(last - first, *dims)
+
+    def _file(self, number: int) -> BinaryIO:
+        if number not in self.files:
+            opened = self.folder.open(self.manifest.files[number].name)
+            self.files[number] = self.stack.enter_context(opened)
+        return self.files[number]
+
+
+def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Where a box lies in one around it."""
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
+
+
+def hash_tensors(path: Path) -> dict[str, str]:
+    """The SHA-256 of every whole tensor, by title: equal for equal tensors, however they are cut."""
+    manifest, sums = read_manifest(path), {}
+    with TensorReader(path, manifest) as reader:
+        for tensor in manifest.tensors:
+            digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
+            digest.update(raw_bytes(reader.whole(tensor)))
+            sums[tensor.title] = digest.hexdigest()
+    return dict(sorted(sums.items()))
