@@ -1,4 +1,4 @@
-"""Frozen dataclasses from TOML and back: run files, shapes, measured machines, stacks.
+"""Frozen dataclasses from TOML and back: run files, shapes, measured machines, profiles.
 
 Reading is strict. All mistakes of a file are reported at once, each with its line, the value and a
 way out. The types of a dataclass's fields say what a file may hold: numbers, text, nested tables,
@@ -12,8 +12,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, field, fields, is_dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 from .files import DEPTH, parse_toml, read_text, unwritable
 
 __all__ = [
-    "Document", "FileError", "Mistake", "Reader", "decode", "dump", "every_key", "key", "load",
-    "out_of_bounds", "parse", "schema", "table", "toml_value",
+    "FileError", "Mistake", "Reader", "decode", "dump", "every_key", "key", "load", "out_of_bounds",
+    "parse", "schema", "table", "toml_value",
 ]  # fmt: skip
 
 SHOWN = 20  # mistakes of one file beyond which only their number is reported
@@ -40,6 +40,7 @@ _KINDS: dict[Any, tuple[str, str, str]] = {  # what it is called, an example, JS
     NoneType: ("nothing", "", "null"),
 }  # fmt: skip
 _BOUNDS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
+QUOTES = "\"' \t"
 _NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""
 _PATH = rf"{_NAME}(?:\s*\.\s*{_NAME})*"
 _LINE = re.compile(rf"\s*(?:(\[\[?)\s*({_PATH})\s*\]|({_PATH})\s*=)")
@@ -67,6 +68,9 @@ class FileError(ValueError):
         super().__init__(f"{name} has {count}.\n{lines}")
 
 
+# ---- the keys of a class
+
+
 def key(
     default: Any = MISSING,
     description: str = "",
@@ -89,29 +93,108 @@ def table(cls: type[T], description: str) -> T:
     return made
 
 
-# ---- the text, and where each key stands in it
+class _Key(NamedTuple):
+    attribute: str
+    type: Any
+    default: Any  # MISSING: a file must have it
+    limits: Mapping[str, Any]
+
+    @property
+    def description(self) -> str:
+        text: str = self.limits.get("description", "")
+        return text
 
 
-class Document:
-    """The table that a file's text and the `key=value` arguments after it make, and the line or
-    argument of each key."""
+@cache  # a manifest has many thousand tables of one class
+def _keys(cls: Any) -> dict[str, _Key]:
+    hints = get_type_hints(cls)
+    made = {}
+    for f in fields(cls):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        made[f.metadata.get("name") or f.name] = _Key(f.name, hints[f.name], default, f.metadata)
+    return made
 
-    def __init__(self, text: str, file: str = "", overrides: tuple[str, ...] = ()) -> None:
-        self.mistakes: list[Mistake] = []
-        self.table: dict[str, Any] = {}
-        self._text, self._file = "", file
+
+def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
+    """All keys of a file, dotted."""
+    for name, one in _keys(cls).items():
+        inner = is_dataclass(one.type)
+        yield from every_key(one.type, f"{prefix}{name}.") if inner else [prefix + name]
+
+
+# ---- from text to a value
+
+
+def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
+    """The value that a user's file holds; `what` is how an error names the kind of file."""
+
+    def refuse(why: str) -> FileError:
+        return error(str(path), [Mistake("", why.rstrip("."), "Name a file that can be read")])
+
+    return parse(cls, read_text(path, what, refuse), str(path), error, **given)
+
+
+def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: Any) -> T:
+    """The value that TOML text holds. `given` are values of keys that the text leaves out."""
+    reader = Reader(cls, text, file)
+    value: T = reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
+    if reader.mistakes:
+        raise error(file, reader.mistakes)
+    return value
+
+
+def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[FileError]) -> T:
+    """The value of a table that no text stands behind: from JSON, or from inside another file."""
+    reader = Reader(cls)
+    value: T = reader.table(cls, table)
+    if reader.mistakes:
+        raise error(name, [mistake._replace(place="") for mistake in reader.mistakes])
+    return value
+
+
+_WRONG: Any = object()  # in place of a value with a mistake
+
+
+class Reader:
+    """A file's text and the `key=value` arguments after it (`given` is the table that they make), read
+    into values of its class; all mistakes are collected.
+
+    `pointers` are ways out for keys that are not ours, by name: old ones, and those of other
+    libraries.
+    """
+
+    def __init__(
+        self,
+        root: type,
+        text: str = "",
+        file: str = "",
+        overrides: tuple[str, ...] = (),
+        pointers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.given: dict[str, Any] = {}
+        self._root, self._text, self._file = root, text, file
+        self._pointers = pointers or {}
         self._arguments: dict[str, str] = {}
+        self._mistakes: list[Mistake] = []
+        self._more = 0
         try:
-            self.table = parse_toml(text, "this", ValueError)
-            self._text = text
+            self.given = parse_toml(text, "this", ValueError)
         except ValueError as error:
-            self._refuse(file, str(error), "See docs/training.md")
-        for override in overrides:
-            self._override(override)
+            self._text = ""
+            self._refused(file, str(error), "See docs/training.md")
+        for argument in overrides:
+            self._override(argument)
 
-    def _refuse(self, place: str, text: str, way_out: str, name: str = "") -> None:
+    @property
+    def mistakes(self) -> list[Mistake]:
+        what = f"{self._more:,} more mistakes"
+        more = Mistake(self._file, what, "Mend the first ones first")
+        return [*self._mistakes, more] if self._more else self._mistakes
+
+    def _refused(self, place: str, text: str, way_out: str) -> None:
+        """A mistake in words that may end with a way out of their own."""
         what, _, rest = text.rstrip(".").partition(". ")
-        self.mistakes.append(Mistake(place, name + what, rest or way_out))
+        self._mistakes.append(Mistake(place, what, rest or way_out))
 
     def _override(self, argument: str) -> None:
         name, equals, text = argument.partition("=")
@@ -119,13 +202,13 @@ class Document:
         if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in path):
             what = f"{_cut(argument, 60)!r} sets nothing"
             way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
-            self.mistakes.append(Mistake("argument", what, way_out))
+            self._mistakes.append(Mistake("argument", what, way_out))
             return
         if len(path) > DEPTH:
             what = f"a key of {len(path)} parts; there is none of more than two"
-            self.mistakes.append(Mistake("argument", what, "Write key=value, as in steps=100"))
+            self._mistakes.append(Mistake("argument", what, "Write key=value, as in steps=100"))
             return
-        inner = self.table
+        inner = self.given
         for part in path[:-1]:
             if not isinstance(inner.get(part), dict):
                 inner[part] = {}
@@ -133,11 +216,13 @@ class Document:
         try:
             inner[path[-1]] = _argument_value(text.strip())
         except ValueError as error:
-            self._refuse("argument", str(error), "Write less", f"{name[:60]}: ")
+            self._refused("argument", f"{name[:60]}: {error}", "Write less")
         self._arguments[".".join(path)] = f"argument {_cut(argument, 100)!r}"
 
     def place(self, path: str) -> str:
-        """The line or the argument that sets a key, or else the table that the key is in."""
+        """The line or the argument that sets a key, or else the table that the key is in, or the
+        file; the key itself where there is none."""
+        whole = path
         while path:
             for name, argument in self._arguments.items():
                 if path == name or name.startswith(path + "."):
@@ -146,7 +231,7 @@ class Document:
                 return f"{self._file} line {self._lines[path]}".strip()
             item = re.search(r"\[[0-9]+\]$", path)
             path = path[: item.start()] if item else path.rpartition(".")[0]
-        return self._file
+        return self._file or whole
 
     @cached_property
     def _lines(self) -> dict[str, int]:
@@ -159,11 +244,9 @@ class Document:
             if not match:
                 continue
             path = "" if match[1] else current
-            parts = [part.strip("\"' \t") for part in re.findall(_NAME, match[2] or match[3])]
-            for part in parts:
-                if path in lists:
-                    path += f"[{lists[path]}]"
-                path = f"{path}.{part}".lstrip(".")
+            for part in re.findall(_NAME, match[2] or match[3]):
+                path += f"[{lists[path]}]" if path in lists else ""
+                path = f"{path}.{part.strip(QUOTES)}".lstrip(".")
                 lines.setdefault(path, number)
             if match[1] == "[[":
                 lists[path] = lists.get(path, -1) + 1
@@ -171,6 +254,85 @@ class Document:
                 lines[path] = number
             current = path if match[1] else current
         return lines
+
+    def _wrong(self, path: str, what: str, way_out: str) -> Any:
+        if len(self._mistakes) < SHOWN:
+            self._mistakes.append(Mistake(self.place(path), what, way_out))
+        else:
+            self._more += 1
+        return _WRONG
+
+    def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
+        """The instance, with defaults in place of values with mistakes; if it cannot be made, the
+        mistakes say why."""
+        known = _keys(cls)
+        values: dict[str, Any] = {}
+        before = len(self._mistakes) + self._more
+        for name, value in given.items():
+            if name in known:
+                read = self._value(known[name].type, value, prefix + name, known[name].limits)
+                values |= {} if read is _WRONG else {known[name].attribute: read}
+            elif len(self._mistakes) < SHOWN:
+                self._unknown(cls, prefix + name, value)
+            else:
+                self._more += 1
+        required = {name: one for name, one in known.items() if one.default is MISSING}
+        for name, one in required.items():
+            if name not in given:
+                way_out = _way_out(one.type, prefix + name)
+                self._wrong(prefix + name, f"{prefix}{name} is missing", way_out)
+        if any(one.attribute not in values for one in required.values()):
+            return _WRONG
+        try:
+            return cls(**values)
+        except FileError as error:  # values that are each right, and do not fit together
+            alone = before == len(self._mistakes) + self._more
+            for mistake in error.mistakes if alone else ():
+                self._wrong(prefix + mistake.place, prefix + mistake.what, mistake.way_out)
+            return _WRONG
+
+    def _value(self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]) -> Any:
+        """The value of a field as its type wants it."""
+        if hint is int and type(value) is int and not limits:
+            return value
+        parts = _parts(hint)
+        if isinstance(value, str) and (bad := unwritable(value)):
+            what = f"{path} = {_shown(value)} has the character {bad}"
+            return self._wrong(path, what, "Leave it out")
+        if not _fits(value, hint):
+            what = f"{path} = {_shown(value)} is {_kind(value)}"
+            return self._wrong(path, what, _way_out(hint, path))
+        if isinstance(hint, UnionType):
+            part = next(part for part in parts if _fits(value, part))
+            return self._value(part, value, path, limits)
+        if is_dataclass(hint):
+            return self.table(hint, value, f"{path}.")
+        if _plain(hint) is tuple:
+            kinds = parts[:1] * len(value) if parts[-1] is ... else parts
+            pairs = enumerate(zip(kinds, value, strict=True))
+            value = tuple(self._value(kind, x, f"{path}[{i}]", {}) for i, (kind, x) in pairs)
+            if _WRONG in value:
+                return _WRONG
+        elif parts and _plain(hint) is dict:
+            value = {k: self._value(parts[1], x, f"{path}.{k}", {}) for k, x in value.items()}
+            if _WRONG in value.values():
+                return _WRONG
+        if limits and (problem := _problem(value, path, limits)):
+            return self._wrong(path, *problem)
+        return float(value) if hint is float else value
+
+    def _unknown(self, cls: Any, path: str, value: Any) -> None:
+        path = _cut(path, 80)
+        prefix, _, last = path.rpartition(".")
+        names = [f"{prefix}.{name}".lstrip(".") for name in _keys(cls)]
+        leaves = {name.rpartition(".")[2]: name for name in reversed([*every_key(self._root)])}
+        near = difflib.get_close_matches(path, names, 1, 0.6)
+        near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
+        near = [leaves[last]] if last in leaves else near
+        way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
+        for name in (last.lower(), path):
+            way_out = self._pointers.get(name, way_out)
+        self._wrong(path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out)
 
 
 def _argument_value(text: str) -> Any:
@@ -185,150 +347,11 @@ def _argument_value(text: str) -> Any:
         return text
 
 
-# ---- from a table to a value
-
-
-def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
-    """The value that a user's file holds; `what` is how an error names the kind of file."""
-
-    def refuse(why: str) -> FileError:
-        return error(str(path), [Mistake("", why.rstrip("."), "Name a file that can be read")])
-
-    return parse(cls, read_text(path, what, refuse), str(path), error, **given)
-
-
-def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: Any) -> T:
-    """The value that TOML text holds. `given` are values of keys that the text leaves out."""
-    document = Document(text, file)
-    reader = Reader(cls, document.place)
-    value = reader.table(cls, given | document.table)
-    if mistakes := document.mistakes or reader.mistakes:
-        raise error(file, mistakes)
-    made: T = value
-    return made
-
-
-def decode(cls: type[T], table: Mapping[str, Any], name: str, error: type[FileError]) -> T:
-    """The value of a table that no text stands behind: from JSON, or from inside another file."""
-    reader = Reader(cls, lambda path: "")
-    value = reader.table(cls, table)
-    if reader.mistakes:
-        raise error(name, reader.mistakes)
-    made: T = value
-    return made
-
-
-_WRONG: Any = object()  # in place of a value with a mistake
-
-
-class Reader:
-    """Reads tables into values of a file's class, and collects the mistakes.
-
-    `place` says where a key stands. `pointers` are ways out for keys that are not ours, by name:
-    old ones, and those of other libraries.
-    """
-
-    def __init__(
-        self,
-        root: type,
-        place: Callable[[str], str] = str,
-        pointers: Mapping[str, str] | None = None,
-    ) -> None:
-        self._root, self._place, self._pointers = root, place, pointers or {}
-        self._found: list[Mistake] = []
-        self._more = 0
-
-    @property
-    def mistakes(self) -> list[Mistake]:
-        more = Mistake(
-            self._place(""), f"{self._more:,} more mistakes", "Mend the first ones first"
-        )
-        return [*self._found, more] if self._more else self._found
-
-    def _wrong(self, path: str, what: str, way_out: str) -> Any:
-        if len(self._found) < SHOWN:
-            self._found.append(Mistake(self._place(path), what, way_out))
-        else:
-            self._more += 1
-        return _WRONG
-
-    def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
-        """The instance, with defaults in place of values with mistakes; if it cannot be made, the
-        mistakes say why."""
-        known, hints = _keys(cls)
-        values: dict[str, Any] = {}
-        before = len(self._found) + self._more
-        for name, value in given.items():
-            if name in known:
-                one = known[name]
-                read = self.value(hints[one.name], value, prefix + name, one.metadata)
-                values |= {} if read is _WRONG else {one.name: read}
-            elif len(self._found) < SHOWN:
-                self._unknown(cls, prefix + name, value)
-            else:
-                self._more += 1
-        for name, one in known.items():
-            if _required(one) and name not in given:
-                way_out = _way_out(hints[one.name], prefix + name)
-                self._wrong(prefix + name, f"{prefix}{name} is missing", way_out)
-        if any(_required(one) and one.name not in values for one in known.values()):
-            return _WRONG
-        try:
-            return cls(**values)
-        except FileError as error:  # values that are each right, and do not fit together
-            for mistake in error.mistakes if before == len(self._found) + self._more else ():
-                self._wrong(prefix + mistake.place, prefix + mistake.what, mistake.way_out)
-            return _WRONG
-
-    def value(self, hint: Any, value: Any, path: str, limits: Mapping[str, Any]) -> Any:
-        """The value of a field as its type wants it."""
-        if hint is int and type(value) is int and not limits:
-            return value
-        parts = _parts(hint)
-        if isinstance(value, str) and (bad := unwritable(value)):
-            what = f"{path} = {_shown(value)} has the character {bad}"
-            return self._wrong(path, what, "Leave it out")
-        if not _fits(value, hint):
-            what = f"{path} = {_shown(value)} is {_kind(value)}"
-            return self._wrong(path, what, _way_out(hint, path))
-        if isinstance(hint, UnionType):
-            part = next(part for part in parts if _fits(value, part))
-            return self.value(part, value, path, limits)
-        if is_dataclass(hint):
-            return self.table(hint, value, f"{path}.")
-        if _plain(hint) is tuple:
-            kinds = parts[:1] * len(value) if parts[-1] is ... else parts
-            items = [
-                self.value(kind, item, f"{path}[{i}]", {})
-                for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-            ]
-            value = _WRONG if any(item is _WRONG for item in items) else tuple(items)
-        elif parts and _plain(hint) is dict:
-            inner = {k: self.value(parts[1], item, f"{path}.{k}", {}) for k, item in value.items()}
-            value = _WRONG if any(item is _WRONG for item in inner.values()) else inner
-        if limits and value is not _WRONG and (problem := _problem(value, path, limits)):
-            return self._wrong(path, *problem)
-        return float(value) if hint is float else value
-
-    def _unknown(self, cls: Any, path: str, value: Any) -> None:
-        path = _cut(path, 80)
-        prefix, _, last = path.rpartition(".")
-        every = list(every_key(self._root))
-        names = [f"{prefix}.{_name(one)}".lstrip(".") for one in fields(cls)]
-        leaves = {name.rpartition(".")[2]: name for name in reversed(every)}
-        near = difflib.get_close_matches(path, names, 1, 0.6)
-        near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
-        near = [leaves[last]] if last in leaves else near
-        way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
-        for name in (last.lower(), path):
-            way_out = self._pointers.get(name, way_out)
-        self._wrong(path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out)
-
-
 def out_of_bounds(value: Any) -> list[Mistake]:
     """What is wrong with the fields of an instance that a program made, each by itself."""
     each = (
-        (_name(f), _problem(getattr(value, f.name), _name(f), f.metadata)) for f in fields(value)
+        (name, _problem(getattr(value, one.attribute), name, one.limits))
+        for name, one in _keys(value.__class__).items()
     )
     return [Mistake(name, *problem) for name, problem in each if problem]
 
@@ -355,26 +378,7 @@ def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str
     return None
 
 
-# ---- fields and their types
-
-
-@cache  # a manifest has many thousand tables of one class
-def _keys(cls: Any) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
-    """The fields of a class by the names of their keys, and their types by the names of fields."""
-    return {_name(f): f for f in fields(cls)}, get_type_hints(cls)
-
-
-def _name(one: Field[Any]) -> str:
-    name: str = one.metadata.get("name") or one.name
-    return name
-
-
-def _required(one: Field[Any]) -> bool:
-    return one.default is MISSING and one.default_factory is MISSING
-
-
-def _default(one: Field[Any]) -> Any:
-    return one.default_factory() if one.default_factory is not MISSING else one.default
+# ---- types of fields
 
 
 _parts = cache(get_args)
@@ -408,25 +412,14 @@ def _way_out(hint: Any, path: str) -> str:
     """How to write a value of a type."""
     if is_dataclass(hint):
         return f"It is a table; write {', '.join(every_key(hint, f'{path}.'))}"
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    if not isinstance(hint, UnionType):
-        kinds = [hint]
-    called, example, _ = _KINDS[_plain(kinds[0])]
+    union = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = [_KINDS[_plain(kind)] for kind in union if kind is not NoneType]
     if len(kinds) > 1:
-        return "Write " + " or ".join(_KINDS[_plain(kind)][0] for kind in kinds)
-    if kinds[0] == tuple[float, float]:
+        return "Write " + " or ".join(called for called, *_ in kinds)
+    called, example, _ = kinds[0]
+    if hint == tuple[float, float]:
         called, example = "two numbers", "[0.9, 0.95]"
     return f"Write {called}, as in {path} = {example}"
-
-
-def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
-    """All keys of a file, dotted."""
-    hints = get_type_hints(cls)
-    for one in fields(cls):
-        if is_dataclass(hints[one.name]):
-            yield from every_key(hints[one.name], f"{prefix}{_name(one)}.")
-        else:
-            yield prefix + _name(one)
 
 
 def _cut(text: str, length: int) -> str:
@@ -454,28 +447,25 @@ def dump(value: Any, *, short: bool = False) -> str:
     A short one has no comments and no keys that have their default, and floats have six digits:
     more than any clock gives.
     """
-    return "\n".join(_lines(value, "", short)).strip() + "\n"
+    return "\n".join(_dumped(value, "", short)).strip() + "\n"
 
 
-def _lines(value: Any, path: str, short: bool) -> Iterator[str]:
+def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
     """Plain keys first, then tables, then lists of tables: the order that TOML demands."""
-    items = list(_items(value, short))
-    for name, item, description in items:
+    tables = []
+    for name, item, description in _items(value, short):
         comment = f"  # {description}" if description else ""
-        if not _tables(item):
-            # TOML has no word for nothing: the key stands in a comment.
+        first = item[0] if isinstance(item, tuple) and item else item
+        if is_dataclass(first) or (isinstance(item, Mapping) and item):
+            tables.append((_quoted(name), item, comment))
+        else:  # TOML has no word for nothing: the key stands in a comment.
             unset = "# " if item is None else ""
             yield f"{unset}{_quoted(name)} = {toml_value(item, short)}{comment}"
-    for name, item, description in items:
-        inner = ".".join(filter(None, (path, _quoted(name))))
-        comment = f"  # {description}" if description else ""
-        if not _tables(item):
-            continue
-        if isinstance(item, tuple):
-            for one in item:
-                yield from ("", f"[[{inner}]]", *_lines(one, inner, short))
-        else:
-            yield from ("", f"[{inner}]{comment}", *_lines(item, inner, short))
+    for name, item, comment in tables:
+        inner = f"{path}.{name}".lstrip(".")
+        for one in item if isinstance(item, tuple) else (item,):
+            head = f"[[{inner}]]" if one is not item else f"[{inner}]{comment}"
+            yield from ("", head, *_dumped(one, inner, short))
 
 
 def _items(value: Any, short: bool) -> Iterator[tuple[str, Any, str]]:
@@ -483,18 +473,12 @@ def _items(value: Any, short: bool) -> Iterator[tuple[str, Any, str]]:
     if isinstance(value, Mapping):
         yield from ((name, item, "") for name, item in value.items())
         return
-    for one in fields(value):
-        item = getattr(value, one.name)
+    for name, one in _keys(value.__class__).items():
+        item = getattr(value, one.attribute)
         if not short:
-            yield _name(one), item, one.metadata.get("description", "")
-        elif item is not None and (_required(one) or item != _default(one)):
-            yield _name(one), item, ""
-
-
-def _tables(item: Any) -> bool:
-    """Whether a value is printed as a table, or as a list of tables."""
-    first = item[0] if isinstance(item, tuple) and item else item
-    return is_dataclass(first) or (isinstance(first, Mapping) and bool(first) and item is first)
+            yield name, item, one.description
+        elif item is not None and item != one.default:
+            yield name, item, ""
 
 
 def _quoted(name: str) -> str:
@@ -518,30 +502,25 @@ def toml_value(value: Any, short: bool = False) -> str:
 
 def schema(cls: Any, title: str = "") -> dict[str, Any]:
     """The JSON Schema of a file's keys."""
-    hints = get_type_hints(cls)
-    properties = {_name(one): _property(hints[one.name], one) for one in fields(cls)}
-    required = [_name(one) for one in fields(cls) if _required(one)]
-    made: dict[str, Any] = {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": properties,
-    }
-    made |= {"required": required} if required else {}
+    keys = _keys(cls)
+    made: dict[str, Any] = {"type": "object", "additionalProperties": False}
+    made["properties"] = {name: _property(one) for name, one in keys.items()}
+    if required := [name for name, one in keys.items() if one.default is MISSING]:
+        made["required"] = required
     if title:
         made = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **made}
     return made
 
 
-def _property(hint: Any, one: Field[Any]) -> dict[str, Any]:
-    limits = {json_name: one.metadata.get(ours) for ours, json_name in _BOUNDS.items()}
-    made = _typed(hint, {name: bound for name, bound in limits.items() if bound is not None})
-    made |= {"description": one.metadata.get("description", "")}
-    if one.metadata.get("choices"):
-        made |= {"enum": list(one.metadata["choices"])}
-    if _required(one) or is_dataclass(hint):
-        return made
-    default = _default(one)
-    return made | {"default": list(default) if isinstance(default, tuple) else default}
+def _property(one: _Key) -> dict[str, Any]:
+    limits = {json_name: one.limits.get(ours) for ours, json_name in _BOUNDS.items()}
+    made = _typed(one.type, {name: bound for name, bound in limits.items() if bound is not None})
+    made["description"] = one.description
+    if one.limits.get("choices"):
+        made["enum"] = list(one.limits["choices"])
+    if one.default is not MISSING and not is_dataclass(one.type):
+        made["default"] = list(one.default) if isinstance(one.default, tuple) else one.default
+    return made
 
 
 def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:

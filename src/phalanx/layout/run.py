@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .choices import PRECISIONS
-from .codec import Document, FileError, Mistake, Reader, dump, key, schema, table
+from .codec import FileError, Mistake, Reader, dump, key, schema, table
 from .files import read_text
 from .layout import Layout
 from .legal import legal, nearest
@@ -152,16 +152,15 @@ class Run:
 
         Where they name no model, `adopt` may give the run another than the default.
         """
-        document = Document(text, name, overrides)
-        reader = Reader(cls, document.place, _POINTERS)
-        run = reader.table(cls, document.table)
+        reader = Reader(cls, text, name, overrides, _POINTERS)
+        run: Run = reader.table(cls, reader.given)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
-        if adopt is not None and "model" not in document.table:
+        if adopt is not None and "model" not in reader.given:
             run = adopt(run)
-        misfits = [m._replace(place=document.place(m.place) or name) for m in _misfits(run)]
-        if mistakes := [*document.mistakes, *reader.mistakes, *misfits]:
+        misfits = [m._replace(place=reader.place(m.place) or name) for m in _misfits(run)]
+        if mistakes := [*reader.mistakes, *misfits]:
             raise RunError(name, list(dict.fromkeys(mistakes)))
-        return run  # type: ignore[no-any-return]
+        return run
 
     @classmethod
     def load(cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None) -> Run:
