@@ -16,19 +16,19 @@ import phalanx.lab
 from phalanx.comm import CommError, RankFailed
 from phalanx.comm.base import Call
 from phalanx.comm.settle import settle
-from phalanx.lab import NAMES, LabError, Size, Trial, conduct, experiment
+from phalanx.lab import NAMES, LabError, LabTrial, Size, conduct, experiment
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FILES = Path(phalanx.lab.__file__).parent / "experiments"
 
 
 @cache
-def trial(name: str, ranks: int) -> Trial:
+def trial(name: str, ranks: int) -> LabTrial:
     (done,) = conduct([name], SMALL, ranks=ranks)
     return done
 
 
-def failed(done: Trial) -> list[str]:
+def failed(done: LabTrial) -> list[str]:
     return [f"{claim.says} {claim.detail}" for claim in done.claims if not claim.holds]
 
 

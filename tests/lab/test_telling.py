@@ -15,7 +15,7 @@ import pytest
 from browser import needs_chromium, opened
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
-from phalanx.lab import NAMES, LabError, Size, Trial, conduct, lab_page, lab_text, listing
+from phalanx.lab import NAMES, LabError, LabTrial, Size, conduct, lab_page, lab_text, listing
 from phalanx.lab.record import Claim
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
@@ -23,7 +23,7 @@ FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--st
 
 
 @pytest.fixture(scope="module")
-def trials() -> list[Trial]:
+def trials() -> list[LabTrial]:
     return list(conduct(NAMES, SMALL, ranks=2))
 
 
@@ -67,13 +67,13 @@ def read(written: str) -> Reader:
     return reader
 
 
-def with_false_claim(trial: Trial) -> Trial:
+def with_false_claim(trial: LabTrial) -> LabTrial:
     first, *others = trial.records
     claims = [Claim("two is three", False, "2, not 3"), *first.claims]
     return replace(trial, records=(replace(first, claims=claims), *others))
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(trials: list[Trial]) -> None:
+def test_the_page_is_one_file_that_asks_for_nothing(trials: list[LabTrial]) -> None:
     reader = read(lab_page(trials))
     assert not reader.tags & {"script", "img", "iframe", "object", "embed"}
     assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
@@ -83,7 +83,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(trials: list[Trial]) -> None
 
 
 def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
-    trials: list[Trial],
+    trials: list[LabTrial],
 ) -> None:
     for trial in trials:
         written = lab_page([trial])
@@ -98,7 +98,7 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
         assert "<svg" in written, trial.experiment.name
 
 
-def test_what_is_told_cannot_become_a_tag(trials: list[Trial]) -> None:
+def test_what_is_told_cannot_become_a_tag(trials: list[LabTrial]) -> None:
     evil = '<script>alert("x")</script>'
     file = replace(
         trials[0].experiment, title=evil, story=f"{evil}\n\n    {evil}", source=f"x = '{evil}'\n"
@@ -118,7 +118,7 @@ def test_what_is_told_cannot_become_a_tag(trials: list[Trial]) -> None:
 
 
 def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_claims(
-    trials: list[Trial],
+    trials: list[LabTrial],
 ) -> None:
     trial = next(each for each in trials if each.experiment.name == "zero-2")
     shown = lab_text(trial)
@@ -168,9 +168,9 @@ def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
 
 
 def test_a_claim_that_fails_is_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, trials: list[Trial], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, trials: list[LabTrial], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def false(*_: Any, **__: Any) -> Iterator[Trial]:
+    def false(*_: Any, **__: Any) -> Iterator[LabTrial]:
         yield with_false_claim(trials[0])
 
     monkeypatch.setattr("phalanx.lab.trial.conduct", false)
@@ -198,7 +198,7 @@ def test_what_means_nothing_is_refused_with_a_sentence(argv: list[str]) -> None:
 
 @needs_chromium
 def test_in_a_browser_the_page_opens_without_a_complaint_and_may_not_ask_for_anything(
-    trials: list[Trial], tmp_path: Path
+    trials: list[LabTrial], tmp_path: Path
 ) -> None:
     dom, console = opened(lab_page(trials), tmp_path)
     assert console == []

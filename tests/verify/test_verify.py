@@ -12,7 +12,7 @@ from phalanx.comm import RankFailed, World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, legal
 from phalanx.verify import SHAPES, batch_of, compare, covering, every_layout, verify
-from phalanx.verify.reference import Step, Trace
+from phalanx.verify.reference import Trace, TracedStep
 from seeded import FAULTS, Fault, catch, swapped
 
 
@@ -150,7 +150,7 @@ def test_a_true_gradient_of_zero_is_compared_on_the_scale_of_the_model() -> None
 
     def trace(noise: float) -> Trace:
         gradients = {"a": torch.tensor([1.0]), "b": torch.tensor([noise])}
-        return Trace({}, [Step(1.0, 1.0, gradients, {"a": torch.ones(1)}, {})])
+        return Trace({}, [TracedStep(1.0, 1.0, gradients, {"a": torch.ones(1)}, {})])
 
     worst = max(d.error for d in compare(trace(1e-18), trace(-1e-18), lambda step: 0.01))
     assert worst < 1e-10

@@ -10,7 +10,7 @@ from .before import refuse_large
 from .usage import Parser, UsageError, print_json, result, save, say, whole
 
 if TYPE_CHECKING:
-    from ..lab import Trial
+    from ..lab import LabTrial
 
 __all__ = ["run"]
 
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     refuse_large(need, f"an MLP of {size.layers:,} layers", way_out)
     from ..lab import as_json, claims_text, conduct, lab_page, lab_text
 
-    trials: list[Trial] = []
+    trials: list[LabTrial] = []
     for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):
         trials.append(trial)
         if args.json:

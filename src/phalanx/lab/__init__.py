@@ -13,10 +13,10 @@ from .catalogue import NAMES, LabError, Size, experiment, listing
 
 if TYPE_CHECKING:
     from .show import as_json, claims_text, lab_page, lab_text
-    from .trial import Trial, conduct
+    from .trial import LabTrial, conduct
 
 __all__ = [
-    "NAMES", "LabError", "Size", "Trial", "as_json", "claims_text", "conduct", "experiment",
+    "NAMES", "LabError", "Size", "LabTrial", "as_json", "claims_text", "conduct", "experiment",
     "lab_page", "lab_text", "listing",
 ]  # fmt: skip
 
@@ -24,5 +24,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "trial" if name in ("Trial", "conduct") else "show"
+    module = "trial" if name in ("LabTrial", "conduct") else "show"
     return getattr(importlib.import_module(f".{module}", __name__), name)

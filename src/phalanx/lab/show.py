@@ -7,14 +7,14 @@ from dataclasses import asdict
 
 from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
 from .record import Interval, LabStep, Sent
-from .trial import Trial
+from .trial import LabTrial
 
 __all__ = ["as_json", "claims_text", "lab_page", "lab_text"]
 
 Steps = Sequence[tuple[int, LabStep]]  # (rank, step)
 
 
-def as_json(trial: Trial) -> dict[str, object]:
+def as_json(trial: LabTrial) -> dict[str, object]:
     """Everything that was recorded, as plain values."""
     return {
         "name": trial.experiment.name,
@@ -28,7 +28,7 @@ def as_json(trial: Trial) -> dict[str, object]:
     }
 
 
-def conditions(trial: Trial) -> str:
+def conditions(trial: LabTrial) -> str:
     """What it was run with, in a line."""
     size = trial.size
     ranks = "1 rank" if trial.ranks == 1 else f"{trial.ranks} ranks on {trial.backend}"
@@ -37,7 +37,7 @@ def conditions(trial: Trial) -> str:
     )
 
 
-def verdict(trial: Trial) -> str:
+def verdict(trial: LabTrial) -> str:
     """How many claims hold."""
     count = len(trial.claims)
     if trial.holds:
@@ -48,7 +48,7 @@ def verdict(trial: Trial) -> str:
 # ---- text
 
 
-def lab_text(trial: Trial, *, verbose: bool = False) -> str:
+def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
     """What every rank had before and after each step, what was sent, and the claims that failed;
     with `verbose` all claims."""
     parts = [f"{trial.experiment.name}: {trial.experiment.title}\n{conditions(trial)}\n"]
@@ -56,7 +56,7 @@ def lab_text(trial: Trial, *, verbose: bool = False) -> str:
     return "\n".join([*parts, claims_text(trial, verbose=verbose)])
 
 
-def claims_text(trial: Trial, *, verbose: bool = False) -> str:
+def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
     """How many claims hold, and those that do not; with `verbose` all."""
     lines = [verdict(trial)]
     for claim in trial.claims if verbose else trial.failed:
@@ -120,7 +120,7 @@ _MESSAGE = {"send": "#b0b0b0", "receive": "#b0b0b0"}
 _MESSAGE |= {"reduce": "#d55e00", "reduce_scatter": "#d55e00"}
 
 
-def lab_page(trials: Sequence[Trial]) -> str:
+def lab_page(trials: Sequence[LabTrial]) -> str:
     """All trials: story, source, values, timelines, messages, claims."""
     rows = []
     for t in trials:
@@ -132,7 +132,7 @@ def lab_page(trials: Sequence[Trial]) -> str:
     return frame("phalanx lab", words, contents, *map(_section, trials))
 
 
-def _section(trial: Trial) -> Html:
+def _section(trial: LabTrial) -> Html:
     file = trial.experiment
     parts = [tag("h2", file.name), tag("p", tag("strong", file.title))]
     story = filter(None, file.story.split("\n\n"))
@@ -155,7 +155,7 @@ def _folded(title: str, *body: Html) -> Html:
     return tag("details", tag("summary", title), *body)
 
 
-def _step_html(trial: Trial, title: str, steps: Steps) -> Iterator[Html]:
+def _step_html(trial: LabTrial, title: str, steps: Steps) -> Iterator[Html]:
     if rows := value_rows(steps):
         head = ("when", "rank", "value", "shape", "first numbers", "hash")
         yield table(head, [(*row[:-1], _chip(row[-1])) for row in rows], left=True)
@@ -176,7 +176,7 @@ def _chip(digest: str) -> Html:
     return Html(tag("span", cls="chip", style=colour) + tag("code", digest[1:]))
 
 
-def _timeline(trial: Trial, title: str, steps: Steps) -> Html:
+def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
     """What each rank did when: a row for computing, one for messages, the bytes of its tensors."""
     start = min(span.start for _, step in steps for span in step.spans)
     end = max(span.end for _, step in steps for span in step.spans)

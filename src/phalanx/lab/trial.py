@@ -13,11 +13,11 @@ from .catalogue import Experiment, LabError, Size, experiment
 from .lab import Lab
 from .record import Claim, LabStep, RankRecord
 
-__all__ = ["Trial", "backend_for", "conduct", "traced"]
+__all__ = ["LabTrial", "backend_for", "conduct", "traced"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class LabTrial:
     """One experiment that has been run, and what was recorded of every rank."""
 
     experiment: Experiment
@@ -49,7 +49,7 @@ class Trial:
 
 def conduct(
     names: Sequence[str], size: Size | None = None, *, ranks: int = 4, backend: str = "threads"
-) -> Iterator[Trial]:
+) -> Iterator[LabTrial]:
     """The experiments one after another, all in one world of ranks."""
     size = size or Size()
     experiments = [experiment(name) for name in names]
@@ -63,7 +63,7 @@ def conduct(
                 kind, _, text = failed.reports[0].error.partition(": ")
                 error = LabError(f"{each.name}: {text}") if kind == "LabError" else failed
                 raise error from None
-            yield Trial(each, size, ranks, backend, tuple(records))
+            yield LabTrial(each, size, ranks, backend, tuple(records))
 
 
 def on_a_rank(world: World, module: str, size: Size) -> RankRecord:

@@ -28,7 +28,7 @@ __all__ = [
     "Checkpoints",
     "Metrics",
     "OptimizerChoice",
-    "Profile",
+    "Profiling",
     "Run",
     "RunError",
     "Validation",
@@ -95,7 +95,7 @@ class Validation:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profiling:
     """A trace of some steps."""
 
     start: int = key(3, "first step of the trace", minimum=0)
@@ -138,7 +138,7 @@ class Run:
     checkpoint: Checkpoints = table(Checkpoints, "when checkpoints are saved, and where")
     metrics: Metrics = table(Metrics, "what is logged")
     validation: Validation = table(Validation, "the loss on the validation split")
-    profile: Profile = table(Profile, "a trace of some steps")
+    profile: Profiling = table(Profiling, "a trace of some steps")
 
     @classmethod
     def parse(

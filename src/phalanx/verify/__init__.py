@@ -3,13 +3,13 @@
 from ..layout.cases import SHAPES, covering, every_layout
 from .cases import batch_of
 from .compare import Difference, compare
-from .reference import Step, Trace, reference
+from .reference import Trace, TracedStep, reference
 from .verify import Verdict, verify
 
 __all__ = [
     "SHAPES",
     "Difference",
-    "Step",
+    "TracedStep",
     "Trace",
     "Verdict",
     "batch_of",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..layout import Layout, Shape
+from ..layout.choices import COMPARED, DTYPES, FP64
 
 __all__ = ["Need", "available", "needed"]
 
 GIB = float(1 << 30)
 PROCESS = 0.4 * GIB  # a Python process that has imported torch
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -47,49 +48,31 @@ def needed(
 ) -> Need:
     """An estimate from the numbers of weights and of activations; `processes`: ranks are processes
     and not threads."""
-    compute = ITEMSIZE[dtype]
+    exact, compute = COMPARED[dtype] == FP64, DTYPES[COMPARED[dtype]].bytes
     master = max(4, compute)
     kept = (1 + 2 * steps) * master * parameters  # the start; gradients and weights of each step
     activations = _activations(shape, compute)
-    copies = 0 if compute == master and dtype == "float64" else 2 * compute * parameters
+    copies = 0 if exact else 2 * compute * parameters
     # Weights, gradients and Adam's two moments, beside what is kept of the steps.
     training = 4 * master * parameters + copies + activations
     # In less than float64 one training is kept while another is done.
-    reference = kept + training + (0 if dtype == "float64" else kept)
-    ranks, largest = max(
-        (
-            (
-                _ranks(x, parameters, kept, activations, master, compute, processes=processes),
-                x,
-            )
-            for x in layouts
-        ),
-        key=lambda found: found[0],
-    )
+    reference = kept + training + (0 if exact else kept)
+
+    def together(layout: Layout) -> float:
+        """All ranks of a layout, with what they write down and what that is joined to."""
+        wholes = layout.dp * layout.cp  # so many ranks have each number, if none is sharded
+        shards = layout.shards if layout.zero else 1
+        at_home = (4 if layout.zero else 3) * master * parameters * wholes / shards
+        gathered = (compute + master) * parameters * wholes
+        written = kept * wholes / shards * (2 if processes else 1)
+        repeated = 1 if layout.seq else (1 + layout.tp) / 2
+        each = layout.ranks * PROCESS if processes else 0.0
+        joined = kept * (1 + 2 / master)  # beside each number, in two bytes, the rank that has it
+        return at_home + gathered + written + joined + activations * repeated + each
+
+    largest = max(layouts, key=together)
     # When the ranks run, the one process has only its record left.
-    return Need(reference + PROCESS, kept + ranks + PROCESS, largest)
-
-
-def _ranks(
-    layout: Layout,
-    parameters: int,
-    kept: float,
-    activations: float,
-    master: int,
-    compute: int,
-    *,
-    processes: bool,
-) -> float:
-    """All ranks of a layout together, with what they write down and what that is joined to."""
-    wholes = layout.dp * layout.cp  # so many ranks hold each number, if none is sharded
-    shards = layout.shards if layout.zero else 1
-    at_home = (4 if layout.zero else 3) * master * parameters * wholes / shards
-    gathered = (compute + master) * parameters * wholes
-    written = kept * wholes / shards * (2 if processes else 1)
-    repeated = 1 if layout.seq else (1 + layout.tp) / 2
-    each = layout.ranks * PROCESS if processes else 0.0
-    joined = kept * (1 + 2 / master)  # beside each number, in two bytes, the rank that has it
-    return at_home + gathered + written + joined + activations * repeated + each
+    return Need(reference + PROCESS, kept + together(largest) + PROCESS, largest)
 
 
 def _activations(shape: Shape, itemsize: int) -> float:
@@ -115,35 +98,25 @@ def _of_machine(proc: Path) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _of_groups(proc: Path, cgroups: Path) -> list[float]:
+def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
     """What each limit from this process's group up to the root leaves, of either version."""
-    left = []
     for line in _text(proc / "self" / "cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        kinds, _, path = rest.partition(":")
+        kinds, _, path = line.partition(":")[2].partition(":")
         if not kinds:
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+            root, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
         elif "memory" in kinds.split(","):
-            root = cgroups / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            root, cache = cgroups / "memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = root / path.strip("/")
         for folder in (group, *group.parents):
-            left += _left(folder, *names)
+            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+            if most.isdigit() and used.isdigit():  # else there is no limit here, or it is "max"
+                stat = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M))
+                yield float(most) - float(used) + float(stat.get(cache, 0))
             if folder == root:
                 break
-    return left
-
-
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[float]:
-    most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-    if not most.isdigit() or not used.isdigit():
-        return []  # no limit here, or "max"
-    stat = dict(
-        line.split()[:2] for line in _text(folder / "memory.stat").splitlines() if " " in line
-    )
-    return [float(most) - float(used) + float(stat.get(reclaimable, 0))]
 
 
 def _text(path: Path) -> str:

@@ -20,7 +20,7 @@ from ..models import Decoder, DeepMlp
 from ..parallel import Model, Precision
 from ..train.optimizer import AdamW, Sgd
 
-__all__ = ["Mismatch", "Nudge", "Step", "Trace", "project", "reference", "validation_of"]
+__all__ = ["Mismatch", "Nudge", "TracedStep", "Trace", "project", "reference", "validation_of"]
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
@@ -39,7 +39,7 @@ class Mismatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class TracedStep:
     """One training step: loss per valid token, gradient norm, the gradient and the new value of
     every weight, the output of every piece (a number for each token), and the loss scale.
     `mismatches` has the first number of each tensor whose copies differ."""
@@ -59,7 +59,7 @@ class Trace:
     that differ before the first step are among its mismatches."""
 
     start: dict[str, Tensor]
-    steps: list[Step]
+    steps: list[TracedStep]
     validation: float | None = None
 
 
@@ -122,18 +122,16 @@ def reference(
     start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
     masters = {name: nn.Parameter(x.clone()) for name, x in start.items()}
     same = precision.compute == precision.master and nudge is None
-    copies = (
-        masters
-        if same
-        else {name: nn.Parameter(x.to(precision.compute)) for name, x in start.items()}
-    )
+    copies = masters
+    if not same:
+        copies = {name: nn.Parameter(x.to(precision.compute)) for name, x in start.items()}
     _install(model, copies)
-    groups = _optimizer(optimizer, masters, rate(0))
+    update = _optimizer(optimizer, masters, rate(0))
     seen = []
     for step in range(steps):
-        for group in groups.param_groups:
+        for group in update.param_groups:
             group["lr"] = rate(step)
-        groups.zero_grad()
+        update.zero_grad()
         if not same:
             _copy(copies, masters, nudge)
         scale = float(scaler.get_scale()) if scaler else 1.0
@@ -141,16 +139,19 @@ def reference(
         batch = batches(step)
         loss, outputs = _gradients(model, batch, masters, copies, microbatches, scaled, nudge)
         if scaler:
-            scaler.unscale_(groups)
-        gradients = {name: _gradient(x).clone() for name, x in masters.items()}
+            scaler.unscale_(update)
+        gradients = {
+            name: torch.zeros_like(x) if x.grad is None else x.grad.clone()
+            for name, x in masters.items()
+        }
         norm = float(nn.utils.clip_grad_norm_(masters.values(), clip or math.inf))
         if scaler:
-            scaler.step(groups)
+            scaler.step(update)
             scaler.update()
         else:
-            groups.step()
+            update.step()
         after = {name: x.detach().clone() for name, x in masters.items()}
-        seen.append(Step(loss, norm, gradients, after, outputs, scale))
+        seen.append(TracedStep(loss, norm, gradients, after, outputs, scale))
     if not same:
         _copy(copies, masters, nudge)
     return Trace(start, seen, _validation(model, validation_of(batches, steps), nudge))
@@ -286,10 +287,6 @@ def _valid(batch: Batch) -> int:
 
 def _rows(batch: Batch) -> int:
     return next(iter(batch.values())).shape[0]
-
-
-def _gradient(weight: nn.Parameter) -> Tensor:
-    return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
 def _optimizer(

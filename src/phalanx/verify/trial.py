@@ -22,7 +22,7 @@ from ..train.optimizer import AdamW, Optimizer, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
 from ..train.steps import Validator
-from .reference import Mismatch, Step, Trace, project, validation_of
+from .reference import Mismatch, Trace, TracedStep, project, validation_of
 
 __all__ = ["Part", "Seen", "Setting", "join", "program_in", "rate", "train_layout"]
 
@@ -70,16 +70,13 @@ class Part(NamedTuple):
         return [("gradient", self.gradient), ("weight", self.weight)]
 
 
-class Output(NamedTuple):
-    """A number for each of some tokens of a piece's output, and which tokens they are."""
-
-    tokens: Tensor
-    numbers: Tensor
+# A number for each of some tokens of a piece's output: which tokens they are, and the numbers.
+Output = tuple[Tensor, Tensor]
 
 
 @dataclass
 class Seen:
-    """All that one rank tells of its steps."""
+    """What one rank has seen of its steps."""
 
     parts: list[Part]
     losses: list[float] = field(default_factory=list)
@@ -114,10 +111,10 @@ class _Tracer:
     def __init__(self, layout: Layout, local: LocalModel, model: Model) -> None:
         self.outputs: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
-        self.places = layout.tp if layout.seq else 1
-        self.place = local.place["tp"]
-        # Under tp without seq every rank has the same outputs, and the first one tells them.
-        if self.places > 1 or self.place == 0:
+        self.parts = layout.tp if layout.seq else 1
+        self.tp = local.place["tp"]
+        # Under tp without seq every rank has the same outputs, and the first one keeps them.
+        if self.parts > 1 or self.tp == 0:
             for number, piece in local.pieces.items():
                 self._wrap(number, piece, model.pieces[number][0])
 
@@ -130,13 +127,12 @@ class _Tracer:
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
-                if tokens.dim() > 1:  # with seq, places of tp hold runs of the time
-                    tokens = tokens.chunk(self.places, 1)[self.place]
+                if tokens.dim() > 1:  # with seq, ranks of tp have parts of the time
+                    tokens = tokens.chunk(self.parts, 1)[self.tp]
                 numbers = project(y)
-                there = tokens > 0
-                self.outputs.setdefault(name, []).append(
-                    Output(tokens[there].cpu() - 1, numbers[there].cpu())
-                )
+                valid = tokens > 0
+                seen = tokens[valid].cpu() - 1, numbers[valid].cpu()
+                self.outputs.setdefault(name, []).append(seen)
             return out
 
         piece.forward = forward  # type: ignore[method-assign]
@@ -170,7 +166,7 @@ def train_layout(
         local, program, world.rank, setting.optimizer, clip=setting.clip,
         scaling=LossScale(*setting.scaling) if half else None,
     )  # fmt: skip
-    executor.checked = True  # what each rank holds is what the program says
+    executor.checked = True  # what each rank has is what the program says
     seen = Seen([*_parts(local, {}, -1)])
     tracer = _Tracer(layout, local, mine)
     for step in range(setting.steps):
@@ -195,8 +191,8 @@ def train_layout(
 
 def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: _numbered(batch)}
-    there = {name: x.to(world.device) for name, x in numbered.items()}
-    return microbatches(there, layout, local.place["dp"], local.place["cp"])
+    moved = {name: x.to(world.device) for name, x in numbered.items()}
+    return microbatches(moved, layout, local.place["dp"], local.place["cp"])
 
 
 def _numbered(batch: Batch) -> Tensor:
@@ -215,14 +211,13 @@ def _parts(local: LocalModel, gradients: Mapping[int, Tensor], step: int) -> Ite
 
 
 class _Whole:
-    """One tensor put together from the parts that ranks hold; NaN where nobody holds it."""
+    """One tensor put together from the parts that ranks have; NaN where nobody has it."""
 
     def __init__(self, what: str, weight: Weight, dtype: torch.dtype) -> None:
         self.what, self.name = what, weight.name
         self.numbers = torch.full(weight.shape, float("nan"), dtype=dtype)
-        self.rank = torch.full(
-            weight.shape, -1, dtype=torch.int16
-        )  # the first rank that holds a number
+        # The first rank that has each number.
+        self.rank = torch.full(weight.shape, -1, dtype=torch.int16)
         self.mismatch: Mismatch | None = None
 
     def add(self, rank: int, entry: Entry, part: Tensor) -> None:
@@ -230,25 +225,21 @@ class _Whole:
         weight = entry.weight
         # Fill a mask of the local part, then look at it as a box of the whole.
         local = torch.zeros(weight.local, dtype=part.dtype)
-        held = torch.zeros(weight.local, dtype=torch.bool)
+        mask = torch.zeros(weight.local, dtype=torch.bool)
         local.view(-1)[entry.start : entry.stop] = part
-        held.view(-1)[entry.start : entry.stop] = True
+        mask.view(-1)[entry.start : entry.stop] = True
         inside = tuple(slice(0, cut.stop - cut.start) for cut in weight.cuts)
-        local, held = local[inside], held[inside]
+        local, mask = local[inside], mask[inside]
         numbers, ranks = self.numbers[weight.box], self.rank[weight.box]
-        new = held & (ranks < 0)
-        differ = held & ~new & ~_same_bits(numbers, local)
+        new = mask & (ranks < 0)
+        differ = mask & ~new & ~_same_bits(numbers, local)
         numbers[new] = local[new]
         ranks[new] = rank
         if self.mismatch is None and differ.any():
             at = tuple(differ.nonzero()[0].tolist())
-            self.mismatch = Mismatch(
-                self.what,
-                self.name,
-                tuple(i + cut.start for i, cut in zip(at, weight.cuts, strict=True)),
-                (int(ranks[at]), rank),
-                (float(numbers[at]), float(local[at])),
-            )
+            element = tuple(i + cut.start for i, cut in zip(at, weight.cuts, strict=True))
+            ends, values = (int(ranks[at]), rank), (float(numbers[at]), float(local[at]))
+            self.mismatch = Mismatch(self.what, self.name, element, ends, values)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -258,8 +249,8 @@ def _same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def join(seen: Sequence[Seen], steps: int) -> Trace:
-    """The whole tensors of every step, from what all ranks hold. Ranks that hold the same part
-    must hold the same bits; where they do not, the step has a mismatch."""
+    """The whole tensors of every step, from what all ranks have. Ranks that have the same part
+    must have the same bits; where they do not, the step has a mismatch."""
     wholes: dict[tuple[int, str], dict[str, _Whole]] = {
         (step, what): {} for step in range(-1, steps) for what in ("start", "gradient", "weight")
     }
@@ -267,46 +258,37 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
         for part in one.parts:
             weight = part.entry.weight
             for what, numbers in part.tensors():
-                found = wholes[part.step, what]
-                if weight.name not in found:
-                    found[weight.name] = _Whole(what, weight, numbers.dtype)
-                found[weight.name].add(rank, part.entry, numbers)
-    return Trace(
-        _numbers(wholes[-1, "start"]),
-        [_join_step(seen, step, wholes) for step in range(steps)],
-        seen[0].validation,
-    )
+                tensors = wholes[part.step, what]
+                if weight.name not in tensors:
+                    tensors[weight.name] = _Whole(what, weight, numbers.dtype)
+                tensors[weight.name].add(rank, part.entry, numbers)
 
+    def numbers_of(step: int, what: str) -> dict[str, Tensor]:
+        return {name: whole.numbers for name, whole in wholes[step, what].items()}
 
-def _join_step(
-    seen: Sequence[Seen], step: int, wholes: Mapping[tuple[int, str], dict[str, _Whole]]
-) -> Step:
-    norm = seen[0].norms[step]
-    gradients, weights = wholes[step, "gradient"], wholes[step, "weight"]
-    all_ = [*gradients.values(), *weights.values()]
-    if step == 0:
-        all_ += wholes[-1, "start"].values()
-    return Step(
-        sum(rank.losses[step] for rank in seen) / max(1.0, seen[0].counts[step]),
-        -1.0 if norm is None else norm,
-        _numbers(gradients),
-        _numbers(weights),
-        _outputs(seen, step),
-        seen[0].scales[step],
-        tuple(whole.mismatch for whole in all_ if whole.mismatch is not None),
-    )
+    def joined(step: int) -> TracedStep:
+        first, norm = seen[0], seen[0].norms[step]
+        kinds = [(step, "gradient"), (step, "weight")] + [(-1, "start")] * (step == 0)
+        mismatches = [whole.mismatch for kind in kinds for whole in wholes[kind].values()]
+        return TracedStep(
+            sum(rank.losses[step] for rank in seen) / max(1.0, first.counts[step]),
+            -1.0 if norm is None else norm,
+            numbers_of(step, "gradient"),
+            numbers_of(step, "weight"),
+            _outputs(seen, step),
+            first.scales[step],
+            tuple(mismatch for mismatch in mismatches if mismatch is not None),
+        )
 
-
-def _numbers(wholes: Mapping[str, _Whole]) -> dict[str, Tensor]:
-    return {name: whole.numbers for name, whole in wholes.items()}
+    return Trace(numbers_of(-1, "start"), [*map(joined, range(steps))], seen[0].validation)
 
 
 def _outputs(seen: Sequence[Seen], step: int) -> dict[str, Tensor]:
     wholes: dict[str, Tensor] = {}
     for name, outputs in (item for rank in seen for item in rank.outputs[step].items()):
-        for output in outputs:
+        for tokens, numbers in outputs:
             if name not in wholes:
                 size = seen[0].sizes[step]
                 wholes[name] = torch.full(size, float("nan"), dtype=torch.float64)
-            wholes[name].view(-1)[output.tokens] = output.numbers
+            wholes[name].view(-1)[tokens] = numbers
     return wholes

@@ -20,7 +20,7 @@ import torch
 from ..comm import RankFailed
 from ..comm.launch import Runner, workers
 from ..layout import Layout, LayoutError, Shape
-from ..layout.choices import COMPARED
+from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
 from ..layout.files import read_text
 from ..parallel import Model, Precision, build_model, refuse_unfit
 from ..program import ProgramError, Recorded, Timeline
@@ -77,9 +77,9 @@ def verify(
     shape: Shape,
     layouts: Iterable[Layout],
     *,
-    backend: str = "threads",
+    backend: str = THREADS,
     steps: int = 3,
-    dtype: str = "float64",
+    dtype: str = DTYPES[FP64].torch,
     seed: int = 0,
     packed: bool = False,
     dropout: float = 0.0,
@@ -153,20 +153,16 @@ def _world(
 
 def _line(error: Exception) -> str:
     """An error in one line, with its kind, and of ranks the one that failed first."""
-    text = str(error).strip().splitlines()[:1]
-    return (
-        " ".join(text)
-        if isinstance(error, RankFailed)
-        else f"{type(error).__name__}: {' '.join(text)}"
-    )
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, RankFailed) else f"{type(error).__name__}: {text}"
 
 
 def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict:
     """The verdict on what a layout has done."""
-    found = compare(got, truth.trace, setting.rate, truth.bounds)
-    first = next((str(d) for d in found if not d.agrees), "")
-    worst = max(d.error for d in found)
-    share = max(d.error / d.allowed for d in found if d.allowed)
+    differences = compare(got, truth.trace, setting.rate, truth.bounds)
+    first = next((str(d) for d in differences if not d.agrees), "")
+    worst = max(d.error for d in differences)
+    share = max(d.error / d.allowed for d in differences if d.allowed)
     return Verdict(str(layout), layout.ranks, not first, worst, first, of_allowed=share)
 
 
