@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.layout.choices import AUTO, BACKENDS, COMPARED, DTYPES, SCHEDULES, STORED
 from phalanx.program import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -255,6 +256,50 @@ def test_no_file_but_the_table_names_a_kind_of_operation_by_its_letter() -> None
     ]
     assert not wrong, "\n".join(wrong)
     assert len(list(_kinds_written_out(SOURCE / "program" / "ops.py"))) == len(KINDS)
+
+
+# Names of schedules, dtypes and backends; files may spell them for a reason.
+SPELLED = {*SCHEDULES, *DTYPES, *COMPARED, *STORED, *BACKENDS} - {AUTO}
+MAY_SPELL = {
+    "layout/choices.py": "the table",
+    "lab": "files to be read alone: it imports comm, cost and draw only",
+    "plan": "not yet",
+}
+
+
+def _spelled(path: Path) -> Iterator[tuple[ast.AST, str]]:
+    """Strings that are the name of a schedule, a dtype or a backend; not parts of a sentence."""
+    tree = _tree(path)
+    parts = {
+        id(x) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for x in node.values
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in SPELLED and id(node) not in parts:
+            yield node, str(node.value)
+
+
+def test_no_file_but_the_table_spells_a_schedule_a_dtype_or_a_backend() -> None:
+    wrong = []
+    for path in _files():
+        here = path.relative_to(SOURCE)
+        if str(here) not in MAY_SPELL and here.parts[0] not in MAY_SPELL:
+            wrong += [f"{_where(path, x)}: {name!r}" for x, name in _spelled(path)]
+    assert not wrong, "\n".join(wrong)
+    assert len(list(_spelled(SOURCE / "layout" / "choices.py"))) >= len(SPELLED)
+
+
+# Class names that stand twice and have yet to be made more specific; none may join them.
+SHARED_NAMES = {"AdamW", "Chip", "Cut", "Group", "Measured", "Plan", "Rates"}
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in _files():
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(_where(path, node))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not set(twice) - SHARED_NAMES, twice
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:

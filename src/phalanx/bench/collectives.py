@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Group, World
+from ..layout.choices import DTYPES, FP32
 from ..plan import bus_factor
 from ..plan.curve import FACTORS
 from .clock import Clock
@@ -33,7 +34,7 @@ class Sweep:
     ops: tuple[str, ...]
     sizes: tuple[int, ...]  # S in bytes
     groups: tuple[tuple[int, int], ...]
-    dtype: str = "float32"
+    dtype: str = DTYPES[FP32].torch
     repeats: int = 7
     limit: float = 4.0  # seconds for each operation and size
     total: float = 600.0  # seconds after which no larger size is begun

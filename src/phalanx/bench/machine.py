@@ -11,6 +11,7 @@ import torch
 
 from ..comm import choose, workers
 from ..layout import Shape
+from ..layout.choices import BF16, FP16, FP32, TF32
 from ..plan import Hidden, Machine, Rate, Topology, TopologyError, read_topology
 from .clock import Clock
 from .collectives import OPERATIONS, Sample, Sweep, measure_collectives
@@ -108,7 +109,7 @@ def _launch(device: LocalDevice) -> float:
 
 def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
     gpu = device.kind == "cuda"
-    dtypes = ("bf16", "fp16", "tf32", "fp32") if gpu else ("fp32", "bf16")
+    dtypes = (BF16, FP16, TF32, FP32) if gpu else (FP32, BF16)
     sizes = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (128, 256, 512, 1024, 2048)
     tokens = 8192 if gpu else 512
     shape = Shape.load(options.model)
@@ -119,9 +120,7 @@ def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
 
 
 def _copies(device: LocalDevice, options: Thoroughness) -> tuple[Hidden, ...]:
-    size, copied, dtype = (
-        (16384, 1 << 30, "bf16") if device.kind == "cuda" else (768, 32 << 20, "fp32")
-    )
+    size, copied, dtype = (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
     overlaps = measure_copies(
         device, size=size, copied=copied, dtype=dtype, limit=options.limit / 20
     )
@@ -137,7 +136,7 @@ def _collectives(
     share = options.limit / 2 / max(1, len(options.worlds(device)))
     each = share / len(OPERATIONS) / len(options.sizes) / len(groups)
     sweep = Sweep(tuple(OPERATIONS), options.sizes, groups, repeats=5, limit=each, total=share)
-    size, dtype = (8192, "bf16") if device.kind == "cuda" else (512, "fp32")
+    size, dtype = (8192, BF16) if device.kind == "cuda" else (512, FP32)
     with workers(ranks, backend=backend, threads_per_rank=1) as run:
         samples: list[Sample] = run(measure_collectives, sweep)[0]
         messages = run(measure_messages, size, 16 << 20, dtype, options.limit / 20)[0]

@@ -16,6 +16,7 @@ from itertools import cycle
 import torch
 
 from ..layout import Shape
+from ..layout.choices import DTYPES
 from ..plan import Rate
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
@@ -102,7 +103,7 @@ def measure_products(
 
 def _bytes(product: MatrixProduct) -> int:
     m, n, k = product.m, product.n, product.k
-    width = 8 if product.dtype == "fp64" else 2 if product.dtype in ("bf16", "fp16") else 4
+    width = DTYPES[product.dtype].bytes
     return (m * k + k * n + m * n) * width
 
 

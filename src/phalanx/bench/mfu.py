@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..layout import Shape
+from ..layout.choices import DTYPES
 from ..models import Decoder
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
@@ -122,7 +123,7 @@ def _iteration(
     limit: float,
 ) -> tuple[float, float, int]:
     """Seconds of an iteration and of its forward pass, and how often they were read."""
-    kind, half = device.kind, dtype in ("bf16", "fp16")
+    kind, half = device.kind, DTYPES[dtype].bytes == 2
     # On a GPU one kernel updates all weights; elsewhere the fused form is as good.
     optimizer = torch.optim.Adam(weights, lr=1e-6, fused=True)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import World
+from ..layout.choices import DTYPES
 from ..plan import Hidden
 from .clock import Clock
 from .device import LocalDevice, dtype_of
@@ -110,7 +111,7 @@ def measure_messages(
 ) -> list[Overlap]:
     """On every rank a product beside an all-reduce of `sent` bytes. All ranks call it."""
     group = world.split("overlap", [range(world.size)])
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    kind = getattr(torch, DTYPES[dtype].torch)
     a, b = (torch.randn(size, size, device=world.device).to(kind) for _ in range(2))
     out, x = torch.empty_like(a), torch.zeros(sent // 4, device=world.device)
 

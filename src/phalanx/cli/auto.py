@@ -6,6 +6,7 @@ from functools import partial
 
 from ..cost import cached_costs
 from ..layout import Layout, LayoutError, Run, Shape, recipe
+from ..layout.choices import BF16, FP32
 from ..plan import Machine, MachineError, cluster, clusters, device_named
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.local import hardware_of_machine, local_profile
@@ -20,7 +21,7 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
     import torch
 
     name = torch.cuda.get_device_name(0) if gpus else ""
-    precision = wanted.precision or ("bf16" if gpus else "fp32")
+    precision = wanted.precision or (BF16 if gpus else FP32)
     shared = 0 < gpus < ranks
     why = "no machine file is named and the GPU is not catalogued"
     if shared:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layout import Layout
-from ..layout.choices import AUTO, GLOO
+from ..layout.choices import AUTO, FP64, GLOO
 from ..layout.journal import read_journal
 from ..layout.run import Run
 from .usage import Parser, result, say, try_folder
@@ -82,7 +82,7 @@ def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:
     _watch(out, show, kill=False)
     _train(out, THEN)
     show("\n3. The same run on one process, never interrupted.")
-    _train(alone, "fp64")
+    _train(alone, FP64)
     losses, truth = losses_of(out), losses_of(alone)
     off = 1.0
     if losses.keys() == truth.keys():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..draw import Bars, bars, text_table
 from ..layout import Shape
-from ..layout.choices import LOCAL_RANKS
+from ..layout.choices import BF16, FP8, FP32, LOCAL_RANKS
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
 from ..plan import (
     Cluster,
@@ -204,11 +204,11 @@ def _devices(argv: list[str]) -> int:
 
 def _devices_text(chosen: Sequence[Device]) -> str:
     """A line for each device; peaks are dense."""
-    head = ("device", "bf16 TFLOP/s", "fp8", "fp32", "memory", "bandwidth", "FLOP/byte")
+    head = ("device", "bf16 TFLOP/s", FP8, FP32, "memory", "bandwidth", "FLOP/byte")
     rows = [
         (
             d.name,
-            *(f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in ("bf16", "fp8", "fp32")),
+            *(f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in (BF16, FP8, FP32)),
             binary_text(d.memory.bytes),
             rate_text(d.memory.bandwidth),
             f"{d.ridge:.0f}",
@@ -232,11 +232,11 @@ def _device_lines(device: Device) -> Iterator[str]:
     if chip := device.chip:
         made = f" of {chip.units_made} made" if chip.units_made else ""
         yield f"  {chip.units} units{made}, {chip.units * chip.cores:,} cores,"
-        matrix = chip.matrix.get("bf16", 0)
+        matrix = chip.matrix.get(BF16, 0)
         each = f" x {matrix // chip.matrix_cores} FLOP" if chip.matrix_cores else ""
         yield (
             f"  {chip.matrix_cores} matrix cores a unit{each} a cycle in bf16:"
-            f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {flops_text(device.peak('bf16'))}"
+            f" {chip.units} x {matrix} x {chip.matrix_clock_ghz} GHz = {flops_text(device.peak(BF16))}"
         )
     if device.pod:
         yield f"  pods of {device.pod:,}"

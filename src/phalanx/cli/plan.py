@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..cost import cached_costs
 from ..layout import LayoutError, Run, Shape
-from ..layout.choices import PRECISIONS
+from ..layout.choices import BF16, FP32, PRECISIONS
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, MachineError, cluster
 from ..plan.baselines import baselines
@@ -180,7 +180,7 @@ def asked_of(args: argparse.Namespace) -> Asked:
         )
     shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
     batch = _sequences(args.batch_tokens, sequence) if args.batch_tokens else shape.batch
-    precision = args.precision or ("fp32" if hardware.cores else "bf16")
+    precision = args.precision or (FP32 if hardware.cores else BF16)
     local = bool(hardware.cores) and args.profile is None
     software = local_profile(precision) if local else profile(args.profile or "phalanx").on(kind)
     target = "cpu" if hardware.cores else "cuda"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape
 from ..layout.cases import AXES, SHAPES, covering, every_layout
-from ..layout.choices import COMPARED, FP64, LOCAL_RANKS, OPTIMIZERS, THREADS
+from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, OPTIMIZERS, THREADS
 from ..layout.source import names_source
 from .before import misfit, model_of
 from .usage import (
@@ -69,7 +69,12 @@ def run(argv: list[str]) -> int:
     add("--cover", type=whole(), metavar="N", help="a subset of N or more that covers all pairs")
     add("--backend", default=THREADS)
     add("--steps", type=whole(1, STEPS), default=3, metavar="N", help="of training")
-    add("--dtype", default="float64", choices=COMPARED, help="in which layouts are compared")
+    add(
+        "--dtype",
+        default=DTYPES[FP64].torch,
+        choices=COMPARED,
+        help="in which layouts are compared",
+    )
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
     add("--dropout", type=rate, default=0.0, metavar="RATE", help="of the built-in models")
     add("--packed", action="store_true", help="sequences packed with documents")

@@ -7,6 +7,8 @@ that describes another machine.
 import torch
 import torch.distributed as dist
 
+from ..layout.choices import GLOO, NCCL
+
 
 class Devices:
     """The GPUs and backends of this process."""
@@ -24,7 +26,7 @@ class Devices:
         """Whether this build of torch has a backend of that name."""
         if not dist.is_available():
             return False
-        return {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}[backend]()
+        return {NCCL: dist.is_nccl_available, GLOO: dist.is_gloo_available}[backend]()
 
     def index(self, local: int) -> int | None:
         """The GPU of the rank that is number `local` on its host, None if there is none for it.

@@ -24,6 +24,7 @@ from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommError, CommMisuse, World, named
 from phalanx.comm.devices import Devices
 from phalanx.comm.process import ProcessWorld
+from phalanx.layout.choices import GLOO, NCCL
 
 _dist: Any = torch.distributed  # its stubs lack the stores
 COMING = 20.0  # seconds that a rank that cannot begin waits for rank 0, to report why
@@ -95,14 +96,14 @@ def join(
 
 def offer(at: Rendezvous, backend: str, devices: Devices) -> dict[str, str]:
     """What the others have to know about this rank. Facts without a colon have to be the same."""
-    if backend not in ("auto", "gloo", "nccl"):
+    if backend not in ("auto", GLOO, NCCL):
         raise CommMisuse(f"backend {backend!r} cannot join processes; use gloo, nccl or auto.")
     gpu = devices.index(at.local)
     return {
         "number of ranks": str(at.size),
         "backend": backend,
         **versions(),
-        ":nccl": "yes" if devices.has("nccl") else "",
+        ":nccl": "yes" if devices.has(NCCL) else "",
         ":gpu": "" if gpu is None else devices.identity(gpu),
         ":gpus": str(devices.gpus),
     }
@@ -186,8 +187,8 @@ def _compared(offered: Mapping[str, str]) -> dict[str, str]:
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
     """NCCL if every rank has a GPU of its own, gloo if none sees any; else it has to be chosen."""
     backend = offers[0]["backend"]
-    if backend == "gloo" or (backend == "auto" and not any(int(each[":gpus"]) for each in offers)):
-        return "gloo"
+    if backend == GLOO or (backend == "auto" and not any(int(each[":gpus"]) for each in offers)):
+        return GLOO
     owner: dict[str, int] = {}
     reason = ""
     for fact, name in ((":nccl", "NCCL in torch"), (":gpu", "GPU")):
@@ -202,7 +203,7 @@ def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
             f"backend nccl cannot be used: {reason}. "
             "Start one rank for each GPU, or use backend gloo, which computes on CPUs."
         )
-    return "nccl"
+    return NCCL
 
 
 def _let_read(store: Any, others: int) -> None:

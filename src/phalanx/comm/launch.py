@@ -16,7 +16,7 @@ from phalanx.comm.devices import Devices
 from phalanx.comm.pool import Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
-from phalanx.layout.choices import BACKENDS
+from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
 
 
 class Runner(Protocol):
@@ -55,11 +55,11 @@ def workers(
     After a run that failed, the next one starts new ranks.
     """
     kind = choose(backend, ranks)
-    if backend == "auto" and kind == "gloo" and (why := why_not(ranks)):
+    if backend == "auto" and kind == GLOO and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
     if kind == "alone":
         yield _run_alone
-    elif kind == "threads":
+    elif kind == THREADS:
         gpus = used_gpus(kind, ranks)
         yield lambda fn, *args: run_threads(fn, ranks, args, timeout, gpus)
     else:
@@ -87,27 +87,27 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
         raise CommMisuse(
             f"no backend is named {backend!r}{renamed}; there are {', '.join(BACKENDS)}."
         )
-    if backend == "nccl" and not (devices.has("nccl") and devices.gpus >= ranks):
+    if backend == NCCL and not (devices.has(NCCL) and devices.gpus >= ranks):
         why = f"{ranks} ranks need {ranks} GPUs and there are {devices.gpus}"
-        if not devices.has("nccl"):
+        if not devices.has(NCCL):
             why = "this build of torch has no NCCL"
         raise CommMisuse(f"backend nccl cannot be used: {why}; use backend gloo or threads.")
     if ranks == 1:
         return "alone"
     if backend == "auto" and devices.gpus:
-        backend = "nccl" if devices.has("nccl") and devices.gpus >= ranks else "threads"
+        backend = NCCL if devices.has(NCCL) and devices.gpus >= ranks else THREADS
     elif backend == "auto":
-        backend = "gloo" if devices.has("gloo") and why_not(ranks) else "shm"
-    if backend == "shm" and os.name != "posix":
-        backend = "gloo"
-    if backend == "gloo" and not devices.has("gloo"):
+        backend = GLOO if devices.has(GLOO) and why_not(ranks) else SHM
+    if backend == SHM and os.name != "posix":
+        backend = GLOO
+    if backend == GLOO and not devices.has(GLOO):
         raise CommMisuse("this build of torch has no gloo; use backend threads.")
     return backend
 
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
     """On how many GPUs `ranks` local ranks compute over what `choose` chose; 0: on the CPU."""
-    return min(ranks, (devices or Devices()).gpus) if kind in ("alone", "threads", "nccl") else 0
+    return min(ranks, (devices or Devices()).gpus) if kind in ("alone", THREADS, NCCL) else 0
 
 
 def _run_alone(fn: Callable[..., Any], *args: Any) -> list[Any]:

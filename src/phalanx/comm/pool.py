@@ -26,6 +26,7 @@ from phalanx.comm.base import RankFailed, Report, World
 from phalanx.comm.process import ProcessWorld
 from phalanx.comm.shm.arena import Extent, Reserved
 from phalanx.comm.shm.local import ShmWorld
+from phalanx.layout.choices import NCCL, SHM
 
 # Seconds in which the others may report how they ended once one rank has failed, so that the rank
 # whose loss they suffered is named first; then they are ended.
@@ -62,7 +63,7 @@ class Pool:
         backend, ranks, _, _ = self._terms
         context = _context(backend)
         meeting: Meeting
-        if backend == "shm":
+        if backend == SHM:
             arena = Reserved(ranks)
             self._remove.callback(arena.close)
             meeting = arena.path, arena.extent
@@ -145,7 +146,7 @@ class Pool:
 def _context(backend: str) -> Any:
     """How processes start. A fork starts a rank in 0.05 s and a spawn in 1.6 (importing torch)."""
     # Processes that may use GPUs are not forked from one that may have.
-    if sys.platform != "linux" or backend == "nccl":
+    if sys.platform != "linux" or backend == NCCL:
         return multiprocessing.get_context("spawn")
     # A forked process hangs if threads of its parent, such as OpenMP's, held a lock: fork this
     # process only if it has none, else one that is kept for that and has never had any.
@@ -180,7 +181,7 @@ def _serve(
 ) -> None:
     """One rank's process: do what comes through the pipe until the end comes or the launcher dies."""
     # A spawned rank may be the child of a thread of the launcher, and would go with that.
-    if sys.platform == "linux" and terms[0] != "nccl":
+    if sys.platform == "linux" and terms[0] != NCCL:
         _be_killed_with_parent()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     # The process that it was forked from has an older environment, with one thread for everything.

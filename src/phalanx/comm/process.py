@@ -26,6 +26,7 @@ from torch import Tensor
 
 from phalanx.comm.base import HALVES, Call, CommError, CommMisuse, Group, Work, World, named
 from phalanx.comm.settle import reduce_into, settle
+from phalanx.layout.choices import NCCL
 
 # 2.13 deprecates the names that are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -282,7 +283,7 @@ class ProcessWorld(World):
     ) -> None:
         # Every branch for NCCL but those on the device itself follows this, so that tests can take
         # them over gloo.
-        self.native = backend == "nccl"
+        self.native = backend == NCCL
         device = torch.device("cuda", gpu) if self.native else torch.device("cpu")
         super().__init__(rank, size, device)
         self._timeout = timedelta(seconds=timeout)

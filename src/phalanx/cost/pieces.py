@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError
+from ..layout.choices import DTYPES, PRECISIONS
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.local import build_local
@@ -27,13 +28,7 @@ from .target import Target, fuse
 
 __all__ = ["COMPUTE", "alike", "run", "piece_costs", "cost_kinds"]
 
-COMPUTE = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 
 
 def piece_costs(

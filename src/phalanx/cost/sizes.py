@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..comm import TallyWorld
 from ..layout import Layout
+from ..layout.choices import GLOO
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.data import storage_of
@@ -67,7 +68,7 @@ def sizes_of(
         kept_after_i=tuple(w.kept_after_i for w in costed),
         temporary=tuple(w.temporary for w in costed),
         edge=tuple(w.edge for w in costed),
-        sends_stay=backend == "gloo",
+        sends_stay=backend == GLOO,
     )
 
 

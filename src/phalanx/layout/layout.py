@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from .choices import (
     ACCUM,
+    BF16,
+    FP16,
     FP32,
     ONE_F_ONE_B,
     PRECISIONS,
@@ -56,8 +58,8 @@ _ELSEWHERE = {
     "context": "'cpN' for context parallel over N ranks", "ring": "'cpN:ring'",
     "ulysses": "'cpN:ulysses'", "expert": "'epN' for expert parallel over N ranks",
     "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
-    "fp": "fp32, fp16, bf16 or tf32", "bfloat": "bf16", "float": "fp32, fp16 or fp64",
-    "half": "fp16", "amp": "bf16, or fp16 with loss scaling", "mixed": "bf16",
+    "fp": "fp32, fp16, bf16 or tf32", "bfloat": BF16, "float": "fp32, fp16 or fp64",
+    "half": FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
     "mb": "the schedule's number: accum:N, or 1f1b:N with pp",
     "microbatches": "the schedule's number: accum:N, or 1f1b:N with pp",
     "accumulate": "accum:N", "ga": "accum:N", "zb": "zb-h1, zb-h2 or zb-v",

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import PRECISIONS
+from .choices import ACCUM, PRECISIONS
 from .codec import FileError, Mistake, Reader, dump, key, schema, table
 from .files import read_text
 from .layout import Layout
@@ -266,13 +266,13 @@ _OTHERS = {
     "batch": ("batch_size", "global_batch_size", "train_batch_size"),
     "microbatch, or accum:N in the layout": (
         "micro_batch", "micro_batch_size", "local_batch_size", "per_device_train_batch_size",
-        "train_micro_batch_size_per_gpu", "microbatches", "accum", "accumulation",
+        "train_micro_batch_size_per_gpu", "microbatches", ACCUM, "accumulation",
         "gradient_accumulation", "gradient_accumulation_steps",
     ),
     "sequence": ("seq_len", "seq_length", "block_size", "context_length", "max_seq_len"),
     "steps": ("max_steps", "max_iters", "train_iters"),
     'precision="bf16", or fp16, tf32, fp32, fp64': (
-        "dtype", "amp", "mixed_precision", "torch_dtype", "bf16", "fp16", "fp32", "tf32",
+        "dtype", "amp", "mixed_precision", "torch_dtype", *PRECISIONS,
     ),
     "out": ("output_dir", "out_dir", "dump_folder"),
     "checkpoint.every": ("save_interval", "save_steps", "checkpoint_interval"),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cost.pieces import COMPUTE
+from ..layout.choices import TF32
 from ..parallel import Precision
 
 
@@ -16,7 +17,7 @@ def precision_of(name: str, *, reduce: torch.dtype | None = None) -> Precision:
     compute = COMPUTE[name]
     if torch.cuda.is_available():
         # Process-wide, and torch's default is off: tf32 is a choice, never an accident.
-        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        torch.set_float32_matmul_precision("high" if name == TF32 else "highest")
     wide = torch.promote_types(compute, torch.float32)
     return Precision(compute, wide, reduce or wide)
 

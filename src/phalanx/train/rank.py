@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm import World, agreement
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
+from ..layout.choices import FP16
 from ..layout.run import Run
 from ..parallel import Model, Unit, microbatches, share
 from ..parallel.local import LocalModel, build_local
@@ -88,7 +89,7 @@ class Rank:
             world.rank,
             optimizer_of(run),
             clip=run.optimizer.clip,
-            scaling=LossScale() if layout.precision == "fp16" else None,
+            scaling=LossScale() if layout.precision == FP16 else None,
         )
         made = self.trainer.updates
         self.updates = {n: u for n, u in made.items() if isinstance(u, Update)}

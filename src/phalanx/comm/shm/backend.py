@@ -36,6 +36,7 @@ from phalanx.comm.shm.little import Little
 from phalanx.comm.shm.local import Ongoing, ShmGroup, ShmWorld
 from phalanx.comm.shm.table import Done, Line, Table
 from phalanx.comm.shm.watch import CommTimeout
+from phalanx.layout.choices import SHM
 
 __all__ = ["ShmProcessGroup", "ShmWorld"]
 
@@ -206,7 +207,7 @@ class _Progress:
                 return
             self.pending[work] = None
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, daemon=True, name="shm")
+                self._thread = threading.Thread(target=self._run, daemon=True, name=SHM)
                 self._thread.start()
             self._more.notify()
 
@@ -680,4 +681,4 @@ def _leave_all() -> None:
 
 
 atexit.register(_leave_all)
-dist.Backend.register_backend("shm", _make, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(SHM, _make, extended_api=True, devices=["cpu"])
