@@ -7,6 +7,7 @@ before it run ahead, overwrite their tensors, and lay down what they can of late
 a flag that is missing gives a wrong result each time and not once in a thousand.
 """
 
+import contextlib
 import os
 import threading
 
@@ -16,7 +17,7 @@ from phalanx.comm.base import World
 from phalanx.comm.shm import arena as arenas
 from phalanx.comm.shm import local
 from phalanx.comm.shm.arena import Arena, Extent, Reserved
-from phalanx.comm.shm.table import Table
+from phalanx.comm.shm.lines import Collectives
 
 CHUNK = 1 << 16
 
@@ -104,15 +105,15 @@ class Stage:
 class Words:
     """An arena's words; who writes one that others wait for hands the baton on."""
 
-    def __init__(self, words, stage, rank, notes):
-        self._words, self._stage, self._rank, self._notes = words, stage, rank, notes
+    def __init__(self, words, stage, rank, headers):
+        self._words, self._stage, self._rank, self._headers = words, stage, rank, headers
 
     def __getitem__(self, at):
         return self._words[at]
 
     def __setitem__(self, at, value):
         self._words[at] = value
-        if not isinstance(at, slice) and at not in self._notes:
+        if not isinstance(at, slice) and at not in self._headers:
             self._stage.happened(self._rank)
 
 
@@ -122,7 +123,7 @@ class _Watch:
     def __init__(self, stage, rank):
         self._stage, self._rank, self.names = stage, rank, []
 
-    def until(self, kind, number, go_on, line, *, limit=None, quiet=False):
+    def until(self, kind, go_on, line, limit=None):
         while not go_on():
             self._stage.blocked(self._rank)
 
@@ -136,20 +137,22 @@ class Member(local.ShmWorld):
     def __init__(self, stage, reserved, rank):
         World.__init__(self, rank, stage.size, torch.device("cpu"))
         self._arena = Arena(reserved.path, reserved.extent, rank)
-        self._arena.words = Words(self._arena.words, stage, rank, _notes(self._arena))
+        self._arena.words = Words(self._arena.words, stage, rank, _headers(self._arena))
         self._watch = _Watch(stage, rank)
-        self._everyone = Table(self._arena, 0, "the world", tuple(range(self.size)), 1)
-        self._busy, self._seats, self._splits = {}, {}, 0
+        self._everyone = Collectives(self._arena, 0, "the world", tuple(range(self.size)), 0)
+        self._lines, self._segments, self._splits = {}, {}, 0
+        # The baton is handed on while calls are moved.
+        self._lock = contextlib.nullcontext()
 
 
-def _notes(arena):
-    """The words that nobody waits for: those of notes, and the texts of letters."""
+def _headers(arena):
+    """The words that nobody waits for: those of headers, and the texts of messages."""
     words = set()
-    head = arenas.whole(arena.extent.head, arenas.LINE)
+    header = arenas.whole(arena.extent.header, arenas.LINE)
     for rank in range(arena.extent.ranks):
-        for number in range(arena.extent.seats):
-            start = (arena.seat(rank, number) + arenas.LINE) >> 3
-            words.update(range(start, start + 2 * head // 8))
+        for number in range(arena.extent.segments):
+            start = (arena.segment(rank, number) + arenas.LINE) >> 3
+            words.update(range(start, start + 2 * header // 8))
     return words
 
 

@@ -246,7 +246,7 @@ def laid_down(world, kind, made):
     else:
         group.all_gather(whole, part, still=kind == "still")
     group.barrier()
-    slots = [group._table.view(group.rank, turn, 0, 100, torch.float32) for turn in (0, 1)]
+    slots = [group._collectives.view(group.rank, turn, 0, 100, torch.float32) for turn in (0, 1)]
     return int(sum(slot.count_nonzero() for slot in slots))
 
 

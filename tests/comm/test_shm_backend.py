@@ -249,8 +249,8 @@ def one_in_another_container(rank, size, path, what):
     from phalanx.comm.shm import backend as shared
 
     if rank == 1:
-        place = shared._where() | {what: "elsewhere"}
-        shared._where = lambda: place
+        host = shared._host() | {what: "elsewhere"}
+        shared._host = lambda: host
     try:
         init("shm", path, rank, size)
     except ValueError as error:
@@ -275,7 +275,7 @@ def one_waits_elsewhere(rank, size):
         from phalanx.comm.shm import backend as shared
 
         # Nothing but the wait in group b moves the call of group a.
-        shared._progress.add = lambda work: None
+        shared._background._thread = "none is started"
         work = dist.all_reduce(x, group=a, async_op=True)
         dist.all_reduce(y, group=b)
         work.wait()
@@ -453,7 +453,7 @@ def watched(rank, size):
         dist.all_reduce(x)
         dist.all_gather(list(out.view(size, 4)), x)
     names = {event.name for event in profile.events()}
-    seen = {"c10d::allreduce_", "shm:all_reduce", "c10d::broadcast_", "c10d::barrier"} <= names
+    seen = {"c10d::allreduce_", "shm:allreduce", "c10d::broadcast_", "c10d::barrier"} <= names
     return seen, {str(op): count for op, count in mode.get_comm_counts().items()}
 
 

@@ -12,15 +12,14 @@ from stage import CHUNK, perform
 
 from phalanx.comm import CommError
 from phalanx.comm.base import Call
-from phalanx.comm.shm import little, table
+from phalanx.comm.shm import lines
 from phalanx.comm.shm.arena import LINE, Arena, Extent
-from phalanx.comm.shm.local import ShmGroup
-from phalanx.comm.shm.rounds import LITTLE
-from phalanx.comm.shm.table import Inbox, Letters, Outbox, Table
+from phalanx.comm.shm.lines import Collectives, Inbox, LineWork, Outbox, Receives
+from phalanx.comm.shm.rounds import SMALL
 
 F = torch.float32
 # Elements: within the small sums, within a chunk, and several chunks.
-SIZES = {"little": 96, "chunk": LITTLE // 4 + 64, "long": 2 * CHUNK // 4 + 192}
+SIZES = {"small": 96, "chunk": SMALL // 4 + 64, "long": 2 * CHUNK // 4 + 192}
 KINDS = (
     "all_reduce",
     "reduce",
@@ -187,8 +186,8 @@ CALLS = [
 
 # What a late member may find overwritten by: each way in which a call can begin.
 NEXT = [
-    ("all_reduce", SIZES["little"], False, True),
-    ("all_reduce", SIZES["little"], False, False),
+    ("all_reduce", SIZES["small"], False, True),
+    ("all_reduce", SIZES["small"], False, False),
     ("all_gather", SIZES["chunk"], False, True),
     ("still", SIZES["long"], True, True),
     ("reduce_scatter", SIZES["long"], False, True),
@@ -245,19 +244,18 @@ class Traced:
 def traced(monkeypatch):
     """Two members' tables, and what the first one does: its reads, writes and fences in order."""
     trace = []
-    for module in (table, little):
-        monkeypatch.setattr(module, "keep_order", lambda: trace.append("fence"))
+    monkeypatch.setattr(lines, "keep_order", lambda: trace.append("fence"))
     extent = Extent(2, CHUNK, 3, 1 << 20)
     fd = os.memfd_create("traced")
     os.ftruncate(fd, extent.total)
     arenas = [Arena(f"/proc/{os.getpid()}/fd/{fd}", extent, rank) for rank in range(2)]
     os.close(fd)
     arenas[0].words = Traced(arenas[0].words, trace)
-    return [Table(each, 1, "all", (0, 1), 1) for each in arenas], trace
+    return [Collectives(each, 1, "all", (0, 1), 0) for each in arenas], trace
 
 
 def all_reduce(x):
-    return Call("all_reduce", x, op="sum")
+    return LineWork(Call("all_reduce", x, op="sum"))
 
 
 # Machines that are not x86 may let later reads and writes overtake earlier ones: a fence stands
@@ -278,16 +276,16 @@ def test_a_flag_is_raised_after_a_fence_and_nothing_is_read_before_one(traced):
 
 def test_a_letter_is_hung_up_and_given_back_after_a_fence_and_read_after_one(traced):
     (mine, other), trace = traced
-    box = mine.boxes[0] + LINE
+    box = mine.queues[0] + LINE
     Outbox(mine, 1).send(Call("send", torch.ones(3), at=1))
     assert trace[-2:] == ["fence", ("write", box >> 3)]
     Outbox(other, 0).send(Call("send", torch.full((3,), 5.0), at=0))
     trace.clear()
     x = torch.zeros(3)
-    letters = Letters(mine, [Inbox(mine, 1)], 0)
-    letters.add(Call("receive", x, at=1))
-    assert letters.advance()
-    assert trace[:2] == [("read", (other.boxes[1]) >> 3), "fence"]
+    receives = Receives(mine, [Inbox(mine, 1)], 0)
+    receives.add(LineWork(Call("receive", x, at=1)))
+    assert receives.advance()
+    assert trace[:2] == [("read", (other.queues[1]) >> 3), "fence"]
     assert trace[-2] == "fence"
     assert trace[-1][0] == "write"
     assert x.tolist() == [5.0] * 3
@@ -295,15 +293,13 @@ def test_a_letter_is_hung_up_and_given_back_after_a_fence_and_read_after_one(tra
 
 def test_a_small_sum_reads_after_a_fence(traced):
     (mine, other), trace = traced
-    group = ShmGroup.__new__(ShmGroup)
-    group.name, group.size, group.rank = "all", 2, 0
     x = torch.ones(4)
 
     def others_come():
         other.add(all_reduce(torch.ones(4)))
         trace.clear()
 
-    assert little.Little(mine, group, others_come).all_reduce(x, "sum")
+    assert mine.small_all_reduce(x, "sum", others_come)
     assert trace[0] == "fence"
     assert any(step[0] == "read" for step in trace[1:])
     assert x.tolist() == [2.0] * 4

@@ -26,7 +26,7 @@ class RanksDiffer(CommMisuse):
 
 
 class PeerFailed(CommError, ValueError):
-    """Another rank could not begin, and has said why."""
+    """Another rank could not begin, and has reported why."""
 
 
 @contextmanager

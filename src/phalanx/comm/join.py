@@ -56,7 +56,7 @@ class Rendezvous:
             )
         except RuntimeError as error:
             raise CommError(
-                f"rank {self.rank} found nobody at {self.host}:{self.port} in {timeout:g} s "
+                f"rank {self.rank} reached nobody at {self.host}:{self.port} in {timeout:g} s "
                 f"({str(error).splitlines()[0]}): rank 0 must be started, on the host of MASTER_ADDR."
             ) from error
         # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.

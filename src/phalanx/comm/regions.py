@@ -1,7 +1,7 @@
 """Conjugate pairs: what goes over a group in forward, and what its gradient does in backward.
 
     copy        identity                  <->  reduce       all-reduce
-    gather      all-gather along dim      <->  take         this place's slice along dim
+    gather      all-gather along dim      <->  take         this rank's slice along dim
     gather_sum  all-gather along dim      <->  scatter_sum  reduce-scatter along dim
     exchange    all-to-all: split one dim, join another  <->  exchange, the dims swapped
 
@@ -36,12 +36,12 @@ def reduce(x: Tensor, group: Group) -> Tensor:
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Everyone's `x` joined along `dim`, used alike by all; its gradient is this place's slice."""
+    """Everyone's `x` joined along `dim`, used alike by all; its gradient is this rank's slice."""
     return _region("gather", x, group, dim)
 
 
 def take(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This place's slice of an `x` that all have whole; the gradient is gathered."""
+    """This rank's slice of an `x` that all have whole; the gradient is gathered."""
     return _region("take", x, group, dim)
 
 
@@ -51,12 +51,12 @@ def gather_sum(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def scatter_sum(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This place's slice of the sum of everyone's `x`; the gradient is gathered."""
+    """This rank's slice of the sum of everyone's `x`; the gradient is gathered."""
     return _region("scatter_sum", x, group, dim)
 
 
 def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
-    """`x` cut along one dim, slice j sent to place j, what came joined along another dim."""
+    """`x` cut along one dim, slice j sent to rank j, what came joined along another dim."""
     return _region("exchange", x, group, split_dim, join_dim)
 
 

@@ -27,7 +27,7 @@ class Message:
 
 
 class Tally(Group):
-    """One place of a group that has no other members; its messages go to `ledger`."""
+    """One rank of a group that has no other members; its messages go to `ledger`."""
 
     def __init__(
         self,

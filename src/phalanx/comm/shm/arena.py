@@ -2,7 +2,7 @@
 
 An arena is one sparse file without a name: only what is written to takes memory, and the kernel
 takes it back when the last process that maps it is gone, however it went. Each rank owns an area:
-a page about itself, the seats of the tables it sits at (see `table.py`), and a heap. Where an
+a page about itself, a segment for each group (see `lines.py`), and a heap. Where an
 anonymous file cannot be had (no Linux) it is a small file that is filled at once, so that a full
 file system is a sentence here and not a crash at the first write.
 """
@@ -21,7 +21,7 @@ from phalanx.comm.base import CommMisuse
 
 PAGE = 4096
 LINE = 64
-# What a rank lays down at once. Larger, it falls out of the caches; smaller, ranks that share cores
+# What a rank writes at once. Larger, it falls out of the caches; smaller, ranks that share cores
 # wait for each other too often: 64 MB over 2 ranks of a busy machine took 10 times as long with
 # 256 KiB, twice with 1 MiB, and 4 and 16 MiB were alike.
 CHUNK = 1 << 22
@@ -29,26 +29,26 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Extent:
-    """How large the parts of an arena are. `chunk`: bytes that a rank lays down at once."""
+    """How large the parts of an arena are. `chunk`: bytes that a rank writes at once."""
 
     ranks: int
     chunk: int
-    seats: int
+    segments: int
     heap: int
 
     @property
-    def head(self) -> int:
-        """A note about one round of a call: three words, two counts for each rank, and a text."""
+    def header(self) -> int:
+        """About one round of a call: three words, two counts for each rank, and a text."""
         return 1024 + 16 * self.ranks
 
     @property
-    def seat(self) -> int:
-        """Its flag, two notes, a box for each peer, and two slots of two chunks."""
-        return whole(LINE + 2 * whole(self.head, LINE) + LINE * self.ranks, PAGE) + 4 * self.chunk
+    def segment(self) -> int:
+        """A flag, two headers, a queue for each peer, and two buffers of two chunks."""
+        return whole(LINE + 2 * whole(self.header, LINE) + LINE * self.ranks, PAGE) + 4 * self.chunk
 
     @property
     def area(self) -> int:
-        return PAGE + self.seats * self.seat + self.heap
+        return PAGE + self.segments * self.segment + self.heap
 
     @property
     def total(self) -> int:
@@ -129,7 +129,7 @@ def forget(path: str) -> None:
 
 def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())) -> str:
     """A new file that has its bytes already, in memory if it has room and else on disk."""
-    said = []
+    tried = []
     for folder in folders:
         if not os.path.isdir(folder):
             continue
@@ -139,12 +139,12 @@ def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gett
             return path
         except OSError as error:
             os.unlink(path)
-            said.append(f"{folder} ({error.strerror})")
+            tried.append(f"{folder} ({error.strerror})")
         finally:
             os.close(fd)
     raise CommMisuse(
         f"backend shm needs {whole(size, 1 << 20) >> 20} MiB of shared memory and there is no room "
-        f"in {' or '.join(said)}; give a container more with --shm-size, or use backend gloo."
+        f"in {' or '.join(tried)}; give a container more with --shm-size, or use backend gloo."
     )
 
 
@@ -162,16 +162,16 @@ class Arena:
         self.bytes = memoryview(self._map)
         self.words = self.bytes.cast("q")
         self._base = torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-        heap = self.page(rank) + PAGE + extent.seats * extent.seat
+        heap = self.page(rank) + PAGE + extent.segments * extent.segment
         self.heap = Heap(heap, heap + extent.heap)
 
     def page(self, rank: int) -> int:
         """Where a rank's page begins. The arena's own page comes before all areas."""
         return PAGE + rank * self.extent.area
 
-    def seat(self, rank: int, number: int) -> int:
-        """Where a rank's seat at a table begins."""
-        return self.page(rank) + PAGE + number * self.extent.seat
+    def segment(self, rank: int, number: int) -> int:
+        """Where a rank's segment for a group begins."""
+        return self.page(rank) + PAGE + number * self.extent.segment
 
     def at(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """The tensor that lies at an offset."""
@@ -200,9 +200,9 @@ class Arena:
 
     def write_text(self, offset: int, text: str, room: int) -> None:
         """A text that others will read: its length in a word, then what there is room for."""
-        said = text.encode()[: room - 8]
-        self.bytes[offset + 8 : offset + 8 + len(said)] = said
-        self.words[offset >> 3] = len(said)
+        raw = text.encode()[: room - 8]
+        self.bytes[offset + 8 : offset + 8 + len(raw)] = raw
+        self.words[offset >> 3] = len(raw)
 
     def read_text(self, offset: int) -> str:
         length = self.words[offset >> 3]

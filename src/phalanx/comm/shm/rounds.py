@@ -1,8 +1,8 @@
-"""Each collective as rounds at a table: lay something down, yield, take what the others laid down.
+"""Each collective as rounds: write to one's own buffer, yield, read what the others have written.
 
 A round ends when everyone has come to its `yield`. Calls that fit a chunk take one round (a large
 all-reduce two); longer ones go chunk by chunk, which also keeps what is passed on in the caches. If
-everyone's tensor lies in shared memory already, the others read it there and nothing is laid down:
+everyone's tensor lies in shared memory already, the others read it there and nothing is copied:
 that ends with one more round, since it may not change before all have read it. Who has promised to
 leave it alone yields True there and does not wait.
 Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
@@ -19,30 +19,30 @@ from phalanx.comm.base import Call
 from phalanx.comm.settle import reduce_into
 
 if TYPE_CHECKING:
-    from phalanx.comm.shm.table import Table
+    from phalanx.comm.shm.lines import Collectives
 
 # Up to here everyone sums everything: reading it all is cheaper than a second round.
-LITTLE = 1 << 15
+SMALL = 1 << 15
 
 
-def begin(table: "Table", call: Call) -> Iterator[bool]:
+def begin(t: "Collectives", call: Call) -> Iterator[bool]:
     """The rounds of a call."""
-    return _ROUNDS[call.kind](table, call)
+    return _ROUNDS[call.kind](t, call)
 
 
-def _all_reduce(t: "Table", call: Call) -> Iterator[bool]:
+def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     size = x.numel() * x.itemsize
-    if size <= LITTLE:
+    if size <= SMALL:
         t.mine(0, x.numel(), x.dtype).copy_(x)
         yield False
         reduce_into(x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op)
         return
     if size > t.chunk:
         yield False
-        places = t.places()
-        if places is not None:
-            _reduce_in_place([t.at(p, x.numel(), x.dtype) for p in places], t.rank, call.op)
+        addresses = t.addresses()
+        if addresses is not None:
+            _reduce_in_place([t.at(p, x.numel(), x.dtype) for p in addresses], t.rank, call.op)
             yield False
             return
     yield from _reduce_chunks(t, x, call.op)
@@ -58,7 +58,7 @@ def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
             piece.copy_(total)
 
 
-def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[bool]:
+def _reduce_chunks(t: "Collectives", x: Tensor, op: str) -> Iterator[bool]:
     """Everyone reduces a part of each chunk; the parts are passed on with the next chunk."""
     me, dtype, byte = t.rank, x.dtype, x.itemsize
     chunks = [_cut(chunk, t.size) for chunk in _runs(x, t.chunk // byte)]
@@ -83,16 +83,16 @@ def _reduce_chunks(t: "Table", x: Tensor, op: str) -> Iterator[bool]:
                 part.copy_(t.theirs(i, t.chunk, part.numel(), dtype))
 
 
-def _reduce_scatter(t: "Table", call: Call) -> Iterator[bool]:
+def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     assert call.out is not None
     me, out, dtype, byte = t.rank, call.out.view(-1), call.x.dtype, call.x.itemsize
     rows = call.x.view(t.size, out.numel())
     if rows.numel() * byte > t.chunk:
         yield False
-        places = t.places()
-        if places is not None:
+        addresses = t.addresses()
+        if addresses is not None:
             mine = me * out.numel() * byte
-            parts = [_runs(t.at(p + mine, out.numel(), dtype), 1 << 16) for p in places]
+            parts = [_runs(t.at(p + mine, out.numel(), dtype), 1 << 16) for p in addresses]
             for total, *pieces in zip(_runs(out, 1 << 16), *parts, strict=True):
                 reduce_into(total, pieces, call.op)
             yield False
@@ -111,7 +111,7 @@ def _reduce_scatter(t: "Table", call: Call) -> Iterator[bool]:
         )
 
 
-def _reduce(t: "Table", call: Call) -> Iterator[bool]:
+def _reduce(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     for part in _runs(x, t.chunk // x.itemsize):
         n = part.numel()
@@ -123,14 +123,14 @@ def _reduce(t: "Table", call: Call) -> Iterator[bool]:
             reduce_into(part, parts, call.op)
 
 
-def _broadcast(t: "Table", call: Call) -> Iterator[bool]:
+def _broadcast(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
     if x.numel() * x.itemsize > t.chunk:
         yield False
-        place = t.place(call.at)
-        if place >= 0:
+        address = t.address(call.at)
+        if address >= 0:
             if t.rank != call.at:
-                x.copy_(t.at(place, x.numel(), x.dtype))
+                x.copy_(t.at(address, x.numel(), x.dtype))
             yield False
             return
     for part in _runs(x, t.chunk // x.itemsize):
@@ -141,19 +141,21 @@ def _broadcast(t: "Table", call: Call) -> Iterator[bool]:
             part.copy_(t.theirs(call.at, 0, part.numel(), x.dtype))
 
 
-def _all_gather(t: "Table", call: Call) -> Iterator[bool]:
+def _all_gather(t: "Collectives", call: Call) -> Iterator[bool]:
     assert call.out is not None
     rows = list(call.out.view(t.size, call.x.numel()))
     yield from _collect(t, call.x.view(-1), rows, call.still)
 
 
-def _gather(t: "Table", call: Call) -> Iterator[bool]:
+def _gather(t: "Collectives", call: Call) -> Iterator[bool]:
     rows = [part.view(-1) for part in call.parts or ()]
     yield from _collect(t, call.x.view(-1), rows)
 
 
-def _collect(t: "Table", x: Tensor, rows: list[Tensor], still: bool = False) -> Iterator[bool]:
-    """Everyone lays x down; who has rows fills them."""
+def _collect(
+    t: "Collectives", x: Tensor, rows: list[Tensor], still: bool = False
+) -> Iterator[bool]:
+    """Everyone shows x; who has rows fills them."""
     own = rows[t.rank] if rows else x
     if own.data_ptr() != x.data_ptr():
         # x may be another part of what is filled, and chunks of it are read after some are filled.
@@ -161,10 +163,10 @@ def _collect(t: "Table", x: Tensor, rows: list[Tensor], still: bool = False) -> 
         own.copy_(x)
     if x.numel() * x.itemsize > t.chunk:
         yield False
-        places = t.places()
-        if places is not None:
+        addresses = t.addresses()
+        if addresses is not None:
             for i in t.others if rows else ():
-                rows[i].copy_(t.at(places[i], x.numel(), x.dtype))
+                rows[i].copy_(t.at(addresses[i], x.numel(), x.dtype))
             yield still
             return
     width = t.chunk // x.itemsize
@@ -176,7 +178,7 @@ def _collect(t: "Table", x: Tensor, rows: list[Tensor], still: bool = False) -> 
             rows[i][k * width : k * width + n].copy_(t.theirs(i, 0, n, x.dtype))
 
 
-def _scatter(t: "Table", call: Call) -> Iterator[bool]:
+def _scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     x, root = call.x.view(-1), call.at
     byte = x.itemsize
     width = max(1, t.chunk // byte // t.size)
@@ -189,15 +191,15 @@ def _scatter(t: "Table", call: Call) -> Iterator[bool]:
         part.copy_(t.theirs(root, t.rank * width * byte, n, x.dtype))
 
 
-def _all_to_all(t: "Table", call: Call) -> Iterator[bool]:
-    """Everyone lays a run of each stretch of x down where the one that it is meant for takes it."""
+def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
+    """Everyone writes a run of each stretch of x, from where its receiver takes it."""
     assert call.out is not None
     x, out, dtype, byte = call.x.view(-1), call.out.view(-1), call.x.dtype, call.x.itemsize
     row = call.x[0].numel() if call.x.shape[0] else call.out[:1].numel()
     stretches = torch.split(x, [n * row for n in call.in_splits])
-    rooms = torch.split(out, [n * row for n in call.out_splits])
+    taken = torch.split(out, [n * row for n in call.out_splits])
     width = max(1, t.chunk // byte // t.size)
-    longest = width  # until the first round has told what the others send
+    longest = width  # until the first round has shown what the others send
     for k in count():
         if k * width >= longest:
             return
@@ -206,23 +208,23 @@ def _all_to_all(t: "Table", call: Call) -> Iterator[bool]:
             t.mine(i * width * byte, part.numel(), dtype).copy_(part)
         yield False
         if not k:
-            rooms[t.rank].copy_(stretches[t.rank])
-            sent = t.counts()
+            taken[t.rank].copy_(stretches[t.rank])
+            sent = [t.splits(i)[: t.size] for i in range(t.size)]
             apart = (n for i, to in enumerate(sent) for j, n in enumerate(to) if i != j)
             longest = row * max(apart, default=0)
-            places = t.places() if longest > width else None
-            if places is not None:
+            addresses = t.addresses() if longest > width else None
+            if addresses is not None:
                 for i in t.others:
-                    at = places[i] + row * byte * sum(sent[i][: t.rank])
-                    rooms[i].copy_(t.at(at, rooms[i].numel(), dtype))
+                    at = addresses[i] + row * byte * sum(sent[i][: t.rank])
+                    taken[i].copy_(t.at(at, taken[i].numel(), dtype))
                 yield False
                 return
         for i in t.others:
-            room = rooms[i][k * width : (k + 1) * width]
-            room.copy_(t.theirs(i, t.rank * width * byte, room.numel(), dtype))
+            into = taken[i][k * width : (k + 1) * width]
+            into.copy_(t.theirs(i, t.rank * width * byte, into.numel(), dtype))
 
 
-def _barrier(t: "Table", call: Call) -> Iterator[bool]:
+def _barrier(t: "Collectives", call: Call) -> Iterator[bool]:
     yield False
 
 
@@ -261,7 +263,7 @@ def readable(call: Call, me: int) -> bool:
     return out.data_ptr() == x.data_ptr() + me * out.numel() * x.itemsize
 
 
-_ROUNDS: dict[str, Callable[["Table", Call], Iterator[bool]]] = {
+_ROUNDS: dict[str, Callable[["Collectives", Call], Iterator[bool]]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce": _reduce,

@@ -9,10 +9,10 @@ whether a rank has written down a failure, and whether the processes of all othe
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-from phalanx.comm.base import CommError
+from phalanx.comm.base import CommError, named
 from phalanx.comm.shm.arena import Arena
+from phalanx.comm.shm.lines import Line
 
 # Words of a rank's page, and where the text of its failure begins.
 STATE, PID, DOING, BROKEN = 0, 1, 2, 3
@@ -31,7 +31,10 @@ KINDS = (
     "nothing", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
     "gather", "scatter", "barrier", "send", "receive", "split",
 )  # fmt: skip
-_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+
+
+class CommTimeout(CommError):
+    """A wait with a time limit gave up; the call goes on."""
 
 
 class Watch:
@@ -40,7 +43,6 @@ class Watch:
     def __init__(self, arena: Arena, size: int, timeout: float, cores: int) -> None:
         self._arena, self._size, self._timeout = arena, size, timeout
         self._words = arena.words
-        self._me = arena.rank
         self._page = arena.page(arena.rank) >> 3
         # Groups by number: every rank splits the same ones in the same order.
         self.names = ["the world"]
@@ -51,59 +53,40 @@ class Watch:
         self._words[self._page + STATE] = HERE
 
     def until(
-        self,
-        kind: str,
-        number: int,
-        go_on: Callable[[], bool],
-        line: "Awaited",
-        *,
-        limit: float | None = None,
-        quiet: bool = False,
+        self, kind: str, go_on: Callable[[], bool], line: Line, limit: float | None = None
     ) -> None:
         """Return once `go_on` is True; raise one sentence when that cannot be any more.
 
-        `limit`: give up after so many seconds, which breaks nothing: the call may be waited for
-        again. `quiet`: on nobody's behalf, so it is not what the others read this rank does.
+        `limit`: give up after so many seconds, which breaks nothing: the call may be waited for again.
         """
         for _ in range(self._spin):
             if go_on():
                 return
-        words, here = self._words, self._page + DOING
-        if not quiet:
-            words[here] = number << 8 | _NUMBER[kind]
         # After a failure it stays, for the sentences of the others.
-        self._wait(go_on, line, limit)
-        if not quiet:
-            words[here] = 0
-
-    def _wait(self, go_on: Callable[[], bool], line: "Awaited", limit: float | None) -> None:
+        self._words[self._page + DOING] = line.number << 8 | KINDS.index(kind)
         start = time.perf_counter()
         look = start + LOOK_EVERY / 10
         while not go_on():
             now = time.perf_counter()
             waited = now - start
             if limit is not None and waited > limit:
-                raise CommTimeout(f"{self._late(line.absent(), limit)} {self._doings()}")
+                raise CommTimeout(self._late(line, limit))
             if waited > SLEEP_AFTER:
                 time.sleep(min(waited / 10, LONGEST_SLEEP))
             elif waited > YIELD_AFTER or self._spin < 10:
                 os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
             if now > look:
                 look = now + LOOK_EVERY
-                if self._gone(line) is not None:
-                    # It may have come before it went: look again at what it left behind.
-                    if go_on():
-                        return
-                    failure = self._gone(line)
-                    if failure is not None:
-                        self.fail(failure, line)
-                if waited > self._timeout:
-                    text = f"{self._late(line.absent(), self._timeout)} {self._doings()}"
-                    self.fail(text, line)
+                # What it waits for may have come before its sender went: look again at what it left.
+                if self.why_stuck(line, waited) is not None and not go_on():
+                    reason = self.why_stuck(line, waited)
+                    if reason is not None:
+                        self.fail(reason, line)
+        self._words[self._page + DOING] = 0
 
     # ---- failures
 
-    def fail(self, text: str, line: "Awaited") -> None:
+    def fail(self, text: str, line: Line) -> None:
         """Raise a failure, which also ends the calls of those who wait for this rank there."""
         self._break(text, COLLECTIVES if line.collective else NOTHING)
         raise CommError(text)
@@ -123,14 +106,15 @@ class Watch:
         """Tell the others that this rank makes no further call."""
         self._words[self._page + STATE] = LEFT
 
-    def _gone(self, line: "Awaited") -> str | None:
+    def why_stuck(self, line: Line, waited: float) -> str | None:
         """Why a line cannot go on: what has happened to ranks that it waits for, and to no others."""
-        awaited = line.absent()
-        failures = [text for rank in awaited if (text := self._state_of(rank, line)) is not None]
-        enough = len(awaited) if line.any_of_them else 1
-        return failures[0] if failures and len(failures) >= enough else None
+        absent = line.absent()
+        reasons = [text for rank in absent if (text := self._end_of(rank, line)) is not None]
+        if reasons and len(reasons) >= (len(absent) if line.any_of_them else 1):
+            return reasons[0]
+        return self._late(line, self._timeout) if waited > self._timeout else None
 
-    def _state_of(self, rank: int, line: "Awaited") -> str | None:
+    def _end_of(self, rank: int, line: Line) -> str | None:
         page = self._arena.page(rank)
         words, word = self._words, page >> 3
         if words[word + BROKEN] >= (COLLECTIVES if line.collective else EVERYTHING):
@@ -140,50 +124,36 @@ class Watch:
         if words[word + STATE] == ABSENT:
             return None
         pid = words[word + PID]
-        condition = process_state(pid)
-        if condition in "ZX":
+        state = process_state(pid)
+        if state in "ZX":
             return f"rank {rank} is lost, its process {pid} has ended; {self._doings()}"
-        if condition != "T":
+        if state != "T":
             self._standing.pop(rank, None)
         elif time.monotonic() - self._standing.setdefault(rank, time.monotonic()) > STANDSTILL:
             why = f"rank {rank} does not answer, its process {pid} has been stopped;"
             return f"{why} {self._doings()}"
         return None
 
-    def _late(self, absent: list[int], seconds: float) -> str:
-        names = ", ".join(map(str, absent))
-        who = f"rank {names} has" if len(absent) == 1 else f"ranks {names} have"
-        return f"{who} not arrived in {round(seconds, 3):g} s, the timeout that was set;"
+    def _late(self, line: Line, seconds: float) -> str:
+        limit = f"in {round(seconds, 3):g} s, the timeout that was set"
+        return f"{named(line.absent())} not arrived {limit}; {self._doings()}"
 
     def _doings(self) -> str:
         """What every rank is doing, as the end of a sentence."""
-        said = []
+        calls = []
         for rank in range(self._size):
             doing = self._words[(self._arena.page(rank) >> 3) + DOING]
             number, kind = doing >> 8, KINDS[doing & 255]
             name = self.names[number] if number < len(self.names) else f"group {number}"
-            said.append(f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}")
-        return ", ".join(said) + "."
-
-
-class CommTimeout(CommError):
-    """A wait with a time limit gave up; the call goes on."""
-
-
-class Awaited(Protocol):
-    """Calls that one waits for. `any_of_them`: one of the absent ranks is enough."""
-
-    collective: bool
-    any_of_them: bool
-
-    def absent(self) -> list[int]: ...
+            calls.append(f"rank {rank} was in {f'{kind} on {name}' if doing & 255 else 'no call'}")
+        return ", ".join(calls) + "."
 
 
 def process_state(pid: int) -> str:
     """R and S for a process that lives, T for one that was stopped, Z or X for one that has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name before it is in brackets and may hold anything.
+            # The name before it is in brackets and may contain anything.
             return chr(file.read().rpartition(b")")[2].split()[0][0])
     except (FileNotFoundError, ProcessLookupError):
         if os.path.exists("/proc/self/stat"):

@@ -1,0 +1,453 @@
+"""Calls of one group in shared memory, in their order: its collectives, and messages between pairs.
+
+For each group a rank owns a segment of its area that only it writes to:
+
+    flag     how many rounds it has come to, over all calls
+    headers  two, for rounds in turn: which call it is in, and where its tensor lies
+    queues   one for each peer: where the first message to it lies
+    buffers  two, for rounds in turn: what the others may read
+
+Coming to round k means that buffer and header k are written and that those of round k - 1 are read.
+So once everyone has come to round k, buffer and header k + 1 (which are those of k - 1) are free, and
+one flag a member is all the signalling there is. Flags only rise, also when a segment is used again
+for another group: who still looks at an old flag sees more than it waits for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.base import HALVES, Call, CommError, Work, disagreement
+from phalanx.comm.settle import STEPS, reduce_into
+from phalanx.comm.shm import rounds
+from phalanx.comm.shm.arena import LINE, PAGE, Arena, whole
+
+# Words of a header: the length of its text comes first; then the text begins after the counts. Texts
+# are compared by their digest, and read when it differs.
+ADDRESS, DIGEST = 1, 2
+COUNTS = 3
+# Words of a message: where the next one lies, how far its receiver is with it, its tag; then a text.
+NEXT, STATE, TAG = 0, 1, 2
+SENT, SEEN, READ = 0, 1, 2
+PAYLOAD = 512
+
+# On x86 stores are seen in their order. Elsewhere a lock given back and taken keeps them apart.
+_ordered = platform.machine() in ("x86_64", "AMD64", "i686")
+_fence = threading.Lock()
+
+
+def keep_order() -> None:
+    """What was written before is seen before what is written after."""
+    for _ in () if _ordered else (1, 2):
+        with _fence:
+            pass
+
+
+class LineWork(Work):
+    """A call in a line. `source`: the rank that a message came from."""
+
+    ended = False
+    source = -1
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+class Line(ABC):
+    """Calls that progress one after another; `advance` moves the first as far as it goes."""
+
+    collective = True
+    any_of_them = False  # whether one of the absent ranks is enough
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number = name, number
+        self.works: deque[LineWork] = deque()
+        # What ended this line: its calls do not go on.
+        self.error: CommError | None = None
+
+    def add(self, work: LineWork) -> None:
+        """Put a call at the end."""
+        self.works.append(work)
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether the first call can go on."""
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Go on with the first call if it can; True if something moved."""
+
+    @abstractmethod
+    def absent(self) -> list[int]:
+        """The ranks that the first call waits for."""
+
+
+class SmallSum(NamedTuple):
+    """What a small all-reduce touches, in one of the two turns."""
+
+    signature: tuple[bytes, int]
+    mine: Tensor
+    parts: list[Tensor]  # of all members, in group order
+    step: Callable[..., Tensor] | None  # two parts into one
+
+
+class Collectives(Line):
+    """The collectives of a group, as one member makes them. `segment` is its number in each area."""
+
+    def __init__(
+        self, arena: Arena, segment: int, name: str, ranks: tuple[int, ...], number: int
+    ) -> None:
+        super().__init__(name, number)
+        self.arena, self.ranks = arena, ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(arena.rank)
+        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self.chunk = arena.extent.chunk
+        self.made = 0
+        starts = [arena.segment(rank, segment) for rank in ranks]
+        header = whole(arena.extent.header, LINE)
+        self._headers = [(start + LINE, start + LINE + header) for start in starts]
+        self.queues = [start + LINE + 2 * header for start in starts]
+        buffers = whole(LINE + 2 * header + LINE * arena.extent.ranks, PAGE)
+        self._buffers = [(start + buffers, start + buffers + 2 * self.chunk) for start in starts]
+        self._words = arena.words
+        self._flag = starts[self.rank] >> 3
+        self._flags = [starts[i] >> 3 for i in self.others]
+        self.count = (number + 1) << 40
+        self._rounds: Iterator[bool] | None = None
+        # The last round of a call was come to and not waited for: the next call has to.
+        self.owed = False
+        self._first = False
+        # What stands in this rank's headers, so that calls that repeat write little.
+        self._written: list[tuple[bytes, int] | None] = [None, None]
+        self._digest = 0
+        self._views: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
+        self._signatures: dict[tuple[object, ...], tuple[bytes, int]] = {}
+        self._small: dict[tuple[str, torch.Size, torch.dtype, int], SmallSum] = {}
+
+    # ---- what the rounds of a call are written with
+
+    def mine(self, at: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory in the buffer of the round that comes."""
+        return self.view(self.rank, (self.count + 1) & 1, at, numel, dtype)
+
+    def theirs(self, i: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """What rank i wrote in the round that everyone has come to."""
+        return self.view(i, self.count & 1, at, numel, dtype)
+
+    def addresses(self) -> list[int] | None:
+        """Where everyone's tensor lies in shared memory; None if it does not for all of them."""
+        every = [self.address(i) for i in range(self.size)]
+        return every if min(every) >= 0 else None
+
+    def address(self, i: int) -> int:
+        """Where rank i's tensor lies in shared memory; -1 if it does not."""
+        return int(self._words[self._header(i) + ADDRESS])
+
+    def at(self, address: int, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.arena.at(address, numel, dtype)
+
+    def splits(self, i: int) -> list[int]:
+        """How many rows rank i sends to each in an all-to-all, then how many it takes."""
+        start = self._header(i) + COUNTS
+        return list(self._words[start : start + 2 * self.size])
+
+    def view(self, i: int, turn: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
+        key = (i, turn, at, numel, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) > 2000:
+                self._views.clear()
+            view = self._views[key] = self.arena.at(self._buffers[i][turn] + at, numel, dtype)
+        return view
+
+    def _header(self, i: int, ahead: int = 0) -> int:
+        """The first word of rank i's header for this round, or for the one `ahead`."""
+        return self._headers[i][(self.count + ahead) & 1] >> 3
+
+    # ---- calls
+
+    def add(self, work: LineWork) -> None:
+        super().add(work)
+        if len(self.works) == 1:
+            self._start()
+
+    def ready(self) -> bool:
+        words, count = self._words, self.count
+        for flag in self._flags:  # noqa: SIM110 - a generator costs more than what it looks at
+            if words[flag] < count:
+                return False
+        return True
+
+    def advance(self) -> bool:
+        if not self.works or not self.ready():
+            return False
+        keep_order()
+        if self._rounds is None:
+            self._start()
+            return True
+        if self._first:
+            self._first = False
+            self._compare()
+            if self.works[0].call.kind == "all_to_all":
+                self._compare_splits()
+        if self._step(self._rounds):
+            self.works.popleft().ended = True
+            self.made += 1
+            self._rounds = None
+            if self.works:
+                self._start()
+        return True
+
+    def clear(self) -> None:
+        """Empty this rank's queues, once all have left: the next group may not find messages there."""
+        for i in range(self.size):
+            self._words[(self.queues[self.rank] + LINE * i) >> 3] = 0
+
+    def absent(self) -> list[int]:
+        flags = zip(self.others, self._flags, strict=True)
+        return sorted(self.ranks[i] for i, flag in flags if self._words[flag] < self.count)
+
+    def _start(self) -> None:
+        if self.owed and not self.ready():
+            return  # `advance` comes here again
+        self.owed = False
+        call = self.works[0].call
+        if call.kind == "all_to_all":
+            counts = self._header(self.rank, 1) + COUNTS
+            for k, count in enumerate((*call.in_splits, *call.out_splits)):
+                self._words[counts + k] = count
+        readable = call.x.numel() and rounds.readable(call, self.rank)
+        self._write_header(self._signature(call), self.arena.address(call.x) if readable else -1)
+        self._rounds = rounds.begin(self, call)
+        self._first = True
+        self._step(self._rounds)
+
+    def _step(self, steps: Iterator[bool]) -> bool:
+        """Write what the next round needs and come to it; True when there is none to wait for."""
+        with torch.no_grad():
+            for last in steps:
+                self._come()
+                self.owed = last
+                return last
+        return True
+
+    def _come(self) -> None:
+        """Come to the next round: what it needs has been written."""
+        self.count += 1
+        keep_order()
+        self._words[self._flag] = self.count
+
+    def small_all_reduce(self, x: Tensor, op: str, wait: Callable[[], None]) -> bool:
+        """A small all-reduce that is waited for at once, as tensor parallelism of small models makes
+        them: the one round of `rounds.py`, in as few steps as Python allows. False, and nothing is
+        done, if it has to go the other way; others may go either. `wait` is called when they are not
+        there soon.
+        """
+        if self.works or self.owed or x.requires_grad or not x.is_contiguous():
+            return False
+        turn = (self.count + 1) & 1
+        key = op, x.shape, x.dtype, turn
+        plan = self._small.get(key) or self._prepare(x, op, key)
+        if plan is None:
+            return False
+        plan.mine.copy_(x)
+        self._write_header(plan.signature, -1)
+        self._come()
+        for _ in range(20):
+            if self.ready():
+                break
+        else:
+            wait()
+        keep_order()
+        self._compare()
+        self.made += 1
+        if plan.step is None:
+            reduce_into(x, plan.parts, op)
+        else:
+            plan.step(*plan.parts, out=x)
+        return True
+
+    def _prepare(
+        self, x: Tensor, op: str, key: tuple[str, torch.Size, torch.dtype, int]
+    ) -> SmallSum | None:
+        n, exact = x.numel(), not x.dtype.is_floating_point
+        # What is refused is refused on the other way.
+        refused = op not in STEPS or (exact and (op == "average" or x.dtype == torch.bool))
+        if refused or not 0 < n * x.itemsize <= rounds.SMALL:
+            return None
+        parts = [self.view(i, key[3], 0, n, x.dtype).view(x.shape) for i in range(self.size)]
+        plain = self.size == 2 and x.dtype not in HALVES and op != "average"
+        signature = self._signature(Call("all_reduce", x, op=op))
+        if len(self._small) > 500:
+            self._small.clear()
+        plan = SmallSum(signature, parts[self.rank], parts, STEPS[op] if plain else None)
+        self._small[key] = plan
+        return plan
+
+    # ---- what all members have to make alike
+
+    def _signature(self, call: Call) -> tuple[bytes, int]:
+        """What has to be the same on all members, and its digest."""
+        key = (call.kind, call.op, call.at, call.x.numel(), call.x.dtype)
+        known = self._signatures.get(key)
+        if known is None:
+            if len(self._signatures) > 2000:
+                self._signatures.clear()
+            text = call.signature().encode()[:1000]
+            digest = hashlib.blake2b(text, digest_size=8).digest()
+            known = self._signatures[key] = text, int.from_bytes(digest, "big", signed=True)
+        return known
+
+    def _write_header(self, signature: tuple[bytes, int], address: int) -> None:
+        """For the round that comes: which call this is, and where its tensor lies."""
+        turn, word = (self.count + 1) & 1, self._header(self.rank, 1)
+        if self._written[turn] is not signature:
+            text, self._words[word + DIGEST] = signature
+            start = 8 * (word + COUNTS + 2 * self.size)
+            self.arena.bytes[start : start + len(text)] = text
+            self._words[word] = len(text)
+            self._written[turn] = signature
+        self._words[word + ADDRESS] = address
+        self._digest = signature[1]
+
+    def _compare(self) -> None:
+        turn, words = self.count & 1, self._words
+        for i in self.others:
+            if words[(self._headers[i][turn] >> 3) + DIGEST] != self._digest:
+                self._disagree(i, "")
+
+    def _compare_splits(self) -> None:
+        splits = [self.splits(i) for i in range(self.size)]
+        n, me = self.size, self.rank
+        for i in self.others:
+            if splits[i][me] != splits[me][n + i] or splits[me][i] != splits[i][n + me]:
+                self._disagree(i, " (sends {}, takes {} rows)")
+
+    def _disagree(self, other: int, more: str) -> None:
+        sides = []
+        for i in sorted((other, self.rank)):
+            word, splits = self._header(i), self.splits(i)
+            start = 8 * (word + COUNTS + 2 * self.size)
+            text = bytes(self.arena.bytes[start : start + self._words[word]])
+            rows = more.format(splits[: self.size], splits[self.size :])
+            sides.append((self.ranks[i], text.decode(errors="replace") + rows))
+        raise CommError(disagreement(self.made, self.name, sides))
+
+
+class Inbox:
+    """What one member sends to this one. A message lies in its sender's heap until it is read."""
+
+    def __init__(self, group: Collectives, source: int) -> None:
+        self.source, self.rank = source, group.ranks[source]
+        self.read = 0
+        self._arena, self._words = group.arena, group.arena.words
+        self._last = group.queues[source] + LINE * group.rank
+        self._unread: dict[int, deque[int]] = {}
+
+    def first(self, tag: int) -> int:
+        """Where the first message with a tag lies that has not been read; 0 if there is none."""
+        while message := self._words[(self._last >> 3) + NEXT]:
+            keep_order()
+            self._unread.setdefault(self._words[(message >> 3) + TAG], deque()).append(message)
+            self._words[(message >> 3) + STATE] = SEEN
+            self._last = message
+        messages = self._unread.get(tag)
+        return messages[0] if messages else 0
+
+    def text(self, message: int) -> str:
+        return self._arena.read_text(message + LINE)
+
+    def take(self, message: int, tag: int, x: Tensor) -> None:
+        """Copy a message to x. From then on its memory is the sender's again."""
+        with torch.no_grad():
+            x.view(-1).copy_(self._arena.at(message + PAYLOAD, x.numel(), x.dtype))
+        keep_order()
+        self._words[(message >> 3) + STATE] = READ
+        self.read += 1
+        self._unread[tag].popleft()
+        if not self._unread[tag]:
+            del self._unread[tag]
+
+
+class Receives(Line):
+    """Receives of one tag from one source, or from any of several, in the order of the messages."""
+
+    collective = False
+
+    def __init__(self, group: Collectives, inboxes: list[Inbox], tag: int) -> None:
+        super().__init__(group.name, group.number)
+        self.any_of_them = len(inboxes) > 1
+        self._inboxes, self._tag, self._me = inboxes, tag, group.ranks[group.rank]
+
+    def ready(self) -> bool:
+        return any(inbox.first(self._tag) for inbox in self._inboxes)
+
+    def advance(self) -> bool:
+        for inbox in self._inboxes if self.works else ():
+            if message := inbox.first(self._tag):
+                self._read(inbox, message)
+                return True
+        return False
+
+    def _read(self, inbox: Inbox, message: int) -> None:
+        work = self.works[0]
+        sent, expected = inbox.text(message), work.call.signature()
+        if sent != expected:
+            sides = sorted([(inbox.rank, sent), (self._me, expected)])
+            raise CommError(disagreement(inbox.read, self.name, sides))
+        inbox.take(message, self._tag, work.call.x)
+        self.works.popleft()
+        work.source, work.ended = inbox.source, True
+
+    def absent(self) -> list[int]:
+        return sorted(inbox.rank for inbox in self._inboxes)
+
+
+class Outbox:
+    """What this member has sent to another one and may not have been read yet."""
+
+    def __init__(self, group: Collectives, target: int) -> None:
+        self._arena, self._words = group.arena, group.arena.words
+        self._last = group.queues[group.rank] + LINE * target
+        self._sent: deque[tuple[int, int]] = deque()
+
+    def send(self, call: Call, tag: int = 0) -> None:
+        """Write a message and append it to the queue."""
+        # The receiver looks for the next message in the one that it saw last: that one stays.
+        while len(self._sent) > 1 and self._state(0) == READ and self._state(1) >= SEEN:
+            self._arena.heap.give(*self._sent.popleft())
+        x = call.x.detach().view(-1)
+        size = PAYLOAD + x.numel() * x.itemsize
+        message = self._arena.heap.take(size)
+        if message is None:
+            raise CommError(
+                f"there is no room for a message of {size} bytes in shared memory; its receiver is "
+                "far behind, or the machine has no memory that can grow: use backend gloo."
+            )
+        word = message >> 3
+        self._words[word + NEXT], self._words[word + STATE], self._words[word + TAG] = 0, SENT, tag
+        self._arena.write_text(message + LINE, call.signature(), PAYLOAD - LINE)
+        with torch.no_grad():
+            self._arena.at(message + PAYLOAD, x.numel(), x.dtype).copy_(x)
+        keep_order()
+        self._words[(self._last >> 3) + NEXT] = message
+        self._last = message
+        self._sent.append((message, size))
+
+    def _state(self, i: int) -> int:
+        return int(self._words[(self._sent[i][0] >> 3) + STATE])
+
+    def drop(self) -> None:
+        """Give everything back: the receiver has closed its side, too."""
+        while self._sent:
+            self._arena.heap.give(*self._sent.popleft())
