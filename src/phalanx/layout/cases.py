@@ -9,7 +9,7 @@ from itertools import combinations, product
 
 from .choices import ACCUM, FP64, SCHEDULES
 from .layout import Layout
-from .legal import legal
+from .legal import divisors, legal
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 
@@ -40,16 +40,13 @@ SHAPES: dict[str, Shape] = {
 
 def every_layout(shape: Shape, ranks: int, *, axes: str = "dp pp cp tp") -> tuple[Layout, ...]:
     """All legal layouts of 1 to `ranks` ranks over these axes, each once."""
-    found: dict[Layout, None] = {}
-    for layout in _all(shape, ranks, set(axes.split())):
-        if not legal(layout, shape):
-            found[layout] = None
-    return tuple(found)
+    layouts = dict.fromkeys(_all(shape, ranks, set(axes.split())))
+    return tuple(layout for layout in layouts if not legal(layout, shape))
 
 
 def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
     for dp, pp, cp, tp in _grids(ranks, [name in axes for name in AXES]):
-        for inner, ulysses in product(_divisors(dp), _divisors(cp)):
+        for inner, ulysses in product(divisors(dp), divisors(cp)):
             mesh = Mesh((
                 Axis("dp", (dp // inner, inner)), Axis("pp", (pp,)),
                 Axis("cp", (cp // ulysses, ulysses)), Axis("tp", (tp,)),
@@ -78,10 +75,6 @@ def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
     for size in range(1, ranks + 1) if free[0] else (1,):
         for others in _grids(ranks // size, free[1:]):
             yield size, *others
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _orders(pp: int) -> list[tuple[str, int, int]]:

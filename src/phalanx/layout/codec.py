@@ -1,7 +1,7 @@
 """Frozen dataclasses from TOML and back: run files, shapes, measured machines, profiles.
 
 Reading is strict. All mistakes of a file are reported at once, each with its line, the value and a
-way out. The types of a dataclass's fields say what a file may hold: numbers, text, nested tables,
+way out. The types of a dataclass's fields say what a file may have: numbers, text, nested tables,
 lists of tables, mappings, optional values. `key` adds what a value means and its bounds. Printing
 and the JSON Schema come from the same fields. What a file's keys mean together is for its class.
 """
@@ -126,7 +126,7 @@ def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
 
 
 def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
-    """The value that a user's file holds; `what` is how an error names the kind of file."""
+    """The value of a user's file; `what` is how an error names the kind of file."""
 
     def refuse(why: str) -> FileError:
         return error(str(path), [Mistake("", why.rstrip("."), "Name a file that can be read")])
@@ -135,7 +135,7 @@ def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **gi
 
 
 def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: Any) -> T:
-    """The value that TOML text holds. `given` are values of keys that the text leaves out."""
+    """The value of TOML text. `given` are values of keys that the text leaves out."""
     reader = Reader(cls, text, file)
     value: T = reader.table(cls, given | reader.given) if not reader.mistakes else _WRONG
     if reader.mistakes:
@@ -392,7 +392,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, not counting what lists and tables hold."""
+    """Whether a value is of a type, not counting what is inside lists and tables."""
     if isinstance(hint, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
     plain, parts = _plain(hint), _parts(hint)

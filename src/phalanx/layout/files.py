@@ -169,7 +169,7 @@ _TOO_DEEP = f"tables or lists stand more than {DEPTH} deep in each other. Nest l
 
 
 def _reworded(wrong: ValueError) -> str:
-    """Python's own words, but for those that tell how to change Python."""
+    """Python's own words, but for those about settings of Python."""
     text = str(wrong).rstrip(".")
     return "a number has more than 4,300 digits" if "int_max_str_digits" in text else text
 

@@ -1,7 +1,7 @@
 """A layout: a mesh and how it is used, as one value that prints and parses back.
 
 `"dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16"`. What is not written has its default, and
-printing writes only what differs from it. Whether a layout fits a model is told in `legal.py`.
+printing writes only what differs from it. Whether a layout fits a model is for `legal.py`.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each weight's place: gradients are summed over them."""
+        """How many ranks work with each weight: gradients are summed over them."""
         return self.dp * self.cp
 
     @property
@@ -166,7 +166,7 @@ class Layout:
         for word in text.split():
             for key, value in () if _AXIS.fullmatch(word) else _meaning(word).items():
                 if key in fields:
-                    raise LayoutError(f"{word!r} in {text!r}: {key} was already said; say it once.")
+                    raise LayoutError(f"{word!r} in {text!r}: {key} is there twice; write it once.")
                 fields[key] = value
         return fields
 
@@ -244,18 +244,18 @@ def _meaning(word: str) -> dict[str, object]:
 
 
 def _schedule_meaning(word: str) -> dict[str, object]:
-    found = _SCHEDULE.fullmatch(word)
-    if found and (found["own"] or found["name"] in SCHEDULES):
-        said: dict[str, object] = {"schedule": found["own"] or found["name"]}
+    match = _SCHEDULE.fullmatch(word)
+    if match and (match["own"] or match["name"] in SCHEDULES):
+        fields: dict[str, object] = {"schedule": match["own"] or match["name"]}
         for key, number in (
-            ("chunks", found["chunks"] or found["own_chunks"]),
-            ("microbatches", found["m"]),
+            ("chunks", match["chunks"] or match["own_chunks"]),
+            ("microbatches", match["m"]),
         ):
             if number:
-                said[key] = int(number)
+                fields[key] = int(number)
             if number and not int(number):
                 raise LayoutError(f"{word!r}: {key} is 0; write 1 or more.")
-        return said
+        return fields
     raise LayoutError(
         f"{word[:60]!r} means nothing in a layout.{_hint(word)} A layout looks like"
         " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."

@@ -34,21 +34,20 @@ def legal(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0
 ) -> tuple[Violation, ...]:
     """Every rule that this layout breaks for this model; none means it can be trained."""
-    found: list[Violation] = []
-    for rule in (_tensor, _pipeline, _context, _batch, _sharding):
-        found += rule(layout, shape, batch or shape.batch, sequence or shape.sequence)
-    return tuple(found)
+    rules = (_tensor, _pipeline, _context, _batch, _sharding)
+    sizes = batch or shape.batch, sequence or shape.sequence
+    return tuple(violation for rule in rules for violation in rule(layout, shape, *sizes))
 
 
-def _divisors_of(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     """All divisors, least first."""
     low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return [*low, *(n // d for d in reversed(low) if d * d < n)]
 
 
 def _divisors(n: int) -> str:
-    found = _divisors_of(n)
-    shown = found if len(found) <= 8 else [*found[:7], "..."]
+    every = divisors(n)
+    shown = every if len(every) <= 8 else [*every[:7], "..."]
     return ", ".join(map(str, shown))
 
 
@@ -99,7 +98,7 @@ def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
         elif 0 in x.stages[1:-1]:
             yield Violation(
                 "stages", f"stages:{'-'.join(map(str, x.stages))} leaves a middle stage empty.",
-                "Only the first and the last stage, which hold embedding and head, may have 0.",
+                "Only the first and the last stage, with the embedding and the head, may have 0.",
             )  # fmt: skip
     elif stages > s.layers:
         yield Violation(
@@ -140,7 +139,7 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
     if sequence < 2 * x.cp:
         yield Violation(
             "sequence", f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
-            " each rank holds a piece from its head and one from its tail.",
+            " each rank has a part from its start and one from its end.",
             f"Use cp {max(1, sequence // 2)} or less.",
         )  # fmt: skip
 
@@ -207,10 +206,10 @@ def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
     """The layout with a schedule that its mesh can have and microbatches that the batch allows."""
     own = x.schedule if traits(x.schedule).pipelined else ONE_F_ONE_B
     schedules = {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}
-    room = max(1, batch // x.dp)
+    most = max(1, batch // x.dp)
     for schedule in schedules:
         kind = traits(schedule)
-        m = 1 if kind.whole_batch else min(x.microbatches, room)
+        m = 1 if kind.whole_batch else min(x.microbatches, most)
         gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
         try:
             yield replace(
@@ -228,13 +227,13 @@ def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (n,)
         return
-    for first in _divisors_of(n):
+    for first in divisors(n):
         for rest in _factors(n // first, parts - 1):
             yield (first, *rest)
 
 
 def _distance(a: Layout, b: Layout) -> float:
-    """How different two layouts feel: doublings of each axis, then every other choice."""
+    """How different two layouts are: doublings of each axis, then every other choice."""
     axes: float = sum(
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")

@@ -1,4 +1,4 @@
-"""The grid of devices: named axes, who sits where, who talks to whom. Arithmetic only.
+"""The grid of devices: named axes, the rank at each coordinate, and the groups. Arithmetic only.
 
 A mesh is written outermost axis first: in `"dp2 pp2 tp2"` neighbouring ranks differ in `tp`.
 Two axes have an inner grid of their own: `dp2x4` is 2 replicas of 4 shards, `cp4:2x2` a ring of 2
@@ -49,20 +49,20 @@ class Axis:
 
     @classmethod
     def parse(cls, word: str) -> Axis:
-        found = _WORD.fullmatch(word)
-        if not found:
+        match = _WORD.fullmatch(word)
+        if not match:
             raise LayoutError(
                 f"{word[:60]!r} is not an axis. Write dp4, dp2x4, pp2, tp8 or cp4:ulysses, with sizes"
                 " of up to seven digits."
             )
-        name, size, inner = found[1], int(found[2]), found[3]
-        if (inner and name != "dp") or (found[4] and name != "cp"):
+        name, size, inner = match[1], int(match[2]), match[3]
+        if (inner and name != "dp") or (match[4] and name != "cp"):
             raise LayoutError(f"{word!r}: only dp splits as dp2x4, and only cp as cp4:2x2.")
         if name == "dp":
             return cls("dp", (size, int(inner)) if inner else (1, size))
         if name == "cp":
             ring, ulysses = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}.get(
-                found[4], (int(found[5] or 0), int(found[6] or 0))
+                match[4], (int(match[5] or 0), int(match[6] or 0))
             )
             if ring * ulysses != size:
                 raise LayoutError(f"{word!r}: {ring} x {ulysses} is {ring * ulysses}, not {size}.")
@@ -118,27 +118,27 @@ class Mesh:
         return 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank sits: its place along every axis and every part of one."""
+        """The coordinates of a rank along every axis and every part of one."""
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is outside a mesh of {self.size} ranks ({self}).")
-        place: dict[str, int] = {}
+        at: dict[str, int] = {}
         for axis in reversed(self.axes):
-            rank, place[axis.name] = divmod(rank, axis.size)
-            inner = place[axis.name]
+            rank, at[axis.name] = divmod(rank, axis.size)
+            inner = at[axis.name]
             for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
-                inner, place[name] = divmod(inner, size)
-        return place
+                inner, at[name] = divmod(inner, size)
+        return at
 
-    def rank(self, **place: int) -> int:
+    def rank(self, **coordinates: int) -> int:
         """The rank at these axis coordinates; an axis that is not named is at 0."""
         rank = 0
         for axis in self.axes:
-            at = place.pop(axis.name, 0)
+            at = coordinates.pop(axis.name, 0)
             if not 0 <= at < axis.size:
                 raise LayoutError(f"{axis.name}={at} is outside {axis}.")
             rank = rank * axis.size + at
-        if any(place.values()):
-            raise LayoutError(f"mesh {str(self)!r} has no axis {', '.join(place)}.")
+        if any(coordinates.values()):
+            raise LayoutError(f"mesh {str(self)!r} has no axis {', '.join(coordinates)}.")
         return rank
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:

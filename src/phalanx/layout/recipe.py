@@ -51,8 +51,8 @@ def recipe(
     words += ["zero3", "recompute:all"] * sharded
     words += [precision] * (precision != FP32)
     rows = batch // max(1, dp)
-    held = _bytes(shape, sequence // cp, sharded) / (tp * pp)
-    count = max(_split(rows, held, memory / 2), 4 * pp if pp > 1 else 1)
+    kept = _bytes(shape, sequence // cp, sharded) / (tp * pp)
+    count = max(_split(rows, kept, memory / 2), 4 * pp if pp > 1 else 1)
     count = max(1, min(count, rows))
     layout = Layout.parse(" ".join([*words, f"{ONE_F_ONE_B if pp > 1 else ACCUM}:{count}"]))
     if not legal(layout, shape, batch=batch, sequence=sequence):
@@ -80,8 +80,8 @@ def _stages(shape: Shape) -> int:
 
 
 def _shards(dp: int, parameters: float, memory: float) -> int:
-    """Into how many parts a replica's weights are cut: a node's, and more until half the memory
-    holds one."""
+    """Into how many parts a replica's weights are cut: a node's, and more until one fits in
+    half the memory."""
     parts = _divisor(dp, NODE)
     while memory and parameters * STATE / parts > memory / 2 and dp % (2 * parts) == 0:
         parts *= 2
@@ -98,8 +98,8 @@ def _bytes(shape: Shape, tokens: int, recomputed: bool) -> float:
     return tokens * (shape.hidden * blocks + 6.0 * shape.vocab)
 
 
-def _split(rows: int, each: float, room: float) -> int:
-    """The fewest microbatches whose rows fit: the largest batch per device that memory holds."""
-    if not room:
+def _split(rows: int, each: float, memory: float) -> int:
+    """The fewest microbatches whose rows fit: the largest batch per device that fits in memory."""
+    if not memory:
         return 1
-    return -(-rows // max(1, int(room // each)))
+    return -(-rows // max(1, int(memory // each)))

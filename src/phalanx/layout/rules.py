@@ -21,9 +21,9 @@ DIMS = ("embed", "head", "position", "-", *AXIS_OF)
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of one dim that one rank holds: `start` to `stop` of the whole, `length` with padding.
+    """The part of one dim that one rank has: `start` to `stop` of the whole, `length` with padding.
 
-    `copies` ranks of the axis hold the same part: they did different work with it.
+    `copies` ranks of the axis have the same part: they did different work with it.
     """
 
     start: int
@@ -32,18 +32,18 @@ class Cut:
     copies: int = 1
 
     @classmethod
-    def of(cls, size: int, parts: int, place: int, unit: int = 1) -> Cut:
-        """Part `place` of `parts` of a dim of `size`, in whole units (a head is one).
+    def of(cls, size: int, parts: int, index: int, unit: int = 1) -> Cut:
+        """Part `index` of `parts` of a dim of `size`, in whole units (a head is one).
 
-        Fewer units than parts: neighbouring parts hold the same unit. A size that does not divide
+        Fewer units than parts: neighbouring parts have the same unit. A size that does not divide
         is padded at its end.
         """
         units = -(-size // unit)
         if units < parts and parts % units == 0 and unit > 1:
-            first = place * units // parts
+            first = index * units // parts
             return cls(first * unit, (first + 1) * unit, unit, parts // units)
         each = -(-units // parts) * unit
-        return cls(min(place * each, size), min((place + 1) * each, size), each)
+        return cls(min(index * each, size), min((index + 1) * each, size), each)
 
 
 @dataclass(frozen=True)

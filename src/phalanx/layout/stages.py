@@ -1,4 +1,4 @@
-"""Which pieces each virtual stage holds: told by the layout, or balanced by cost."""
+"""Which pieces each virtual stage holds: named by the layout, or balanced by cost."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _balanced(layout: Layout, shape: Shape) -> tuple[int, ...]:
 
 
 def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Lengths of `parts` runs of `costs` whose dearest run is as cheap as can be.
+    """Lengths of `parts` runs of `costs` whose most expensive run is as cheap as can be.
 
     `first` and `last` are work that the first and last run carry besides. Every run gets at least
-    one; where the bound leaves room runs are even, the earlier ones longer by one.
+    one; where the bound allows it runs are even, the earlier ones longer by one.
     """
     n = len(costs)
     if parts > n:
@@ -57,8 +57,8 @@ def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> 
     starts = _starts(total, parts, high, first, last)
     lengths, i = [], 0
     for k in range(parts - 1):
-        room = high - (first if k == 0 else 0)
-        longest = min(bisect_right(total, total[i] + room) - 1, n - (parts - k - 1))
+        left = high - (first if k == 0 else 0)
+        longest = min(bisect_right(total, total[i] + left) - 1, n - (parts - k - 1))
         j = min(max(i - (i - n) // (parts - k), starts[k + 1]), longest)
         lengths.append(j - i)
         i = j
@@ -70,9 +70,9 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
     empty if the bound is too small."""
     starts, end = [0] * parts, len(total) - 1
     for k in range(parts - 1, 0, -1):
-        room = bound - (last if k == parts - 1 else 0)
+        left = bound - (last if k == parts - 1 else 0)
         # The runs before this one need at least one each.
-        starts[k] = max(k, bisect_left(total, total[end] - room, hi=end))
+        starts[k] = max(k, bisect_left(total, total[end] - left, hi=end))
         if starts[k] == end:
             return []
         end = starts[k]

@@ -37,7 +37,7 @@ class Difference:
     error: float
     allowed: float = EXACT
     hint: str = ""
-    ranks: tuple[int, ...] = ()  # two that hold copies which differ: `got` and `want` are theirs
+    ranks: tuple[int, ...] = ()  # two whose copies differ: `got` and `want` are theirs
 
     @property
     def agrees(self) -> bool:
@@ -76,8 +76,9 @@ class _Measure:
         if not math.isfinite(got) and not math.isfinite(want):
             error = 0.0  # a step that float16 skips
         hint = _hint(got / want) if want else ""
-        found = Difference(step, what, "", (), got, want, _or_infinite(error), hint=hint)
-        return self._bounded(found)
+        return self._bounded(
+            Difference(step, what, "", (), got, want, _or_infinite(error), hint=hint)
+        )
 
     def tensors(
         self,
@@ -114,7 +115,7 @@ class _Measure:
     ) -> Difference:
         """The size of the difference over `scale`, and the element where it is largest."""
         if got is None or got.shape != want.shape:
-            why = "no rank holds it"
+            why = "no rank has it"
             return Difference(step, what, name, (), math.nan, math.nan, math.inf, hint=why)
         apart = (got.double() - want.double()).abs().nan_to_num(nan=math.inf)
         apart[~got.isfinite() & ~want.isfinite()] = 0.0  # in a step that float16 skips
@@ -124,10 +125,10 @@ class _Measure:
         error = _or_infinite(self._size(apart) / scale)
         return Difference(step, what, name, element, a, b, error, hint=_hint(a / b) if b else "")
 
-    def _bounded(self, found: Difference) -> Difference:
-        if found.what in ("start", "loss scale"):
-            return replace(found, allowed=0.0)  # computed in no dtype: the same bits
-        return found if self.bounds is None else replace(found, allowed=self.bounds[found.key])
+    def _bounded(self, x: Difference) -> Difference:
+        if x.what in ("start", "loss scale"):
+            return replace(x, allowed=0.0)  # computed in no dtype: the same bits
+        return x if self.bounds is None else replace(x, allowed=self.bounds[x.key])
 
 
 def compare(
@@ -140,13 +141,14 @@ def compare(
     compared how far a weight has come from its start.
     """
     measure = _Measure(got, want, rate, bounds)
-    found = list(measure.tensors(0, "start", got.start, want.start))
+    differences = list(measure.tensors(0, "start", got.start, want.start))
     for number in range(len(want.steps)):
-        found += _step(measure, number)
+        differences += _step(measure, number)
     if want.validation is not None:
         loss = math.nan if got.validation is None else got.validation
-        found.append(measure.number(len(want.steps), "validation loss", loss, want.validation))
-    return found
+        last = measure.number(len(want.steps), "validation loss", loss, want.validation)
+        differences.append(last)
+    return differences
 
 
 def bounds_of(
@@ -161,9 +163,9 @@ def bounds_of(
     least = eps / 16 + 4 * single
     free = dict.fromkeys((d.key for d in compare(want, want, rate, _Anything())), 0.0)
     for trace in nudged:
-        for found in compare(trace, want, rate, _Anything()):
-            free[found.key] = max(free[found.key], found.error)
-    bounds = {key: FACTOR * change + least for key, change in free.items()}
+        for change in compare(trace, want, rate, _Anything()):
+            free[change.key] = max(free[change.key], change.error)
+    bounds = {key: FACTOR * error + least for key, error in free.items()}
     # A weight is kept in float32. Beside a small update its own rounding is large.
     for number, step in enumerate(want.steps):
         for name, moved in _moved(step.weights, want.start).items():
@@ -221,7 +223,7 @@ def _hint(ratio: float) -> str:
     """What a wrong factor looks like: a whole number or its inverse is an axis summed once too
     often, or not at all."""
     if math.isnan(ratio):
-        return "not a number: no rank holds it, or a dropped weight was used"
+        return "not a number: no rank has it, or a dropped weight was used"
     for k in range(2, 17):
         if abs(ratio - k) < 1e-3:
             return f"{k} times as much: summed over an axis of {k} once too often?"

@@ -1,4 +1,4 @@
-"""What a comparison will hold in memory, before it starts, and what there is."""
+"""The memory that a comparison will take, before it starts, and how much there is."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ VALIDATIONS = 2  # batches of the validation after the last step
 
 
 class Mismatch(NamedTuple):
-    """A number of which two ranks hold copies with different bits."""
+    """A number of which two ranks have copies with different bits."""
 
     what: str  # start, gradient or weight
     name: str  # of the parameter

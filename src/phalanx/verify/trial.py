@@ -27,7 +27,7 @@ from .reference import Mismatch, Trace, TracedStep, project, validation_of
 __all__ = ["Part", "Seen", "Setting", "join", "program_in", "rate", "train_layout"]
 
 Batch = Mapping[str, Tensor]
-FIT = 0.7  # the share of what a layout would hold that recompute:fit must do with
+FIT = 0.7  # the share of a layout's bytes that recompute:fit must do with
 TOKEN = "token"  # names a tensor of the batch: each token's number in it, from 1; padding has 0
 
 
@@ -56,7 +56,7 @@ class Setting:
 
 
 class Part(NamedTuple):
-    """Some numbers of a weight, as one rank holds them before the first step (then without a
+    """Some numbers of a weight, as one rank has them before the first step (then without a
     gradient) or after a step."""
 
     step: int
