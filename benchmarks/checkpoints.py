@@ -34,7 +34,7 @@ def work(out: Path) -> None:
     rank = Rank(AloneWorld(), run, Layout.parse("fp32"))
     rank.trainer.step(rank.batch(0), 1e-3)
     saver = Saver(run.checkpoints, rank.local, rank.updates, keep=1)
-    state = [list(s.values()) for u in rank.updates.values() for s in u.torch.state.values()]
+    state = [list(s.values()) for u in rank.updates.values() for s in u.state.values()]
     tensors: list[Any] = [[unit.home for unit in rank.local.units.values()], state]
 
     def torch_save() -> None:

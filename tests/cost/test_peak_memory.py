@@ -107,7 +107,7 @@ def measured(world: World, layout: Layout) -> Held:
 
 
 def _state(update: Any) -> int:
-    tensors = [x for s in update.torch.state.values() for x in s.values() if torch.is_tensor(x)]
+    tensors = [x for s in update.state.values() for x in s.values() if torch.is_tensor(x)]
     return sum(x.numel() * x.itemsize for x in tensors if x.numel() > 1)
 
 

@@ -64,7 +64,7 @@ def held_after(
         flats = {"weight": unit.home}
         update = executor.updates[number]
         for run, view in update.runs:
-            for kind, kept in update.torch.state.get(view, {}).items():
+            for kind, kept in update.state.get(view, {}).items():
                 if kind != "step":
                     flats.setdefault(kind, torch.zeros_like(unit.home))[run] = kept
         for weight, start, stop, offset in unit.entries():

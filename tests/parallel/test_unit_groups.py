@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, LayoutError, Rules, rules
+from phalanx.layout.stages import partial_pieces
 from phalanx.parallel import Model, Precision, build_model, groups, microbatches
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
 from phalanx.parallel.local import build_local
+from phalanx.parallel.tensor import partial_units
 from phalanx.train import AdamW, Executor
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
@@ -105,6 +107,16 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
         assert unit_axes(model, layout, 1) == expert
         with pytest.raises(LayoutError, match="weights of mixed are sharded over different axes"):
             unit_axes(model, layout, 2)
+
+
+@pytest.mark.parametrize("name", ["gqa", "gpt", "qwen", "mlp"])
+@pytest.mark.parametrize("text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq"])
+def test_what_a_shape_says_of_sums_over_tp_follows_from_the_rule_table(
+    name: str, text: str
+) -> None:
+    shape, layout = SHAPES[name], Layout.parse(text)
+    found = partial_units(build_model(shape), layout)
+    assert set(partial_pieces(layout, shape)) == found
 
 
 def test_a_tied_unit_alone_has_a_group_over_the_stages_that_use_it() -> None:

@@ -38,7 +38,7 @@ def train(
     optimizer = sum(
         state.numel() * state.itemsize
         for update in performer.updates.values()
-        for per in update.torch.state.values()
+        for per in update.state.values()
         for name, state in per.items()
         if name != "step"
     )

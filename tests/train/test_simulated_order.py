@@ -112,6 +112,7 @@ class Copies(CopyLane):
 GROUPS = {
     "gather": ops.GATHER, "reduce": ops.REDUCE, "replica": ops.REDUCE_REPLICAS, "tie": ops.TIE,
     "count": ops.COUNT, "everyone": ops.AGREE, "activations": "send", "gradients": "send",
+    "norms": ops.SUM_PARTS,
 }  # fmt: skip
 
 
@@ -144,9 +145,16 @@ def timed_step(
     plain = held.groups
     held = replace(held, groups=replace(plain, **slow(plain, times)))
     for number, unit in held.units.items():
-        unit.groups = replace(unit.groups, **slow(unit.groups, times.units[number]))
+        theirs = times.units[number].also
+        also = {
+            name: delayed.setdefault(
+                id(group), Delayed(group, theirs[name], clock, costs[ops.SUM_PARTS])
+            )
+            for name, group in unit.groups.also.items()
+        }
+        unit.groups = replace(unit.groups, **slow(unit.groups, times.units[number]), also=also)
     known = {field.name for kind in (Groups, UnitGroups) for field in fields(kind)}
-    assert known >= set(GROUPS)
+    assert known >= set(GROUPS) - {"norms"}
     executor = Executor(held, program, world.rank, AdamW(), clip=float(agree))
     executor.out, executor.back = (Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD))
     executor.checked, executor.clock = True, lambda: clock.now
@@ -175,15 +183,17 @@ def _by_op(spans: tuple[Span, ...], rank: int, lane: str) -> dict[str, tuple[flo
 
 
 FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "S": 0.9, "H": 0.4, "T": 0.5,
-        "N": 0.1, "A": 0.3, "O": 0.6, "Z": 0.8, "send": 0.3}  # fmt: skip
-SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "O": 4.0, "Z": 3.0, "send": 2.5}
+        "N": 0.1, "A": 0.3, "O": 0.6, "Z": 0.8, "L": 0.8, "Q": 0.6, "send": 0.3}  # fmt: skip
+SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "O": 4.0, "Z": 3.0, "L": 3.0, "Q": 4.5,
+        "send": 2.5}  # fmt: skip
 LAYOUTS = (
     ("gqa", "dp2"), ("gqa", "dp2 zero3 accum:2"), ("gqa", "dp2 zero2 accum:3 prefetch:2"),
     ("gqa", "dp2x2 zero2 accum:2"), ("gqa", "dp2x2 zero3"), ("gqa", "pp2 1f1b:3"),
     ("gqa", "pp2 zb-v:3"), ("gqa", "dp2 pp2 zero3 1f1b:3 gather:micro"),
     ("gqa", "pp2 zb-h2:4 recompute:every=2"), ("gpt", "dp2 pp2 zero1 1f1b:2"),
     ("gpt", "pp2 zb-h1:3 reduce:micro"), ("gqa", "pp2 gpipe:3 offload:activations"),
-    ("gqa", "accum:3 offload:activations,weights"),
+    ("gqa", "accum:3 offload:activations,weights"), ("gqa", "dp2 zero2 offload:weights accum:2"),
+    ("gqa", "tp2 seq"), ("gqa", "dp2 tp2 seq accum:2"),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..draw import text_table
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
 from ..layout.numbers import count_text
+from ..layout.stages import partial_pieces
 from ..program import Program, Proof, build, check, faults
 from .before import misfit
 from .usage import Parser, UsageError, read, result
@@ -65,7 +66,8 @@ def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
     # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.
     fitting = layout.recompute == "fit"
     built = replace(layout, recompute="none") if fitting else layout
-    program = build(built, stages, tied, agree=args.clip)
+    parts = partial_pieces(layout, shape)
+    program = build(built, stages, tied, agree=args.clip, parts=parts)
     proof = check(program)
     figures = {
         "legal": True,

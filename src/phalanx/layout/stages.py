@@ -10,7 +10,7 @@ from .layout import Layout
 from .mesh import LayoutError
 from .shape import Shape
 
-__all__ = ["balance", "stage_pieces"]
+__all__ = ["balance", "partial_pieces", "stage_pieces"]
 
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
@@ -30,6 +30,17 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     ends = [1 + b for b in bounds]  # piece 0 is the embedding
     ends[0], ends[-1] = 0, shape.pieces
     return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def partial_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
+    """The pieces of a built-in model with weights of whose gradients ranks of tp have parts: norms
+    that see other tokens (`seq`), q and k norms, key and value heads that several ranks hold."""
+    if layout.tp == 1 or shape.kind == "mlp":
+        return ()
+    first, last = 0, shape.pieces - 1
+    blocks = range(1, last) if layout.seq or shape.qk_norm or layout.tp > shape.kv_heads else ()
+    ends = ([first] if shape.positions == "learned" else []) + [last]
+    return (*blocks, *(ends if layout.seq else ()))
 
 
 def _balanced(layout: Layout, shape: Shape) -> tuple[int, ...]:

@@ -165,7 +165,8 @@ class Unit:
         self.fresh: set[str] = set()  # weights that no contribution has come to: memory as found
         self.parts: list[Tensor] = []  # this rank's parts, summed over the shards alone
         self.gradient: Tensor | None = None  # this rank's part of it, summed
-        self.resident = resident
+        self.resident, self.at_host = resident, at_host
+        self.loaded = False  # the own part is in the buffer, from the host
         inside = resident and not at_host and precision.compute == precision.master
         self.same = inside and shards == 1
         self._bound: dict[int, tuple[Tensor, list[Tensor]]] = {}
@@ -237,13 +238,30 @@ class Unit:
 
     def gather(self) -> Work:
         """Begin to fetch the whole weights; they are readable after the work's wait."""
+        if self.at_host and not self.loaded:
+            self.load()()
+        self.loaded = False
+        buffer = self._take()
+        if self.at_host:
+            part = buffer[self.start : self.start + self.part]
+        else:
+            part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
+        # The home changes in an update only. That follows the sum of this unit's gradient over the
+        # same ranks, which nobody comes to before it has these weights. A buffer changes sooner.
+        still = not self.at_host
+        return self.groups.gather.all_gather(buffer, part, still=still, wait=False)
+
+    def load(self) -> Callable[[], object]:
+        """Take a buffer; what then copies the own part into it from the host, before a gather."""
+        self.loaded = True
+        part = self._take()[self.start : self.start + self.part]
+        return lambda: part.copy_(self.home, non_blocking=True)
+
+    def _take(self) -> Tensor:
         if self.buffer is None:
             self._bind(self._new_buffer())
         assert self.buffer is not None
-        part = self.home.to(self.pool.device, self.precision.compute, non_blocking=True)
-        # The home changes in an update only. That follows the sum of this unit's gradient over the
-        # same ranks, which nobody comes to before it has these weights.
-        return self.groups.gather.all_gather(self.buffer, part, still=True, wait=False)
+        return self.buffer
 
     def storage(self) -> int:
         """What the weights' buffer is known by; 0 when it is dropped."""
@@ -343,10 +361,6 @@ class Unit:
             self._before_adding(name, full)
         for parameter in self.parameters.values():
             parameter.grad = None
-        for segment in self.segments():
-            if segment.adds:
-                copies = self.groups.also[segment.adds]
-                copies.all_reduce(full[segment.start : segment.stop])
         shards, replica = self.groups.reduce, self.groups.replica
         if shards.size == 1 and self.replicas_apart:
             self.parts.append(full)
@@ -365,6 +379,13 @@ class Unit:
         part = self.parts.pop(0)
         work = self.groups.replica.all_reduce(part, wait=False)
         return Then(work, lambda: self.summed(part, part))
+
+    def sum_parts(self) -> Work:
+        """Begin to add, to this rank's part, those of the ranks of tp that did other work."""
+        assert self.gradient is not None
+        runs = [s for s in self.own_segments() if s.adds]
+        parts = [(self.groups.also[s.adds], self.gradient[s.start : s.stop]) for s in runs]
+        return Together([group.all_reduce(part, wait=False) for group, part in parts])
 
     def summed(self, full: Tensor, part: Tensor) -> None:
         """A sum has arrived: it becomes this rank's gradient, or is added to it."""

@@ -89,6 +89,12 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
     return found
 
 
+def partial_units(model: Model, layout: Layout) -> set[int]:
+    """The units of which ranks of tp have parts of gradients: they did different work."""
+    weights = cut_weights(model, layout, {})
+    return {model.unit_of[name] for name, weight in weights.items() if weight.adds}
+
+
 def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
     """The gradient rule along tp: sum over the copies that did different work, over no others."""
     if layout.tp == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..layout import Layout
@@ -13,11 +13,13 @@ from .passes import (
     expand,
     finish,
     gather,
+    matrices,
     messages,
     offload_activations,
     recompute,
     recompute_to_fit,
     reduce,
+    sum_parts,
     tie,
 )
 from .program import Op, Program, ProgramError
@@ -34,13 +36,16 @@ def build(
     tied: tuple[tuple[int, int], ...] = (),
     *,
     agree: bool = False,
+    parts: Collection[int] = (),
+    whole: bool = False,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float = float("inf"),
     held: Sequence[float] | None = None,
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
-    unit) pairs that share a weight. `recompute:fit` needs sizes and a limit in bytes; a searched
+    unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of; with
+    `whole` the optimizer needs whole matrices. `recompute:fit` needs sizes and a limit in bytes; a searched
     schedule orders for these costs, each rank holding at most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
@@ -53,7 +58,9 @@ def build(
     program = expand(Program(order.rows, layout.mesh), stages, tied)
 
     def rest(program: Program) -> Program:
-        return _placed(layout, program, agree)
+        program = sum_parts(_placed(layout, program), parts)
+        program = finish(program, agree=agree)
+        return matrices(program) if whole and layout.shards > 1 else program
 
     if layout.recompute != "fit":
         return rest(recompute(program, stages, layout.recompute))
@@ -71,6 +78,7 @@ def _fed(layout: Layout, program: Program) -> Program:
             each_use=layout.gather == "micro",
             drop=layout.zero == 3 or "weights" in layout.offload,
             prefetch=layout.prefetch,
+            load=bool({"weights", "optimizer"} & set(layout.offload)),
         )
     return program
 
@@ -82,14 +90,14 @@ def forward_only(program: Program, layout: Layout) -> Program:
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
 
 
-def _placed(layout: Layout, program: Program, agree: bool) -> Program:
+def _placed(layout: Layout, program: Program) -> Program:
     """What follows from the order of computing."""
     if "activations" in layout.offload:
         program = offload_activations(program)
     program = _fed(layout, program)
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
     program = reduce(program, each_microbatch=layout.reduce == "micro", replicas=replicas)
-    return finish(tie(program), agree=agree)
+    return tie(program)
 
 
 def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:

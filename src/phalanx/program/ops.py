@@ -33,6 +33,7 @@ FACTORS = "factors"  # what the weight gradient multiplies, left by the input gr
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
 HOME = "home"  # the part of the weights that a rank owns and updates
+OWN = "own"  # that part on the device, where home is on the host
 CONTRIBUTION = "contribution"  # one microbatch's gradient of a unit, added in its whole buffer
 REDUCED = "reduced"  # a unit's gradient, summed over copies
 TOKENS = "tokens"  # the count by which the loss is divided
@@ -92,6 +93,8 @@ _TABLE = (
          MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK),
     Kind("G", "gather weights", "gather the weights of a unit",
          UNIT, "gather", _SHARDS, (HOME,), (WEIGHTS,), _NAVY),
+    Kind("L", "load weights", "copy the part of a unit's weights that a rank owns from the host",
+         UNIT, "in", (), (HOME,), (OWN,), _PURPLE),
     Kind("D", "drop weights", "drop the gathered weights of a unit",
          UNIT, COMPUTE, (), (WEIGHTS,), (), _GREY),
     Kind("S", "sum gradients", "sum the gradients of a unit over its copies",
@@ -100,10 +103,16 @@ _TABLE = (
          UNIT, "replicas", ("dp.replicate",), (REDUCED,), (REDUCED,), _RED),
     Kind("T", "tied sum", "sum the gradients of a weight that two stages hold",
          UNIT, "tie", ("pp",), (REDUCED,), (REDUCED,), _RED),
+    Kind("Q", "tensor sum", "sum a unit's reduced gradient over the ranks of tp that did other work",
+         UNIT, "tensor sums", ("tp",), (REDUCED,), (REDUCED,), _RED),
     Kind("A", "agree on norm", "agree on the gradient norm and that all numbers are finite",
          STEP, "agree", _ALL, (REDUCED, TOKENS), (NORM,), _GREY),
     Kind("U", "update", "update a unit's weights",
          UNIT, COMPUTE, (), (REDUCED, NORM), (HOME,), _YELLOW),
+    Kind("Y", "gather matrices", "bring whole gradients of matrices to their owners",
+         UNIT, "matrices", _SHARDS, (REDUCED, NORM), (REDUCED,), _NAVY),
+    Kind("V", "return matrices", "bring updates of matrices from their owners to their shards",
+         UNIT, "matrices", _SHARDS, (HOME,), (HOME,), _NAVY),
     Kind(">", "message", "send", MESSAGE, "", (), (VALUE, GRADIENT), (), _SILVER),
     Kind("<", "receive", "receive", MESSAGE, "", (), (), (VALUE, GRADIENT), _SILVER),
     Kind("O", "out to host", "move what a forward kept out to the host",
@@ -115,8 +124,9 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 
 # Operations carry the letter; code writes the name.
 (
-    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, GATHER, DROP, REDUCE,
-    REDUCE_REPLICAS, TIE, AGREE, UPDATE, SEND, RECEIVE, OFFLOAD, RELOAD,
+    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, GATHER, LOAD, DROP, REDUCE,
+    REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD,
+    RELOAD,
 ) = KINDS  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from . import ops
 from .memory import Sizes, peaks
@@ -19,11 +19,13 @@ __all__ = [
     "expand",
     "finish",
     "gather",
+    "matrices",
     "messages",
     "offload_activations",
     "recompute",
     "recompute_to_fit",
     "reduce",
+    "sum_parts",
     "tie",
 ]
 
@@ -208,12 +210,18 @@ def _receives(row: Sequence[Op], way: str, sent: Sequence[Op], before: dict[int,
         before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
 
 
-def gather(program: Program, *, each_use: bool, drop: bool, prefetch: int = 1) -> Program:
+def gather(
+    program: Program, *, each_use: bool, drop: bool, prefetch: int = 1, load: bool = False
+) -> Program:
     """Weights fetched before they are used: once a step or for each use, `prefetch` units ahead.
 
     Uses of a unit that follow each other directly are one use: the last block is not dropped
-    between forward and backward, which begins with it.
+    between forward and backward, which begins with it. `load`: from the host, so far ahead, and
+    gathered one unit later.
     """
+    leads = [(prefetch, ops.GATHER)]
+    if load:
+        leads = [(prefetch, ops.LOAD), (max(0, prefetch - 1), ops.GATHER)]
     rows = []
     for row in program.rows:
         uses = _uses(program, row, each_use and drop)
@@ -223,8 +231,9 @@ def gather(program: Program, *, each_use: bool, drop: bool, prefetch: int = 1) -
         dropped: dict[int, int] = defaultdict(lambda: -2)
         for n, (unit, first, last) in enumerate(uses):
             # No earlier than its own drop: two copies of one unit would be in the pool.
-            ahead = max(uses[n - prefetch][1] if n >= prefetch else -1, dropped[unit] + 1)
-            before[min(ahead, first)].append(Op(ops.GATHER, unit, times[unit]))
+            for lead, kind in leads:
+                at = max(uses[n - lead][1] if n >= lead else -1, dropped[unit] + 1)
+                before[min(at, first)].append(Op(kind, unit, times[unit]))
             if drop:
                 after[last].append(Op(ops.DROP, unit, times[unit]))
                 dropped[unit] = last
@@ -299,6 +308,33 @@ def tie(program: Program) -> Program:
     return program.with_rows(rows)
 
 
+def sum_parts(program: Program, units: Collection[int]) -> Program:
+    """Where ranks of tp did different work with copies of a weight, its gradients are added: of the
+    shards, once a step, and after all sums, so that none of them is waited for earlier."""
+    rows = []
+    for row in program.rows:
+        summed = {op.piece: None for op in row if op.kind in ops.REDUCTIONS and op.piece in units}
+        rows.append([*row, *(Op(ops.SUM_PARTS, unit) for unit in summed)])
+    return program.with_rows(rows)
+
+
+def matrices(program: Program) -> Program:
+    """For an optimizer that needs whole matrices: their gradients come to an owner before a unit's
+    update, the next unit's while this one is updated, and the updates go back to the shards."""
+    rows = []
+    for row in program.rows:
+        updates = [i for i, op in enumerate(row) if op.kind == ops.UPDATE]
+        agreed = next((i for i, op in enumerate(row) if op.kind == ops.AGREE), len(row))
+        before: dict[int, list[Op]] = defaultdict(list)
+        after = {}
+        for n, i in enumerate(updates):
+            early = updates[n - 1] if n and updates[n - 1] > agreed else i
+            before[early].append(row[i]._replace(kind=ops.TO_OWNERS))
+            after[i] = [row[i]._replace(kind=ops.FROM_OWNERS)]
+        rows.append(_woven(row, before, after))
+    return program.with_rows(rows)
+
+
 def finish(program: Program, *, agree: bool) -> Program:
     """The count of tokens first; all units updated after the agreement when clipping or scaling
     needs every gradient, else each one as soon as something else has waited for its reduction.
@@ -307,7 +343,8 @@ def finish(program: Program, *, agree: bool) -> Program:
     """
     rows = []
     for number, row in enumerate(program.rows):
-        last = {op.piece: op for op in row if op.kind in (*ops.REDUCTIONS, ops.TIE)}
+        sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
+        last = {op.piece: op for op in row if op.kind in sums}
         order = sorted(last, key=lambda unit: row.index(last[unit]))
         updates = {last[unit]: Op(ops.UPDATE, unit) for unit in order}
         out, state = [Op(ops.COUNT)], State(program, number)

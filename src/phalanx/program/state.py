@@ -80,6 +80,7 @@ class State:
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
         # Weights by unit.
         self.gathered: dict[int, Op] = {}  # by which operation
+        self.loaded: set[int] = set()  # of its buffer the own part is there, from the host
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
         self.updates: Counter[int] = Counter()  # in this step
@@ -145,7 +146,9 @@ class State:
             return [self._complete(unit)]
         if ops.WEIGHTS in takes:
             return [self.gathered.get(unit, Lack(f"a gather of unit {unit} before it"))]
-        return [self.updated[unit]] if ops.HOME in takes and unit in self.updated else []
+        before = [self.updated[unit]] if ops.HOME in takes and unit in self.updated else []
+        load = Op(ops.LOAD, unit, op.index)
+        return [*before, *[load] * (kind == ops.GATHER and load in self.at)]
 
     def _turn(self, op: Op) -> Iterator[Op]:
         """The reductions that one must wait for before it starts: of the same unit, as its result
@@ -294,10 +297,15 @@ class State:
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
         kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
-        if kind == ops.GATHER:
-            start += [Change(ops.WEIGHTS, unit, 1)] * (unit not in self.gathered)
-            self.gathered[unit] = op
-            self.stale.discard(unit)
+        if kind in (ops.GATHER, ops.LOAD):
+            there = unit in self.gathered or unit in self.loaded
+            start += [Change(ops.WEIGHTS, unit, 1)] * (not there)
+            if kind == ops.LOAD:
+                self.loaded.add(unit)
+            else:
+                self.gathered[unit] = op
+                self.loaded.discard(unit)
+                self.stale.discard(unit)
         elif kind == ops.DROP:
             end += [Change(ops.WEIGHTS, unit, -1)] * (unit in self.gathered)
             self.gathered.pop(unit, None)

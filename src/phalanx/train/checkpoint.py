@@ -160,8 +160,8 @@ class Saver:
             tensors = {title: self._copied(title, own) for title, own in tensors.items()}
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        kept = [update.torch for update in self.updates.values() if update.torch is not None]
-        counts = {float(s["step"]) for each in kept for s in each.state.values() if "step" in s}
+        kept = [state for update in self.updates.values() for state in update.state.values()]
+        counts = {float(state["step"]) for state in kept if "step" in state}
         assert len(counts) <= 1, f"weights of one rank have had {sorted(counts)} updates"
         manifest = Manifest(
             **vars(progress),
@@ -246,16 +246,16 @@ def box_of(entry: Entry) -> Box:
 def _state(update: Update, entry: Entry) -> Iterator[tuple[str, Tensor]]:
     """What the optimizer keeps for an entry: one number for each of its numbers."""
     for run, view in update.runs:
-        if update.torch is not None and run.start <= entry.offset < run.stop:
+        if run.start <= entry.offset < run.stop:
             at = entry.offset - run.start
-            for kind, kept in update.torch.state.get(view, {}).items():
+            for kind, kept in update.state.get(view, {}).items():
                 if isinstance(kept, Tensor) and kept.shape == view.shape and kind != "step":
                     yield kind, kept[at : at + entry.stop - entry.start]
 
 
 def optimizer_name(updates: Updates) -> str:
     """The name of the optimizer, as torch calls it; empty on a rank that updates nothing."""
-    return next((type(u.torch).__name__ for u in updates.values() if u.torch is not None), "")
+    return next((u.optimizer.name for u in updates.values() if u.runs), "")
 
 
 # ---- what rank 0 does with the folder

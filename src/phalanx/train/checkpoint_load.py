@@ -338,15 +338,14 @@ def _fresh_state(
     """Empty state for each run of a unit, as torch's optimizers would make it."""
     fresh = []
     for run, view in update.runs:
-        assert update.torch is not None
         kept = {kind: torch.zeros_like(view) for kind in kinds}
-        update.torch.state.pop(view, None)
+        update.state.pop(view, None)
         if kinds:
-            update.torch.state[view] = dict(kept)
+            update.state[view] = dict(kept)
             if count is not None:
                 # A fused optimizer keeps its count where the numbers are, in float32.
                 step = torch.tensor(count, dtype=torch.float32, device=view.device)
-                update.torch.state[view]["step"] = step
+                update.state[view]["step"] = step
         fresh.append((run, kept))
     return fresh
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..parallel.pieces import Box, Bundle, CopyLane
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
-from .optimizer import Optimizer, Scale
+from .optimizer import MatrixUpdate, Optimizer, Scale
 from .precision import LossScale
 
 __all__ = ["Executor", "StepResult"]
@@ -95,7 +95,9 @@ class Executor:
             ops.DROP: self._drop, ops.REDUCE: self._reduce,
             ops.REDUCE_REPLICAS: self._reduce_replicas, ops.TIE: self._tie, ops.AGREE: self._agree,
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
-            ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back,
+            ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back, ops.LOAD: self._load,
+            ops.SUM_PARTS: self._sum_parts, ops.TO_OWNERS: self._to_owners,
+            ops.FROM_OWNERS: self._from_owners,
         }  # fmt: skip
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
             unit, groups = local.units[number], local.units[number].groups
@@ -184,7 +186,7 @@ class Executor:
         held: dict[str, tuple[set[Any], set[Any]]] = {
             "gathered units": (
                 {n for n, u in units.items() if not u.resident and u.buffer is not None},
-                {n for n in state.gathered if not units[n].resident},
+                {n for n in (*state.gathered, *state.loaded) if not units[n].resident},
             ),
             "open gradients": ({n for n, u in units.items() if u.full is not None}, {*state.open}),
             "reduced gradients": (
@@ -362,6 +364,9 @@ class Executor:
     def _gather(self, op: Op) -> Work:
         return self.local.units[op.piece].gather()
 
+    def _load(self, op: Op) -> Work:
+        return self.back.begin(self.local.units[op.piece].load())
+
     def _drop(self, op: Op) -> None:
         self.local.units[op.piece].drop()
 
@@ -375,6 +380,15 @@ class Executor:
         unit = self.local.units[op.piece]
         assert unit.gradient is not None
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
+
+    def _sum_parts(self, op: Op) -> Work:
+        return self.local.units[op.piece].sum_parts()
+
+    def _to_owners(self, op: Op) -> Work:
+        return cast(MatrixUpdate, self.updates[op.piece]).to_owners()
+
+    def _from_owners(self, op: Op) -> Work:
+        return cast(MatrixUpdate, self.updates[op.piece]).from_owners()
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or all leave their weights as they are.

@@ -1,24 +1,50 @@
-"""Optimizers on flat shards: one fused update over a few views of a unit's home."""
+"""Optimizers on flat shards: torch's fused kernels over a few views of a unit's home.
+
+Not torch.optim: what it wraps around these kernels imports the compiler, which takes a second or two
+of every start, on every rank. The state has torch's own names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ..comm import Work
 from ..parallel import Unit
-from . import fused
 
-__all__ = ["AdamW", "Optimizer", "Scale", "Sgd", "Update"]
+__all__ = ["AdamW", "MatrixUpdate", "Optimizer", "Scale", "Sgd", "Update"]
+
+_torch: Any = torch  # its stubs leave the kernels out
+State = dict[str, Tensor]
 
 
 class Optimizer(Protocol):
-    """Makes the update of a unit: a function of the learning rate and the gradient's scale."""
+    """Makes the update of a unit: a function of the learning rate and the gradient's scale.
+
+    Elementwise, any slice of a weight is updated by itself. With `whole_matrices` it is a
+    `MatrixUpdate`, and the program has operations that bring matrices to owners and back.
+    """
+
+    @property
+    def whole_matrices(self) -> bool: ...
 
     def of(self, unit: Unit) -> Callable[[float, Scale | None], None]: ...
+
+
+class MatrixUpdate(Protocol):
+    """The update of a unit whose matrices are updated whole, each by a rank that owns it."""
+
+    def to_owners(self) -> Work:
+        """Begin to bring gradients to their owners."""
+
+    def __call__(self, lr: float, scale: Scale | None) -> None: ...
+
+    def from_owners(self) -> Work:
+        """Begin to bring updates to the shards."""
 
 
 class Scale(NamedTuple):
@@ -42,27 +68,33 @@ class Scale(NamedTuple):
 
 
 class Update:
-    """The update of one unit: a fused kernel over runs of the flat home that decay alike."""
+    """The update of one unit, elementwise: a fused kernel over runs of the flat home that decay
+    alike. `state` is by run, made at its first step."""
 
-    def __init__(self, unit: Unit, kernel: fused.Kernel, decay: float) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, optimizer: AdamW | Sgd) -> None:
+        self.unit, self.optimizer = unit, optimizer
         self.runs: list[tuple[slice, Tensor]] = []
         self.decays: list[float] = []
+        self.state: dict[Tensor, State] = {}
         for segment in unit.own_segments():
             run = slice(segment.start, segment.stop)
             self.runs.append((run, unit.home[run]))
-            self.decays.append(decay if segment.decay else 0.0)
-        self.torch: Any = kernel if self.runs else None
+            self.decays.append(optimizer.decay if segment.decay else 0.0)
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
         gradient = self.unit.gradient
         assert gradient is not None, f"unit {self.unit.number} is updated without a gradient"
-        if self.torch is not None:
-            scale = scale and scale.on(self.runs[0][1].device)
-            for (run, view), decay in zip(self.runs, self.decays, strict=True):
-                own = gradient[run].to(view.device, view.dtype)
-                self.torch.step(view, own, lr=lr, decay=decay, scale=scale)
+        scale = scale and scale.on(self.unit.home.device)
+        for (run, view), decay in zip(self.runs, self.decays, strict=True):
+            own = gradient[run].to(view.device, view.dtype)
+            common: dict[str, Any] = {"lr": lr, "weight_decay": decay, "maximize": False}
+            if scale is not None:
+                common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
+                if own.dtype == torch.float64:
+                    own *= scale.factor  # the kernels' own scale is float32
+                    del common["grad_scale"]
+            self.optimizer.kernel(self.state.setdefault(view, {}), view, own, **common)
         self.unit.spend()
         self.unit.refresh()
 
@@ -71,22 +103,46 @@ class Update:
 class AdamW:
     """Adam with decoupled decay (Loshchilov and Hutter 2019); norms and biases do not decay."""
 
+    name: ClassVar[str] = "AdamW"
+    whole_matrices: ClassVar[bool] = False
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     decay: float = 0.1
 
     def of(self, unit: Unit) -> Update:
-        kernel = fused.AdamW(betas=(self.beta1, self.beta2), eps=self.eps)
-        return Update(unit, kernel, self.decay)
+        return Update(unit, self)
+
+    def kernel(self, state: State, run: Tensor, gradient: Tensor, **common: Any) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=run.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(run), torch.zeros_like(run)
+        state["step"] += 1
+        if "found_inf" in common:
+            state["step"] -= common["found_inf"].view(())
+        _torch._fused_adamw_(
+            [run], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+            beta1=self.beta1, beta2=self.beta2, eps=self.eps, amsgrad=False, **common,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sgd:
     """Gradient descent with momentum."""
 
+    name: ClassVar[str] = "SGD"
+    whole_matrices: ClassVar[bool] = False
     momentum: float = 0.0
     decay: float = 0.0
 
     def of(self, unit: Unit) -> Update:
-        return Update(unit, fused.SGD(momentum=self.momentum), self.decay)
+        return Update(unit, self)
+
+    def kernel(self, state: State, run: Tensor, gradient: Tensor, **common: Any) -> None:
+        if self.momentum and not state:
+            # Zeros, not the kernel's own first step, which a skipped one would leave undone.
+            state["momentum_buffer"] = torch.zeros_like(run)
+        _torch._fused_sgd_(
+            [run], [gradient], [*state.values()], momentum=self.momentum, dampening=0.0,
+            nesterov=False, is_first_step=False, **common,
+        )  # fmt: skip

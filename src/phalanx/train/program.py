@@ -13,6 +13,7 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
 from ..parallel import Model, Precision, build_model, load_model
 from ..parallel.local import model_stages
+from ..parallel.tensor import partial_units
 from ..program import Program, build, check
 from ..program.memory import peaks
 
@@ -36,9 +37,11 @@ def shape_of(run: Run) -> Shape:
     return run.sized(plain)
 
 
-def program_of(model: Model, layout: Layout, *, agree: bool) -> Program:
-    """The checked program of a layout for this model."""
-    program = build(layout, model_stages(model, layout), model.tied, agree=agree)
+def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False) -> Program:
+    """The checked program of a layout for this model. `whole`: see `Optimizer`."""
+    parts = partial_units(model, layout)
+    stages = model_stages(model, layout)
+    program = build(layout, stages, model.tied, agree=agree, parts=parts, whole=whole)
     check(program)
     return program
 
@@ -57,6 +60,7 @@ def fitting_program(
     sizes = sizes_of(make, layout, whole, batch, precision)
     most = limit(max(peak.total for peak in peaks(whole, sizes)))
     stages = model_stages(model, layout)
-    program = build(layout, stages, model.tied, agree=True, sizes=sizes, limit=most)
+    parts = partial_units(model, layout)
+    program = build(layout, stages, model.tied, agree=True, parts=parts, sizes=sizes, limit=most)
     check(program)
     return program

@@ -76,8 +76,8 @@ class Rank:
             self.identity = ModelIdentity.of(self.model, self.shape, run.own)
             self.parameters = sum(weight.numel() for weight in self.model.weights.values())
             self.precision = precision_of(layout.precision)
-            fits = layout.recompute == "fit"
-            program = None if fits else program_of(self.model, layout, agree=True)
+            fits, whole = layout.recompute == "fit", optimizer_of(run).whole_matrices
+            program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
             facts |= facts_of(run, layout, self.shape, self.batches.corpus, self.model, program)
         self.program: Program = program or self._fitting_program()
         self.local: LocalModel = build_local(
@@ -157,7 +157,7 @@ class Rank:
     def memory(self) -> dict[str, dict[str, float]]:
         """Bytes by kind on this rank: as the program promises, and as it was."""
         units = self.local.units
-        state = {n: _state(self.updates[n].torch) for n in units}
+        state = {n: _state(self.updates[n]) for n in units}
         row = self.program.owner[self.world.rank]
         promised = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
         pool = sum(
@@ -186,9 +186,8 @@ def _bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-def _state(optimizer: torch.optim.Optimizer | None) -> int:
-    kept = optimizer.state.values() if optimizer else ()
-    return sum(_bytes(x) for one in kept for x in one.values() if isinstance(x, Tensor) and x.dim())
+def _state(update: Update) -> int:
+    return sum(_bytes(x) for kept in update.state.values() for x in kept.values() if x.dim())
 
 
 def _sizes(units: Mapping[int, Unit], state: Mapping[int, int], pieces: int) -> Sizes:

@@ -100,6 +100,8 @@ class Trainer(Executor):
 class _Nothing:
     """The optimizer of a program that updates nothing."""
 
+    whole_matrices = False
+
     def of(self, unit: Unit) -> Callable[[float, Scale | None], None]:
         return lambda lr, scale: None
 
