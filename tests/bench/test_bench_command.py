@@ -100,8 +100,8 @@ def test_everything_of_the_catalogue_is_also_json(capsys: Capture) -> None:
 
 
 BAD = {
-    "bench": "required: WHAT",
-    "bench matmull": "invalid choice: 'matmull'",
+    "bench": "WHAT is one of collectives, matmul",
+    "bench matmull": "Did you mean matmul?",
     "bench collectives --ranks 1": "--ranks is 1; write 2 to 256",
     "bench collectives --ops all_redcue": "--ops: all_redcue: there are all_reduce",
     "bench collectives --sizes 1K:1X": "'1X' is not a size",

@@ -65,7 +65,7 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
 
 _EPILOG = """\
   phalanx bench collectives --ranks 2 --sizes 1K:64M --out bandwidth.svg
-  phalanx bench collectives --ranks 4 --groups 2,4,2x2 --ops all_reduce,all_gather
+  phalanx bench collectives --groups 2,4,2x2 --ranks 4 --ops all_reduce,send
   phalanx bench matmul --dtype bf16,fp32 --model 8b
   phalanx bench mfu
   phalanx bench overlap --ranks 2
@@ -86,9 +86,9 @@ def run(argv: list[str]) -> int:
     return chosen(parser, argv, benches)
 
 
-def _parser(name: str, description: str, limit: float) -> Parser:
+def _parser(name: str, description: str, limit: float, of: str = "for each") -> Parser:
     parser = Parser(f"phalanx bench {name}", description)
-    parser.add("--limit", default=limit, help="of measuring")
+    parser.add("--limit", default=limit, help=of)
     parser.add("--json", help="everything that was measured, as JSON")
     return parser
 
@@ -169,7 +169,12 @@ class _Ranks:
 
 
 def _collectives(argv: list[str]) -> int:
-    parser = _parser("collectives", "Times collectives, checks their results, fits curves.", 4.0)
+    parser = _parser(
+        "collectives",
+        "Times collectives, checks their results, fits curves.",
+        4.0,
+        "for an operation at a size",
+    )
     add = parser.add
     _add_ranks(parser)
     add("--ops", default="all", type=_operations, help="separated by commas")
@@ -375,7 +380,7 @@ def collectives_chart(samples: Sequence[Sample], backend: str) -> str:
 
 def _matmul(argv: list[str]) -> int:
     parser = _parser(
-        "matmul", "Times matrix products: TFLOP/s and hardware utilisation (HFU).", 60.0
+        "matmul", "Times matrix products: TFLOP/s and hardware utilisation (HFU).", 60.0, "of all"
     )
     _add_device(parser)
     add = parser.add

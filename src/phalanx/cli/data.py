@@ -13,7 +13,7 @@ __all__ = ["run"]
 
 _EPILOG = """\
   phalanx data prepare books/ --out data/books
-  phalanx data prepare web.jsonl --out data/web --tokenizer tokenizer.json --end "<|endoftext|>"
+  phalanx data prepare web.jsonl --out data/web --tokenizer tokenizer.json
   phalanx data show python
   phalanx data verify data/books
 

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _EPILOG = """\
-  phalanx doctor                            what this machine is; measures its memory bandwidth
-  phalanx doctor --out machine.toml         measures all of it; the file is what plans read
-  phalanx doctor topology [FILE]            who is linked to whom, here or in a saved `nvidia-smi topo -m`
-  phalanx doctor devices [NAME]             the catalogue: what makers state, with sources
+  phalanx doctor                      this machine, and its memory bandwidth
+  phalanx doctor --out machine.toml   measures all of it, for plans
+  phalanx doctor topology [FILE]      links between devices, here or in a file
+  phalanx doctor devices [NAME]       what makers state, with sources
   phalanx doctor links
-  phalanx doctor clusters [NAME]            levels and totals, as of llama3 or h100x64
-  phalanx doctor hierarchy NAME [--out F.svg]   registers to network: size and speed of each
+  phalanx doctor clusters [NAME]      levels and totals, as of llama3 or h100x64
+  phalanx doctor hierarchy NAME       registers to network: size and speed
 
 Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
 

@@ -55,16 +55,16 @@ WHAT is one of
                    or your own as file.py:function
   a layout         "dp2 pp2 zero3 1f1b:4", with --model
   program FILE     a program saved with --out step.txt, perhaps edited
-  run FILE         a step that was carried out, over its prediction: phalanx draw run --help
-  mesh LAYOUT      the coordinates and groups of each rank: phalanx draw mesh --help
-  recompute        what recomputation costs and saves: phalanx draw recompute --help
+  run FILE         a step that ran, over its prediction: phalanx draw run --help
+  mesh LAYOUT      coordinates and groups of ranks: phalanx draw mesh --help
+  recompute        what recomputation costs: phalanx draw recompute --help
 
 Costs are per stage: a stage of several chunks or layers spends them over all of these. B left out
 costs what I and W cost together, R left out what F does; any other kind left out costs nothing.
 
   phalanx draw interleaved --stages 4 --microbatches 8 --chunks 2
-  phalanx draw accum --layers 4 --zero 3 --microbatches 1 --costs F=4,B=8,G=4,S=4,U=2
-  phalanx draw searched --costs F=1,I=1,W=1,send=0.1 --memory-limit 4 --out best.svg
+  phalanx draw accum --layers 4 --zero 3 --costs F=4,B=8,G=4,S=4,U=2
+  phalanx draw searched --costs F=1,I=1,W=1 --memory-limit 4 --out best.svg
 """
 _SCHEDULE = (
     "stages",
@@ -100,6 +100,7 @@ def _parser() -> Parser:
     parser = Parser("phalanx draw", "Simulate a training step and show it.", epilog)
     add = parser.add
     add("what", nargs="+", metavar="WHAT", help="what to draw; see below")
+    parser.section("a schedule by itself")
     add("--stages", type=whole(1, 4096), metavar="P", help="pipeline stages; default 4")
     add("--microbatches", help="of a step; default 8")
     add("--chunks", type=whole(1, CHUNKS), metavar="V", help="of the model on each stage")
@@ -109,9 +110,11 @@ def _parser() -> Parser:
     add("--reduce", choices=("step", "micro"), help="gradients once, or per microbatch")
     add("--prefetch", type=whole(0), metavar="N", help="gather N units ahead; default 1")
     add("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
-    add("--model", help="of a layout: a shape's name, or a .toml file")
+    parser.section("a layout")
+    add("--model")
     add("--batch")
     add("--seq")
+    parser.section("all of them")
     add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R G S T U ...")
     add(
         "--memory-limit",

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _EPILOG = """\
-  phalanx lab                               lists the experiments
-  phalanx lab zero-3 --ranks 2              runs one, shows the values of each rank, checks them
-  phalanx lab pipeline --backend gloo       the same with a process for each rank
-  phalanx lab all --html lab.html           runs all, writes one page
+  phalanx lab                            lists the experiments
+  phalanx lab zero-3 --ranks 2           runs one and checks its values
+  phalanx lab pipeline --backend gloo    the same with a process for each rank
+  phalanx lab all --html lab.html        runs all, writes one page
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
 

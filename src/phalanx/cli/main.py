@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import signal
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ..layout.files import reason
-from .usage import OLD, OutputError, UsageError, complain, say, silence
+from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 
 __all__ = ["VERBS", "main"]
 
@@ -23,18 +22,18 @@ __all__ = ["VERBS", "main"]
 # until its verb is used: most verbs need no torch, and start at once.
 VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
-    "check": "whether a layout fits a model, or a program can run, and what each rank holds",
+    "check": "whether a layout fits a model, or a program runs; what ranks hold",
     "plan": "the best layouts of a model on a cluster, and why the others lost",
-    "cost": "FLOPs, bytes and messages of each piece of a model, on one rank of a layout",
+    "cost": "FLOPs, bytes and messages of each piece of a model, on one rank",
     "verify": "layouts against one process: every gradient and every update",
-    "train": "a run file, on one process, local ranks or torchrun; resumes by itself",
+    "train": "a run file, on one process, local ranks or torchrun; resumes",
     "data": "text, JSONL or parquet made into token files",
     "checkpoint": "show, verify, export or import a checkpoint",
     "report": "one HTML page of a run",
     "bench": "collectives, matrix products, MFU and overlap of this machine",
     "doctor": "what this machine is, and the catalogue of devices and links",
-    "demo": "train, kill a rank, resume in another layout, verify and report, in under 90 seconds",
-    "lab": "every strategy from bare collectives: to read, to run, checked against one process",
+    "demo": "train, kill a rank, resume in another layout, compare and report",
+    "lab": "every strategy from bare collectives, to read, run and check",
 }
 _OVERVIEW = """\
 phalanx: train one transformer over any mix of devices.
@@ -43,12 +42,12 @@ phalanx: train one transformer over any mix of devices.
 
 Try:
   phalanx draw 1f1b --stages 4 --microbatches 8
-  phalanx draw zb-h2 --stages 4 --microbatches 8 --costs F=1,I=1,W=1 --repeat 3 --out step.html
+  phalanx draw zb-h2 --costs F=1,I=1,W=1 --repeat 3 --out step.html
   phalanx draw "dp2 pp2 zero3 1f1b:4" --model 124m --costs F=1,B=2,G=0.2,S=0.2
   phalanx draw mesh "dp2 pp2 tp2"
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
 
-Every verb takes --json and --help. Exit code 0: done, 1: failed, 2: wrong usage."""
+Each takes --json and --help. Exit code 0: done, 1: failed, 2: wrong usage."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,9 +124,7 @@ def _run(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         verb = verb[:60]
-        near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        hint = f" It is now {OLD[verb]}." if OLD.get(verb) in VERBS else hint
+        hint = nearest_word(verb, VERBS, 0.4)
         raise UsageError(f"there is no verb {verb!r}.{hint} Verbs are {', '.join(VERBS)}.")
     module = importlib.import_module(f".{verb}", __package__)
     try:

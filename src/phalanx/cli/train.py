@@ -34,7 +34,7 @@ Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTE
 a STOP file in the run's folder, saved; the same command goes on from there.
 
   phalanx train steps=50
-  phalanx train run.toml optimizer.lr=1e-3 --ranks 4 --layout "dp2 pp2 zero1 1f1b:4"
+  phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
   torchrun --nproc-per-node 8 --no-python phalanx train run.toml
   phalanx train run.toml --print-config"""
 

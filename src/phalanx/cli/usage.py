@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +22,6 @@ from typing import Any, NoReturn, TypeVar
 from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM
 from ..layout.files import open_regular, printable, read_text, reason
 from ..layout.layout import MICROBATCHES
-
-__all__ = [
-    "OLD", "POSITIVE", "OutputError", "Parser", "UsageError", "chosen", "complain", "flags", "print_json",
-    "progress", "read", "real", "refuse_irregular", "result", "save", "say", "screen", "silence", "try_file",
-    "try_folder", "unmakable", "whole", "write",
-]  # fmt: skip
 
 Drawn = TypeVar("Drawn")
 
@@ -125,6 +119,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.register("type", int, _sentence(whole(-(1 << 63), 1 << 63)))
         self.register("type", float, _sentence(real()))
+        self._section: argparse._ActionsContainer = self
         self._written: list[Callable[[argparse.Namespace], None]] = []
 
     def add(self, *names: str, **changes: Any) -> None:
@@ -132,7 +127,11 @@ class Parser(argparse.ArgumentParser):
         words = OPTIONS.get(names[0], {}) | changes
         if callable(words.get("type")) and words["type"] not in (int, float, str):
             words["type"] = _sentence(words["type"])
-        self.add_argument(*names, **words)
+        self._section.add_argument(*names, **words)
+
+    def section(self, title: str) -> None:
+        """What is added from here on stands under this title in the help."""
+        self._section = self.add_argument_group(title)
 
     def add_output(self, flag: str, *suffixes: str, folder: bool = False, **words: Any) -> None:
         """An option that names a file or a folder to write, tried before the command's work."""
@@ -163,9 +162,7 @@ class Parser(argparse.ArgumentParser):
         if rest:
             word = rest[0].split("=")[0]
             known = [option for action in self._actions for option in action.option_strings]
-            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            hint = f" It is now {OLD[word]}." if OLD.get(word) in known else hint
+            hint = nearest_word(word, known)
             raise UsageError(
                 f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`."
             )
@@ -192,9 +189,18 @@ def chosen(
     """Run the command that the first word names."""
     if argv and argv[0] in commands:
         return commands[argv[0]](list(argv[1:]))
-    parser.add_argument("what", choices=commands, metavar="WHAT", help=", ".join(commands))
-    parser.read(argv[:1])
-    raise AssertionError(argv)
+    parser.add("what", nargs="?", metavar="WHAT", help=", ".join(commands))
+    word = parser.read(argv[:1]).what or ""
+    names = f"{', '.join(commands)}.{nearest_word(word, commands)}"
+    raise UsageError(f"`{parser.prog} WHAT`: WHAT is one of {names}")
+
+
+def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
+    """A sentence that proposes what somebody may have meant."""
+    if OLD.get(word) in known:
+        return f" It is now {OLD[word]}."
+    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def flags(args: argparse.Namespace, names: Iterable[str]) -> list[str]:

@@ -45,7 +45,7 @@ compared: it is listed and counted apart.
   phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
   phalanx verify --model gpt --ranks 4 --cover 40
   phalanx verify --ranks 8 --part 1/4
-  phalanx verify --dtype bfloat16 --optimizer sgd --dropout 0.1 --layouts "dp2 tp2 seq"
+  phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
 
 `make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each."""
 
