@@ -81,9 +81,10 @@ class RunLog:
 
     def notice(self, event: str, text: str) -> None:
         """Something that a person should know before the start: a record, and a line."""
-        self.event(event, text=text)
-        if self.active and not self.quiet:
-            print_line(text)
+        if self.active:
+            self.journal.write(event, text=text)
+            if not self.quiet:
+                print_line(text)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """The numbers of the steps since the last line, of which the last is number `step`."""
