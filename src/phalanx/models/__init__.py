@@ -7,6 +7,7 @@ the names of its weights' dims.
 from . import decoder, mlp
 from .attention import Attention, Core, RopeScaling
 from .decoder import Decoder
+from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
 from .noise import Dropout, token_noise
 from .norm import RMSNorm
@@ -19,6 +20,8 @@ __all__ = [
     "Core",
     "Dropout",
     "RMSNorm",
+    "IGNORED",
+    "token_loss",
     "token_noise",
     "decoder",
     "mlp",

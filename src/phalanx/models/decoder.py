@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Attention, Rope, RopeScaling
+from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
 
-__all__ = ["RULES", "Block", "CrossEntropy", "Decoder", "Embed", "Head", "Mlp", "describe"]
+__all__ = ["RULES", "Block", "Decoder", "Embed", "Head", "Mlp", "describe"]
 
 RULES = """\
 embed.tokens.weight : vocab embed
@@ -126,16 +127,6 @@ class Embed(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
         return x if self.positions is None else x + self.positions(positions)
-
-
-class CrossEntropy(nn.Module):
-    """The sum of the tokens' cross-entropies, in float32 or wider; targets of -100 count nothing."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(
-            wide.flatten(0, -2), targets.flatten(), ignore_index=-100, reduction="sum"
-        )
 
 
 class Head(nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from .tensor import IGNORED
+from ..models import IGNORED
 
 __all__ = ["count_valid", "edge_shape", "held_times", "microbatches", "share", "time_multiple"]
 

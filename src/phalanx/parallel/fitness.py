@@ -16,9 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF
-from ..models import Core
+from ..models import IGNORED, Core
 from .model import Model
-from .tensor import IGNORED
 
 __all__ = ["refuse_unfit"]
 

@@ -19,13 +19,11 @@ from torch.nn import functional as F
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF, Cut
-from ..models import Dropout
+from ..models import Dropout, token_loss
 from .groups import Groups
 from .model import Model
 
 __all__ = ["Weight", "VocabularyCrossEntropy", "cut_weights", "install_regions"]
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -141,35 +139,6 @@ class VocabularyEmbedding(nn.Module):
         return self.join(rows * mine.unsqueeze(-1))
 
 
-class _CutCrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a cut vocabulary: what crosses is three numbers a token, never a logit row."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, cut: Cut, group: Group) -> Tensor:
-        wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).clone()
-        wide[:, cut.stop - cut.start :] = float("-inf")  # padding is no word
-        most = wide.amax(-1) if cut.stop > cut.start else wide.new_full(targets.shape, -1e30)
-        group.all_reduce(most, "max")
-        shares = wide.sub_(most.unsqueeze(-1))
-        mine = (targets >= cut.start) & (targets < cut.stop)
-        at = torch.where(mine, targets - cut.start, 0).unsqueeze(-1)
-        chosen = torch.where(mine, shares.gather(-1, at).squeeze(-1), 0.0)
-        shares = shares.exp_()
-        sums = torch.stack((shares.sum(-1), chosen))
-        group.all_reduce(sums)
-        valid = targets != IGNORED
-        shares /= sums[0].unsqueeze(-1)
-        ctx.save_for_backward(shares, at, mine & valid, valid)
-        return torch.where(valid, sums[0].log() - sums[1], 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        shares, at, mine, valid = ctx.saved_tensors
-        into = shares * valid.unsqueeze(-1)
-        into.scatter_add_(-1, at, -mine.to(into.dtype).unsqueeze(-1))
-        return into * gradient, None, None, None
-
-
 class VocabularyCrossEntropy(nn.Module):
     """The summed cross-entropy of logits that are cut over the vocabulary."""
 
@@ -178,10 +147,11 @@ class VocabularyCrossEntropy(nn.Module):
         self.cut, self.group = cut, group
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = _CutCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits.flatten(0, -2), targets.flatten(), self.cut, self.group
-        )
-        return loss
+        # What crosses is two numbers a token, never a row of logits.
+        return token_loss(
+            logits, targets,
+            first=self.cut.start, width=self.cut.stop - self.cut.start, agree=self.group.all_reduce,
+        )  # fmt: skip
 
 
 def install_regions(model: Model, layout: Layout, groups: Groups) -> None:

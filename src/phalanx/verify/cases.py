@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
-from ..models import token_noise
-from ..parallel.tensor import IGNORED
+from ..models import IGNORED, token_noise
 
 __all__ = ["batch_of"]
 
