@@ -72,9 +72,9 @@ def every_collective(world: World) -> tuple[Counter[str], Counter[str], float, f
     work.wait()  # told once
     kinds: Counter[str] = Counter()
     (step,) = lab.close().steps
-    for message in step.messages:
-        assert message.to != rank
-        kinds[message.kind] += int(message.bytes)
+    for call, to in step.sent.items():
+        assert rank not in to
+        kinds[call.split()[0]] += int(sum(to.values()))
     spans = Counter(span.name.split()[0] for span in step.spans)
     return kinds, spans, lab.sent(), lab.received
 

@@ -21,7 +21,7 @@ from ..comm.base import Call
 from ..cost import Live
 from .catalogue import Size
 from .mlp import Kept, backward, batch, forward, one_process
-from .record import Interval, LabStep, RankRecord, Sent, compared, value_of
+from .record import Interval, LabStep, RankRecord, compared, value_of
 
 __all__ = ["Lab", "LiveOverTime", "gathered", "scattered", "sends"]
 
@@ -53,7 +53,6 @@ class Lab:
         self.received = 0.0  # bytes so far
         self._world = world
         self._kept: dict[int, Kept] = {}
-        self._sent: dict[str, float] = {}
         pairs = [(i, j) for i in range(self.n) for j in range(self.n) if i != j]
         self.group = self.split("everyone", [range(self.n)], pairs)
         self._claims = world.split("claims", [range(self.n)])  # not recorded
@@ -166,7 +165,10 @@ class Lab:
 
     def sent(self, group: str | None = None) -> float:
         """Bytes that this rank has sent so far, in one group or in all."""
-        return sum(self._sent.values()) if group is None else self._sent.get(group, 0.0)
+        calls = [call for step in self.record.steps for call in step.sent.items()]
+        return sum(
+            sum(to.values()) for call, to in calls if group in (None, call.partition(" on ")[2])
+        )
 
     def called(self, group: Group, call: Call, start: float) -> None:
         """Record a call that is complete."""
@@ -175,8 +177,8 @@ class Lab:
         for source in range(group.size):
             for to, size in sends(call, group.rank, source, group.size).items():
                 if source == group.rank:
-                    self._sent[group.name] = self.sent(group.name) + size
-                    self.now.messages.append(Sent(group.name, call.kind, group.ranks[to], size))
+                    sums = self.now.sent.setdefault(name, {})
+                    sums[group.ranks[to]] = sums.get(group.ranks[to], 0.0) + size
                 elif to == group.rank:
                     self.received += size
 

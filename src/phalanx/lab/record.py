@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Claim", "Interval", "LabStep", "RankRecord", "Sent", "Value", "compared", "value_of"]
+__all__ = ["Claim", "Interval", "LabStep", "RankRecord", "Value", "compared", "value_of"]
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,6 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Bytes that this rank sent to another in one call, as if everyone sent to the receiver directly.
-
-    Rings and trees pass parts on through others; the sum over all ranks is the same for a ring.
-    """
-
-    group: str
-    kind: str
-    to: int
-    bytes: float
-
-
-@dataclass(frozen=True)
 class Interval:
     """What a rank did from when to when, in seconds of the machine's clock."""
 
@@ -63,7 +50,9 @@ class LabStep:
     title: str
     start: float
     values: list[tuple[str, Value]] = field(default_factory=list)  # when, what
-    messages: list[Sent] = field(default_factory=list)
+    # Of each call, as "all_reduce on everyone", the bytes to each rank, as if everyone sent to the
+    # receiver directly. Rings and trees pass parts on; the sum over all ranks is the same for a ring.
+    sent: dict[str, dict[int, float]] = field(default_factory=dict)
     spans: list[Interval] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     # (title, header, rows)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
-from .record import Interval, LabStep, Sent
+from .record import Interval, LabStep
 from .trial import LabTrial
 
 __all__ = ["as_json", "claims_text", "lab_page", "lab_text"]
@@ -68,10 +68,13 @@ def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
 def _step_text(title: str, steps: Steps) -> Iterator[str]:
     yield f"{title}\n"
     yield text_table((), value_rows(steps), left="llllll", indent=2)
-    rows = [(f"rank {rank}", *row) for rank, step in steps for row in _sent(step.messages)]
-    if rows:
-        sent = [("sent" if i == 0 else "", *row) for i, row in enumerate(rows)]
-        yield text_table((), sent, left="llll", indent=2)
+    sent = [(f"rank {rank}", *call) for rank, step in steps for call in step.sent.items()]
+    if sent:
+        rows = [
+            (rank, call, ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items()))
+            for rank, call, to in sent
+        ]
+        yield text_table(("sent", "", ""), rows, left="lll", indent=2)
     for _, step in steps:
         yield from (f"  {sentence}\n" for sentence in step.notes)
         for name, header, cells in step.tables:
@@ -90,16 +93,6 @@ def value_rows(steps: Steps) -> list[tuple[str, ...]]:
         digest = f"#{value.hash}" if value.hash else ""
         rows.append((*here, value.name, value.shape, value.first, digest))
     return rows
-
-
-def _sent(messages: Sequence[Sent]) -> Iterator[tuple[str, str]]:
-    """(call, bytes to each rank), calls of one kind together."""
-    sums: dict[str, dict[int, float]] = {}
-    for message in messages:
-        to = sums.setdefault(f"{message.kind} on {message.group}", {})
-        to[message.to] = to.get(message.to, 0.0) + message.bytes
-    for call, to in sums.items():
-        yield call, ", ".join(f"{bytes_text(size)} to {rank}" for rank, size in to.items())
 
 
 # ---- a page
@@ -161,7 +154,7 @@ def _step_html(trial: LabTrial, title: str, steps: Steps) -> Iterator[Html]:
         yield table(head, [(*row[:-1], _chip(row[-1])) for row in rows], left=True)
     if any(step.spans for _, step in steps):
         yield tag("div", _timeline(trial, title, steps), cls="scroll")
-    if any(step.messages for _, step in steps):
+    if any(step.sent for _, step in steps):
         yield _traffic(trial.ranks, steps)
     for _, step in steps:
         yield paragraphs(step.notes)
@@ -211,8 +204,8 @@ def _traffic(ranks: int, steps: Steps) -> Html:
     """A table of senders and receivers: the darker a cell, the more bytes."""
     sums: dict[tuple[int, int], float] = {}
     for rank, step in steps:
-        for message in step.messages:
-            sums[rank, message.to] = sums.get((rank, message.to), 0.0) + message.bytes
+        for to, size in (item for call in step.sent.values() for item in call.items()):
+            sums[rank, to] = sums.get((rank, to), 0.0) + size
     most = max(sums.values()) or 1.0
 
     def cell(source: int, to: int) -> Html:
