@@ -132,8 +132,13 @@ class Rank:
         return share(self.batches.size, self.layout.dp, self.local.place["dp"])
 
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        there = {name: x.to(self.world.device) for name, x in rows.items()}
-        return microbatches(there, self.layout, None, self.local.place["cp"])
+        own = microbatches(rows, self.layout, None, self.local.place["cp"])
+        return [{name: self._sent(x) for name, x in each.items()} for each in own]
+
+    def _sent(self, x: Tensor) -> Tensor:
+        # From pinned memory a GPU fetches it while the host goes on.
+        pinned = x.pin_memory() if self.world.device.type == "cuda" else x
+        return pinned.to(self.world.device, non_blocking=True)
 
     # ---- for the log
 
