@@ -110,20 +110,17 @@ def _launch(device: LocalDevice) -> float:
 def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
     gpu = device.kind == "cuda"
     dtypes = (BF16, FP16, TF32, FP32) if gpu else (FP32, BF16)
-    sizes = (512, 1024, 2048, 4096, 8192, 16384) if gpu else (128, 256, 512, 1024, 2048)
-    tokens = 8192 if gpu else 512
-    shape = Shape.load(options.model)
-    wanted = [*square_products(dtypes, sizes), *decoder_products(shape, tokens, dtypes)]
-    wanted.sort(key=lambda product: product.flops)
-    limit = options.limit / 4
-    return tuple(p.as_rate() for p in measure_products(device, wanted, limit=limit, repeats=5))
+    squares = square_products(dtypes, [(512 if gpu else 128) << i for i in range(6 if gpu else 5)])
+    wide = decoder_products(Shape.load(options.model), 8192 if gpu else 512, dtypes)
+    products = sorted([*squares, *wide], key=lambda product: product.flops)
+    measured = measure_products(device, products, limit=options.limit / 4, repeats=5)
+    return tuple(product.as_rate() for product in measured)
 
 
 def _copies(device: LocalDevice, options: Thoroughness) -> tuple[Hidden, ...]:
     size, copied, dtype = (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
-    overlaps = measure_copies(
-        device, size=size, copied=copied, dtype=dtype, limit=options.limit / 20
-    )
+    limit = options.limit / 20
+    overlaps = measure_copies(device, size=size, copied=copied, dtype=dtype, limit=limit)
     return tuple(each.as_hidden() for each in overlaps)
 
 
@@ -135,7 +132,7 @@ def _collectives(
     groups = ((ranks, 1), (ranks // 2, 2)) if ranks > 2 and ranks % 2 == 0 else ((ranks, 1),)
     share = options.limit / 2 / max(1, len(options.worlds(device)))
     each = share / len(OPERATIONS) / len(options.sizes) / len(groups)
-    sweep = Sweep(tuple(OPERATIONS), options.sizes, groups, repeats=5, limit=each, total=share)
+    sweep = Sweep(OPERATIONS, options.sizes, groups, repeats=5, limit=each, total=share)
     size, dtype = (8192, BF16) if device.kind == "cuda" else (512, FP32)
     with workers(ranks, backend=backend, threads_per_rank=1) as run:
         samples: list[Sample] = run(measure_collectives, sweep)[0]

@@ -16,7 +16,6 @@ from itertools import cycle
 import torch
 
 from ..layout import Shape
-from ..layout.choices import DTYPES
 from ..plan import Rate
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
@@ -93,7 +92,7 @@ def measure_products(
     for product in products:
         left = limit - (time.monotonic() - began)
         foreseen = 3 * product.flops / best[product.dtype] if product.dtype in best else 0.0
-        if left <= 0 or foreseen > left or _bytes(product) > 0.8 * device.free:
+        if left <= 0 or foreseen > left or _bytes(device, product) > 0.8 * device.free:
             continue
         with products_in(product.dtype):
             done = _measured(device, product, min(left / 2, 5.0), repeats)
@@ -101,17 +100,16 @@ def measure_products(
         yield done
 
 
-def _bytes(product: MatrixProduct) -> int:
+def _bytes(device: LocalDevice, product: MatrixProduct) -> int:
     m, n, k = product.m, product.n, product.k
-    width = DTYPES[product.dtype].bytes
-    return (m * k + k * n + m * n) * width
+    return (m * k + k * n + m * n) * dtype_of(product.dtype, device.kind).itemsize
 
 
 def _measured(
     device: LocalDevice, product: MatrixProduct, limit: float, repeats: int
 ) -> MatrixProduct:
     dtype, at = dtype_of(product.dtype, device.kind), device.device
-    copies = max(1, min(64, COLD // _bytes(product)))
+    copies = max(1, min(64, COLD // _bytes(device, product)))
     operands = [
         (
             torch.randn(product.m, product.k, device=at).to(dtype),

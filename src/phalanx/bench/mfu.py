@@ -10,8 +10,10 @@ memory takes a larger part of the step.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,20 +101,9 @@ def measure_block(
 
 
 def _block(shape: Shape) -> nn.Module:
-    return Decoder(
-        vocab=8,
-        hidden=shape.hidden,
-        layers=1,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.ffn,
-        sequence=shape.sequence,
-        norm="layer" if shape.norm == "layer" else "rms",
-        rope_theta=shape.rope_theta,
-        gated=shape.gated,
-        qk_norm=shape.qk_norm,
-    ).layers[0]
+    names = inspect.signature(Decoder).parameters
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
+    return Decoder(**sizes | {"vocab": 8, "layers": 1}).layers[0]
 
 
 def _iteration(

@@ -21,6 +21,8 @@ from .device import LocalDevice, dtype_of
 
 __all__ = ["Overlap", "measure_copies", "measure_messages"]
 
+Call = Callable[[], object]
+
 
 @dataclass(frozen=True)
 class Overlap:
@@ -47,48 +49,41 @@ def measure_copies(
     device: LocalDevice, *, size: int, copied: int, dtype: str, limit: float = 20.0
 ) -> list[Overlap]:
     """A product of size x size beside copies of `copied` bytes, in turn with each alone."""
-    work = _product(device, size, dtype)
-    if device.kind == "cuda":
-        return [_on_streams(device, work, copied, pinned, limit) for pinned in (True, False)]
-    return [_on_threads(device, work, copied, limit)]
+    product = _product(device.device, size, dtype_of(dtype, device.kind))
+    if device.kind == "cpu":
+        return [_on_threads(product, copied, limit)]
+    return [_on_streams(device.device, product, copied, pinned, limit) for pinned in (True, False)]
 
 
-def _product(device: LocalDevice, size: int, dtype: str) -> Callable[[], None]:
-    kind = dtype_of(dtype, device.kind)
-    a, b = (torch.randn(size, size, device=device.device).to(kind) for _ in range(2))
+def _product(device: torch.device, size: int, dtype: torch.dtype) -> Call:
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-
-    def multiply() -> None:
-        torch.mm(a, b, out=out)
-
-    return multiply
+    return lambda: torch.mm(a, b, out=out)
 
 
 def _on_streams(
-    device: LocalDevice, work: Callable[[], None], copied: int, pinned: bool, limit: float
+    device: torch.device, product: Call, copied: int, pinned: bool, limit: float
 ) -> Overlap:
     host = torch.empty(copied, dtype=torch.uint8, pin_memory=pinned)
-    there = torch.empty(copied, dtype=torch.uint8, device=device.device)
-    aside = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
+    target = torch.empty(copied, dtype=torch.uint8, device=device)
+    aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy() -> None:
-        there.copy_(host, non_blocking=True)
+        target.copy_(host, non_blocking=True)
 
     def both() -> None:
-        here = torch.cuda.current_stream(device.device)
+        here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
-        work()  # enqueued first, as a pageable copy holds the host
+        product()  # enqueued first, as a pageable copy holds the host
         with torch.cuda.stream(aside):
             copy()
         here.wait_stream(aside)
 
     name = f"product beside host to device copy, {'pinned' if pinned else 'pageable'}"
-    return _measured(Clock(device.device), name, (work, copy, both), limit)
+    return _measured(Clock(device), name, product, copy, both, limit)
 
 
-def _on_threads(
-    device: LocalDevice, work: Callable[[], None], copied: int, limit: float
-) -> Overlap:
+def _on_threads(product: Call, copied: int, limit: float) -> Overlap:
     source = torch.ones(copied, dtype=torch.uint8)
     target = torch.empty_like(source)
 
@@ -98,12 +93,10 @@ def _on_threads(
     def both() -> None:
         aside = threading.Thread(target=copy)
         aside.start()
-        work()
+        product()
         aside.join()
 
-    return _measured(
-        Clock(device.device), "product beside copying thread", (work, copy, both), limit
-    )
+    return _measured(Clock(), "product beside copying thread", product, copy, both, limit)
 
 
 def measure_messages(
@@ -111,41 +104,28 @@ def measure_messages(
 ) -> list[Overlap]:
     """On every rank a product beside an all-reduce of `sent` bytes. All ranks call it."""
     group = world.split("overlap", [range(world.size)])
-    kind = getattr(torch, DTYPES[dtype].torch)
-    a, b = (torch.randn(size, size, device=world.device).to(kind) for _ in range(2))
-    out, x = torch.empty_like(a), torch.zeros(sent // 4, device=world.device)
-
-    def multiply() -> None:
-        torch.mm(a, b, out=out)
-
-    def reduce() -> None:
-        group.all_reduce(x)
+    product = _product(world.device, size, getattr(torch, DTYPES[dtype].torch))
+    x = torch.zeros(sent // 4, device=world.device)
 
     def both() -> None:
         work = group.all_reduce(x, wait=False)
-        multiply()
+        product()
         work.wait()
 
-    clock = Clock(world.device, group)
     name = f"product beside all-reduce of {world.size}"
-    found = _measured(clock, name, (multiply, reduce, both), limit)
+    clock = Clock(world.device, group)
+    overlap = _measured(clock, name, product, lambda: group.all_reduce(x), both, limit)
     world.clear()
-    return [found]
+    return [overlap]
 
 
 def _measured(
-    clock: Clock,
-    name: str,
-    works: tuple[Callable[[], None], Callable[[], None], Callable[[], None]],
-    limit: float,
+    clock: Clock, name: str, first: Call, second: Call, both: Call, limit: float
 ) -> Overlap:
-    first, second, both = works
-
     def after() -> None:
         first()
         second()
 
     one, two, apart, together = clock.measure(first, second, after, both, limit=limit)
-    return Overlap(
-        name, one.median, two.median, apart.median, together.median, len(together.readings)
-    )
+    readings = len(together.readings)
+    return Overlap(name, one.median, two.median, apart.median, together.median, readings)

@@ -33,8 +33,8 @@ def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -
         return ""
     near = nearest(layout, shape, batch=batch, sequence=sequence)
     reasons = "".join(f"\n- {violation}" for violation in violations)
-    found = f"Nearest that fit: {'; '.join(map(str, near))}." if near else "Nothing near it fits."
-    return f"{layout} does not fit {shape.name}:{reasons}\n{found}"
+    way_out = f"Nearest that fit: {'; '.join(map(str, near))}." if near else "Nothing near it fits."
+    return f"{layout} does not fit {shape.name}:{reasons}\n{way_out}"
 
 
 def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> None:

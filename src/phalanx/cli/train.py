@@ -287,7 +287,7 @@ def _cut_file(config: Run) -> str:
 
 @contextmanager
 def _passed_on(file: Path) -> Iterator[None]:
-    """What asks this process to stop reaches its ranks as a STOP file; Ctrl-C ends them once.
+    """A signal to stop that this process gets reaches its ranks as a STOP file; Ctrl-C ends them once.
 
     Ranks that are forked have these handlers too: until they have their own, and when they have
     failed. They must not write STOP then, which would be for a run that comes after them.

@@ -89,8 +89,8 @@ OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "c
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps prose to the terminal; indented lines are examples and stay as they are. Defaults are
-    told with the help of their option."""
+    """Wraps prose to the terminal; indented lines are examples and stay as they are. The help of an
+    option ends with its default."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []
@@ -367,7 +367,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def result(args: argparse.Namespace, figures: Mapping[str, object], text: str) -> None:
-    """Print what a command found: its figures with --json, else its text."""
+    """Print the result of a command: its figures with --json, else its text."""
     if args.json:
         print_json(figures)
     else:
