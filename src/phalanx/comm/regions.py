@@ -10,8 +10,7 @@ the whole value, so its gradient is the same on all of them; `gather_sum` is for
 different work with it. On a group of one rank every region is the identity and costs nothing.
 
 Eagerly a region calls its group directly, and backward uses that same group from whichever thread it
-runs in. A compiled graph cannot hold a group: there the region is one opaque op that carries the
-group's name and finds the far side in the table. That one mechanism serves every transport.
+runs in. Compiled, the region is one opaque op that carries the group's name and finds the group by it.
 """
 
 import threading
@@ -79,7 +78,7 @@ _local = threading.local()
 @contextmanager
 def opaque() -> Iterator[None]:
     """Regions as one op each on this thread, also eagerly: for code that looks at every operation,
-    as selective recomputation does. What goes on inside a group is no business of its."""
+    as selective recomputation does, and has to see none of those inside a group."""
     _local.opaque = True
     try:
         yield
@@ -101,39 +100,20 @@ def _region(kind: str, x: Tensor, group: Group, dim: int = 0, join: int = 0) -> 
             f"{kind} on {group.name}: dim {dim} of {x.shape[dim]} does not divide by "
             f"{group.size} ranks; pad it to {-(-x.shape[dim] // group.size) * group.size}."
         )
-    if is_opaque():
-        result = _Compiled.apply(  # type: ignore[no-untyped-call]
-            x, kind, group.name, group.size, dim, join
-        )
-    else:
-        result = _Eager.apply(x, kind, group, dim, join)  # type: ignore[no-untyped-call]
+    # A compiled graph cannot contain a group: it gets the group's name and size.
+    where = (group.name, group.size) if is_opaque() else group
+    result = _Region.apply(x, kind, where, dim, join)  # type: ignore[no-untyped-call]
     assert isinstance(result, Tensor)
     return result
 
 
-class _Eager(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
-        ctx.conjugate = (
-            (_CONJUGATE[kind], group, join, dim)
-            if kind == "exchange"
-            else (_CONJUGATE[kind], group, dim, join)
-        )
-        return x.view_as(x) if kind == "copy" else carry(x, kind, group, dim, join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kind, *rest = ctx.conjugate
-        return (grad if kind == "copy" else carry(grad, kind, *rest), None, None, None, None)
-
-
-class _Compiled(torch.autograd.Function):
+class _Region(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kind: str, name: str, size: int, dim: int, join: int
+        ctx: Any, x: Tensor, kind: str, where: Group | tuple[str, int], dim: int, join: int
     ) -> Tensor:
-        ctx.kind, ctx.name, ctx.size, ctx.dim, ctx.join = kind, name, size, dim, join
-        return x.view_as(x) if kind == "copy" else _op(x, kind, name, size, dim, join)
+        ctx.kind, ctx.where, ctx.dim, ctx.join = kind, where, dim, join
+        return x.view_as(x) if kind == "copy" else _carry(x, kind, where, dim, join)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,8 +121,15 @@ class _Compiled(torch.autograd.Function):
         if kind == "exchange":
             dim, join = join, dim
         if kind != "copy":
-            grad = _op(grad, kind, ctx.name, ctx.size, dim, join)
-        return (grad, None, None, None, None, None)
+            grad = _carry(grad, kind, ctx.where, dim, join)
+        return (grad, None, None, None, None)
+
+
+def _carry(x: Tensor, kind: str, where: Group | tuple[str, int], dim: int, join: int) -> Tensor:
+    if not isinstance(where, tuple):
+        return carry(x, kind, where, dim, join)
+    result: Tensor = _op(x, kind, where[0], where[1], dim, join)
+    return result
 
 
 def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
