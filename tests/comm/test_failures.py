@@ -150,6 +150,8 @@ BACKEND = "no backend is named 'ether'; there are auto, threads, shm, gloo, nccl
 def test_an_unknown_group_and_a_world_of_nobody_are_refused_in_a_sentence():
     with pytest.raises(CommMisuse, match=BACKEND):
         launch(process, 2, backend="ether")
+    with pytest.raises(CommMisuse, match="named 'shared'; it is now called shm; there are auto"):
+        launch(process, 2, backend="shared")
     with pytest.raises(CommMisuse, match="at least 1 rank, not 0"):
         launch(process, 0)
 

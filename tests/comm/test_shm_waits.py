@@ -1,6 +1,7 @@
 """No wait and no flag of shared memory can be left out: each member in turn is as late, or as early,
 as is allowed, and every tensor is overwritten as soon as its call has returned."""
 
+import contextlib
 import itertools
 import os
 import random
@@ -15,6 +16,7 @@ from phalanx.comm.base import Call
 from phalanx.comm.shm import lines
 from phalanx.comm.shm.arena import LINE, Arena, Extent
 from phalanx.comm.shm.lines import Collectives, Inbox, LineWork, Outbox, Receives
+from phalanx.comm.shm.local import ShmWorld
 from phalanx.comm.shm.rounds import SMALL
 
 F = torch.float32
@@ -303,6 +305,37 @@ def test_a_small_sum_reads_after_a_fence(traced):
     assert trace[0] == "fence"
     assert any(step[0] == "read" for step in trace[1:])
     assert x.tolist() == [2.0] * 4
+
+
+class Left:
+    """What is known of the others: they have left."""
+
+    def why_stuck(self, line, waited):
+        return "rank 1 has left"
+
+    def fail(self, text, line):
+        raise CommError(text)
+
+
+def test_a_message_that_came_before_its_sender_left_is_received_by_calls_that_nobody_waits_for(
+    traced,
+):
+    # The thread that moves them found the sender gone, and did not look for messages again.
+    (mine, other), _ = traced
+    world = ShmWorld.__new__(ShmWorld)
+    world._lines, world._lock, world._watch = {}, contextlib.nullcontext(), Left()
+    x, line = torch.zeros(3), Receives(mine, [Inbox(mine, 1)], 0)
+    first = world.begin(line, Call("receive", x, at=1))
+    Outbox(other, 0).send(Call("send", torch.full((3,), 5.0), at=0))
+    world.examine(line, 0.0)
+    assert first.ended
+    assert line.error is None
+    assert x.tolist() == [5.0] * 3
+    second = world.begin(line, Call("receive", x, at=1))
+    world.examine(line, 0.0)
+    assert not second.ended
+    assert str(line.error) == "rank 1 has left"
+    assert not world._lines
 
 
 def differing(world, small):
