@@ -92,26 +92,24 @@ def run(layout: str, what: Callable[[Run], Any], **options: Any) -> list[Any]:
     return launch(rank, Layout.parse(layout).ranks, backend="threads", timeout=30.0)
 
 
-def trained(folder: Path, layout: str, steps: int = 2, **options: Any) -> list[str]:
-    """Train, save; the losses of the two steps after it."""
+def trained(folder: Path, layout: str, steps: int = 2, **options: Any) -> None:
+    """Train and save; nothing after it."""
 
-    def work(each: Run) -> list[str]:
+    def work(each: Run) -> None:
         each.steps(steps)
         each.saver(folder).save(each.progress)
-        return each.steps(2)
 
-    return run(layout, work, **options)[0]
+    run(layout, work, **options)
 
 
-def resaved(source: Path, layout: str, folder: Path, **options: Any) -> list[str]:
-    """Go on in this layout, save at once elsewhere; the losses of two more steps."""
+def resaved(source: Path, layout: str, folder: Path, **options: Any) -> None:
+    """Go on in this layout, and save at once elsewhere."""
 
-    def work(each: Run) -> list[str]:
+    def work(each: Run) -> None:
         assert each.resume(source) is not None
         each.saver(folder).save(each.progress)
-        return each.steps(2)
 
-    return run(layout, work, **{"seed": 99, **options})[0]
+    run(layout, work, **{"seed": 99, **options})
 
 
 def saved_twice(folder: Path) -> Path:

@@ -50,8 +50,10 @@ def _there(out: Path) -> list[str]:
     return [path.name for path in steps(out / "checkpoints")]
 
 
-@pytest.mark.parametrize("key", CHANGED)
-@pytest.mark.parametrize("layout", ["", "dp2 zero3"])
+@pytest.mark.parametrize(
+    "layout, key",
+    [*(("", key) for key in CHANGED), *(("dp2 zero3", key) for key in ("heads", "tied", "ffn"))],
+)
 def test_another_model_is_refused_by_every_rank_with_both_values(
     key: str, layout: str, saved: Path
 ) -> None:

@@ -269,8 +269,15 @@ def test_a_stop_file_of_an_earlier_run_is_removed_with_a_notice(
     assert records(out, "end")[0]["step"] == 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize("layout", ["fp32", "dp2"])
+@pytest.mark.parametrize(
+    "layout, number",
+    [
+        ("fp32", signal.SIGTERM),
+        ("dp2", signal.SIGTERM),
+        ("dp2", signal.SIGHUP),
+        ("fp32", signal.SIGUSR1),
+    ],
+)
 def test_signals_that_ask_for_it_save_and_stop(
     number: signal.Signals, layout: str, begin: Any, tmp_path: Path
 ) -> None:

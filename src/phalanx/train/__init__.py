@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .data import Batches, Corpus, DataError, open_corpus, prepare
 
 if TYPE_CHECKING:
-    from .checkpoint import Saved, Saver, save
+    from .checkpoint import Saved, Saver
     from .checkpoint_exchange import export_weights, import_weights
     from .checkpoint_format import (
         CheckpointError,
@@ -53,13 +53,12 @@ __all__ = [
     "open_corpus",
     "prepare",
     "read_manifest",
-    "save",
     "train",
     "verify_checkpoint",
 ]
 
 _WITH_TORCH = {
-    "checkpoint": "Saved Saver save",
+    "checkpoint": "Saved Saver",
     "checkpoint_exchange": "export_weights import_weights",
     "checkpoint_format": "CheckpointError Manifest Progress read_manifest verify_checkpoint",
     "checkpoint_load": "Loaded hash_tensors load",

@@ -68,14 +68,6 @@ class Saved:
     notice: str = ""
 
 
-def save(
-    folder: Path, progress: Progress, local: LocalModel, updates: Updates, *, keep: int = 2
-) -> Path:
-    """Save now; every rank calls it. The folder that it made, or an error on every rank."""
-    (saved,) = Saver(folder, local, updates, keep=keep).save(progress)
-    return saved.path
-
-
 class Saver:
     """Saves a run's checkpoints; every rank has one and calls it alike.
 

@@ -397,7 +397,7 @@ def _sum_of(chunk: Iterable[memoryview]) -> str:
 
 def _compare(path: Path, blocks: Iterable[memoryview]) -> None:
     """Read a file back. Comparing takes a quarter of the time of another checksum."""
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         for block in blocks:
             for at in range(0, len(block), _BLOCK):
                 part = bytes(block[at : at + _BLOCK])  # views are compared number by number
