@@ -145,9 +145,9 @@ def _racer(folder: Path, go: Event, results: Any) -> None:
 
 def test_of_many_starts_at_once_never_two_are_in(tmp_path: Path) -> None:
     context = get_context("fork")
-    for _ in range(5):
+    for _ in range(3):
         go, results = context.Event(), context.SimpleQueue()
-        racers = [context.Process(target=_racer, args=(tmp_path, go, results)) for _ in range(8)]
+        racers = [context.Process(target=_racer, args=(tmp_path, go, results)) for _ in range(6)]
         for each in racers:
             each.start()
         go.set()
