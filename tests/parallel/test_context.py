@@ -15,7 +15,7 @@ from phalanx.models import Core
 from phalanx.parallel import build_model, context, kernels
 from phalanx.parallel.batch import held_times, microbatches
 from phalanx.parallel.context import Leak, RingCore, UlyssesCore, install_context, leaks, needed
-from phalanx.parallel.kernels import Sight
+from phalanx.parallel.kernels import MaskBlock
 
 SIZE = 6
 GRIDS = tuple(itertools.product((1, 2, 3, 4, 8), (1, 2, 4)))
@@ -176,10 +176,10 @@ def test_a_place_computes_the_pairs_that_are_needed_and_no_others(places):
         mine = held_times(length, places, 1, place)
         for step in range(places):
             theirs = held_times(length, places, 1, (place - step) % places)
-            sight = needed(step, place, places, 2 * chunk)
+            visible = needed(step, place, places, 2 * chunk)
             computed = torch.zeros(2 * chunk, 2 * chunk, dtype=torch.bool)
-            box = computed[sight.rows, sight.keys]
-            box |= torch.ones_like(box).tril() if sight.causal else torch.ones_like(box)
+            box = computed[visible.rows, visible.keys]
+            box |= torch.ones_like(box).tril() if visible.causal else torch.ones_like(box)
             assert torch.equal(computed, mine[:, None] >= theirs[None, :])
             assert box.numel() == (2 if step else 4) * chunk**2
 
@@ -269,10 +269,10 @@ def test_the_leak_test_sees_a_block_without_its_diagonal(monkeypatch):
 
 
 def test_the_leak_test_sees_a_skipped_step_of_the_ring(monkeypatch):
-    nothing = Sight(slice(0, 0), slice(0, 0))
+    nothing = MaskBlock(slice(0, 0), slice(0, 0))
     monkeypatch.setattr(context, "needed", lambda s, *args: nothing if s == 1 else needed(s, *args))
     monkeypatch.setattr(
-        context, "sights", lambda q, block, *ids: () if block == nothing else [block]
+        context, "mask_blocks", lambda q, block, *ids: () if block == nothing else [block]
     )
     seen = leaks(_whole(4, 1, None), _batch(24, 4)["q"], None, 0, 0)
     assert seen.blind > 0

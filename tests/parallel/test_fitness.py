@@ -18,6 +18,7 @@ from phalanx.cli.main import main
 from phalanx.layout import Layout, LayoutError
 from phalanx.models import Core
 from phalanx.parallel import Model, build_model, refuse_unfit, start
+from phalanx.parallel.fitness import misfits
 from phalanx.verify import SHAPES, every_layout, verify
 
 FILE = Path(__file__).parents[2] / "examples" / "stranger.py"
@@ -184,7 +185,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "a module has a forward": (
         at(OUT, forward_of_its_own),
         "",
-        "dp2",
+        "tp2",
         f"{OUT} has a forward of its own",
     ),
     "a row has a forward hook": (
@@ -361,24 +362,34 @@ ONLY_WHERE_CUT = [
 def test_layouts_that_do_not_replace_it_take_it(what: str) -> None:
     change, rules, _, _ = REFUSED[what]
     for layout in ("", "dp2 zero3", "pp2 1f1b:2", "cp2:ulysses"):
-        refuse_unfit(changed(change, rules), Layout.parse(layout))
+        assert misfits(changed(change, rules), Layout.parse(layout)) == ()
+
+
+def test_a_forward_set_on_a_linear_is_the_one_that_trains() -> None:
+    def make() -> Model:
+        return changed(at(OUT, forward_of_its_own))
+
+    shape = make().shape
+    assert shape is not None
+    for verdict in verify(shape, Layout.parse_many("dp2 zero3; pp2 zb-h1:3"), make=make, steps=2):
+        assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_built_in_models_are_taken_in_every_layout(name: str) -> None:
     for layout in every_layout(SHAPES[name], 4, axes="dp cp tp"):
-        refuse_unfit(build_model(SHAPES[name], dropout=0.1), layout)
+        assert misfits(build_model(SHAPES[name], dropout=0.1), layout) == ()
 
 
 def test_a_class_that_only_has_another_name_is_taken() -> None:
     model = changed(put(OUT, lambda m: Renamed(*SIZE)))
-    refuse_unfit(model, Layout.parse("tp2 cp2"))
+    assert misfits(model, Layout.parse("tp2 cp2")) == ()
 
 
 def test_weights_that_a_rule_keeps_whole_may_be_of_any_class() -> None:
     rules = "blocks.1.mlp.*.weight : - -\nblocks.1.mlp.*.bias : -\n"
     model = changed(put("blocks.1.mlp.up", lambda m: Scaled(32, 48)), rules)
-    refuse_unfit(model, Layout.parse("tp2"))
+    assert misfits(model, Layout.parse("tp2")) == ()
 
 
 def padded(token: int) -> Callable[[], Model]:

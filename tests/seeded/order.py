@@ -12,7 +12,7 @@ from torch import Tensor
 from phalanx.comm import Group, Work, regions
 from phalanx.layout import Layout
 from phalanx.parallel import batch, context, kernels
-from phalanx.parallel.kernels import Sight
+from phalanx.parallel.kernels import MaskBlock
 from phalanx.parallel.pieces import Box, Piece
 from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
@@ -125,9 +125,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = context.needed
 
-    def needed(step: int, place: int, places: int, length: int) -> Sight:
-        sight = right(step, place, places, length)
-        return sight._replace(keys=slice(0, 1)) if step else sight
+    def needed(step: int, place: int, places: int, length: int) -> MaskBlock:
+        visible = right(step, place, places, length)
+        return visible._replace(keys=slice(0, 1)) if step else visible
 
     return swapped(context, "needed", needed)
 
@@ -167,12 +167,12 @@ def _() -> AbstractContextManager[None]:
     "documents are forgotten on visiting blocks", "gqa", "cp2", "output of layers.0", packed=True
 )
 def _() -> AbstractContextManager[None]:
-    right = kernels.sights
+    right = kernels.mask_blocks
 
-    def sights(q: Tensor, block: Sight, ids: Tensor | None, its_ids: Tensor | None) -> Any:
+    def mask_blocks(q: Tensor, block: MaskBlock, ids: Tensor | None, its_ids: Tensor | None) -> Any:
         return right(q, block, *((ids, its_ids) if block.causal else (None, None)))
 
-    return swapped(context, "sights", sights)
+    return swapped(context, "mask_blocks", mask_blocks)
 
 
 @fault("partial softmaxes are averaged, not costed", "gqa", "cp2", "output of layers.0")

@@ -20,10 +20,12 @@ from torch.autograd.function import once_differentiable
 from ..comm import Group, Work, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
-from .kernels import Sight, attend, attend_gradients, sights
+from .kernels import MaskBlock, attend, attend_gradients, mask_blocks
 from .model import Model
 
 __all__ = ["Leak", "RingCore", "UlyssesCore", "around", "install_context", "leaks"]
+
+Ids = Tensor | None  # (batch, time): a number for each token
 
 
 def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
@@ -62,14 +64,7 @@ class UlyssesCore(nn.Module):
         super().__init__()
         self.inner, self.group = inner, group
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor | None,
-        documents: Tensor | None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
         places, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
         if heads % places:
             raise LayoutError(
@@ -107,14 +102,7 @@ class RingCore(nn.Module):
         super().__init__()
         self.group = group
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor | None,
-        documents: Tensor | None,
-    ) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
         assert q.shape[1] % 2 == 0, "a place of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
         q, kv = q.contiguous(), torch.stack((k, v))
@@ -193,7 +181,7 @@ def around(places: int) -> list[tuple[int, int]]:
     return [(place, (place + 1) % places) for place in range(places)] if places > 1 else []
 
 
-def needed(step: int, place: int, places: int, length: int) -> Sight:
+def needed(step: int, place: int, places: int, length: int) -> MaskBlock:
     """Which rows and keys of the block that visits at a step meet, and whether under a diagonal.
 
     Chunk c of time precedes chunk d where c < d; a place has one of the first half and, mirrored,
@@ -203,10 +191,10 @@ def needed(step: int, place: int, places: int, length: int) -> Sight:
     source = (place - step) % places
     whole, half = slice(0, length), length // 2
     if source == place:
-        return Sight(whole, whole, causal=True)
+        return MaskBlock(whole, whole, causal=True)
     if source < place:
-        return Sight(whole, slice(0, half))
-    return Sight(slice(half, length), whole)
+        return MaskBlock(whole, slice(0, half))
+    return MaskBlock(slice(half, length), whole)
 
 
 def ring_attention(
@@ -218,9 +206,9 @@ def ring_attention(
     lse = torch.full_like(out[..., 0], -math.inf)
     for step, (visitor, its_ids) in enumerate(_visits(kv, ids, group)):
         block = needed(step, group.rank, group.size, q.shape[1])
-        for sight in sights(q, block, ids, its_ids):
-            part = attend(q, visitor, sight)
-            _merge(out[:, sight.rows], lse[:, sight.rows], *part)
+        for visible in mask_blocks(q, block, ids, its_ids):
+            part = attend(q, visitor, visible)
+            _merge(out[:, visible.rows], lse[:, visible.rows], *part)
     return out.to(q.dtype), lse
 
 
@@ -241,10 +229,10 @@ def ring_gradients(
     for step, (visitor, its_ids) in enumerate(_visits(kv, ids, group)):
         block = needed(step, group.rank, group.size, q.shape[1])
         into_kv = torch.zeros_like(kv, dtype=wide)
-        for sight in sights(q, block, ids, its_ids):
-            totals = into_q[:, sight.rows], *into_kv[:, :, sight.keys]
+        for visible in mask_blocks(q, block, ids, its_ids):
+            totals = into_q[:, visible.rows], *into_kv[:, :, visible.keys]
             for total, part in zip(
-                totals, attend_gradients(gradient, q, visitor, out, lse, sight), strict=True
+                totals, attend_gradients(gradient, q, visitor, out, lse, visible), strict=True
             ):
                 total += part
         if behind is not None:

@@ -19,7 +19,7 @@ from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core
 from .model import Model
 
-__all__ = ["refuse_unfit"]
+__all__ = ["misfits", "refuse_unfit"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -31,6 +31,12 @@ _HOOKS = (
 
 def refuse_unfit(model: Model, layout: Layout) -> None:
     """Raise a LayoutError with every part of the model that this layout would compute wrongly."""
+    if wrong := misfits(model, layout):
+        raise LayoutError("\n".join(wrong))
+
+
+def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
+    """Every part of the model that this layout would compute wrongly, a sentence each."""
     wrong = [*_unnamed(model), *_untrainable(model)]
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
@@ -40,8 +46,7 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
                 wrong += _cut(model, name, piece, path, module)
             if layout.mesh.of("cp.ring") > 1 and path.rpartition(".")[2] == "core":
                 wrong += _core(model, name, module)
-    if wrong:
-        raise LayoutError("\n".join(dict.fromkeys(wrong)))
+    return tuple(dict.fromkeys(wrong))
 
 
 def _unnamed(model: Model) -> Iterator[str]:
@@ -76,17 +81,11 @@ def _anywhere(name: str, module: nn.Module) -> Iterator[str]:
         )
     if isinstance(module, nn.Embedding):
         yield from _embedding(name, module)
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        if "forward" in vars(module):
-            yield (
-                f"{name} has a forward of its own, set on the module, which would be replaced."
-                " Write a class of your own for it."
-            )
-        if type(module) is nn.Linear and "weight" not in module._parameters:
-            yield (
-                f"the weight of {name} is computed from other parameters by a hook (weight_norm,"
-                " spectral_norm). Compute it in the forward of a class of your own."
-            )
+    if type(module) is nn.Linear and "weight" not in module._parameters:
+        yield (
+            f"the weight of {name} is computed from other parameters by a hook (weight_norm,"
+            " spectral_norm). Compute it in the forward of a class of your own."
+        )
 
 
 def _embedding(name: str, module: nn.Embedding) -> Iterator[str]:
