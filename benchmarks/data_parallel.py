@@ -120,7 +120,7 @@ def our_step(
         world, layout, model, program, precision=precision_of(dtype), prefix=f"{name}/"
     )
     performer = Executor(held, program, world.rank, AdamW())
-    own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, held.place["dp"])
+    own = microbatches(batch_of(shape, 0, dtype=torch.float32), layout, held.coordinates["dp"])
     if isinstance(world, ShmWorld):
         # No operation of torch makes what lies in shared memory, so it is added.
         unseen[name] = lambda: flat_bytes(held)

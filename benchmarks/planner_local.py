@@ -98,7 +98,7 @@ def steps_of(world: World, shape: Shape, text: str, number: int, count: int) -> 
     )
     performer = Executor(held, program, world.rank, AdamW())
     batch = batch_of(shape, 0, dtype=torch.float32)
-    own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
+    own = microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
     times = []
     for step in range(WARM + count):
         dist.barrier()

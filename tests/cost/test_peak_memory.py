@@ -87,7 +87,7 @@ def measured(world: World, layout: Layout) -> Held:
     performer = Executor(
         held, program, world.rank, AdamW(), clip=1.0,
     )  # fmt: skip
-    own = microbatches(BATCH, layout, held.place["dp"], held.place["cp"])
+    own = microbatches(BATCH, layout, held.coordinates["dp"], held.coordinates["cp"])
     performer.step(own, 1e-3)
     weights = _weights(held.units)
     state = float(sum(_state(u) for u in performer.updates.values()))

@@ -202,7 +202,7 @@ def trained(
     executor.checked = True
     told = []
     for step in range(3):
-        own = microbatches(batch_of(step), layout, local.place["dp"])
+        own = microbatches(batch_of(step), layout, local.coordinates["dp"])
         result = executor.step(own, 1e-2)
         told.append((result.loss / result.count, result.norm))
     weights = {}

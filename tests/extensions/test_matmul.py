@@ -53,7 +53,7 @@ def trained(world: World, layout: Layout, matmul: Matmul) -> dict[str, Tensor]:
     precision = Precision(*(torch.float64,) * 3, matmul=matmul)
     local = build_local(world, layout, model, program, precision=precision)
     executor = Executor(local, program, world.rank, Sgd())
-    own = microbatches(batch(), layout, local.place["dp"])
+    own = microbatches(batch(), layout, local.coordinates["dp"])
     executor.step(own, 1.0)
     weights = {}
     for unit in local.units.values():

@@ -129,7 +129,7 @@ def trained(world: World, layout: Layout) -> tuple[list[float | None], dict[str,
     executor.checked = True
     norms = []
     for step in range(STEPS):
-        own = microbatches(batch_of(GQA, step), layout, local.place["dp"])
+        own = microbatches(batch_of(GQA, step), layout, local.coordinates["dp"])
         norms.append(executor.step(own, 0.05).norm)
     weights = {}
     for unit in local.units.values():

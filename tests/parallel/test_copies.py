@@ -57,7 +57,7 @@ def held_after(
     )  # fmt: skip
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
-        own = microbatches(batch, layout, local.place["dp"], local.place["cp"])
+        own = microbatches(batch, layout, local.coordinates["dp"], local.coordinates["cp"])
         assert executor.step(own, 1e-2).finite
     told = []
     for number, unit in local.units.items():

@@ -61,7 +61,7 @@ def engine(world: World, layout: Layout, steps: int, lr: float) -> Account:
     for number, update in executor.updates.items():
         executor.updates[number] = _watched(update, local.units[number], seen)
     for step in range(steps):
-        own = microbatches(batch_of(SHAPE, step), layout, local.place["dp"])
+        own = microbatches(batch_of(SHAPE, step), layout, local.coordinates["dp"])
         result = executor.step(own, lr)
         assert result.norm is not None
         account.losses.append(result.loss / result.count)

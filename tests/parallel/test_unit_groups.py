@@ -34,7 +34,7 @@ def trained(world: World, layout: Layout) -> tuple[dict[int, tuple[int, int]], d
     executor = Executor(held, program, world.rank, AdamW(), clip=0.5)
     for step in range(2):
         batch = batch_of(GQA, step, dtype=torch.float32)
-        executor.step(microbatches(batch, layout, held.place["dp"]), 1e-2)
+        executor.step(microbatches(batch, layout, held.coordinates["dp"]), 1e-2)
     weights = {}
     for unit in held.units.values():
         unit.gather().wait()

@@ -33,7 +33,7 @@ def train(
     losses = []
     for step in range(steps):
         batch = batch_of(shape, step, dtype=precision.compute)
-        result = performer.step(microbatches(batch, layout, held.place["dp"]), 1e-3)
+        result = performer.step(microbatches(batch, layout, held.coordinates["dp"]), 1e-3)
         losses.append(result.loss)
     optimizer = sum(
         state.numel() * state.itemsize
@@ -119,7 +119,7 @@ def of_shared_memory(world: World, text: str) -> list[bool]:
     held = build_local(world, layout, model, program_of(model, layout, agree=True))
     performer = Executor(held, program_of(model, layout, agree=True), world.rank, AdamW())
     performer.step(
-        microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.place["dp"]), 1e-3
+        microbatches(batch_of(GQA, 0, dtype=torch.float32), layout, held.coordinates["dp"]), 1e-3
     )
     assert isinstance(world, ShmWorld)
     flat = [u.home for u in held.units.values()]

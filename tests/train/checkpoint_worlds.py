@@ -55,7 +55,7 @@ class Run:
         losses = []
         for _ in range(count):
             batch = batch_of(self.shape, self.step)
-            place = self.local.place
+            place = self.local.coordinates
             own = microbatches(batch, self.layout, place["dp"], place["cp"])
             done = self.performer.step(own, 1e-2)
             loss = torch.tensor([done.loss], dtype=WIDE)

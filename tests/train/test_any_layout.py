@@ -55,7 +55,7 @@ def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) ->
     if copy:
         Saver(copy, rank.local, rank.updates).save(loop._progress(start))
     tokens, losses = [], []
-    place = rank.local.place
+    place = rank.local.coordinates
     tells = place["tp"] == place["pp"] == 0
     for step in range(start, start + steps):
         own = rank.batch(step)

@@ -38,7 +38,7 @@ def performer_of(
         held, program, world.rank, AdamW(), clip=1.0, **options  # type: ignore[arg-type]
     )  # fmt: skip
     batch = batch_of(GQA, 0, dtype=precision.compute)  # type: ignore[attr-defined]
-    return performer, microbatches(batch, layout, held.place["dp"], held.place["cp"])
+    return performer, microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
 
 
 class Products(TorchDispatchMode):
@@ -189,7 +189,7 @@ def losses(world: World, optimizer: Sgd | AdamW) -> list[float]:
     performer = Executor(held, program, world.rank, optimizer)
     seen = []
     for _ in range(5):
-        own = microbatches(batch_of(GQA, 0), layout, held.place["dp"])
+        own = microbatches(batch_of(GQA, 0), layout, held.coordinates["dp"])
         result = performer.step(own, 1e-2)
         assert result.norm is None  # nobody clips, so nobody agrees
         seen.append(result.loss / result.count)

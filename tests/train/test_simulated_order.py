@@ -167,7 +167,7 @@ def timed_step(
 
             executor.handlers[kind] = computes
     batch = batch_of(SHAPES[shape], 0, dtype=torch.float32)
-    own = microbatches(batch, layout, held.place["dp"], held.place["cp"])
+    own = microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
     timeline = executor.step(own, 1e-3).timeline
     logs = {
         group.name.rstrip("0123456789"): log

@@ -52,7 +52,7 @@ def sizes_of(
         model = make()
         try:
             held = build_local(world, layout, model, program, precision=precision, prefix=PREFIX)
-            own = microbatches(whole, layout, held.place["dp"], held.place["cp"])[0]
+            own = microbatches(whole, layout, held.coordinates["dp"], held.coordinates["cp"])[0]
             width = model.shape.hidden if model.shape else 0
             edge = edge_shape(own, width, layout.tp if layout.seq else 1)
             pieces |= _costed(held, kinds, edge, own, world, known, target)

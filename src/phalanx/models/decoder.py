@@ -72,7 +72,7 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    `piece` is the block's place in the model and enters its noise. It is a tensor, as an int that
+    `piece` is the block's number in the model and enters its noise. It is a tensor, as an int that
     differs from block to block would have each block compiled anew.
     """
 
@@ -241,9 +241,9 @@ class Decoder(nn.Module):
 
 def _refuse(faults: dict[str, Any]) -> None:
     """One error that tells all the faults that hold."""
-    said = [fault for fault, holds in faults.items() if holds]
-    if said:
-        raise ValueError("Decoder: " + "; ".join(said) + ".")
+    wrong = [fault for fault, holds in faults.items() if holds]
+    if wrong:
+        raise ValueError("Decoder: " + "; ".join(wrong) + ".")
 
 
 def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:

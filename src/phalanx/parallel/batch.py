@@ -3,11 +3,11 @@
 A batch is named tensors whose first dim is the sequence (or row) and, for tokens, the second is time.
 Nothing needs to divide: shares differ by one sequence at most, time is padded at its end.
 
-Along cp time is cut by head and tail. With a ring of n there are 2n chunks, and place r holds chunks
+Along cp time is cut by head and tail. With a ring of n there are 2n chunks, and rank r holds chunks
 r and 2n - 1 - r: an early one that few keys precede and a late one that many do, so that causal
-attention costs every place the same (Brandon et al. 2023, "Striped Attention", name the imbalance;
-the halves are Llama 3's). Inside a place of the ring, Ulysses places hold equal runs of its tokens,
-and with `seq` tp places hold equal runs of those.
+attention costs every rank the same (Brandon et al. 2023, "Striped Attention", name the imbalance;
+the halves are Llama 3's). Inside a rank of the ring, Ulysses ranks hold equal runs of its tokens,
+and with `seq` ranks of tp hold equal runs of those.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ __all__ = ["count_valid", "edge_shape", "held_times", "microbatches", "share", "
 _FILLS = {"targets": IGNORED, "documents": -1}
 
 
-def share(size: int, parts: int, place: int) -> slice:
-    """Which of `size` things place `place` of `parts` takes; the first take one more."""
+def share(size: int, parts: int, index: int) -> slice:
+    """Which of `size` things part `index` of `parts` takes; the first take one more."""
     each, more = divmod(size, parts)
-    start = place * each + min(place, more)
-    return slice(start, start + each + (place < more))
+    start = index * each + min(index, more)
+    return slice(start, start + each + (index < more))
 
 
 def time_multiple(layout: Layout) -> int:
-    """What a sequence's length is padded to a multiple of, so that every place holds as much."""
+    """What a sequence's length is padded to a multiple of, so that every rank holds as much."""
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
     inside = ulysses * (layout.tp if layout.seq else 1)
-    # A place of a ring holds two chunks of one length.
+    # A rank of a ring holds two chunks of one length.
     return ring * (math.lcm(2, inside) if ring > 1 else inside)
 
 
 def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
-    """Which tokens of a sequence the place `cp` holds, in the order in which it holds them.
+    """Which tokens of a sequence the rank `cp` holds, in the order in which it holds them.
 
-    `length` is a multiple of `time_multiple`. This is the one place that knows the order.
+    `length` is a multiple of `time_multiple`. This is the only function that knows the order.
     """
     outer, inner = divmod(cp, ulysses)
     times = torch.arange(length)
@@ -58,11 +58,11 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
 def microbatches(
     batch: Mapping[str, Tensor], layout: Layout, dp: int | None, cp: int = 0
 ) -> list[dict[str, Tensor]]:
-    """The microbatches of the ranks at these places on dp and cp. With `dp` None the batch's rows
-    are those of one place on dp already.
+    """The microbatches of the ranks at these coordinates on dp and cp. With `dp` None the batch's rows
+    are those of one rank on dp already.
 
     Every tensor that has a number for each token is cut alike, positions among them: they come from
-    the batch, so a cp place turns its queries and keys by where their tokens really stand.
+    the batch, so a cp rank turns its queries and keys by where their tokens really stand.
     """
     whole = _held(_padded(batch, time_multiple(layout)), layout, cp)
     size = next(iter(whole.values())).shape[0]
@@ -108,7 +108,7 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
 
 def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[int, ...]:
     """The shape of what passes between two pieces, for a microbatch as this rank holds it; with
-    `seq` tp places hold equal parts of its time."""
+    `seq` ranks of tp hold equal parts of its time."""
     if "tokens" not in batch:
         return tuple(next(iter(batch.values())).shape)
     rows, tokens = batch["tokens"].shape

@@ -1,9 +1,9 @@
 """Context parallelism: attention's core replaced by one whose tokens lie on several ranks.
 
-*Ring* (Liu et al. 2023): queries stay, blocks of keys and values pass from place to place, partial
+*Ring* (Liu et al. 2023): queries stay, blocks of keys and values pass from rank to rank, partial
 results are merged by their log-sum-exp. *Ulysses* (Jacobs et al. 2023): an all-to-all gives each
-place all tokens of some heads. Both together: Ulysses inside each place of the ring. Which tokens a
-place holds is told by `batch.held_times`; the causal mask follows from that order and not from
+rank all tokens of some heads. Both together: Ulysses inside each rank of the ring. Which tokens a
+rank holds follows from `batch.held_times`; the causal mask follows from that order and not from
 `positions`, which begin again with each document.
 """
 
@@ -29,24 +29,24 @@ Ids = Tensor | None  # (batch, time): a number for each token
 
 
 def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
-    """Every child named `core` becomes one that works on this place's tokens.
+    """Every child named `core` becomes one that works on this rank's tokens.
 
     A ring replaces it: it must compute what `phalanx.models.Core` does. Under Ulysses alone the
     model's own core goes on, whatever it computes, on all tokens and fewer heads.
     """
     if layout.cp == 1:
         return
-    found = False
+    replaced = False
     for _, piece in model.pieces:
         for name, core in list(piece.named_modules()):
             owner, _, child = name.rpartition(".")
             if child != "core":
                 continue
-            found = True
+            replaced = True
             inner = RingCore(ring) if ring.size > 1 else core
             swapped = UlyssesCore(inner, ulysses) if ulysses.size > 1 else inner
             setattr(piece.get_submodule(owner), child, swapped)
-    if not found:
+    if not replaced:
         raise LayoutError(
             f"cp={layout.cp} cuts attention's core, and no piece has a child named 'core'.\n"
             "  Put softmax(q k') v in a child of that name, called core(q, k, v, positions,"
@@ -55,9 +55,9 @@ def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -
 
 
 class UlyssesCore(nn.Module):
-    """A core that gives each place all tokens of some heads, and `inner` computes on them.
+    """A core that gives each rank all tokens of some heads, and `inner` computes on them.
 
-    Of k and v with fewer heads than places each is sent to several; their gradients are added.
+    Of k and v with fewer heads than ranks each is sent to several; their gradients are added.
     """
 
     def __init__(self, inner: nn.Module, group: Group) -> None:
@@ -65,19 +65,19 @@ class UlyssesCore(nn.Module):
         self.inner, self.group = inner, group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
-        places, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
-        if heads % places:
+        ranks, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
+        if heads % ranks:
             raise LayoutError(
-                f"ulysses={places} does not divide the {heads} heads of a rank.\n"
+                f"ulysses={ranks} does not divide the {heads} heads of a rank.\n"
                 f"  Use a ring for the rest of cp."
             )
-        # So often that the places divide them; it still divides the query heads, as both do.
-        copies = places // math.gcd(places, kv_heads)
+        # So often that the ranks divide them; it still divides the query heads, as both do.
+        copies = ranks // math.gcd(ranks, kv_heads)
         if copies > 1:
             k, v = k.repeat_interleave(copies, 2), v.repeat_interleave(copies, 2)
-        # One message for q, k and v: each place's heads of all three together.
+        # One message for q, k and v: each rank's heads of all three together.
         parts = [
-            x.view(*x.shape[:2], places, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in (q, k, v)
+            x.view(*x.shape[:2], ranks, -1, x.shape[3]).permute(2, 0, 1, 3, 4) for x in (q, k, v)
         ]
         sizes = [x.shape[3] for x in parts]
         mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
@@ -90,12 +90,12 @@ class UlyssesCore(nn.Module):
 
 
 class RingCore(nn.Module):
-    """softmax(q k' / sqrt(head_dim)) v, causal, where each place of a ring holds two chunks of time.
+    """softmax(q k' / sqrt(head_dim)) v, causal, where each rank of a ring holds two chunks of time.
 
-    While a place computes with a block of keys and values, it is already passing it to the next
-    place and receiving another from the one before. Every block visits every place, whatever of it
-    is needed there, so all places send the same. In backward a block makes the round again, and its
-    gradient behind it, one place later; after as many steps as places that is home.
+    While a rank computes with a block of keys and values, it is already passing it to the next
+    rank and receiving another from the one before. Every block visits every rank, whatever of it
+    is needed there, so all ranks send the same. In backward a block makes the round again, and its
+    gradient behind it, one rank later; after as many steps as ranks that is home.
     """
 
     def __init__(self, group: Group) -> None:
@@ -103,7 +103,7 @@ class RingCore(nn.Module):
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
-        assert q.shape[1] % 2 == 0, "a place of a ring holds two chunks of one length"
+        assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
         q, kv = q.contiguous(), torch.stack((k, v))
         ids = None if documents is None else documents.contiguous()
@@ -115,7 +115,7 @@ class RingCore(nn.Module):
 
 
 class _Ring(torch.autograd.Function):
-    """Keeps q, k, v, the result and its log-sum-exp for this place's own tokens; no visitors."""
+    """Keeps q, k, v, the result and its log-sum-exp for this rank's own tokens; no visitors."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Tensor | None, group: Group) -> Tensor:
@@ -176,23 +176,23 @@ def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 _ring_op.register_autograd(_back, setup_context=_keep)
 
 
-def around(places: int) -> list[tuple[int, int]]:
+def around(ranks: int) -> list[tuple[int, int]]:
     """Who sends to whom on a ring, for the group that is split for it."""
-    return [(place, (place + 1) % places) for place in range(places)] if places > 1 else []
+    return [(rank, (rank + 1) % ranks) for rank in range(ranks)] if ranks > 1 else []
 
 
-def needed(step: int, place: int, places: int, length: int) -> MaskBlock:
+def needed(step: int, rank: int, ranks: int, length: int) -> MaskBlock:
     """Which rows and keys of the block that visits at a step meet, and whether under a diagonal.
 
-    Chunk c of time precedes chunk d where c < d; a place has one of the first half and, mirrored,
-    one of the last. So of the four pairs of chunks two are needed from any other place, and of one's
-    own three, two of them cut by the diagonal: every place computes as much at every step.
+    Chunk c of time precedes chunk d where c < d; a rank has one of the first half and, mirrored,
+    one of the last. So of the four pairs of chunks two are needed from any other rank, and of one's
+    own three, two of them cut by the diagonal: every rank computes as much at every step.
     """
-    source = (place - step) % places
+    source = (rank - step) % ranks
     whole, half = slice(0, length), length // 2
-    if source == place:
+    if source == rank:
         return MaskBlock(whole, whole, causal=True)
-    if source < place:
+    if source < rank:
         return MaskBlock(whole, slice(0, half))
     return MaskBlock(slice(half, length), whole)
 
@@ -200,7 +200,7 @@ def needed(step: int, place: int, places: int, length: int) -> MaskBlock:
 def ring_attention(
     q: Tensor, kv: Tensor, ids: Tensor | None, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """The result (B, T, heads, size) of this place's queries and its log-sum-exp (B, T, heads)."""
+    """The result (B, T, heads, size) of this rank's queries and its log-sum-exp (B, T, heads)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros_like(q, dtype=wide)
     lse = torch.full_like(out[..., 0], -math.inf)
@@ -221,7 +221,7 @@ def ring_gradients(
     lse: Tensor,
     group: Group,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of this place's q and kv; `out` and `lse` are what `ring_attention` gave."""
+    """The gradients of this rank's q and kv; `out` and `lse` are what `ring_attention` gave."""
     gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
     into_q = torch.zeros_like(q, dtype=wide)
@@ -244,7 +244,7 @@ def ring_gradients(
 
 
 class _Passing:
-    """Tensors on their way to the next place, and as many on theirs from the one before."""
+    """Tensors on their way to the next rank, and as many on theirs from the one before."""
 
     def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
         self.leaving = tensors  # they live until they have left
@@ -277,12 +277,12 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add the softmax over other keys to one, each costed by its share of the sum.
 
     Nothing seen yet is -inf, and so is nothing seen in this part; the first part of a row is its
-    own place's, where it sees at least itself.
+    own rank's, where it sees at least itself.
     """
     both = torch.logaddexp(lse, part_lse)
-    weigh = torch.where(both == -math.inf, 0.0, both)  # -inf minus -inf would be NaN
-    out *= (lse - weigh).exp().unsqueeze(-1)
-    out.addcmul_(part, (part_lse - weigh).exp().unsqueeze(-1))
+    scale = torch.where(both == -math.inf, 0.0, both)  # -inf minus -inf would be NaN
+    out *= (lse - scale).exp().unsqueeze(-1)
+    out.addcmul_(part, (part_lse - scale).exp().unsqueeze(-1))
     lse.copy_(both)
 
 

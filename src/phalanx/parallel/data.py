@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Where a part of a weight stands: numbers `start` to `stop` of the weight as this tp place
+    """Where a part of a weight stands: numbers `start` to `stop` of the weight as this rank of tp
     holds it, flattened, are at `offset` of this rank's shard."""
 
     weight: Weight
@@ -162,7 +162,7 @@ class Unit:
         # refresh brings what is computed with. Without a GPU that is a copy all the same.
         self.buffer: Tensor | None = None  # the whole weights
         self.full: Tensor | None = None  # the whole gradient, open for contributions
-        self.fresh: set[str] = set()  # weights that no contribution has come to: memory as found
+        self.fresh: set[str] = set()  # weights that no contribution has come to: memory as it was
         self.parts: list[Tensor] = []  # this rank's parts, summed over the shards alone
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident, self.at_host = resident, at_host
@@ -227,7 +227,7 @@ class Unit:
         return runs
 
     def fill(self, name: str, part: Tensor) -> None:
-        """Put one weight, as this tp place holds it, into the home."""
+        """Put one weight, as this rank of tp holds it, into the home."""
         flat = part.reshape(-1)
         for entry in self.entries():
             if entry.weight.name == name:
@@ -298,7 +298,7 @@ class Unit:
             self.parameters[weight.name].data = view
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each weight's place in a flat buffer. A pool has few, so they are kept."""
+        """Each weight's view of a flat buffer. A pool has few, so they are kept."""
         if id(flat) not in self._bound:
             views = [
                 flat[offset : offset + _numel(weight)].view(weight.local)

@@ -69,13 +69,15 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
         for name, weight in model.weights.items()
         if model.unit_of[name] == unit
     ]
-    found = {UnitAxes(*(tuple(a for a in part if a not in cut) for part in axes)) for cut in cuts}
-    if len(found) > 1:
+    different = {
+        UnitAxes(*(tuple(a for a in part if a not in cut) for part in axes)) for cut in cuts
+    }
+    if len(different) > 1:
         raise LayoutError(
             f"the weights of {model.pieces[unit][0]} are sharded over different axes of data"
             " parallelism, and a unit has one group for all. Put them into pieces of their own."
         )
-    return found.pop() if found else UnitAxes(*axes)
+    return different.pop() if different else UnitAxes(*axes)
 
 
 def open_groups(

@@ -31,7 +31,7 @@ class LocalModel:
     units: dict[int, Unit]
     groups: Groups
     pool: BufferPool
-    place: dict[str, int]  # where the rank sits on each axis
+    coordinates: dict[str, int]  # where the rank sits on each axis
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
 
 

@@ -67,32 +67,32 @@ class Model:
     @cached_property
     def weights(self) -> dict[str, nn.Parameter]:
         """Every parameter once, under the name by which the model meets it first."""
-        found: dict[nn.Parameter, str] = {}
+        first: dict[nn.Parameter, str] = {}
         for prefix, module in self.pieces:
             for name, parameter in module.named_parameters():
-                found.setdefault(parameter, f"{prefix}.{name}")
-        return {name: parameter for parameter, name in found.items()}
+                first.setdefault(parameter, f"{prefix}.{name}")
+        return {name: parameter for parameter, name in first.items()}
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
         """The unit of each parameter: the first piece that uses it."""
         names = {parameter: name for name, parameter in self.weights.items()}
-        found: dict[str, int] = {}
+        units: dict[str, int] = {}
         for piece, (_, module) in enumerate(self.pieces):
             for parameter in module.parameters():
-                found.setdefault(names[parameter], piece)
-        return found
+                units.setdefault(names[parameter], piece)
+        return units
 
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
         """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
         names = {parameter: name for name, parameter in self.weights.items()}
-        found = {
+        pairs = {
             (piece, self.unit_of[names[parameter]]): None
             for piece, (_, module) in enumerate(self.pieces)
             for parameter in module.parameters()
         }
-        return tuple((piece, unit) for piece, unit in found if piece != unit)
+        return tuple((piece, unit) for piece, unit in pairs if piece != unit)
 
     def takes(self, piece: int) -> tuple[str, ...]:
         """What a piece names: of all but the first, first the activations, whatever their name."""
@@ -156,7 +156,7 @@ def _rope_scaling(shape: Shape) -> RopeScaling | None:
 
 def load_model(text: str) -> Model:
     """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
-    told by the file's `describe(model)`, which returns a `Model`."""
+    described by the file's `describe(model)`, which returns a `Model`."""
     path, name = split_name(text)
     kind, describe = load_source(path, (name, "describe"), LayoutError)
     with torch.device("meta"), running(path, LayoutError):

@@ -1,7 +1,7 @@
 """What selective recomputation keeps of a forward, and gives back when it is computed again.
 
 Kept are the outputs of products, attention and groups. Of an output whose values nobody will ask for
-a hollow stand-in is kept, of the right shape and without memory: what runs again needs something to
+a stand-in is kept, of the right shape and without memory: what runs again needs something to
 go on with, and the backward of a product asks for its factors alone.
 """
 
@@ -35,7 +35,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.phalanx.ring.default,
 }
-_DEAR = _PRODUCTS | _ATTENTION | {_region}
+_COSTLY = _PRODUCTS | _ATTENTION | {_region}
 # Besides views and sums what ends a block is dropout: a scaling, and a choice that keeps its mask.
 _ASK_NOTHING = {
     _aten.add.Tensor, _aten._unsafe_view.default, _aten.where.self, _aten.scalar_tensor.default,
@@ -43,19 +43,19 @@ _ASK_NOTHING = {
 
 
 class _Output(NamedTuple):
-    """What one dear operation put out."""
+    """What one costly operation put out."""
 
     op: Any
     value: Any
 
 
 class _Keeping(TorchDispatchMode):
-    """While a forward runs: notes what its dear operations put out."""
+    """While a forward runs: notes what its costly operations put out."""
 
     def __init__(self, kept: deque[_Output]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
-        self.asked = 0  # so many of them, and all after it was asked for nothing
+        self.used = 0  # so many of them, and all after it was asked for nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -64,19 +64,19 @@ class _Keeping(TorchDispatchMode):
         if func is _region:
             self._join(args[0], args[1])
         elif _asks(func, args, out):
-            self.asked = len(self.kept)
-        if func in _DEAR:
+            self.used = len(self.kept)
+        if func in _COSTLY:
             # Without its graph, which holds what is kept.
             self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
         if func in _ATTENTION:
-            self.asked = len(self.kept)
+            self.used = len(self.kept)
         return out
 
     def _join(self, x: Tensor, kind: str) -> None:
         """One rank's part of a sum is nobody's but the region's, which gives back what it put out."""
         last = self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
         if last and last.op in _PRODUCTS and storage_of(last.value) == storage_of(x):
-            self.kept[-1] = _hollow(last)
+            self.kept[-1] = _stand_in(last)
 
     def _refuse(self, written: Any) -> None:
         """What is kept must stay as it was."""
@@ -89,8 +89,8 @@ class _Keeping(TorchDispatchMode):
                 )
 
     def __exit__(self, *error: Any) -> None:
-        for number in range(self.asked, len(self.kept)):
-            self.kept[number] = _hollow(self.kept[number])
+        for number in range(self.used, len(self.kept)):
+            self.kept[number] = _stand_in(self.kept[number])
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
@@ -102,7 +102,7 @@ class _Giving(TorchDispatchMode):
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _DEAR:
+        if func not in _COSTLY:
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
         assert op is func, f"a forward ran {op}, and when it was run again {func}"
@@ -131,7 +131,7 @@ def _storages(value: Any) -> Iterator[int]:
     return (storage_of(x) for x in tree_iter(value) if isinstance(x, Tensor))
 
 
-def _hollow(output: _Output) -> _Output:
+def _stand_in(output: _Output) -> _Output:
     """A stand-in full of NaN: should somebody ask for its values after all, it is seen."""
     x = output.value
     nothing = torch.full((), torch.nan, dtype=x.dtype, device=x.device)

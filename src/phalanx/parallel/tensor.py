@@ -67,14 +67,14 @@ def cut_of(
     cuts = []
     for dim, size in zip(model.rules.dims(name, len(shape)), shape, strict=True):
         axis = AXIS_OF.get(dim)
-        parts, place = (layout.mesh.of(axis), at.get(axis, 0)) if axis else (1, 0)
-        cuts.append(Cut.of(size, parts, place, max(1, size // model.counts.get(dim, size))))
+        parts, index = (layout.mesh.of(axis), at.get(axis, 0)) if axis else (1, 0)
+        cuts.append(Cut.of(size, parts, index, max(1, size // model.counts.get(dim, size))))
     return tuple(cuts)
 
 
 def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str, Weight]:
     """Every weight of the model as the rank at these coordinates holds it."""
-    found, tp = {}, at.get("tp", 0)
+    weights, tp = {}, at.get("tp", 0)
     for name, parameter in model.weights.items():
         shape = tuple(parameter.shape)
         dims = model.rules.dims(name, len(shape))
@@ -83,8 +83,8 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
         whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
         counted = tp % copies == 0 if whole or adds else True
-        found[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted)
-    return found
+        weights[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted)
+    return weights
 
 
 def partial_units(model: Model, layout: Layout) -> set[int]:

@@ -32,9 +32,9 @@ class Proof:
 
 def check(program: Program, sizes: Sizes | None = None) -> Proof:
     """The proof that a program is right, or a ProgramError with every fault."""
-    found = faults(program)
-    if found:
-        raise ProgramError("\n".join(found))
+    problems = faults(program)
+    if problems:
+        raise ProgramError("\n".join(problems))
     return Proof(
         held(program),
         peaks(program, Sizes.counts(program.pieces)),
@@ -44,31 +44,31 @@ def check(program: Program, sizes: Sizes | None = None) -> Proof:
 
 def held(program: Program) -> tuple[float, ...]:
     """The most microbatches between forward and (last) backward on each row."""
-    found = []
+    problems = []
     for row in program.rows:
         share = 1 / max(1, len({op.piece for op in row if op.kind == ops.FORWARD}))
         now = most = 0
         for op in row:
             now += (op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES)
             most = max(most, now)
-        found.append(round(most * share, 9))
-    return tuple(found)
+        problems.append(round(most * share, 9))
+    return tuple(problems)
 
 
 def faults(program: Program) -> tuple[str, ...]:
     """Everything that is wrong with a program; the first cause first."""
-    found = [*_one_line(program), *_names(program), *_homes(program)]
-    if found:
-        return tuple(found)
+    problems = [*_one_line(program), *_names(program), *_homes(program)]
+    if problems:
+        return tuple(problems)
     made = graph(program)
-    found += _needs(made)
-    found += _groups(made)
-    found += _collectives(made)
+    problems += _needs(made)
+    problems += _groups(made)
+    problems += _collectives(made)
     for number in range(len(program.rows)):
-        found += _left_over(program, number)
-        found += _weights(program, number)
-    found += _ties(program)
-    return tuple(dict.fromkeys(found)) or tuple(_deadlock(made))
+        problems += _left_over(program, number)
+        problems += _weights(program, number)
+    problems += _ties(program)
+    return tuple(dict.fromkeys(problems)) or tuple(_deadlock(made))
 
 
 def _rank(program: Program, row: int) -> str:
@@ -178,7 +178,7 @@ def _groups(made: Graph) -> Iterator[str]:
 
 
 def _message(op: Op) -> tuple[int, int, int]:
-    """What travels, told alike at both ends: from piece, to piece, microbatch."""
+    """What travels, the same at both ends: from piece, to piece, microbatch."""
     ends = (op.piece, op.peer) if op.kind == ops.SEND else (op.peer, op.piece)
     return (*ends, op.index)
 

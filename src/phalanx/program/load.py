@@ -115,8 +115,8 @@ def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
     """The piece for any number of rows, from costings at one row and at two."""
 
     def costed(rows: float) -> PieceCost:
-        found: PieceCost = _line(one, two, rows)
-        return found
+        cost: PieceCost = _line(one, two, rows)
+        return cost
 
     return costed
 

@@ -49,7 +49,7 @@ class Paint(NamedTuple):
 
 
 # The palette of Okabe and Ito (2008), which colour-blind readers tell apart. Letters stand beside
-# every colour, so nothing is told by colour alone.
+# every colour, so colour alone says nothing.
 _BLUE, _ORANGE = Paint("#56b4e9", "#000000", 74), Paint("#e69f00", "#000000", 178)
 _GREEN, _PINK = Paint("#2fb98f", "#000000", 36), Paint("#cc79a7", "#000000", 175)
 _NAVY, _RED = Paint("#0072b2", "#ffffff", 25), Paint("#d55e00", "#000000", 166)

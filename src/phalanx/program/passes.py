@@ -1,4 +1,4 @@
-"""From the order of computing to the whole step: each pass puts one kind of operation in its place.
+"""From the order of computing to the whole step: each pass inserts one kind of operation.
 
 Every pass takes a Program and returns one; none knows of another. `build.py` says in which order
 they are applied.
@@ -244,7 +244,7 @@ def gather(
 
 def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, int, int]]:
     """(unit, first position, last position) of every stretch in which a unit's weights are used."""
-    found: dict[tuple[int, int], list[int]] = {}
+    stretches: dict[tuple[int, int], list[int]] = {}
     stretch: dict[int, int] = defaultdict(int)
     last: tuple[int, ...] = ()
     for i, op in enumerate(row):
@@ -254,9 +254,11 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
         for unit in units:
             if each and unit not in last:
                 stretch[unit] += 1
-            found.setdefault((unit, stretch[unit]), [i, i])[1] = i
+            stretches.setdefault((unit, stretch[unit]), [i, i])[1] = i
         last = units
-    return sorted(((unit, a, b) for (unit, _), (a, b) in found.items()), key=lambda use: use[1:])
+    return sorted(
+        ((unit, a, b) for (unit, _), (a, b) in stretches.items()), key=lambda use: use[1:]
+    )
 
 
 def reduce(program: Program, *, each_microbatch: bool, replicas: bool = False) -> Program:

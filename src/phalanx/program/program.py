@@ -74,7 +74,7 @@ class Op(NamedTuple):
 class Program:
     """A training step: one list of operations for every rank that differs.
 
-    `owner[rank]` is the row that a rank follows; left out, a rank follows the row of its place along
+    `owner[rank]` is the row that a rank follows; left out, a rank follows the row of its coordinate along
     `pp`. `tied` lists (piece, unit) pairs: the piece also uses the weights of that unit.
     """
 
@@ -176,9 +176,9 @@ class Program:
         return "\n".join([*head, *lines]) + "\n"
 
     @classmethod
-    def parse(cls, text: str, place: str = "program") -> Program:
+    def parse(cls, text: str, source: str = "program") -> Program:
         """The program that a text tells; a mistake is named with its line."""
-        return _parse(text, place)
+        return _parse(text, source)
 
 
 def _wrapped(words: Iterable[str]) -> str:
@@ -190,24 +190,24 @@ def _wrapped(words: Iterable[str]) -> str:
     return out
 
 
-def _parse(text: str, place: str) -> Program:
-    found = _Reading()
+def _parse(text: str, source: str) -> Program:
+    reading = _Reading()
     for number, raw in enumerate(text.splitlines(), 1):
         line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
         if not line or (number == 1 and line == _HEADER):
             continue
         try:
-            found.read(line)
+            reading.read(line)
         except (LayoutError, ProgramError) as error:
-            raise ProgramError(f"{place}, line {number}: {error}") from None
-    missing = sorted(set(range(found.mesh.size)) ^ set(found.owner))
+            raise ProgramError(f"{source}, line {number}: {error}") from None
+    missing = sorted(set(range(reading.mesh.size)) ^ set(reading.owner))
     if missing:
         raise ProgramError(
-            f"{place}: the mesh {str(found.mesh)!r} has ranks 0 to {found.mesh.size - 1}; ranks"
+            f"{source}: the mesh {str(reading.mesh)!r} has ranks 0 to {reading.mesh.size - 1}; ranks"
             f" {_few(missing)} are missing or too many in the 'ranks' lines."
         )
-    owner = tuple(found.owner[rank] for rank in range(found.mesh.size))
-    return Program(tuple(map(tuple, found.rows)), found.mesh, owner, tuple(found.tied))
+    owner = tuple(reading.owner[rank] for rank in range(reading.mesh.size))
+    return Program(tuple(map(tuple, reading.rows)), reading.mesh, owner, tuple(reading.tied))
 
 
 def _few(ranks: list[int]) -> str:
@@ -216,7 +216,7 @@ def _few(ranks: list[int]) -> str:
 
 
 class _Reading:
-    """What the lines of a program's text have told so far."""
+    """What the lines of a program's text have given so far."""
 
     def __init__(self) -> None:
         self.mesh = Mesh()

@@ -29,18 +29,18 @@ class Recorded:
     timeline: Timeline
 
     def __str__(self) -> str:
-        told = {"phalanx run": 1, "program": str(self.program), **self.timeline.to_json()}
-        return json.dumps(told, indent=1) + "\n"
+        data = {"phalanx run": 1, "program": str(self.program), **self.timeline.to_json()}
+        return json.dumps(data, indent=1) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Recorded:
         """The run that a file tells; whatever is not one is refused with the reason."""
-        told = parse_json(text, "the recorded step", ProgramError)
-        if told.get("phalanx run") != 1 or not isinstance(told.get("program"), str):
+        data = parse_json(text, "the recorded step", ProgramError)
+        if data.get("phalanx run") != 1 or not isinstance(data.get("program"), str):
             raise ProgramError(
                 "this is not the file of a run: JSON with 'phalanx run': 1, a program and spans."
             )
-        program = Program.parse(told["program"], "the run's program")
+        program = Program.parse(data["program"], "the run's program")
         try:
             timeline = Timeline.from_json(text)
         except ValueError as error:
@@ -56,15 +56,15 @@ class Recorded:
     def costs(self) -> Costs:
         """What operations took: of what computes the median for each kind and piece; of a message
         the shortest, as its span ends only when somebody waits for it."""
-        found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        seen: dict[tuple[str, int], list[float]] = defaultdict(list)
         sent: list[float] = []
         for span in self.timeline.spans:
             if span.op.of:
                 sent += [span.end - span.start] * (span.op.kind == RECEIVE)
             else:
-                found[span.op.kind, span.op.piece].append(span.end - span.start)
+                seen[span.op.kind, span.op.piece].append(span.end - span.start)
         pieces = {
-            key: median(times) if key[0] in _BUSY else min(times) for key, times in found.items()
+            key: median(times) if key[0] in _BUSY else min(times) for key, times in seen.items()
         }
         kinds = {key[0]: time for key, time in pieces.items() if key[1] < 0}
         kinds["send"] = min(sent, default=0.0)

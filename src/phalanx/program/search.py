@@ -36,30 +36,30 @@ def search(
 ) -> Program:
     """The shortest program known for these costs; `limits` are microbatches a rank may hold
     (a chunk counts 1/V), from forward until the weight gradient."""
-    found: list[tuple[float, int, Program]] = []
+    fitting: list[tuple[float, int, Program]] = []
     for number, program in enumerate(_candidates(stages, microbatches, chunks, costs, limits)):
         if program is not None and _fits(program, limits):
-            found.append((simulate(messages(program), costs).makespan, number, program))
-    if not found:
+            fitting.append((simulate(messages(program), costs).makespan, number, program))
+    if not fitting:
         raise ProgramError(
             f"no order of {stages} stages and {microbatches} microbatches fits in the memory limits"
             f" {list(limits or ())}: every rank must hold at least 1 microbatch."
         )
-    return min(found, key=lambda f: f[:2])[2]
+    return min(fitting, key=lambda f: f[:2])[2]
 
 
 def _candidates(
     stages: int, microbatches: int, chunks: int, costs: Costs, limits: Sequence[float] | None
 ) -> list[Program | None]:
     named = [n for n in _BESIDE if traits(n).least <= chunks <= traits(n).most]
-    found: list[Program | None] = [schedule(n, stages, microbatches, chunks) for n in named]
-    places = ["wrap", "fold"] if chunks == 2 else ["wrap"]
+    programs: list[Program | None] = [schedule(n, stages, microbatches, chunks) for n in named]
+    ways = ["wrap", "fold"] if chunks == 2 else ["wrap"]
     # Whole microbatches let in one by one always end; letting in chunks is shorter where it ends.
     whole = (False, True) if chunks > 1 else (False,)
     rooms = _rooms(stages, microbatches, limits)
-    choices = product(places, _ORDERS, rooms, whole)
-    found += (_Listing(stages, microbatches, chunks, costs, *choice).run() for choice in choices)
-    return found
+    choices = product(ways, _ORDERS, rooms, whole)
+    programs += (_Listing(stages, microbatches, chunks, costs, *choice).run() for choice in choices)
+    return programs
 
 
 def _rooms(stages: int, microbatches: int, limits: Sequence[float] | None) -> list[list[float]]:
@@ -129,14 +129,14 @@ class _Listing:
     microbatches: int
     chunks: int
     costs: Costs
-    place: str
+    chunks_go: str
     order: tuple[str, ...]
     room: Sequence[float]
     whole: bool
 
     def row(self, stage: int) -> int:
         turn, r = divmod(stage, self.stages)
-        return self.stages - 1 - r if self.place == "fold" and turn % 2 else r
+        return self.stages - 1 - r if self.chunks_go == "fold" and turn % 2 else r
 
     def run(self) -> Program | None:
         n = self.stages * self.chunks

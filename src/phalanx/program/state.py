@@ -1,4 +1,4 @@
-"""What one rank has at each operation of its list: the one place that follows a list.
+"""What one rank has at each operation of its list: the one file that follows a list.
 
 `State` walks a rank's row and knows, before every operation, which weights are gathered or stale,
 which gradients are open, on their way or reduced, and which activations are kept, recomputed or on
@@ -167,19 +167,19 @@ class State:
         return Lack(f"the sum {Op(over_all, unit)} before it")
 
     def _for_update(self, unit: int) -> list[Op | Lack]:
-        found: list[Op | Lack] = []
+        needs: list[Op | Lack] = []
         if ops.AGREE in self.has:
             # A sum after the agreement undoes it: what was agreed on is not what would be applied.
-            found.append(self.agreed or Lack(f"{ops.AGREE} before it, after every sum"))
+            needs.append(self.agreed or Lack(f"{ops.AGREE} before it, after every sum"))
         contributions = self.open.get(unit, [])
         if ops.REDUCE not in self.has:
-            found += contributions or [Lack(f"a gradient of unit {unit}")]
+            needs += contributions or [Lack(f"a gradient of unit {unit}")]
         elif contributions:
             of = ", ".join(map(str, contributions[:2]))
-            found.append(Lack(f"the sum {Op(ops.REDUCE, unit)} of {of} before it"))
+            needs.append(Lack(f"the sum {Op(ops.REDUCE, unit)} of {of} before it"))
         else:
-            found.append(self._complete(unit))
-        return found
+            needs.append(self._complete(unit))
+        return needs
 
     def _one_of(self, *choices: Op) -> Op | Lack:
         for choice in choices:
@@ -188,16 +188,16 @@ class State:
         return Lack(" or ".join(map(str, choices)))
 
     def _weights(self, piece: int) -> list[Op | Lack]:
-        found: list[Op | Lack] = []
+        needs: list[Op | Lack] = []
         for unit in self.program.units(piece):
             if unit in self.gathered and unit not in self.stale:
-                found.append(self.gathered[unit])
+                needs.append(self.gathered[unit])
             elif ops.GATHER in self.has:
                 # Where weights are gathered, no unit is whole at home.
-                found.append(Lack(_NO_WEIGHTS.format(unit=unit)))
+                needs.append(Lack(_NO_WEIGHTS.format(unit=unit)))
             elif unit in self.updated:
-                found.append(self.updated[unit])
-        return found
+                needs.append(self.updated[unit])
+        return needs
 
     def _input(self, piece: int, m: int) -> list[Op | Lack]:
         for kind in ops.BRINGS_VALUE:
@@ -221,10 +221,10 @@ class State:
 
     def _kept(self, piece: int, m: int) -> list[Op | Lack]:
         """What the forward kept, back from the host if it went there."""
-        found = [self._one_of(Op(ops.FORWARD, piece, m))]
+        needs = [self._one_of(Op(ops.FORWARD, piece, m))]
         if Op(ops.OFFLOAD, piece, m) in self.at:
-            found.append(self._one_of(Op(ops.RELOAD, piece, m)))
-        return found
+            needs.append(self._one_of(Op(ops.RELOAD, piece, m)))
+        return needs
 
     def _gradient(self, piece: int, m: int) -> list[Op | Lack]:
         if piece == self.last_piece:

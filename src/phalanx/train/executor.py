@@ -207,11 +207,11 @@ class Executor:
                 ({*state.away} & {*there}) - copied,
             ),
         }
-        for what, (here, said) in held.items():
-            if here != said:
+        for what, (here, expected) in held.items():
+            if here != expected:
                 raise ProgramError(
                     f"after {op} rank {self.rank} holds {what} {sorted(here)}; by the program"
-                    f" {sorted(said)}."
+                    f" {sorted(expected)}."
                 )
 
     # ---- tokens and agreement

@@ -129,10 +129,10 @@ class Rank:
 
     @cached_property
     def _rows(self) -> slice:
-        return share(self.batches.size, self.layout.dp, self.local.place["dp"])
+        return share(self.batches.size, self.layout.dp, self.local.coordinates["dp"])
 
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        own = microbatches(rows, self.layout, None, self.local.place["cp"])
+        own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
         return [{name: self._sent(x) for name, x in each.items()} for each in own]
 
     def _sent(self, x: Tensor) -> Tensor:

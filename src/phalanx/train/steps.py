@@ -82,9 +82,9 @@ class Trainer(Executor):
         along the step, and what it is. A gradient that ranks have summed is nobody's own."""
         pieces, units = self.program.pieces, self.local.units
         bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
-        found = [(p, f"the output of piece {p}") for way, p in bad if way == ops.FORWARD]
+        causes = [(p, f"the output of piece {p}") for way, p in bad if way == ops.FORWARD]
         # Backward begins at the last piece.
-        found += [
+        causes += [
             (3 * pieces - 2 * p, f"the gradient of piece {p}")
             for way, p in bad
             if way == ops.BACKWARD
@@ -93,8 +93,8 @@ class Trainer(Executor):
             summed = units[p].groups.reduce.size * units[p].groups.replica.size
             which = f", a sum over {summed} ranks of which any may have made it,"
             which = which if summed > 1 else ""
-            found.append((3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}"))
-        return min(found, default=None)
+            causes.append((3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}"))
+        return min(causes, default=None)
 
 
 class _Nothing:

@@ -112,7 +112,7 @@ class _Tracer:
         self.outputs: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
         self.parts = layout.tp if layout.seq else 1
-        self.tp = local.place["tp"]
+        self.tp = local.coordinates["tp"]
         # Under tp without seq every rank has the same outputs, and the first one keeps them.
         if self.parts > 1 or self.tp == 0:
             for number, piece in local.pieces.items():
@@ -192,7 +192,7 @@ def train_layout(
 def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: _numbered(batch)}
     moved = {name: x.to(world.device) for name, x in numbered.items()}
-    return microbatches(moved, layout, local.place["dp"], local.place["cp"])
+    return microbatches(moved, layout, local.coordinates["dp"], local.coordinates["cp"])
 
 
 def _numbered(batch: Batch) -> Tensor:
