@@ -123,8 +123,8 @@ def table(
                 seconds: dict[str, list[float]] = {way: [] for way in WAYS}
                 for _ in range(rounds):
                     for way, (group, how) in WAYS.items():
-                        told = runs[group](measure, kind, how, size, repeats)
-                        seconds[way] += map(max, zip(*told, strict=True))
+                        by_rank = runs[group](measure, kind, how, size, repeats)
+                        seconds[way] += map(max, zip(*by_rank, strict=True))
                 print(row(kind, size, ranks, seconds), flush=True)
 
 
@@ -156,9 +156,9 @@ def main() -> None:
     add("--kinds", nargs="+", choices=KINDS, default=KINDS)
     add("--rounds", type=int, default=3)
     add("--repeats", type=int, default=5)
-    said = parser.parse_args()
-    for ranks in said.ranks:
-        table(ranks, said.sizes, said.kinds, said.rounds, said.repeats)
+    args = parser.parse_args()
+    for ranks in args.ranks:
+        table(ranks, args.sizes, args.kinds, args.rounds, args.repeats)
 
 
 if __name__ == "__main__":
