@@ -30,7 +30,7 @@ BAD = {
     "draw 1f1b --layers 3": "--layers 3 cannot fill 4 stages",
     "draw 1f1b --costs F=a": "'a' in 'F=a' is not a number",
     "draw 1f1b --costs F=1,F=2": "F stands twice",
-    "draw 1f1b --costs Q=1": "'Q=1' is not KIND=TIME",
+    "draw 1f1b --costs X=1": "'X=1' is not KIND=TIME",
     "draw 1f1b --costs F=-1": "'F=-1'",
     "draw 1f1b --costs F=inf": "'F=inf'",
     "draw 1f1b --costs F=0,B=0": "nothing takes time",
@@ -80,10 +80,10 @@ def test_bad_input_gets_a_sentence_with_the_place_and_exit_code_2(
 
 def test_a_typo_in_a_program_file_is_named_with_its_line(capsys: Capture, tmp_path: Path) -> None:
     place = tmp_path / "step.txt"
-    place.write_text("mesh pp1\nranks 0: 0F0 0Q0\n")
+    place.write_text("mesh pp1\nranks 0: 0F0 0X0\n")
     for verb in (["draw", "program"], ["check"]):
         assert main([*verb, str(place)]) == 2
-        assert f"{place}, line 2: '0Q0' is not an operation" in capsys.readouterr().err
+        assert f"{place}, line 2: '0X0' is not an operation" in capsys.readouterr().err
     place.write_bytes(b"\xff\xfe\x00")
     assert main(["check", str(place)]) == 2
     assert "is not text" in capsys.readouterr().err
