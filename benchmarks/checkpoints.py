@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py [--rounds 8] [--beside OTHER/src]
 
 Everything takes turns within one run. `--beside` times another checkout of phalanx in the same turns.
-Both saves end with an fsync. Loads are from the page cache. torch's have no checksums.
+Both saves end with an fsync. Loads are from the page cache. torch's have no checksums. Seconds of CPU are
+of all threads, and depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def work(out: Path) -> None:
     rank = Rank(AloneWorld(), run, Layout.parse("fp32"))
     rank.trainer.step(rank.batch(0), 1e-3)
     saver = Saver(run.checkpoints, rank.local, rank.updates, keep=1)
-    state = [list(s.values()) for u in rank.updates.values() for s in u.state.values()]
+    updates: list[Any] = list(rank.updates.values())  # of another checkout, perhaps
+    state = [list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()]
     tensors: list[Any] = [[unit.home for unit in rank.local.units.values()], state]
 
     def torch_save() -> None:
@@ -44,7 +46,7 @@ def work(out: Path) -> None:
             os.fsync(file.fileno())
 
     for step, line in enumerate(sys.stdin):
-        begun = time.perf_counter()
+        begun, worked = time.perf_counter(), time.process_time()
         match line.strip():
             case "save":
                 saver.save(Progress(step))
@@ -54,7 +56,7 @@ def work(out: Path) -> None:
                 torch_save()
             case "torch.load":
                 torch.load(out / "torch.pt")
-        print(time.perf_counter() - begun, flush=True)
+        print(time.perf_counter() - begun, time.process_time() - worked, flush=True)
 
 
 def main() -> None:
@@ -68,7 +70,7 @@ def main() -> None:
         return
     sources = {"ours": os.environ.get("PYTHONPATH", "")}
     sources |= {"the other": args.beside} if args.beside else {}
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         started = {}
         for name, source in sources.items():
@@ -86,15 +88,16 @@ def main() -> None:
             for title, name, what in turns:
                 pipes: Any = started[name]
                 print(what, file=pipes.stdin, flush=True)
-                passed = float(pipes.stdout.readline())
+                wall, cpu = map(float, pipes.stdout.readline().split())
                 if turn:  # the first warms up
-                    seconds.setdefault(title, []).append(passed)
+                    seconds.setdefault(title, []).append((wall, cpu))
         for process in started.values():
             process.communicate()
-    print("| | s, median (quartiles) |\n|---|---|")
+    print("| | s, median (quartiles) | s of CPU |\n|---|---|---|")
     for title, values in seconds.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        print(f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) |")
+        low, middle, high = statistics.quantiles((wall for wall, _ in values), n=4)
+        cpu = statistics.median(cpu for _, cpu in values)
+        print(f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} |")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,8 @@ class Manifest(Progress):
 
     def __str__(self) -> str:
         body = {"format": FORMAT, "version": VERSION, **_table(self)}
-        return json.dumps({"sha256": _sum(body), "body": body}, indent=0, default=_table)
+        # Without an indent: json has a fast encoder for that only, and manifests have megabytes.
+        return json.dumps({"sha256": _sum(body), "body": body}, default=_table)
 
     @classmethod
     def parse(cls, text: str, where: str) -> Manifest:
