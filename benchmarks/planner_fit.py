@@ -14,10 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from phalanx.cost import cached_costs, cut_of
+from phalanx.cost import cached_costs
 from phalanx.plan.fit import fit
-from phalanx.plan.profile import FITTED, Profile
-from published.predict import RunGroup, groups_of
+from phalanx.plan.profile import FITTED, SoftwareProfile
+from published.predict import PublishedRun, logged, runs_of
+from published.score import some
 from published.table import Row, read_table
 
 LIMIT = 0.85  # of a device's memory: what a plan may use
@@ -33,53 +34,51 @@ def counts(row: Row) -> bool:
     return row.memory < FULL * row.hardware.memory or not row.source.startswith("ultrascale")
 
 
-def even(groups: list[RunGroup]):
-    """Weights under which every source counts one, however many rows it has."""
+def fitted(runs: list[PublishedRun]) -> SoftwareProfile:
+    """The profile of some runs; every source counts one, however many rows it has."""
     sizes: dict[str, int] = defaultdict(int)
-    for group in groups:
-        for row in group.rows:
-            sizes[row.source] += counts(row)
-    return lambda g: np.array([counts(r) / max(1, sizes[r.source]) for r in g.rows])
+    for run in runs:
+        sizes[run.row.source] += counts(run.row)
+    weights = [counts(run.row) / max(1, sizes[run.row.source]) for run in runs]
+    return remembered(fit(runs[0].row.profile, runs, weights=weights), runs)
 
 
-def remembered(profile: Profile, groups: list[RunGroup]) -> Profile:
+def remembered(profile: SoftwareProfile, runs: list[PublishedRun]) -> SoftwareProfile:
     """The profile with `kept` as the measured peaks have it: the median error is smallest."""
+    known = [run for run in runs if run.row.memory or run.row.out_of_memory]
 
     def off(kept: float) -> float:
-        found, wrong, known = [0.0], 0, 1
-        for group in groups:
-            estimates = group.under(replace(profile, kept=kept))
-            told = estimates.told(profile)
-            for b, t, row in zip(estimates.bytes, told, group.rows, strict=True):
-                if row.memory:
-                    found.append(abs(t / row.memory - 1))
-                if row.memory or row.out_of_memory:
-                    known += 1
-                    wrong += (b > LIMIT * group.hardware.memory or row.empty) != row.out_of_memory
-        return float(np.median(found)) + wrong / known + 1e-3 * abs(kept - 1)
+        tried, found, wrong = replace(profile, kept=kept), [0.0], 0
+        for run in known:
+            choice, row = run.choice(tried), run.row
+            if row.memory:
+                found.append(abs(logged(choice, tried) / row.memory - 1))
+            room = LIMIT * run.costed.hardware.memory
+            wrong += (choice.bytes > room or row.empty) != row.out_of_memory
+        return float(np.median(found)) + wrong / max(1, len(known)) + 1e-3 * abs(kept - 1)
 
-    return replace(profile, kept=min(np.arange(0.5, 2.01, 0.05).round(2), key=off))
+    return replace(profile, kept=min(np.arange(0.5, 2.01, 0.1).round(2), key=off))
 
 
-def tell(profile: Profile, device: str) -> None:
+def tell(profile: SoftwareProfile, device: str) -> None:
     numbers = ", ".join(f"{name} = {getattr(profile, name):g}" for name in (*FITTED, "kept"))
     print(f"[{profile.name}] by_device.{device or 'any'} = {{ {numbers} }}", flush=True)
 
 
 def main() -> None:
     rows = [row for path in sys.argv[1:] for row in read_table(path)]
-    groups, _ = groups_of(rows, cached_costs, cut_of)
-    profiles: dict[tuple[str, str], list[RunGroup]] = defaultdict(list)
-    for group in groups:
-        profiles[group.rows[0].profile.name, group.rows[0].device].append(group)
+    published, _ = runs_of(rows, cached_costs)
+    profiles: dict[tuple[str, str], list[PublishedRun]] = defaultdict(list)
+    for run in published:
+        profiles[run.row.profile.name, run.row.device].append(run)
     found = []
-    for (_, device), those in sorted(profiles.items()):
-        found.append(remembered(fit(those[0].rows[0].profile, those, use=even(those)), those))
+    for (_, device), runs in sorted(profiles.items()):
+        found.append(fitted(some([run for run in runs if counts(run.row)] or runs)))
         tell(found[-1], device)
     print(f"[default] = {{ {usual(found)} }}")
 
 
-def usual(profiles: list[Profile]) -> str:
+def usual(profiles: list[SoftwareProfile]) -> str:
     """What a profile that nobody has measured is taken to be: the medians of those that were."""
     return ", ".join(f"{n} = {np.median([getattr(s, n) for s in profiles]):.3g}" for n in FITTED)
 

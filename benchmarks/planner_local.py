@@ -7,7 +7,7 @@ all layouts of its size; each is set up, warmed by two steps and timed, and the 
 layouts again, so that what disturbs the machine disturbs all of them. A step counts from a barrier
 to the end of the slowest rank; a layout's time is the least of its steps.
 
-With --calibrate half of the layouts, chosen by a hash of their text, fit the six numbers of the
+With --calibrate half of the layouts, chosen by a hash of their text, fit the numbers of the
 profile; the other half scores.
 """
 
@@ -31,15 +31,15 @@ from phalanx import bench
 from phalanx.bench import Thoroughness, local_device
 from phalanx.comm import World
 from phalanx.comm.launch import workers
-from phalanx.cost import cached_costs, cut_of
+from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape, legal
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.plan import Machine
-from phalanx.plan.calibrate import Timed, Trial, calibrated
-from phalanx.plan.columns import case_of
+from phalanx.plan.calibrate import CostedRun, Measured, calibrated, costed
 from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.profile import FITTED, Profile
+from phalanx.plan.profile import FITTED, SoftwareProfile
+from phalanx.plan.step import case_of
 from phalanx.train import AdamW, Executor
 from phalanx.train.precision import precision_of
 from phalanx.train.program import program_of
@@ -139,13 +139,8 @@ def tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
     return agree / total if total else 0.0
 
 
-def scored(name: str, timed: Timed, profile: Profile, only: Sequence[bool]) -> dict[str, object]:
-    step = timed.under(profile).step
-    rows = [
-        (float(p), float(m), t.name)
-        for p, m, t, some in zip(step, timed.measured, timed.trials, only, strict=True)
-        if some
-    ]
+def scored(name: str, runs: Sequence[CostedRun], profile: SoftwareProfile) -> dict[str, object]:
+    rows = [(run.step(profile), run.measured, run.run.name) for run in runs]
     pick, best = min(rows), min(rows, key=lambda row: row[1])
     return {
         "case": name,
@@ -208,22 +203,20 @@ def main() -> None:
         else measure_machine(Path("machine.toml"), max(said.ranks))
     )
     known = json.loads(said.times.read_text()) if said.times and said.times.is_file() else {}
-    groups: dict[str, Timed] = {}
+    groups: dict[str, list[CostedRun]] = {}
     for name, ranks in itertools.product(said.models, said.ranks):
         shape, key = MODELS[name], f"{name}, {ranks}"
         asked = layouts(shape, ranks)
         hardware = hardware_of_machine(machine, ranks, "gloo")
-        trials = [Trial(str(x), case_of(shape, x)) for x in asked]
+        runs = [Measured(str(x), case_of(shape, x)) for x in asked]
         # Predicted before anything runs: what follows only writes the measured times beside it.
-        timed = Timed(trials, hardware, partial(cached_costs, target="cpu"), cut_of)
+        priced = costed(runs, hardware, partial(cached_costs, target="cpu"), local_profile("fp32"))
         if key not in known:
             known[key] = campaign(shape, ranks, asked, said.rounds, said.steps)
             if said.times:
                 said.times.write_text(json.dumps(known))
         # The least of a layout's steps: other work only ever makes one longer.
-        timed.trials = tuple(replace(t, seconds=min(known[key][t.name])) for t in trials)
-        timed.measured[:] = [t.seconds for t in timed.trials]
-        groups[key] = timed
+        groups[key] = timed(priced, {name: min(times) for name, times in known[key].items()})
         print(f"{key} ranks: {len(asked)} layouts", flush=True)
     report(groups, known, local_profile("fp32"), said)
 
@@ -234,39 +227,38 @@ def rounds_agree(times: Sequence[Sequence[float]]) -> float:
     return tau([min(x[:half]) for x in times], [min(x[half:]) for x in times])
 
 
-def report(
-    groups: dict[str, Timed], known: dict[str, dict[str, list[float]]], profile: Profile,
-    said: argparse.Namespace,
-) -> None:  # fmt: skip
-    def all_of(key: str, g: Timed) -> dict[str, object]:
-        return scored(key, g, profile, [True] * len(g.trials))
+def timed(runs: Sequence[CostedRun], seconds: dict[str, float]) -> list[CostedRun]:
+    """The runs with these measured times."""
+    return [replace(x, run=replace(x.run, seconds=seconds[x.run.name])) for x in runs]
 
-    print("\n" + table("As it comes", [all_of(key, g) for key, g in groups.items()]))
-    for key, g in groups.items():
-        g.measured[:] = [statistics.median(known[key][t.name]) for t in g.trials]
-    print("\n" + table("By medians", [all_of(key, g) for key, g in groups.items()]))
-    for g in groups.values():
-        g.measured[:] = [t.seconds for t in g.trials]
+
+def report(
+    groups: dict[str, list[CostedRun]], known: dict[str, dict[str, list[float]]],
+    profile: SoftwareProfile, said: argparse.Namespace,
+) -> None:  # fmt: skip
+    print("\n" + table("As it comes", [scored(key, g, profile) for key, g in groups.items()]))
+    medians = {
+        key: timed(g, {name: statistics.median(x) for name, x in known[key].items()})
+        for key, g in groups.items()
+    }
+    print("\n" + table("By medians", [scored(key, g, profile) for key, g in medians.items()]))
     agree = (f"{key} {rounds_agree(list(known[key].values())):.2f}" for key in groups)
     print(f"\ntau of the first half of the steps and the second: {'; '.join(agree)}")
     if said.calibrate:
-        halves = {key: [teaches(t.name) for t in g.trials] for key, g in groups.items()}
-        for key, g in groups.items():
-            g.measured[:] = [
-                t.seconds if own else 0.0 for t, own in zip(g.trials, halves[key], strict=True)
-            ]
-        profile = calibrated(profile, list(groups.values()))
-        for g in groups.values():
-            g.measured[:] = [t.seconds for t in g.trials]
-        rest = [scored(k, g, profile, [not own for own in halves[k]]) for k, g in groups.items()]
+        own = [run for g in groups.values() for run in g if teaches(run.run.name)]
+        profile = calibrated(profile, own)
+        rest = [
+            scored(key, [run for run in g if not teaches(run.run.name)], profile)
+            for key, g in groups.items()
+        ]
         numbers = ", ".join(f"{name} {getattr(profile, name):g}" for name in FITTED)
         print("\n" + table("The half that did not calibrate", rest) + f"\n\n{numbers}")
     for key, g in groups.items() if said.all else ():
-        found = g.under(profile)
         print(f"\n{key}")
-        for i, trial in sorted(enumerate(g.trials), key=lambda pair: pair[1].seconds):
-            parts = "  ".join(f"{n} {1e3 * x:.0f}" for n, x in found.breakdown(i).items())
-            print(f"{1e3 * trial.seconds:7.0f} {1e3 * found.step[i]:7.0f}  {trial.name}  {parts}")
+        for run in sorted(g, key=lambda run: run.measured):
+            found = run.choice(profile)
+            parts = "  ".join(f"{n} {1e3 * x:.0f}" for n, x in found.parts.items())
+            print(f"{1e3 * run.measured:7.0f} {1e3 * found.step:7.0f}  {run.run.name}  {parts}")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from phalanx.cli.usage import Parser, print_json
-from phalanx.cost import cached_costs, cut_of
-from phalanx.plan.profile import Profile, profile
-from published.predict import RunGroup, groups_of
+from phalanx.cost import cached_costs
+from phalanx.plan.profile import SoftwareProfile, profile
+from published.predict import PublishedRun, runs_of
 from published.score import Errors, Score, hold_out, score
 from published.table import Row, read_table
 
@@ -43,9 +43,9 @@ def run(argv: Sequence[str]) -> int:
     said = parser.read(list(argv))
     chosen = profile(said.profile) if said.profile else None
     rows = [row for path in said.tables for row in read_table(path, chosen)]
-    groups, refused = groups_of(rows, cached_costs, cut_of)
-    held = {} if said.no_held_out else _held(groups, rows)
-    found = score(groups, refused, rows, most_ranks=said.most_ranks, held=held)
+    published, refused = runs_of(rows, cached_costs)
+    held = {} if said.no_held_out else _held(published, rows)
+    found = score(published, refused, rows, most_ranks=said.most_ranks, held=held)
     if said.json:
         runs = {each.source: [run.plain() for run in each.runs] for each in found if said.each}
         told = {"sources": [each.plain() for each in found]}
@@ -58,18 +58,17 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _held(
-    groups: Sequence[RunGroup], rows: Sequence[Row]
-) -> Mapping[str, Callable[[Profile], Profile]]:
+    published: Sequence[PublishedRun], rows: Sequence[Row]
+) -> Mapping[str, Callable[[SoftwareProfile], SoftwareProfile]]:
     """For each source with enough runs, its profile as it is without it. A table that no profile was
     fitted on is held out as it stands; it needs another beside it to be fitted without."""
     timed: dict[str, int] = {}
-    for group in groups:
-        for row in group.rows:
-            timed[row.source] = timed.get(row.source, 0) + (row.step > 0)
+    for each in published:
+        timed[each.row.source] = timed.get(each.row.source, 0) + (each.measured > 0)
     if len([source for source in timed if timed[source]]) < 2:
         return {}
     return {
-        source: hold_out(groups, source)
+        source: hold_out(published, source)
         for source in dict.fromkeys(row.source for row in rows)
         if timed.get(source, 0) >= _LEAST
     }

@@ -1,111 +1,89 @@
-"""Published runs predicted: rows of tables costed, priced and estimated together."""
+"""Published runs predicted: rows of tables costed, priced and simulated."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from phalanx.layout import Layout, LayoutError, Shape
-from phalanx.plan.columns import Columns, columns_of
-from phalanx.plan.estimate import Estimates, estimate
-from phalanx.plan.hardware import Hardware
-from phalanx.plan.kinds import CostFunction, PieceKinds
-from phalanx.plan.price import RawTrio, raw_trio
-from phalanx.plan.profile import Profile
+from phalanx.layout import Layout, LayoutError, Shape, piece_layout
+from phalanx.plan.calibrate import CostedRun, Measured
+from phalanx.plan.fit import Path
+from phalanx.plan.price import piece_parts
+from phalanx.plan.profile import SoftwareProfile
+from phalanx.plan.step import Choice, CostFunction, PieceKinds
 
 from .table import Row
 
-__all__ = ["RunGroup", "groups_of"]
+__all__ = ["PublishedRun", "logged", "runs_of"]
 
 
-class RunGroup:
-    """Rows of one hardware and one kind of attention, ready to be estimated under many profiles."""
+@dataclass(frozen=True)
+class PublishedRun:
+    """A row of a table, costed once, to be simulated under many profiles."""
 
-    def __init__(
-        self, rows: Sequence[tuple[int, Row]], kinds: Mapping[int, tuple[Layout, PieceKinds]]
-    ) -> None:
-        self.numbers = [number for number, _ in rows]
-        self.rows = [row for _, row in rows]
-        hardware = self.rows[0].hardware
-        assert hardware is not None
-        self.hardware: Hardware = hardware
-        profile = self.rows[0].profile
-        self.raws: list[tuple[RawTrio, ...]] = []
-        known: dict[Any, int] = {}
-        keys, cases = [], []
-        for number, row in rows:
-            case = row.case
-            assert case is not None
-            felt, pieces = kinds[number]
-            cut = replace(felt, recompute="selective") if _selective(row) else felt
-            dtype = case.dtype or case.layout.precision
-            key = (id(pieces), cut, case.rows, dtype)
-            if key not in known:
-                known[key] = len(self.raws)
-                three = (pieces.embed(case.rows), pieces.block(case.rows), pieces.head(case.rows))
-                self.raws.append(tuple(raw_trio(w, hardware, profile, cut, dtype) for w in three))
-            keys.append(known[key])
-            cases.append(case)
-        self.columns: Columns = columns_of(cases, keys)
-        self.measured = np.array([row.step for row in self.rows])
+    row: Row
+    costed: CostedRun
 
-    def part(self, most: int) -> RunGroup:
-        """At most so many of the rows, evenly taken: enough to fit on."""
-        if len(self.rows) <= most:
-            return self
-        picked = np.linspace(0, len(self.rows) - 1, most).round().astype(int)
-        some = copy(self)
-        some.numbers = [self.numbers[i] for i in picked]
-        some.rows = [self.rows[i] for i in picked]
-        some.measured = self.measured[picked]
-        used, keys = np.unique(self.columns.key[picked].astype(int), return_inverse=True)
-        some.raws = [self.raws[i] for i in used]
-        some.columns = replace(self.columns.take(picked), key=keys.astype(float))
-        return some
+    @property
+    def measured(self) -> float:
+        return self.row.step
 
-    def under(self, profile: Profile) -> Estimates:
-        table = [(a.under(profile), b.under(profile), c.under(profile)) for a, b, c in self.raws]
-        return estimate(self.columns, table, self.hardware, profile)
+    def choice(self, profile: SoftwareProfile) -> Choice:
+        return self.costed.choice(profile)
+
+    def longest(self, profile: SoftwareProfile) -> Path:
+        return self.costed.longest(profile)
 
 
-def groups_of(
-    rows: Sequence[Row], piece_costs: CostFunction, cut_of: Callable[[Layout], Layout]
-) -> tuple[list[RunGroup], dict[int, str]]:
-    """All rows that can be predicted, in groups; and why the others cannot."""
+def logged(choice: Choice, profile: SoftwareProfile) -> float:
+    """Bytes of the rank whose memory the profile's software logs."""
+    if profile.logs_first_rank and choice.stages:
+        return sum(choice.stages[0].values())
+    return choice.bytes
+
+
+def runs_of(
+    rows: Sequence[Row], piece_costs: CostFunction
+) -> tuple[list[PublishedRun], dict[int, str]]:
+    """All rows that can be predicted; and why the others cannot."""
     refused = {i: row.why for i, row in enumerate(rows) if row.case is None}
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if row.case is not None:
-            felt = replace(row.case.shape, name="", layers=1, batch=1, source="")
-            alike[felt, row.case.sequence].append(i)
-    kinds: dict[int, tuple[Layout, PieceKinds]] = {}
+            shape = replace(row.case.shape, name="", layers=1, batch=1, source="")
+            alike[shape, row.case.sequence].append(i)
+    found: dict[int, PublishedRun] = {}
     for (shape, sequence), members in alike.items():
         by_cut: dict[Layout, list[int]] = defaultdict(list)
         for i in members:
-            case = rows[i].case
-            assert case is not None
-            by_cut[_felt(cut_of(case.layout), rows[i].profile)].append(i)
-        for cut, those in _costed(piece_costs, shape, sequence, by_cut, refused).items():
-            kinds |= dict.fromkeys(by_cut[cut], (cut, those))
-    joined: dict[Any, list[tuple[int, Row]]] = defaultdict(list)
-    for i in sorted(kinds):
-        row = rows[i]
-        joined[id(row.hardware), row.profile.name, row.device].append((i, row))
-    return [RunGroup(members, kinds) for members in joined.values()], refused
+            by_cut[_costed_as(rows[i])].append(i)
+        for cut, kinds in _costed(piece_costs, shape, sequence, by_cut, refused).items():
+            for i in by_cut[cut]:
+                found[i] = _run(rows[i], kinds)
+    return [found[i] for i in sorted(found)], refused
 
 
-def _selective(row: Row) -> bool:
-    return row.case is not None and row.case.layout.recompute == "selective"
+def _run(row: Row, kinds: PieceKinds) -> PublishedRun:
+    case, hardware = row.case, row.hardware
+    assert case is not None
+    assert hardware is not None
+    cut = piece_layout(case.layout)
+    dtype = case.dtype or case.layout.precision
+    embed, block, head = (
+        piece_parts(kind(case.rows), hardware, row.profile, cut, dtype)
+        for kind in (kinds.embed, kinds.block, kinds.head)
+    )
+    run = Measured(row.name, case, row.step)
+    return PublishedRun(row, CostedRun(run, hardware, (embed, block, head)))
 
 
-def _felt(cut: Layout, profile: Profile) -> Layout:
+def _costed_as(row: Row) -> Layout:
     """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
-    return cut if profile.fused_attention else replace(cut, recompute="none")
+    assert row.case is not None
+    cut = piece_layout(row.case.layout)
+    return cut if row.profile.fused_attention else replace(cut, recompute="none")
 
 
 def _costed(

@@ -13,23 +13,22 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.plan.estimate import Estimates
 from phalanx.plan.fit import fit
-from phalanx.plan.hardware import Numbers
-from phalanx.plan.profile import FITTED, Profile
+from phalanx.plan.profile import FITTED, SoftwareProfile
 
-from .predict import RunGroup
+from .predict import PublishedRun, logged
 from .rules import RULES
 from .table import Row
 
-__all__ = ["Errors", "Run", "Score", "hold_out", "score"]
+__all__ = ["Errors", "Run", "Score", "hold_out", "score", "some"]
 
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
 NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _FULL = 0.85  # of a device's memory: above it an allocator may fail, and a plan is refused
-_HARDWARE, _ROWS = 3, 12  # of a profile on a device: more tell a fit little that is new
+_ROWS = 24  # of a profile on a device
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -44,7 +43,7 @@ class Errors:
     within_10: float
 
     @classmethod
-    def of(cls, ratios: Numbers) -> Errors | None:
+    def of(cls, ratios: NDArray[np.float64]) -> Errors | None:
         """From predicted over measured; None where there is nothing to compare."""
         if not len(ratios):
             return None
@@ -140,27 +139,27 @@ class Score:
 
 
 def score(
-    groups: Sequence[RunGroup],
+    published: Sequence[PublishedRun],
     refused: Mapping[int, str],
     rows: Sequence[Row],
     *,
     most_ranks: int = 0,
-    held: Mapping[str, Callable[[Profile], Profile]] | None = None,
+    held: Mapping[str, Callable[[SoftwareProfile], SoftwareProfile]] | None = None,
 ) -> tuple[Score, ...]:
     """Every source of the rows. `held` gives the profile that a source's is replaced by when the
     source is held out; `most_ranks` leaves larger runs out."""
     told: dict[str, list[Run]] = defaultdict(list)
-    for group in groups:
-        found = group.under(group.rows[0].profile)
-        step, memory, ranks = found.step, found.bytes, found.told(group.rows[0].profile)
-        other: dict[str, Estimates] = {}
-        for i, row in enumerate(group.rows):
-            if held and row.source in held and row.source not in other:
-                other[row.source] = group.under(held[row.source](row.profile))
-            late = float(other[row.source].step[i]) if row.source in other else 0.0
-            parts = other.get(row.source, found).breakdown(i)
-            run = Run(row, float(step[i]), float(memory[i]), float(ranks[i]), parts, late)
-            told[row.source].append(run)
+    for each in published:
+        row, profile = each.row, each.row.profile
+        if most_ranks and row.ranks > most_ranks:
+            told[row.source].append(Run(row, 0.0, 0.0, 0.0, {}))
+            continue
+        choice = each.choice(profile)
+        other = each.choice(held[row.source](profile)) if held and row.source in held else None
+        told[row.source].append(
+            Run(row, choice.step, choice.bytes, logged(choice, profile),
+                (other or choice).parts, other.step if other else 0.0)
+        )  # fmt: skip
     sources = list(dict.fromkeys(row.source for row in rows))
     return tuple(_score(source, told[source], rows, refused, most_ranks) for source in sources)
 
@@ -284,36 +283,33 @@ def _oom(told: Sequence[Run]) -> dict[str, float] | None:
     }
 
 
-def hold_out(groups: Sequence[RunGroup], source: str) -> Callable[[Profile], Profile]:
+def hold_out(
+    published: Sequence[PublishedRun], source: str
+) -> Callable[[SoftwareProfile], SoftwareProfile]:
     """How a source's profile looks when the source has not been seen: the numbers fitted on other
     sources of the same profile and device, or, where there are none, on all other profiles."""
-    profile = next(g.rows[0].profile for g in groups if any(r.source == source for r in g.rows))
-    others = _some([g for g in groups if any(r.source != source for r in g.rows)])
-    same = [g for g in others if g.rows[0].profile.name == profile.name]
-
+    name = next(x.row.profile.name for x in published if x.row.source == source)
+    others = some([x for x in published if x.row.source != source and x.measured])
+    same = [x for x in others if x.row.profile.name == name]
+    known = same if len(same) >= 8 else others
     sizes: dict[str, int] = defaultdict(int)
-    for row in (row for group in others for row in group.rows):
-        sizes[row.source] += row.step > 0
-
-    def use(group: RunGroup) -> Numbers:
-        # Every source counts one, however many rows it has.
-        return np.array(
-            [(r.step > 0 and r.source != source) / max(1, sizes[r.source]) for r in group.rows]
-        )
-
-    known = same if sum(float(np.sum(use(g) > 0)) for g in same) >= 8 else others
-    found = fit(Profile(), known, use=use, most=50)
-    numbers = {name: getattr(found, name) for name in FITTED}
+    for each in known:
+        sizes[each.row.source] += 1
+    # Every source counts one, however many rows it has.
+    found = fit(
+        SoftwareProfile(), known, weights=[1 / sizes[x.row.source] for x in known], moves=50
+    )
+    numbers = {each: getattr(found, each) for each in FITTED}
     return lambda each: replace(each, **numbers)
 
 
-def _some(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """A few hardware of every profile on every device, and some rows of each, evenly taken."""
-    kinds: dict[Any, list[RunGroup]] = defaultdict(list)
-    for group in groups:
-        kinds[group.rows[0].profile.name, group.rows[0].device].append(group)
+def some(published: Sequence[PublishedRun]) -> list[PublishedRun]:
+    """Some rows of every profile on every device, evenly taken: more tell a fit little that is new."""
+    kinds: dict[Any, list[PublishedRun]] = defaultdict(list)
+    for each in published:
+        kinds[each.row.profile.name, each.row.device].append(each)
     found = []
     for those in kinds.values():
-        picked = np.linspace(0, len(those) - 1, min(_HARDWARE, len(those))).round().astype(int)
-        found += [those[i].part(_ROWS) for i in picked]
+        picked = np.linspace(0, len(those) - 1, min(_ROWS, len(those))).round().astype(int)
+        found += [those[i] for i in picked]
     return found

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from phalanx.layout import Axis, Layout, LayoutError, Mesh, Shape
 from phalanx.plan import MachineError
-from phalanx.plan.columns import Case
 from phalanx.plan.device import Device, device, devices
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import Cluster, Level, cluster
-from phalanx.plan.profile import Profile, profile_named
+from phalanx.plan.profile import SoftwareProfile, profile_named
+from phalanx.plan.space import spread
+from phalanx.plan.step import Case
 
 __all__ = ["Row", "read_table"]
 
@@ -46,7 +47,7 @@ class Row:
     ranks: int
     case: Case | None
     hardware: Hardware | None
-    profile: Profile
+    profile: SoftwareProfile
     step: float = 0.0  # seconds as measured, 0 if the run has none
     memory: float = 0.0  # bytes
     out_of_memory: bool = False
@@ -62,7 +63,7 @@ class Row:
         return (self.source, self.model, self.device, self.ranks, sequence)
 
 
-def read_table(path: str | Path, profile: Profile | None = None) -> tuple[Row, ...]:
+def read_table(path: str | Path, profile: SoftwareProfile | None = None) -> tuple[Row, ...]:
     """All rows of a table in the format of the published measurements."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -78,7 +79,7 @@ def read_table(path: str | Path, profile: Profile | None = None) -> tuple[Row, .
     )
 
 
-def _row(said: Mapping[str, str], chosen: Profile | None) -> Row:
+def _row(said: Mapping[str, str], chosen: SoftwareProfile | None) -> Row:
     profile = chosen or profile_named(said.get("framework", ""))
     ranks = int(_number(said, "gpus"))
     try:
@@ -91,7 +92,7 @@ def _row(said: Mapping[str, str], chosen: Profile | None) -> Row:
         kind, case, hardware, why = None, None, None, str(error)
     status = said.get("status", "ok")
     step = _seconds(said, case) if case else 0.0
-    unit = 2**30 if "GiB" in said.get("mem_unit", "") or profile.tells_gib else 1e9
+    unit = 2**30 if "GiB" in said.get("mem_unit", "") or profile.logs_gib else 1e9
     return Row(
         source=said["source"], name=said.get("row_id", ""), model=said.get("model", ""),
         device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
@@ -119,7 +120,7 @@ def _device(hardware: str) -> Device:
     raise MachineError(f"{hardware!r} is not in the catalogue of devices.")
 
 
-def _case(said: Mapping[str, str], profile: Profile) -> Case:
+def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
     """The row as a layout. What it does not say is taken as its profile's default."""
     shape = _shape(said)
     n = {key: int(_number(said, key) or 1) for key in ("gpus", "tp", "pp", "cp", "vpp")}
@@ -158,11 +159,13 @@ def _case(said: Mapping[str, str], profile: Profile) -> Case:
     if profile.balanced and not less:
         first, last = _filled(shape, n["pp"])
     else:
-        first, last = _ends(shape.layers, n["pp"]) if less else (0.0, 0.0)
+        first, last = _ends(shape.layers, n["pp"]) if less else (0, 0)
+    if n["pp"] > 1:
+        layout = replace(layout, stages=_stages(shape.layers, n["pp"], chunks, first, last))
     # With a scale for every row the products gain nothing over bf16 in what is published.
     fast = "fp8" in said.get("precision", "") and "rowwise" not in said.get("precision", "")
     dtype = "fp8" if fast else ""
-    return Case(shape, layout, batch / dp / count, int(_number(said, "seq")), first, last, dtype)
+    return Case(shape, layout, batch / dp / count, int(_number(said, "seq")), dtype)
 
 
 def _rows(batch: float, pp: int) -> float:
@@ -177,25 +180,34 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
     return min(fit, key=lambda v: abs(per / v - 3), default=2)
 
 
-def _filled(shape: Shape, pp: int) -> tuple[float, float]:
+def _stages(layers: int, pp: int, chunks: int, first: int, last: int) -> tuple[int, ...]:
+    """Blocks of every virtual stage. With chunks they are as even as can be."""
+    if chunks > 1 or pp == 2 or not (first or last):
+        return (
+            (first, last) if chunks == 1 and first + last == layers else spread(layers, pp * chunks)
+        )
+    return (first, *spread(layers - first - last, pp - 2), last)
+
+
+def _filled(shape: Shape, pp: int) -> tuple[int, int]:
     """Blocks of the first and last stage where stages are filled one after the other, each until it
     has its share of the cost, the head's with it; our own `stage_pieces` evens them out instead."""
     if pp == 1:
-        return 0.0, 0.0
+        return 0, 0
     block, head = shape.cost(1), shape.cost(shape.layers + 1)
     each = (shape.layers + head / block) / pp
     last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
-    return float(-(-(shape.layers - last) // (pp - 1))), float(last)
+    return -(-(shape.layers - last) // (pp - 1)), last
 
 
-def _ends(layers: int, pp: int) -> tuple[float, float]:
+def _ends(layers: int, pp: int) -> tuple[int, int]:
     """Blocks of the first and last stage where each holds one less, for embedding and head."""
     if pp > 1 and (layers + 2) % pp == 0:
-        return (layers + 2) / pp - 1, (layers + 2) / pp - 1
-    return 0.0, 0.0
+        return (layers + 2) // pp - 1, (layers + 2) // pp - 1
+    return 0, 0
 
 
-def _empty(case: Case, profile: Profile) -> bool:
+def _empty(case: Case, profile: SoftwareProfile) -> bool:
     """Whether a stage has no block: too many stages, or a head that cached_costs as much as two of them
     where stages are cut by cost."""
     pp, shape = case.layout.pp, case.shape

@@ -15,8 +15,9 @@ from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.profile import FITTED, Profile, profile
+from phalanx.plan.profile import FITTED, SoftwareProfile, profile
 from phalanx.plan.search import judge
+from phalanx.plan.step import Request
 
 SHAPE = Shape(
     name="small", layers=4, hidden=256, heads=4, ffn=1024, vocab=1024, sequence=256, batch=16
@@ -40,14 +41,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def seconds(text: str, under: Profile) -> float:
+def seconds(text: str, under: SoftwareProfile) -> float:
     """A step of a layout as the planner judges it."""
     layout = Layout.parse(text)
     hardware = hardware_of_machine(MACHINE, layout.ranks)
-    (choice,) = judge(
-        [layout], SHAPE, hardware, partial(cached_costs, target="cpu"), profile=under,
-        sequence=SHAPE.sequence, batch=SHAPE.batch,
-    )  # fmt: skip
+    costs = partial(cached_costs, target="cpu")
+    request = Request(SHAPE, hardware, under, costs, SHAPE.sequence, SHAPE.batch, "fp32")
+    (choice,) = judge(request, [layout])
     return choice.step
 
 
@@ -66,7 +66,7 @@ def machine_of(folder: Path) -> str:
     return str(folder / "machine.toml")
 
 
-def test_runs_move_the_stack_towards_what_they_ran_with_and_a_plan_reads_its_file(
+def test_runs_move_the_profile_towards_what_they_ran_with_and_a_plan_reads_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine, out = machine_of(tmp_path), tmp_path / "profile.toml"
@@ -103,8 +103,8 @@ def test_the_table_names_each_run_with_its_error_before_and_after(
     assert lines[1].startswith(run)
     assert f"{before:+7.0%}" in lines[1]
     assert lines[1].endswith("dp2")
-    assert [line.split()[0] for line in lines[3:9]] == list(FITTED)
-    assert "1 runs for 6 numbers" in lines[-1]
+    assert [line.split()[0] for line in lines[3:7]] == list(FITTED)
+    assert "1 runs for 4 numbers" in lines[-1]
     assert not (tmp_path / "profile.toml").exists()
 
 

@@ -15,9 +15,8 @@ import pytest
 from phalanx.cli import main
 from phalanx.cost import step_flops
 from phalanx.layout import Layout, Run, Shape, legal
-from phalanx.plan.priced import Priced
-from phalanx.plan.search import Choice
 from phalanx.plan.spend import interval, spending
+from phalanx.plan.step import Choice, Pricer
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ["plan", "--model", "124m", "--cluster", "h100x8", "--batch-tokens", "65536"]
@@ -134,10 +133,18 @@ def test_what_means_nothing_is_told_with_the_way_out(
 def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(choice: Choice, _: Priced) -> Choice:
+    chosen = Pricer.choose
+
+    def full(pricer: Pricer, layout: Layout) -> Choice:
+        choice = chosen(pricer, layout)
         return replace(choice, memory={kind: 1e3 * held for kind, held in choice.memory.items()})
 
-    monkeypatch.setattr("phalanx.plan.search._staged", full)
+    monkeypatch.setattr(Pricer, "choose", full)
+    monkeypatch.setattr("phalanx.plan.search._MISSES", 2_000)
+    monkeypatch.setattr("phalanx.cli.plan._MORE_DEVICES", ())
+    monkeypatch.setattr("phalanx.cli.plan._MORE_ROOM", ())
+    monkeypatch.setattr("phalanx.plan.search._MORE", 2_000)
+    monkeypatch.setattr("phalanx.plan.search._EMPTIEST", 3)
     assert main(SMALL) == 1
     out = capsys.readouterr().out
     assert "needs, by its program, more than" in out
@@ -149,7 +156,7 @@ def test_where_nothing_fits_the_nearest_that_does_is_named(capsys: Capture) -> N
     assert main([*argv, "--limit", "0.02"]) == 1
     out = capsys.readouterr().out
     assert "No layout of 124m fits on h100x1" in out
-    found = re.search(r"It fits with --limit (\S+)\.\s", out + " ")
+    found = re.search(r"It fits with --limit (\S+):", out + " ")
     assert found
     assert main([*argv, "--limit", found[1]]) == 0
 
@@ -161,7 +168,7 @@ def test_a_batch_of_fewer_sequences_than_devices_is_planned_without_that_much_da
     assert all(Layout.parse(one["layout"]).dp <= 4 for one in best)  # type: ignore[index, union-attr]
 
 
-def test_a_plan_from_cached_weighs_never_loads_torch(capsys: Capture) -> None:
+def test_a_plan_from_cached_costs_never_loads_torch(capsys: Capture) -> None:
     args(capsys)
     code = (
         "import sys; from phalanx.cli.main import main;"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost import cached_costs, cut_of, piece_costs
-from phalanx.layout import Layout, Shape
+from phalanx.cost import cached_costs, piece_costs
+from phalanx.layout import Layout, Shape, piece_layout
 from phalanx.parallel import build_model
 
 TINY = Shape.load("tiny")
@@ -20,16 +20,18 @@ LAYOUTS = Layout.parse_many("dp2 tp2 seq bf16; pp2 tp2 zero1 seq bf16 1f1b:4; cp
 
 
 def test_a_cut_is_what_a_piece_can_feel() -> None:
-    cuts = [str(cut_of(x)) for x in LAYOUTS]
+    cuts = [str(piece_layout(x)) for x in LAYOUTS]
     assert cuts == ["tp2 seq bf16", "tp2 seq bf16", "cp2", "zb-h1:1"]
-    every = cut_of(Layout.parse("dp2 tp2 cp4:2x2 zero3 accum:4 recompute:every=2 offload:weights"))
+    every = piece_layout(
+        Layout.parse("dp2 tp2 cp4:2x2 zero3 accum:4 recompute:every=2 offload:weights")
+    )
     assert every == Layout.parse("cp4:2x2 tp2")
-    assert cut_of(every) == every
+    assert piece_layout(every) == every
 
 
 def test_the_cache_gives_what_weighing_gives(tmp_path: Path) -> None:
     for found in (cached_costs(TINY, LAYOUTS, place=tmp_path) for _ in range(2)):
-        assert list(found) == list(dict.fromkeys(map(cut_of, LAYOUTS)))
+        assert list(found) == list(dict.fromkeys(map(piece_layout, LAYOUTS)))
         for cut, pieces in found.items():
             assert len(pieces) == TINY.pieces
             for rows in (1, 2, 5):

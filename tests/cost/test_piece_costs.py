@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from phalanx.comm import AloneWorld
-from phalanx.cost import cut_of, forward_flops, piece_costs, sizes_of
-from phalanx.layout import Layout, LayoutError, Shape
+from phalanx.cost import forward_flops, piece_costs, sizes_of
+from phalanx.layout import Layout, LayoutError, Shape, piece_layout
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import build_local
@@ -169,7 +169,7 @@ def test_kept_bytes_are_those_that_the_cpus_kernels_save(shape: Shape, text: str
     model = build_model(shape)
     world = AloneWorld()
     try:
-        program = build(cut_of(layout), (range(shape.pieces),))
+        program = build(piece_layout(layout), (range(shape.pieces),))
         held = build_local(world, layout, model, program)
         saved: dict[int, int] = {}
         weights = {storage_of(p) for u in held.units.values() for p in u.parameters.values()}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from phalanx.layout import Run, Shape
 from phalanx.layout.codec import FileError, dump, key, load, parse, schema, table
 from phalanx.plan import Machine
-from phalanx.plan.profile import Profile
+from phalanx.plan.profile import SoftwareProfile
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def test_the_json_schema_accepts_what_the_codec_accepts(text: str) -> None:
     assert _holds(tomllib.loads(text), schema(Car, "car")) is accepted
 
 
-@pytest.mark.parametrize("kind", [Run, Shape, Machine, Profile])
+@pytest.mark.parametrize("kind", [Run, Shape, Machine, SoftwareProfile])
 def test_every_kind_of_file_has_a_schema(kind: type) -> None:
     made = schema(kind, "a file")
     assert made["$schema"].startswith("https://json-schema.org/")

@@ -1,19 +1,17 @@
-"""The measured machine as a hardware: against its own curves, and against cores that are shared."""
+"""The measured machine as hardware: against its own curves, and against cores that are shared."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, MachineError, Rate, Store
-from phalanx.plan.columns import Case, columns_of
-from phalanx.plan.estimate import estimate
-from phalanx.plan.local import crowded, hardware_of_machine, local_profile
-from phalanx.plan.price import Times, Trio, raw_of, time_of
-from phalanx.plan.profile import Profile
+from phalanx.plan.local import hardware_of_machine, local_profile
+from phalanx.plan.price import OpTime, PieceTimes, op_parts
+from phalanx.plan.profile import SoftwareProfile
+from phalanx.plan.step import Case, Choice, choice
 from phalanx.program import Load, MessageLoad, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
@@ -26,7 +24,7 @@ MACHINE = Machine(
         Curve("send", "gloo", 2, "ring", 1e-4, 1e9, 0.0, 1, 1 << 20),
     ),
 )  # fmt: skip
-ALONE = Trio(*[Times()] * 4, *[0.0] * 5)
+NOTHING = PieceTimes(*[OpTime()] * 4, *[0.0] * 6)
 
 
 def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_between() -> None:
@@ -46,15 +44,14 @@ def test_a_dtype_that_nobody_measured_is_refused_with_the_command_that_measures_
 
 def test_messages_take_what_their_curve_says_and_one_rank_alone_sends_none() -> None:
     group = hardware_of_machine(MACHINE, 4).network
-    sizes, ranks = np.array([1e6, 1e6]), np.array([4.0, 1.0])
-    found = group.seconds("all_reduce", sizes, ranks, np.array([1.0, 1.0]))
-    assert found == pytest.approx([MACHINE.curve("all_reduce", 4).seconds(1e6), 0.0])
+    assert group.seconds("all_reduce", 1e6, 4, 1) == MACHINE.curve("all_reduce", 4).seconds(1e6)
+    assert group.seconds("all_reduce", 1e6, 1, 1) == 0.0
 
 
 def test_a_pair_among_four_ranks_of_a_cpu_is_as_slow_as_it_was_beside_another_pair() -> None:
     def pair(ranks: int) -> float:
         group = hardware_of_machine(MACHINE, ranks).network
-        return float(group.seconds("all_reduce", np.array(1e6), np.array(2.0), np.array(1.0)))
+        return group.seconds("all_reduce", 1e6, 2, 1)
 
     assert pair(4) == pytest.approx(SLOW.seconds(1e6))
     assert pair(2) == pytest.approx(MACHINE.curves[0].seconds(1e6))
@@ -98,28 +95,37 @@ def _shared_gpipe(stages: int, cores: int, count: int, forward: float, backward:
 def test_a_pipeline_on_shared_cores_lasts_as_long_as_playing_it_through(
     stages: int, cores: int
 ) -> None:
+    found = _pipeline(stages, replace(MACHINE, threads=1, cores=cores))
+    assert found.step == pytest.approx(_shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6)
+
+
+def _pipeline(stages: int, machine: Machine) -> Choice:
+    """GPipe over stages of one block that takes 1 and 2 seconds; messages take no time."""
     shape = Shape(name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8)
-    machine = replace(MACHINE, threads=1, cores=cores)
-    free = replace(machine.curves[-1], latency=0.0, bandwidth=1e30)
-    hardware = hardware_of_machine(replace(machine, curves=(free,)), stages)
-    layout = Layout.parse(f"pp{stages} gpipe:8 fp32")
-    columns = columns_of([Case(shape, layout, 1.0, 8)], [0])
-    shared = max(1.0, stages / cores)  # as `price` makes every operation of a rank slower
-    block = replace(ALONE, forward=Times(shared), inputs=Times(2 * shared))
-    found = crowded(
-        estimate(columns, [(ALONE, block, ALONE)], hardware, local_profile()), columns, hardware
+    curves = tuple(replace(x, latency=0.0, bandwidth=1e30) for x in machine.curves)
+    hardware = hardware_of_machine(replace(machine, curves=curves), stages)
+    block = replace(NOTHING, forward=OpTime(1.0), inputs=OpTime(2.0))
+    case = Case(shape, Layout.parse(f"pp{stages} gpipe:8 fp32"), 1.0, 8)
+    return choice(case, (NOTHING, block, NOTHING), hardware, local_profile())
+
+
+def test_where_every_rank_has_a_core_a_pipeline_takes_what_the_textbook_says() -> None:
+    assert _pipeline(2, MACHINE).step == pytest.approx((8 + 1) * 3.0)
+
+
+def test_messages_take_the_time_of_a_core_that_would_compute_beside_them() -> None:
+    shape = Shape(name="even", layers=2, hidden=8, heads=1, vocab=8, sequence=8)
+    block = replace(NOTHING, forward=OpTime(1.0), inputs=OpTime(2.0), weights=1e8)
+    case = Case(shape, Layout.parse("dp2 accum:1 fp32"), 1.0, 8)
+    busy, idle = (
+        choice(case, (NOTHING, block, NOTHING), hardware, local_profile()).step
+        for two in [hardware_of_machine(replace(MACHINE, curves=MACHINE.curves[:1]), 2)]
+        for hardware in (two, replace(two, cores=64))
     )
-    assert found.step[0] == pytest.approx(_shared_gpipe(stages, cores, 8, 1.0, 2.0), rel=1e-6)
-
-
-def test_where_every_rank_has_a_core_nothing_is_changed() -> None:
-    shape = Shape(name="s", layers=4, hidden=64, heads=2, vocab=64, sequence=32)
-    hardware = hardware_of_machine(MACHINE, 2)
-    layout = Layout.parse("pp2 gpipe:4 fp32")
-    columns = columns_of([Case(shape, layout, 1.0, 32)], [0])
-    block = replace(ALONE, forward=Times(1.0), inputs=Times(2.0))
-    found = estimate(columns, [(ALONE, block, ALONE)], hardware, local_profile())
-    assert crowded(found, columns, hardware) is found
+    one = MACHINE.curves[0].seconds(4e8)
+    # The last sum has nothing beside it; the first is sent while the first block goes back.
+    assert busy == pytest.approx(6.0 + 2 * one, rel=0.1)
+    assert idle < busy - 0.5 * min(one, 2.0)
 
 
 def test_a_pieces_bytes_are_those_of_float32_on_a_cpu() -> None:
@@ -139,10 +145,10 @@ def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hid
     load = Load((Product(512, 512, 512),), launches=1000.0)
     cut, here = Layout.parse("fp32"), hardware_of_machine(MACHINE, 1)
     times = [
-        time_of(load, hardware, Profile(), cut, "fp32")
+        op_parts(load, hardware, cut, "fp32").under(SoftwareProfile())
         for hardware in (here, replace(here, cores=0))
     ]
-    product = here.rates.product(load.products[0], "fp32") / Profile().speed
+    product = here.rates.product(load.products[0], "fp32") / SoftwareProfile().speed
     starts = 1000 * here.rates.launch
     assert times[0].compute == pytest.approx(product + starts)
     assert times[1].compute == pytest.approx(max(product, starts))
@@ -155,11 +161,11 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     load = Load((Product(512, 512, 512),), messages=(MessageLoad("cp.ring", "send", 4096.0),))
     busy = hardware_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
-    assert raw_of(load, busy, ring, "fp32", True).ring == 0.0
+    assert op_parts(load, busy, ring, "fp32").ring == 0.0
     # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
-    one = float(busy.network.seconds("send", *map(np.array, (4096.0, 2.0, 1.0))))
-    assert raw_of(load, busy, ring, "fp32", True).messages == pytest.approx(2 * one)
-    assert raw_of(load, idle, ring, "fp32", True).ring > 0.0
-    seen = time_of(load, busy, local_profile(), ring, "fp32")
-    hidden = time_of(load, idle, local_profile(), ring, "fp32")
+    one = busy.network.seconds("send", 4096.0, 2, 1)
+    assert op_parts(load, busy, ring, "fp32").messages == pytest.approx(2 * one)
+    assert op_parts(load, idle, ring, "fp32").ring > 0.0
+    seen = op_parts(load, busy, ring, "fp32").under(local_profile())
+    hidden = op_parts(load, idle, ring, "fp32").under(local_profile())
     assert seen.messages > hidden.messages == 0.0

@@ -13,12 +13,11 @@ import pytest
 from by_hand import pieces
 
 import planner_score
-from phalanx.cost import cut_of
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError
 from phalanx.plan.fit import fit
 from phalanx.plan.profile import FITTED, profile
-from published.predict import groups_of
+from published.predict import logged, runs_of
 from published.score import score
 from published.table import read_table
 
@@ -68,11 +67,9 @@ def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
     """The table with the step times that a profile would have."""
     plain = table(path, [{**row, "step_time_s": 1} for row in layouts()])
     rows = read_table(plain, truth)
-    groups, refused = groups_of(rows, piece_costs, cut_of)
+    runs, refused = runs_of(rows, piece_costs)
     assert not refused
-    steps = {}
-    for group in groups:
-        steps |= dict(zip(group.numbers, group.under(group.rows[0].profile).step, strict=True))
+    steps = [run.choice(run.row.profile).step for run in runs]
     rng = np.random.default_rng(0)
     said = [
         {**row, "step_time_s": steps[i] * (1 + noise * rng.standard_normal())}
@@ -81,12 +78,12 @@ def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
     return table(path, said)
 
 
-def test_a_stack_that_made_the_times_is_found_again(tmp_path: Path) -> None:
-    truth = replace(profile("default"), speed=0.7, hides_tensor=0.5, by_device={})
+def test_a_profile_that_made_the_times_is_found_again(tmp_path: Path) -> None:
+    truth = replace(profile("default"), speed=0.7, by_device={})
     rows = read_table(measured_by(tmp_path / "t.csv", truth), replace(truth, speed=0.9))
-    groups, _ = groups_of(rows, piece_costs, cut_of)
-    found = fit(groups[0].rows[0].profile, groups)
-    off = np.abs(np.log(groups[0].under(found).step / groups[0].measured))
+    runs, _ = runs_of(rows, piece_costs)
+    found = fit(runs[0].row.profile, runs)
+    off = [abs(np.log(run.choice(found).step / run.measured)) for run in runs]
     assert np.median(off) < 0.03
     assert all(low <= getattr(found, n) <= high for n, (low, high) in FITTED.items())
 
@@ -105,8 +102,8 @@ def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) 
 
 def _score(path: Path, by) -> dict:
     rows = read_table(path, by)
-    groups, refused = groups_of(rows, piece_costs, cut_of)
-    return score(groups, refused, rows)[0].plain()
+    runs, refused = runs_of(rows, piece_costs)
+    return score(runs, refused, rows)[0].plain()
 
 
 def test_a_first_pick_that_ran_out_of_memory_is_a_miss(tmp_path: Path) -> None:
@@ -141,17 +138,18 @@ def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     pipeline = {"gpus": 8, "tp": 1, "pp": 2, "dp": 4, "micro_batch": 1, "global_batch": 4,
                 "schedule": "1f1b", "vocab": "256000", "step_time_s": 1, "mem_unit": "GB"}  # fmt: skip
     plain = replace(profile("default"), by_device={})
-    first = replace(plain, tells_first=True)
+    first = replace(plain, logs_first_rank=True)
     # One microbatch: the last rank has the head and as many forwards, the first is the emptier.
     rows = read_table(table(tmp_path / "t.csv", [{**pipeline, "peak_mem_gb": 10}]), first)
-    groups, _ = groups_of(rows, piece_costs, cut_of)
-    found = groups[0].under(first)
-    assert found.first[0] < 0.9 * found.bytes[0]
-    told = table(tmp_path / "u.csv", [{**pipeline, "peak_mem_gb": found.first[0] / 1e9}])
+    runs, _ = runs_of(rows, piece_costs)
+    found = runs[0].choice(first)
+    own = logged(found, first)
+    assert own < 0.9 * found.bytes
+    told = table(tmp_path / "u.csv", [{**pipeline, "peak_mem_gb": own / 1e9}])
     assert _score(told, first)["memory_error"] == pytest.approx(0, abs=1e-9)
     assert _score(told, plain)["memory_error"] > 0.1
-    gib = table(tmp_path / "v.csv", [{**pipeline, "peak_mem_gb": found.first[0] / 2**30}])
-    assert _score(gib, replace(first, tells_gib=True))["memory_error"] == pytest.approx(0, abs=1e-9)
+    gib = table(tmp_path / "v.csv", [{**pipeline, "peak_mem_gb": own / 2**30}])
+    assert _score(gib, replace(first, logs_gib=True))["memory_error"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_row_without_the_sizes_of_its_model_says_so(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from phalanx.cost import cached_costs
 from phalanx.layout import Layout, Shape, stage_pieces
+from phalanx.layout.stages import partial_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.search import judge
+from phalanx.plan.step import Request
 from phalanx.program import Costs, Op, Span, Timeline, build, simulate
 from phalanx.report.compared import HEAD, Compared, compare
 from phalanx.report.predicted import Step, predicted
@@ -44,7 +46,8 @@ MACHINE = Machine(
 def step_of(text: str) -> Step:
     """A step whose operations all ran, whatever they took."""
     layout = Layout.parse(text)
-    timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True))
+    parts = partial_pieces(layout, SHAPE)
+    timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts))
     return Step(4, layout, SHAPE, "", SHAPE.sequence, "CPU", timeline, None)
 
 
@@ -82,34 +85,24 @@ def test_a_row_has_the_medians_of_its_kind_and_its_part_of_the_step() -> None:
 def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Path) -> None:
     step = step_of(text)
     hardware, profile = hardware_of_machine(MACHINE, step.layout.ranks), local_profile()
-    piece_costs = partial(cached_costs, target="cpu", place=place)
-    (choice,) = judge(
-        [step.layout],
-        SHAPE,
-        hardware,
-        piece_costs,
-        profile=profile,
-        sequence=SHAPE.sequence,
-        batch=SHAPE.batch,
-    )
+    costs = partial(cached_costs, target="cpu", place=place)
+    request = Request(SHAPE, hardware, profile, costs, SHAPE.sequence, SHAPE.batch, "fp32")
+    (choice,) = judge(request, [step.layout])
     found = compared_of(text, place)
     assert found.predicted == pytest.approx(choice.step)
-    # The rows of one operation alone tell its own price; the update needs its rank's other ones.
-    sums = dict.fromkeys("FBGSHN", 0.0)
+    # The row of one operation alone has its own price.
+    sums = dict.fromkeys("FBUGSHQNA", 0.0)
     for span in step.timeline.spans:
-        if span.op.kind in sums:
+        if span.rank == 0 and span.op.kind in sums:
             alone = Timeline((span._replace(start=0.0, end=1.0),))
-            (row,) = predicted(_with(step, alone), hardware, profile, piece_costs).rows
+            (row,) = predicted(_with(step, alone), hardware, profile, costs).rows
             sums[row.kind] += row.predicted or 0.0
-    parts = choice.parts
-    assert sums["F"] + sums["B"] == pytest.approx(parts["compute"] + parts["tensor"])
-    assert sums["G"] + sums["S"] + sums["H"] + sums["N"] == pytest.approx(parts["data"])
+    computing = sums["F"] + sums["B"] + sums["U"]
+    # What is computed takes its time; messages take at most theirs, with or without it beside.
+    assert computing * (1 - 1e-9) <= choice.step <= sum(sums.values()) * (1 + 1e-9)
     assert (sums["G"] > 0) == bool(step.layout.zero)
     assert (sums["H"] > 0) == (text == "dp2x2 zero1")
-    # Blocks are alike and most of the units: the median update is a block's.
-    (update,) = (row for row in found.rows if row.kind == "U")
-    block, all_ = SHAPE.parameters(1), sum(map(SHAPE.parameters, range(SHAPE.pieces)))
-    assert update.predicted == pytest.approx(parts["update"] * block / all_, rel=0.02)
+    assert sums["A"] > 0 or step.layout.ranks == 1
 
 
 def _with(step: Step, timeline: Timeline) -> Step:
@@ -122,9 +115,9 @@ def test_an_operation_that_took_what_was_predicted_has_ratio_one(place: Path) ->
     layout = step.layout
     first = compared_of(text, place)
     kinds = {r.kind: r.predicted for r in first.rows if r.predicted}
-    assert set(kinds) == {"F", "I", "W", "U", "<"}
+    assert set(kinds) == {"F", "I", "W", "U", "<", "A"}
     # All operations of a kind made to last as long as the median of what is predicted for them.
-    costs = Costs({k: v for k, v in kinds.items() if k != "<"})
+    costs = Costs({k: v for k, v in kinds.items() if k not in "<A"})
     timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True), costs)
     hardware = hardware_of_machine(MACHINE, 2)
     again = predicted(

@@ -9,9 +9,9 @@ from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..layout.choices import BF16, FP32
 from ..plan import Machine, MachineError, cluster, clusters, device_named
 from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, local_profile
-from ..plan.profile import profile
+from ..plan.local import hardware_of_machine, profile_for
 from ..plan.search import search
+from ..plan.step import Request
 
 __all__ = ["auto"]
 
@@ -55,12 +55,12 @@ def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
 def _planned(
     wanted: Run, shape: Shape, hardware: Hardware, precision: str
 ) -> tuple[Layout, str] | None:
-    own = local_profile(precision) if hardware.cores else profile("phalanx")
-    plan = search(
-        shape, hardware, partial(cached_costs, target="cpu" if hardware.cores else "cuda"), profile=own,
-        sequence=wanted.tokens(shape), batch=shape.batch, precision=precision, top=1,
-        model=wanted.own,
+    request = Request(
+        shape, hardware, profile_for(hardware, "", None, precision),
+        partial(cached_costs, target=hardware.target), wanted.tokens(shape), shape.batch,
+        precision, model=wanted.own,
     )  # fmt: skip
+    plan = search(request, top=1)
     if not plan.layouts:
         return None
     best = plan.layouts[0]

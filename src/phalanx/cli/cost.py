@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from textwrap import wrap
 
-from ..cost import Pieces, cached_costs, cut_of
+from ..cost import Pieces, cached_costs
 from ..draw import text_table
-from ..layout import Layout, LayoutError, Shape, legal, nearest
+from ..layout import Layout, LayoutError, Shape, legal, nearest, piece_layout
 from ..layout.source import names_source, refuse_broken
 from ..program import Load, PieceCost, ops
 from .usage import Parser, UsageError, print_json, say
 
-__all__ = ["run"]
+__all__ = ["named_shape", "run"]
 
 _EPILOG = """\
 Found by running each piece on meta tensors over a backend that sends nothing; kept in
@@ -42,15 +42,10 @@ def run(argv: list[str]) -> int:
     if args.target not in ("cuda", "cpu"):
         raise UsageError(f"--target {args.target}: choose cuda or cpu.")
     layout = Layout.parse(" ".join(args.layout))
-    own = names_source(args.model)
-    if own:
-        refuse_broken(args.model, LayoutError)
-    shape = _own(args.model) if own else Shape.load(args.model)
+    shape, own = named_shape(args.model)
     _refuse(layout, shape, args.sequence)
-    cut = cut_of(layout)
-    pieces = cached_costs(
-        args.model if own else shape, [layout], sequence=args.sequence, target=args.target
-    )[cut]
+    cut = piece_layout(layout)
+    pieces = cached_costs(own or shape, [layout], sequence=args.sequence, target=args.target)[cut]
     kinds = list(_kinds(pieces, args.rows))
     if args.json:
         print_json(
@@ -73,13 +68,18 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _own(text: str) -> Shape:
+def named_shape(text: str) -> tuple[Shape, str]:
+    """A shape by its name or file, or that of somebody's own model, with its FILE.py:Class."""
+    if not names_source(text):
+        return Shape.load(text), ""
+    refuse_broken(text, LayoutError)
     from ..parallel import load_model
 
+    # Only its file knows the sizes of somebody's own model, and running it needs torch.
     shape = load_model(text).shape
     if shape is None:
         raise LayoutError(f"{text}: describe() gives no shape; add shape=Shape(...) to its Model.")
-    return shape
+    return shape, text
 
 
 def _refuse(layout: Layout, shape: Shape, sequence: int) -> None:

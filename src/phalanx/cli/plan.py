@@ -11,24 +11,24 @@ from functools import partial
 from pathlib import Path
 
 from ..cost import cached_costs
-from ..layout import LayoutError, Run, Shape
+from ..layout import Run
 from ..layout.choices import BF16, FP32, PRECISIONS
-from ..layout.source import names_source, refuse_broken
+from ..layout.numbers import bytes_text
 from ..plan import Machine, MachineError, cluster
-from ..plan.baselines import baselines
 from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, local_profile
-from ..plan.profile import profile
-from ..plan.refused import size
-from ..plan.search import Plan, search
-from .plan_figures import Asked, figures
-from .plan_tell import told
+from ..plan.local import hardware_of_machine, profile_for
+from ..plan.search import Plan, baselines, search
+from ..plan.step import Request
+from .cost import named_shape
+from .plan_text import plan_figures, plan_text
 from .usage import Parser, UsageError, print_json, say, try_file, write
 
-__all__ = ["asked_of", "asking", "count", "run"]
+__all__ = ["count", "request_flags", "request_of", "run"]
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
+_MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
+_MORE_DEVICES = (2, 4, 8, 16)
 _EPILOG = """\
 Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
 
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
         code: int = module.run(argv[1:])
         return code
     parser = Parser("phalanx plan", "The best layouts, before anything is rented.", _EPILOG)
-    asking(parser)
+    request_flags(parser)
     add = parser.add_argument
     add("--top", type=int, default=10, metavar="N", help="layouts in the table (default 10)")
     add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
@@ -57,57 +57,50 @@ def run(argv: list[str]) -> int:
         raise UsageError(f"--top {args.top}: write 1 or more.")
     try_file(args.out, formats=(".toml",))
     try_file(args.page, "--page", (".html",))
-    asked = asked_of(args)
+    request = request_of(args)
     if args.explain is not None:
         from .plan_explain import explain
 
-        return explain(args.explain, asked, as_json=args.json)
-    return _plan(asked, args)
+        return explain(args.explain, request, as_json=args.json)
+    return _plan(request, args)
 
 
-def _plan(asked: Asked, args: argparse.Namespace) -> int:
-    plan = search(
-        asked.shape, asked.hardware, asked.piece_costs, profile=asked.profile, sequence=asked.sequence,
-        batch=asked.batch, precision=asked.precision, limit=asked.limit, top=args.top,
-        model=asked.own,
-    )  # fmt: skip
+def _plan(request: Request, args: argparse.Namespace) -> int:
+    plan = search(request, top=args.top)
     if not plan.layouts:
-        return _nothing(asked, plan, as_json=args.json)
-    beside = baselines(
-        asked.shape, asked.hardware, asked.piece_costs, profile=asked.profile, sequence=asked.sequence,
-        batch=asked.batch, precision=asked.precision, room=plan.room, model=asked.own,
-    )  # fmt: skip
+        return _nothing(request, plan, as_json=args.json)
+    beside = baselines(request)
     if args.json:
-        print_json(figures(asked, plan, beside))
+        print_json(plan_figures(request, plan, beside))
     else:
-        say(told(asked, plan, beside))
+        say(plan_text(request, plan, beside))
     if args.page:
         from .plan_page import page
 
-        write(args.page, {".html": lambda p: page(asked, p, beside)}, plan, "--page")
+        write(args.page, {".html": lambda p: page(request, p, beside)}, plan, "--page")
     if args.out:
         run = Run.parse(
-            f'model = "{asked.own or asked.shape.name}"\nlayout = "{plan.layouts[0].layout}"\n'
-            f"batch = {asked.batch}\nsequence = {asked.sequence}\n",
+            f'model = "{request.name}"\nlayout = "{plan.layouts[0].layout}"\n'
+            f"batch = {request.batch}\nsequence = {request.sequence}\n",
             args.out,
         )
         write(args.out, {".toml": str}, run)
     return 0
 
 
-def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
+def _nothing(request: Request, plan: Plan, *, as_json: bool) -> int:
     """No layout fits: what is missing, and what would change it."""
     least = float(plan.points[1].min())
-    needs = f"needs {size(least)} of"
-    if least <= plan.room:  # by its closed form: its program holds more
+    needs = f"needs {bytes_text(least)} or more of"
+    if least <= plan.room:  # by its bound: its program holds more
         needs = "needs, by its program, more than"
     reasons = [
-        f"No layout of {asked.shape.name} fits on {asked.hardware.name}: the smallest of"
-        f" {plan.considered:,} {needs} the {size(plan.room)} that"
-        f" --limit {asked.limit:g} leaves of a device.",
+        f"No layout of {request.shape.name} fits on {request.hardware.name}: the smallest of"
+        f" {plan.considered:,} {needs} the {bytes_text(plan.room)} that"
+        f" --limit {request.limit:g} leaves of a device.",
         "Recomputation and the optimizer on the host are in that already.",
     ]
-    reasons += _ways_out(asked, least, plan.room)
+    reasons += _ways_out(request, least, plan.room)
     if as_json:
         refused = [{"family": r.family, "reason": r.reason} for r in plan.refused]
         print_json({"layouts": [], "why": reasons, "refused": refused})
@@ -116,36 +109,35 @@ def _nothing(asked: Asked, plan: Plan, *, as_json: bool) -> int:
     return 1
 
 
-def _ways_out(asked: Asked, least: float, room: float) -> list[str]:
-    """The nearest that works: more of the memory, or more devices, as far as eight times."""
-    found = []
-    if room < least < asked.hardware.memory:
-        found.append(
-            f"It fits with --limit {math.ceil(100 * least / asked.hardware.memory) / 100:g}."
-        )
-    if not asked.cluster:
-        return found
-    for factor in (2, 4, 8, 16):
+def _ways_out(request: Request, least: float, room: float) -> list[str]:
+    """The nearest that works: more of the memory, or more devices, as far as sixteen times."""
+    memory, found = request.hardware.memory, []
+    needed = max(least, room) / memory
+    for part in sorted({math.ceil(100 * factor * needed) for factor in _MORE_ROOM}):
+        if part > 100:
+            break
+        if (more := search(replace(request, limit=part / 100), top=1)).layouts:
+            held = bytes_text(more.layouts[0].bytes)
+            found.append(f"It fits with --limit {part / 100:g}: {more.layouts[0].layout}, {held}.")
+            break
+    for factor in _MORE_DEVICES if request.cluster else ():
+        name = f"{request.cluster.rpartition('x')[0]}x{request.hardware.ranks * factor}"
         try:
-            name = f"{asked.cluster.rpartition('x')[0]}x{asked.hardware.ranks * factor}"
             hardware = hardware_of(cluster(name))
         except MachineError:
             continue
-        batch = max(asked.batch, 1)
-        plan = search(
-            asked.shape, hardware, asked.piece_costs, profile=asked.profile, sequence=asked.sequence,
-            batch=batch, precision=asked.precision, limit=asked.limit, top=1, model=asked.own,
-        )  # fmt: skip
+        batch = max(request.batch, 1)
+        plan = search(replace(request, hardware=hardware, batch=batch, cluster=name), top=1)
         if plan.layouts:
             best = plan.layouts[0]
-            return [*found, f"It fits on {name}: {best.layout} needs {size(best.bytes)}."]
+            return [*found, f"It fits on {name}: {best.layout} needs {bytes_text(best.bytes)}."]
     return found
 
 
-# ---- what was asked
+# ---- the request
 
 
-def asking(parser: Parser) -> None:
+def request_flags(parser: Parser) -> None:
     """The flags that say what is planned, where, and with what software."""
     add = parser.add_argument
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="default 8b")
@@ -159,7 +151,7 @@ def asking(parser: Parser) -> None:
     add("--profile", metavar="NAME", help="whose software; default ours")
 
 
-def asked_of(args: argparse.Namespace) -> Asked:
+def request_of(args: argparse.Namespace) -> Request:
     """What the flags mean, or why they mean nothing."""
     if not 0 < args.limit <= 1:
         raise UsageError(
@@ -169,9 +161,8 @@ def asked_of(args: argparse.Namespace) -> Asked:
         raise UsageError("--seq is 1 or more.")
     if args.precision not in (None, *PRECISIONS):
         raise UsageError(f"--precision {args.precision}: choose {', '.join(PRECISIONS)}.")
-    own = args.model if names_source(args.model) else ""
-    shape = _own(own) if own else Shape.load(args.model)
-    hardware, kind = _hardware(args)
+    shape, own = named_shape(args.model)
+    hardware, device = _hardware(args)
     sequence = args.seq or shape.sequence
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
@@ -181,25 +172,12 @@ def asked_of(args: argparse.Namespace) -> Asked:
     shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
     batch = _sequences(args.batch_tokens, sequence) if args.batch_tokens else shape.batch
     precision = args.precision or (FP32 if hardware.cores else BF16)
-    local = bool(hardware.cores) and args.profile is None
-    software = local_profile(precision) if local else profile(args.profile or "phalanx").on(kind)
-    target = "cpu" if hardware.cores else "cuda"
-    return Asked(
-        shape=shape, own=own, hardware=hardware, cluster="" if args.cluster == "this" else args.cluster,
-        profile=software, sequence=sequence, batch=batch,
-        precision=precision, limit=args.limit, piece_costs=partial(cached_costs, target=target),
+    return Request(
+        shape=shape, hardware=hardware, sequence=sequence, batch=batch, precision=precision,
+        profile=profile_for(hardware, device, args.profile, precision), limit=args.limit,
+        piece_costs=partial(cached_costs, target=hardware.target), model=own,
+        cluster="" if args.cluster == "this" else args.cluster,
     )  # fmt: skip
-
-
-def _own(text: str) -> Shape:
-    """Only its file knows the sizes of somebody's own model, and running it needs torch."""
-    refuse_broken(text, LayoutError)
-    from ..parallel import load_model
-
-    shape = load_model(text).shape
-    if shape is None:
-        raise LayoutError(f"{text}: describe() gives no shape; add shape=Shape(...) to its Model.")
-    return shape
 
 
 def _hardware(args: argparse.Namespace) -> tuple[Hardware, str]:

@@ -1,4 +1,4 @@
-"""`phalanx plan calibrate`: the six numbers of a profile refitted on runs of one's own."""
+"""`phalanx plan calibrate`: the numbers of a profile refitted on runs of one's own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..cost import cached_costs, cut_of
+from ..cost import cached_costs
 from ..draw import text_table
 from ..layout.codec import dump
 from ..plan import Machine, cluster
-from ..plan.calibrate import Timed, Trial, by_model, calibrated, read_run
+from ..plan.calibrate import CostedRun, Measured, by_model, calibrated, costed, read_run
 from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, local_profile
-from ..plan.profile import FITTED, Profile, profile
+from ..plan.local import hardware_of_machine, profile_for
+from ..plan.profile import FITTED, SoftwareProfile
 from .usage import Parser, UsageError, print_json, say, try_file, write
 
 __all__ = ["run"]
@@ -26,7 +26,7 @@ _EXAMPLES = """\
   phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx
 
 A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
-Six numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not tell stays as it was.
+The numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not decide stays as it was.
 Exit code 0: done; 2: wrong usage."""
 
 
@@ -49,65 +49,66 @@ def run(argv: Sequence[str]) -> int:
     if args.cluster and args.machine:
         raise UsageError("--cluster and --machine both say where the runs ran; name one.")
     try_file(args.out, formats=(".toml",))
-    trials = [read_run(Path(folder)) for folder in args.runs]
-    groups = [_timed(those, args) for those in by_model(trials)]
-    before = _begin(args, groups[0].hardware, trials)
-    after = calibrated(before, groups)
+    runs = [read_run(Path(folder)) for folder in args.runs]
+    groups = by_model(runs)
+    before = _begin(args, _hardware(args, groups[0]), runs)
+    costed_runs = [
+        run
+        for group in groups
+        for hardware in [_hardware(args, group)]
+        for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
+    ]
+    after = calibrated(before, costed_runs)
     if args.out:
         write(args.out, {".toml": partial(dump, short=True)}, after)
-    rows = _rows(groups, before, after)
+    rows = _rows(costed_runs, before, after)
     if args.json:
         print_json({"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}})
     else:
-        say(_told(rows, before, after, args.out))
+        say(_text(rows, before, after, args.out))
     return 0
 
 
-def _timed(trials: Sequence[Trial], args: Namespace) -> Timed:
-    ranks = trials[0].case.layout.ranks
+def _hardware(args: Namespace, runs: Sequence[Measured]) -> Hardware:
+    ranks = runs[0].case.layout.ranks
     if args.cluster:
-        hardware = hardware_of(cluster(args.cluster), ranks)
-    else:
-        file = args.machine or "machine.toml"
-        if not Path(file).is_file():
-            raise UsageError(
-                f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
-                " or name a cluster: --cluster h100x64."
-            )
-        hardware = hardware_of_machine(Machine.load(file), ranks, args.backend)
-    return Timed(
-        trials, hardware, partial(cached_costs, target="cpu" if hardware.cores else "cuda"), cut_of
-    )
+        return hardware_of(cluster(args.cluster), ranks)
+    file = args.machine or "machine.toml"
+    if not Path(file).is_file():
+        raise UsageError(
+            f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
+            " or name a cluster: --cluster h100x64."
+        )
+    return hardware_of_machine(Machine.load(file), ranks, args.backend)
 
 
-def _begin(args: Namespace, hardware: Hardware, trials: Sequence[Trial]) -> Profile:
+def _begin(args: Namespace, hardware: Hardware, runs: Sequence[Measured]) -> SoftwareProfile:
     """Where the fit begins: what was named, else ours, as it is on such a device."""
-    if args.profile or not hardware.cores:
-        named = profile(args.profile or "phalanx")
-        device = cluster(args.cluster).device if args.cluster else ""
-        return replace(named.on(device), by_device={})
-    return local_profile(trials[0].case.layout.precision)
+    device = cluster(args.cluster).device if args.cluster else ""
+    named = profile_for(hardware, device, args.profile, runs[0].case.layout.precision)
+    return replace(named, by_device={})
 
 
-def _rows(groups: Sequence[Timed], before: Profile, after: Profile) -> list[dict[str, object]]:
-    found: list[dict[str, object]] = []
-    for group in groups:
-        old, new = group.under(before).step, group.under(after).step
-        for i, trial in enumerate(group.trials):
-            found.append(
-                {
-                    "run": trial.name,
-                    "layout": str(trial.case.layout),
-                    "seconds": trial.seconds,
-                    "before": float(old[i] / trial.seconds - 1),
-                    "after": float(new[i] / trial.seconds - 1),
-                }
-            )
-    return found
+def _rows(
+    runs: Sequence[CostedRun], before: SoftwareProfile, after: SoftwareProfile
+) -> list[dict[str, object]]:
+    return [
+        {
+            "run": run.run.name,
+            "layout": str(run.run.case.layout),
+            "seconds": run.measured,
+            "before": run.step(before) / run.measured - 1,
+            "after": run.step(after) / run.measured - 1,
+        }
+        for run in runs
+    ]
 
 
-def _told(
-    rows: Sequence[dict[str, object]], before: Profile, after: Profile, out: str | None
+def _text(
+    rows: Sequence[dict[str, object]],
+    before: SoftwareProfile,
+    after: SoftwareProfile,
+    out: str | None,
 ) -> str:
     runs = [
         (r["run"], f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}", r["layout"])

@@ -7,13 +7,13 @@ import math
 from dataclasses import asdict
 
 from ..draw import text_table
-from ..plan.refused import size
-from ..plan.search import Choice, search
+from ..layout.numbers import bytes_text, seconds_text
+from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, Spending, spending
-from .plan import asked_of, asking, count
+from ..plan.step import Choice, Request
+from .plan import count, request_flags, request_of
 from .plan_explain import named
-from .plan_figures import Asked, rates
-from .plan_tell import seconds
+from .plan_text import utilization
 from .usage import Parser, UsageError, print_json, say
 
 __all__ = ["run"]
@@ -33,7 +33,7 @@ A checkpoint holds training up for as long as each device writes its part of wei
 def run(argv: list[str]) -> int:
     """Print what a run would cost."""
     parser = Parser("phalanx plan cost", "Hours and money of a run.", _EPILOG)
-    asking(parser)
+    request_flags(parser)
     add = parser.add_argument
     add("--tokens", required=True, metavar="N", help="of the whole run, as 1T")
     add("--price", type=float, required=True, metavar="X", help="of a device for an hour")
@@ -45,17 +45,19 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     _refuse(args)
     tokens = count(args.tokens, "--tokens")
-    asked = asked_of(args)
-    choice = _choice(asked, args.layout)
+    request = request_of(args)
+    choice = _choice(request, args.layout)
     if choice is None:
-        say(f"No layout of {asked.shape.name} fits on {asked.hardware.name}: see `phalanx plan`.")
+        say(
+            f"No layout of {request.shape.name} fits on {request.hardware.name}: see `phalanx plan`."
+        )
         return 1
-    saving = args.saving or max(1.0, _SAVED * asked.shape.total / asked.hardware.ranks / _DISK)
+    saving = args.saving or max(1.0, _SAVED * request.shape.total / request.hardware.ranks / _DISK)
     spent = spending(
         tokens=tokens,
-        batch_tokens=asked.tokens,
+        batch_tokens=request.tokens,
         step=choice.step,
-        devices=asked.hardware.ranks,
+        devices=request.hardware.ranks,
         price=args.price,
         mtbf_hours=args.mtbf,
         saving=saving,
@@ -63,8 +65,8 @@ def run(argv: list[str]) -> int:
     )
     if math.isinf(spent.hours):
         say(
-            f"{asked.hardware.ranks:,} devices fail faster than they can start again: every"
-            f" {seconds(3600 * args.mtbf / asked.hardware.ranks)}."
+            f"{request.hardware.ranks:,} devices fail faster than they can start again: every"
+            f" {seconds_text(3600 * args.mtbf / request.hardware.ranks)}."
         )
         return 1
     if args.json:
@@ -75,11 +77,11 @@ def run(argv: list[str]) -> int:
             "goodput": spent.goodput,
             "layout": str(choice.layout),
             "step_time_s": choice.step,
-            "error": asked.error,
+            "error": request.profile.error,
         }
         print_json(asdict(spent) | more)
     else:
-        say("\n".join(_lines(asked, choice, spent, args, saving)))
+        say("\n".join(_lines(request, choice, spent, args, saving)))
     return 0
 
 
@@ -92,38 +94,27 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UsageError("--mtbf 0: write the hours after which one device fails.")
 
 
-def _choice(asked: Asked, words: str | None) -> Choice | None:
+def _choice(request: Request, words: str | None) -> Choice | None:
     if words is None:
-        plan = search(
-            asked.shape,
-            asked.hardware,
-            asked.piece_costs,
-            profile=asked.profile,
-            sequence=asked.sequence,
-            batch=asked.batch,
-            precision=asked.precision,
-            limit=asked.limit,
-            top=1,
-            model=asked.own,
-        )
-        return plan.layouts[0] if plan.layouts else None
-    return named(words, asked, "--layout")
+        layouts = search(request, top=1).layouts
+        return layouts[0] if layouts else None
+    return named(words, request, "--layout")
 
 
 def _lines(
-    asked: Asked, choice: Choice, spent: Spending, args: argparse.Namespace, saving: float
+    request: Request, choice: Choice, spent: Spending, args: argparse.Namespace, saving: float
 ) -> list[str]:
-    low, high = (1 - asked.error) * spent.money, (1 + asked.error) * spent.money
-    step = f"of {asked.tokens:,} tokens, {seconds(choice.step)} each"
-    saved = f"one every {seconds(spent.interval)}, {seconds(saving)} each"
+    low, high = (1 - request.profile.error) * spent.money, (1 + request.profile.error) * spent.money
+    step = f"of {request.tokens:,} tokens, {seconds_text(choice.step)} each"
+    saved = f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each"
     every = args.mtbf / spent.devices
     rows = [
-        ("steps", f"{spent.steps:,}", f"{step} (MFU {rates(asked, choice).mfu:.1%})"),
+        ("steps", f"{spent.steps:,}", f"{step} (MFU {utilization(request, choice).mfu:.1%})"),
         ("computing", f"{spent.computing:,.1f}", "hours"),
         (
             "checkpoints",
             f"{spent.saving:,.1f}",
-            f"hours: {saved}, {size(_SAVED * asked.shape.total)}",
+            f"hours: {saved}, {bytes_text(_SAVED * request.shape.total)}",
         ),
         (
             "failures",
@@ -139,7 +130,7 @@ def _lines(
         ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
     ]
     return [
-        f"{asked.own or asked.shape.name}, {args.tokens} tokens on {asked.hardware.name}"
+        f"{request.shape.name}, {args.tokens} tokens on {request.hardware.name}"
         f" at {args.price:g} an hour and device",
         str(choice.layout),
         "",

@@ -8,13 +8,13 @@ from dataclasses import replace
 from itertools import groupby
 
 from ..draw import Picture, text, text_table
-from ..layout import Layout
-from ..plan.estimate import KINDS
-from ..plan.refused import size
-from ..plan.search import Choice, judge, timeline
+from ..layout import Layout, stage_pieces
+from ..layout.numbers import bytes_text
+from ..plan.search import judge
+from ..plan.step import MEMORY, Choice, Pricer, Request
+from ..program import Op, Span, Timeline, ops
 from .before import refuse_illegal
-from .plan_figures import Asked, of_choice
-from .plan_tell import one
+from .plan_text import choice_figures, choice_text
 from .usage import UsageError, print_json, say, screen
 
 __all__ = ["explain", "named"]
@@ -23,49 +23,50 @@ _SHORT = {"activations": "kept"}
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 
 
-def named(words: str, asked: Asked, flag: str) -> Choice:
+def named(words: str, request: Request, flag: str) -> Choice:
     """A layout that somebody typed, in the precision that was asked for unless it names its own."""
     layout = Layout.parse(words)
     if layout.precision not in words.split():
-        layout = replace(layout, precision=asked.precision)
-    if layout.ranks != asked.hardware.ranks:
+        layout = replace(layout, precision=request.precision)
+    if layout.ranks != request.hardware.ranks:
         raise UsageError(
-            f"{flag}: {layout} is for {layout.ranks:,} ranks, {asked.hardware.name} has"
-            f" {asked.hardware.ranks:,}."
+            f"{flag}: {layout} is for {layout.ranks:,} ranks, {request.hardware.name} has"
+            f" {request.hardware.ranks:,}."
         )
-    refuse_illegal(layout, asked.shape, batch=asked.batch, sequence=asked.sequence)
-    (choice,) = judge(
-        [layout],
-        asked.shape,
-        asked.hardware,
-        asked.piece_costs,
-        profile=asked.profile,
-        sequence=asked.sequence,
-        batch=asked.batch,
-        model=asked.own,
-    )
+    refuse_illegal(layout, request.shape, batch=request.batch, sequence=request.sequence)
+    (choice,) = judge(request, [layout])
     return choice
 
 
-def explain(words: str, asked: Asked, *, as_json: bool) -> int:
+def explain(words: str, request: Request, *, as_json: bool) -> int:
     """Print what a layout would take."""
-    choice = named(words, asked, "--explain")
-    room = asked.limit * asked.hardware.memory
+    choice = named(words, request, "--explain")
+    room = request.room
     if as_json:
-        print_json(of_choice(asked, choice) | {"fits": choice.bytes <= room})
+        print_json(choice_figures(request, choice) | {"fits": choice.bytes <= room})
         return 0
-    say(f"{choice.layout} on {asked.hardware.name}\n")
-    say("\n".join([*one(asked, choice), "", *_memory(choice, room), "", *_timeline(asked, choice)]))
+    say(f"{choice.layout} on {request.hardware.name}\n")
+    say(
+        "\n".join(
+            [
+                *choice_text(request, choice),
+                "",
+                *_memory(choice, room),
+                "",
+                *_timeline(request, choice),
+            ]
+        )
+    )
     return 0
 
 
 def _memory(choice: Choice, room: float) -> Iterator[str]:
     """By kind, of the fullest rank; and of each stage of a pipeline."""
     fits = "fits" if choice.bytes <= room else "does not fit"
-    yield f"the fullest rank holds {size(choice.bytes)}, and {fits} in {size(room)}:"
+    yield f"the fullest rank holds {bytes_text(choice.bytes)}, and {fits} in {bytes_text(room)}:"
     rows = [
-        (kind, size(held), f"{100 * held / choice.bytes:.1f} %")
-        for kind in KINDS
+        (kind, bytes_text(held), f"{100 * held / choice.bytes:.1f} %")
+        for kind in MEMORY
         if (held := choice.memory[kind])
     ]
     yield from text_table((), rows, indent=2).splitlines()
@@ -76,7 +77,7 @@ def _memory(choice: Choice, room: float) -> Iterator[str]:
 
 def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
     """A row for every rank of a pipeline, neighbours that are alike in one, in GB."""
-    used = [kind for kind in KINDS if any(held[kind] for held in stages)]
+    used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
     head = ["GB  stage", *(_SHORT.get(kind, kind) for kind in used), "all"]
     numbers = [
         [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
@@ -91,16 +92,34 @@ def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list
     return head, rows
 
 
-def _timeline(asked: Asked, choice: Choice) -> Iterator[str]:
+def _timeline(request: Request, choice: Choice) -> Iterator[str]:
     layout = choice.layout
     most = max(_ROUNDS * layout.pp, 4)
-    drawn = timeline(
-        choice, asked.hardware, asked.piece_costs, profile=asked.profile, model=asked.own, most=most
-    )
+    stages = stage_pieces(layout, request.shape)
+    drawn = _by_stage(Pricer(request).timeline(layout, most), stages)
     shown = min(layout.microbatches, most)
     title = f"computing: {shown} of {layout.microbatches} microbatches"
-    notes = ("a piece is a whole stage; its recomputation and the messages in it are in its time",)
+    notes = (
+        "a piece is a whole stage; what it waits for inside and the messages in it are its time",
+    )
     labels = {rank: f"stage {rank}" for rank in drawn.ranks}
     width, colour = screen(None)
     picture = Picture(title, drawn, labels=labels, notes=notes, clock="s")
     yield from text(picture, width=width, colour=colour).splitlines()
+
+
+def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
+    """What is computed, with the pieces of a virtual stage as one operation."""
+    stage_of = {piece: stage for stage, pieces in enumerate(stages) for piece in pieces}
+    joined: dict[tuple[int, Op], Span] = {}
+    kinds = {span.op.kind for span in timeline.spans}
+    backward = next(kind for kind in ops.PROPAGATES if kind in kinds)
+    for span in timeline.spans:
+        if span.op.kind in ops.COMPUTES:
+            # Recomputing a stage is part of its backward.
+            kind = backward if span.op.kind == ops.RECOMPUTE else span.op.kind
+            op = Op(kind, stage_of[span.op.piece], span.op.index)
+            known = joined.get((span.rank, op))
+            start = known.start if known else span.start
+            joined[span.rank, op] = Span(span.rank, span.lane, op, start, span.end)
+    return Timeline(tuple(sorted(joined.values(), key=lambda span: (span.rank, span.start))))

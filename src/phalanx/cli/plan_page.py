@@ -6,45 +6,46 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..draw import ChartAxis, Series, chart, frame, paragraphs, table, tag
-from ..plan.baselines import Baseline
-from ..plan.hardware import Numbers
-from ..plan.search import Choice, Plan
-from .plan_figures import Asked, rates
-from .plan_tell import seconds
+from ..layout.numbers import seconds_text
+from ..plan.search import Baseline, Plan
+from ..plan.step import Choice, Request
+from .plan_text import utilization
 
 __all__ = ["page"]
 
+_Array = NDArray[np.float64]
 Points = list[tuple[float, float]]
 _CELLS = 24.0  # of a doubling: of the candidates in one cell of so fine a grid one is drawn
 
 
-def page(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
+def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
     """The page's text."""
-    title = f"{asked.own or asked.shape.name} on {asked.hardware.name}"
+    title = f"{request.name} on {request.hardware.name}"
     summary = (
-        f"{asked.batch:,} sequences of {asked.sequence:,} tokens a step, {asked.precision}."
+        f"{request.batch:,} sequences of {request.sequence:,} tokens a step, {request.precision}."
         f" {plan.considered:,} layouts, {plan.fitting:,} of which fit in"
         f" {plan.room / 1e9:.1f} GB a device."
     )
-    picture = tag("div", _chart(asked, plan, beside), cls="scroll")
-    return frame(title, paragraphs([summary]), picture, _table(asked, plan))
+    picture = tag("div", _chart(request, plan, beside), cls="scroll")
+    return frame(title, paragraphs([summary]), picture, _table(request, plan))
 
 
-def _chart(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
+def _chart(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
     """What fits and what does not, the frontier, the best and what plain rules pick."""
     steps, held = plan.points
-    rate, held = asked.tokens / asked.hardware.ranks / steps, held / 1e9
-    fits, near = held <= plan.room / 1e9, held < 4e-9 * asked.hardware.memory
+    rate, held = request.tokens / request.hardware.ranks / steps, held / 1e9
+    fits, near = held <= plan.room / 1e9, held < 4e-9 * request.hardware.memory
     rules = [(baseline.rule, baseline.choice) for baseline in beside if baseline.choice]
     drawn = _thinned(rate[fits], held[fits])
     series = [
         Series("fits", drawn, joined=False),
         Series("does not fit", _thinned(rate[near & ~fits], held[near & ~fits]), joined=False),
         Series("frontier", _frontier(rate[fits], held[fits]), dots=False),
-        _chosen(asked, "plain rules", rules),
-        _chosen(asked, "best", [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)]),
+        _chosen(request, "plain rules", rules),
+        _chosen(request, "best", [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)]),
     ]
     return chart(
         "memory over throughput",
@@ -58,8 +59,8 @@ def _chart(asked: Asked, plan: Plan, beside: Sequence[Baseline]) -> str:
     )
 
 
-def _chosen(asked: Asked, name: str, choices: Sequence[tuple[str, Choice]]) -> Series:
-    points = [(rates(asked, c).tokens, c.bytes / 1e9) for _, c in choices]
+def _chosen(request: Request, name: str, choices: Sequence[tuple[str, Choice]]) -> Series:
+    points = [(utilization(request, c).tokens, c.bytes / 1e9) for _, c in choices]
     tips = [
         f"{what}, {rate:,.0f} tokens/s, {held:.3g} GB: {c.layout}"
         for (what, c), (rate, held) in zip(choices, points, strict=True)
@@ -67,7 +68,7 @@ def _chosen(asked: Asked, name: str, choices: Sequence[tuple[str, Choice]]) -> S
     return Series(name, points, joined=False, tips=tips)
 
 
-def _thinned(rate: Numbers, held: Numbers) -> Points:
+def _thinned(rate: _Array, held: _Array) -> Points:
     """One of the points in each cell of a grid, as an eye cannot part them."""
     if not len(rate):
         return []
@@ -76,7 +77,7 @@ def _thinned(rate: Numbers, held: Numbers) -> Points:
     return [(float(rate[i]), float(held[i])) for i in first]
 
 
-def _frontier(rate: Numbers, held: Numbers) -> Points:
+def _frontier(rate: _Array, held: _Array) -> Points:
     """From the fastest on: each next one that holds less than all before."""
     found: Points = []
     least = math.inf
@@ -87,12 +88,12 @@ def _frontier(rate: Numbers, held: Numbers) -> Points:
     return found
 
 
-def _table(asked: Asked, plan: Plan) -> str:
+def _table(request: Request, plan: Plan) -> str:
     rows = []
     for choice in plan.layouts:
-        found = rates(asked, choice)
+        found = utilization(request, choice)
         numbers = (
-            seconds(choice.step),
+            seconds_text(choice.step),
             f"{found.tokens:,.0f}",
             f"{found.mfu:.1%}",
             f"{choice.bytes / 1e9:.1f} GB",

@@ -13,7 +13,7 @@ from .usage import Parser, UsageError, flags, result, save
 
 if TYPE_CHECKING:
     from ..plan.hardware import Hardware
-    from ..plan.profile import Profile
+    from ..plan.profile import SoftwareProfile
     from ..report.compared import Compared
     from ..report.predicted import Step
 
@@ -91,17 +91,14 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
             f" itself. Say that it may: --model {step.own}"
         )
     hardware, profile = _hardware(step, args)
-    return predicted(
-        step, hardware, profile, partial(cached_costs, target="cpu" if hardware.cores else "cuda")
-    )
+    return predicted(step, hardware, profile, partial(cached_costs, target=hardware.target))
 
 
-def _hardware(step: Step, args: argparse.Namespace) -> tuple[Hardware, Profile]:
+def _hardware(step: Step, args: argparse.Namespace) -> tuple[Hardware, SoftwareProfile]:
     """Where it ran and with what software; refused if the run was on another device."""
     from ..plan import Machine, cluster
     from ..plan.hardware import hardware_of
-    from ..plan.local import hardware_of_machine, local_profile
-    from ..plan.profile import profile
+    from ..plan.local import hardware_of_machine, profile_for
 
     ranks = step.layout.ranks
     if args.cluster:
@@ -118,12 +115,11 @@ def _hardware(step: Step, args: argparse.Namespace) -> tuple[Hardware, Profile]:
         machine = Machine.load(args.machine)
         _same_device(step, args.machine, machine.kind, (machine.device,))
         hardware, kind = hardware_of_machine(machine, ranks, args.backend or ""), machine.catalogue
+    named = profile_for(hardware, kind, args.profile, step.layout.precision)
     if hardware.cores and not args.profile:
-        return hardware, local_profile(step.layout.precision)
+        return hardware, named
     # A file of calibrate still has the name of the profile with which its fit began.
-    return hardware, replace(
-        profile(args.profile or "phalanx").on(kind), name=args.profile or "phalanx"
-    )
+    return hardware, replace(named, name=args.profile or named.name)
 
 
 def _same_device(step: Step, name: str, kind: str, devices: tuple[str, ...]) -> None:

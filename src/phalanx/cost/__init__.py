@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .cache import Pieces, cached_costs
-from .cut import cut_of
 from .flops import OpFlops, StepFlops, forward_flops, step_flops
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ __all__ = [
     "OpFlops",
     "Pieces",
     "StepFlops",
-    "cut_of",
     "forward_flops",
     "sizes_of",
     "step_flops",

@@ -19,10 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..layout import Layout, Shape
+from ..layout import Layout, Shape, piece_layout
 from ..layout.source import split_name
 from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows
-from .cut import cut_of
 
 if TYPE_CHECKING:
     from ..parallel import Model
@@ -78,9 +77,9 @@ def cached_costs(
 ) -> dict[Layout, Pieces]:
     """The pieces of a model under the cut of each layout, from the cache where they are in it.
 
-    `model` is a shape, or `FILE.py:Class` for somebody's own. The keys are `cut_of(layout)`.
+    `model` is a shape, or `FILE.py:Class` for somebody's own. The keys are `piece_layout(layout)`.
     """
-    cuts = list(dict.fromkeys(map(cut_of, layouts)))
+    cuts = list(dict.fromkeys(map(piece_layout, layouts)))
     file = (place or _place()) / f"{_key(model, sequence, target)}.json"
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Message, TallyWorld
-from ..layout import Layout, LayoutError
+from ..layout import Layout, LayoutError, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.local import build_local
 from ..program import PieceCost, build
-from .cut import cut_of
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
@@ -92,7 +91,7 @@ def cost_kinds(
     one `known` to all."""
     if model.shape is None:
         raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
-    cut = cut_of(layout)
+    cut = piece_layout(layout)
     few = _one_of_each(model)
     program = build(cut, (range(len(few.pieces)),), few.tied)
     compute = COMPUTE[cut.precision]

@@ -18,7 +18,7 @@ from .run import (
     run_schema,
 )
 from .shape import Shape
-from .stages import stage_pieces
+from .stages import piece_layout, stage_pieces
 
 __all__ = [
     "Axis",
@@ -37,6 +37,7 @@ __all__ = [
     "Violation",
     "legal",
     "nearest",
+    "piece_layout",
     "read_journal",
     "recipe",
     "run_schema",

@@ -1,4 +1,5 @@
-"""Which pieces each virtual stage holds: named by the layout, or balanced by cost."""
+"""Which pieces each virtual stage holds: named by the layout, or balanced by cost. And what of a layout
+one piece depends on."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from .choices import ACCUM, ZB_H1
 from .layout import Layout
-from .mesh import LayoutError
+from .mesh import LayoutError, Mesh
 from .shape import Shape
 
-__all__ = ["balance", "partial_pieces", "stage_pieces"]
+__all__ = ["balance", "partial_pieces", "piece_layout", "stage_pieces"]
 
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
@@ -89,3 +91,20 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
         end = starts[k]
     whole = total[end] + first + (last if parts == 1 else 0)
     return starts if whole <= bound else []
+
+
+def piece_layout(layout: Layout) -> Layout:
+    """The part of a layout that a piece's cost depends on: tp and cp, seq, selective recomputation,
+    precision, and whether the backward is two operations (written as zb-h1).
+
+    Copies, stages, ZeRO and whole-piece recomputation change when a piece runs, never what it does.
+    """
+    axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp"))
+    return Layout(
+        mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),
+        seq=layout.seq,
+        schedule=ZB_H1 if layout.splits_backward else ACCUM,
+        microbatches=1,
+        recompute="selective" if layout.recompute == "selective" else "none",
+        precision=layout.precision,
+    )

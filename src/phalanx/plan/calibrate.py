@@ -1,4 +1,4 @@
-"""The six numbers of a profile refitted on runs of one's own: run folders, or any timed layouts.
+"""The numbers of a profile refitted on runs of one's own: run folders, or any timed layouts.
 
 A run tells its layout and its step times in metrics.jsonl. What it ran on is the caller's to say:
 a measured machine or a catalogued cluster, as a `Hardware`.
@@ -8,32 +8,28 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
-from ..layout import Layout, Shape
+from ..layout import Layout, Shape, piece_layout
 from ..layout.codec import decode
 from ..layout.journal import read_journal
-from .columns import Case, case_of, columns_of
 from .device import MachineError, MachineFileError
-from .estimate import Estimates, estimate
+from .fit import Path as LongestPath
 from .fit import fit
 from .hardware import Hardware
-from .kinds import CostFunction, PieceKinds
-from .local import crowded
-from .price import RawTrio, raw_trio
-from .profile import Profile
+from .price import PieceParts, piece_parts
+from .profile import SoftwareProfile
+from .step import Case, Choice, CostFunction, Three, case_of, choice, costs_of, longest
 
-__all__ = ["Timed", "Trial", "by_model", "calibrated", "read_run"]
+__all__ = ["CostedRun", "Measured", "by_model", "calibrated", "costed", "read_run"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class Measured:
     """A layout of a model that was run, and its seconds a step; 0 where it has not been run."""
 
     name: str
@@ -41,54 +37,76 @@ class Trial:
     seconds: float = 0.0
 
 
-class Timed:
-    """Runs of one model on one hardware, costed once, to be estimated under many profiles."""
+@dataclass(frozen=True)
+class CostedRun:
+    """A run on some hardware, costed once, to be simulated under many profiles."""
 
-    def __init__(
-        self,
-        trials: Sequence[Trial],
-        hardware: Hardware,
-        piece_costs: CostFunction,
-        cut_of: Callable[[Layout], Layout],
-    ) -> None:
-        self.trials, self.hardware = tuple(trials), hardware
-        first = self.trials[0].case
-        cuts = {t.name: cut_of(t.case.layout) for t in self.trials}
-        pieces = piece_costs(first.shape, list(cuts.values()), sequence=first.sequence)
-        self.raws: list[tuple[RawTrio, ...]] = []
-        known: dict[Any, int] = {}
-        keys = []
-        for trial in self.trials:
-            cut, rows = cuts[trial.name], trial.case.rows
-            if (cut, rows) not in known:
-                known[cut, rows] = len(self.raws)
-                self.raws.append(_raws(pieces[cut], cut, rows, hardware))
-            keys.append(known[cut, rows])
-        self.columns = columns_of([t.case for t in self.trials], keys)
-        self.measured = np.array([t.seconds for t in self.trials])
+    run: Measured
+    hardware: Hardware
+    parts: tuple[PieceParts, PieceParts, PieceParts]  # embedding, block, head
 
-    def under(self, profile: Profile) -> Estimates:
-        table = [(a.under(profile), b.under(profile), c.under(profile)) for a, b, c in self.raws]
-        found = estimate(self.columns, table, self.hardware, profile)
-        return crowded(found, self.columns, self.hardware)
+    @property
+    def measured(self) -> float:
+        return self.run.seconds
+
+    def choice(self, profile: SoftwareProfile) -> Choice:
+        """What its step takes and holds."""
+        return choice(self.run.case, self._three(profile), self.hardware, profile)
+
+    def step(self, profile: SoftwareProfile) -> float:
+        return self.choice(profile).step
+
+    def longest(self, profile: SoftwareProfile) -> LongestPath:
+        """The longest path of its program, as a function of the profile."""
+        if self.hardware.cores:  # ranks share cores: no path is independent of the others
+            return self.step
+        case = self.run.case
+        counts = longest(case, self._three(profile), self.hardware, profile)
+
+        def seconds(other: SoftwareProfile) -> float:
+            costs = costs_of(case, self._three(other), self.hardware, other)
+            return sum(count * costs.of(op, rank) for (rank, op), count in counts.items())
+
+        return seconds
+
+    def _three(self, profile: SoftwareProfile) -> Three:
+        slower = profile.pipe_host if self.run.case.layout.pp > 1 else 1.0
+        embed, block, head = (part.under(profile, slower) for part in self.parts)
+        return embed, block, head
 
 
-def _raws(pieces: PieceKinds, cut: Layout, rows: float, hardware: Hardware) -> tuple[RawTrio, ...]:
-    three = (pieces.embed(rows), pieces.block(rows), pieces.head(rows))
-    return tuple(raw_trio(w, hardware, Profile(), cut, cut.precision) for w in three)
+def costed(
+    runs: Sequence[Measured], hardware: Hardware, piece_costs: CostFunction,
+    profile: SoftwareProfile,
+) -> list[CostedRun]:  # fmt: skip
+    """Runs of one model and sequence, as software with the profile's facts runs them."""
+    first = runs[0].case
+    cuts = {run.name: piece_layout(run.case.layout) for run in runs}
+    made = piece_costs(first.shape, list(cuts.values()), sequence=first.sequence)
+    found = []
+    for run in runs:
+        cut, kinds = cuts[run.name], made[cuts[run.name]]
+        embed, block, head = (
+            piece_parts(
+                kind(run.case.rows), hardware, profile, cut, run.case.dtype or cut.precision
+            )
+            for kind in (kinds.embed, kinds.block, kinds.head)
+        )
+        found.append(CostedRun(run, hardware, (embed, block, head)))
+    return found
 
 
-def calibrated(base: Profile, groups: Sequence[Timed]) -> Profile:
-    """The profile whose six numbers come nearest to the runs. Few runs tell few of them: what they
-    do not tell stays near where a new profile has it."""
+def calibrated(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
+    """The profile whose fitted numbers come nearest to the runs. What few runs do not decide stays
+    near where a new profile has it."""
     # No run of one's own is clipped: on a machine file that is twice too fast all of them are far off.
-    return fit(base, groups, clip=math.inf)
+    return fit(base, runs, clip=math.inf)
 
 
 # ---- run folders
 
 
-def read_run(folder: Path) -> Trial:
+def read_run(folder: Path) -> Measured:
     """A run of `phalanx train`: its layout, and the median of its step times without the first
     line, in which the process warms up."""
     file = folder / "metrics.jsonl"
@@ -116,7 +134,7 @@ def read_run(folder: Path) -> Trial:
     shape, layout = _shape(start, file), Layout.parse(str(start["layout"]))
     seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
     sequence = int(start.get("sequence", shape.sequence))
-    return Trial(str(folder), case_of(shape, layout, sequence=sequence), seconds)
+    return Measured(str(folder), case_of(shape, layout, sequence=sequence), seconds)
 
 
 def _steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -130,9 +148,9 @@ def _shape(start: Mapping[str, Any], file: Path) -> Shape:
     return decode(Shape, model, f"{file}, model", MachineFileError)
 
 
-def by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
+def by_model(trials: Sequence[Measured]) -> list[list[Measured]]:
     """The runs of each model, sequence, precision and number of ranks."""
-    found: dict[Any, list[Trial]] = defaultdict(list)
+    found: dict[Any, list[Measured]] = defaultdict(list)
     for t in trials:
         found[t.case.shape, t.case.sequence, t.case.layout.ranks].append(t)
     return list(found.values())

@@ -16,7 +16,7 @@ __all__ = ["FACTORS", "Curve", "bus_factor", "moved", "steps"]
 # The bytes that each rank has to send, for each byte of S, whoever does the collective how well.
 # S is a rank's input of all-reduce, reduce-scatter, reduce and all-to-all, its output of all-gather,
 # the root's whole of scatter and gather, the message of broadcast and send.
-FACTORS: dict[str, Callable[[int], float]] = {
+FACTORS: dict[str, Callable[[float], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from ..layout.choices import BF16
 from ..layout.codec import FileError, parse
 
 __all__ = [
@@ -110,7 +111,7 @@ class Device:
     @property
     def ridge(self) -> float:
         """FLOPs of bf16 for each byte of memory at which both are busy: below, memory decides."""
-        return self.peak("bf16") / self.memory.bandwidth
+        return self.peak(BF16) / self.memory.bandwidth
 
     def source(self, place: str) -> str:
         """Where the number at `memory.gib` is from: its own source, else its table's, or ''."""

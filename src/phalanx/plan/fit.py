@@ -1,115 +1,130 @@
-"""The numbers of a profile fitted on runs: what physics leaves open, and nothing more."""
+"""The numbers of a profile fitted on runs: what physics leaves open, and nothing more.
+
+A step is the length of the longest path through its program, and a path is a count of operations.
+The fit moves the profile under the paths that it has met so far, simulates all runs anew, and adds
+the paths that have become the longest, until none does.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-import numpy as np
+from .profile import FITTED, SoftwareProfile
 
-from .estimate import Estimates
-from .hardware import Numbers
-from .profile import FITTED, Profile
+__all__ = ["Path", "TimedRun", "fit"]
 
-__all__ = ["fit"]
-
-
-class Measured(Protocol):
-    """Runs with their measured seconds a step (0: none), and what a profile predicts for them."""
-
-    measured: Numbers
-
-    def under(self, profile: Profile) -> Estimates: ...
-
-
-G = TypeVar("G", bound=Measured)
-
+# Seconds of the operations on one path through a run's program, under a profile.
+Path = Callable[[SoftwareProfile], float]
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
-_PRIOR = 0.05  # how much a number is held where the runs do not tell it
-_AT_REST = Profile()  # a number that nothing tells stays where a new profile has it
+_PRIOR = 0.05  # how much a number is held where the runs do not decide it
+_AT_REST = SoftwareProfile()  # a number that nothing decides stays where a new profile has it
+_ROUNDS = 4  # of simulating all runs
+
+
+class TimedRun(Protocol):
+    """A run with its measured seconds a step, and the longest path of its program."""
+
+    @property
+    def measured(self) -> float: ...
+
+    def longest(self, profile: SoftwareProfile) -> Path: ...
 
 
 def fit(
-    base: Profile,
-    groups: Sequence[G],
+    base: SoftwareProfile,
+    runs: Sequence[TimedRun],
     *,
-    names: Sequence[str] = tuple(FITTED),
-    use: Callable[[G], Numbers] | None = None,
-    most: int = 160,
+    weights: Sequence[float] = (),
+    moves: int = 80,
     clip: float = _CLIP,
-) -> Profile:
+) -> SoftwareProfile:
     """The profile whose numbers come nearest to the measured steps: mean absolute log error.
 
-    `use` cached_costs the rows of a group; left out, every measured row counts one. `most` is how many
-    moves the search makes, twice; `clip` is how far off a run still pulls.
+    `weights` are of the runs, one each if left out; `moves` is how many the search makes in a
+    round; `clip` is how far off a run still pulls.
     """
-    low = np.array([FITTED[n][0] for n in names])
-    span = np.array([FITTED[n][1] for n in names]) - low
-    rest = (np.array([getattr(_AT_REST, n) for n in names]) - low) / span
-    known = [(g, use(g) if use else (g.measured > 0).astype(float)) for g in groups]
-    known = [(g, w) for g, w in known if w.sum() > 0]
+    known = [
+        (run, weight)
+        for run, weight in zip(runs, weights or [1.0] * len(runs), strict=True)
+        if weight > 0 and run.measured > 0
+    ]
     if not known:
         return base
+    low = [span[0] for span in FITTED.values()]
+    wide = [span[1] - span[0] for span in FITTED.values()]
+    rest = [(getattr(_AT_REST, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)]
 
-    def at(x: Numbers) -> Profile:
-        numbers = low + span * np.clip(x, 0.0, 1.0)
-        said = {n: round(float(v), 3) for n, v in zip(names, numbers, strict=True)}
-        return replace(base, **said)  # type: ignore[arg-type]
+    def at(x: Sequence[float]) -> SoftwareProfile:
+        numbers = {
+            name: round(a + b * min(max(each, 0.0), 1.0), 3)
+            for name, a, b, each in zip(FITTED, low, wide, x, strict=True)
+        }
+        return replace(base, **numbers)  # type: ignore[arg-type]
 
-    def loss(x: Numbers) -> float:
+    paths: list[list[Path]] = [[] for _ in known]
+
+    def loss(x: Sequence[float]) -> float:
         profile, total, count = at(x), 0.0, 0.0
-        for group, weight in known:
-            some = weight > 0
-            off = np.abs(np.log(group.under(profile).step[some] / group.measured[some]))
-            total += float(np.sum(weight[some] * np.minimum(off, clip)))
-            count += float(weight[some].sum())
-        outside = np.sum(np.maximum(x - 1, 0) + np.maximum(-x, 0))
-        return total / count + float(outside) + _PRIOR * float(np.mean((x - rest) ** 2))
+        for (run, weight), those in zip(known, paths, strict=True):
+            step = max(path(profile) for path in those)
+            total += weight * min(abs(math.log(step / run.measured)), clip)
+            count += weight
+        outside = sum(max(each - 1, 0.0) + max(-each, 0.0) for each in x)
+        held = math.fsum((a - b) * (a - b) for a, b in zip(x, rest, strict=True)) / len(rest)
+        return total / count + outside + _PRIOR * held
 
-    best = _simplex(loss, np.clip(rest, 0.05, 0.95), 0.2, most)
-    return at(_simplex(loss, np.clip(best, 0.02, 0.98), 0.1, most))
+    best = [min(max(each, 0.05), 0.95) for each in rest]
+    for number in range(_ROUNDS):
+        for (run, _), those in zip(known, paths, strict=True):
+            path = run.longest(at(best))
+            those += [path] * (path not in those)
+        best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
+    return at(best)
 
 
 def _simplex(
-    f: Callable[[Numbers], float], start: Numbers, step: float, most: int = 160
-) -> Numbers:
+    f: Callable[[Sequence[float]], float], start: list[float], step: float, moves: int
+) -> list[float]:
     """The lowest point that Nelder and Mead's walk (1965) finds from a start."""
     points = [start]
     for k in range(len(start)):
-        moved = start.copy()
+        moved = list(start)
         moved[k] += step if moved[k] + step <= 1 else -step
         points.append(moved)
-    values = [f(x) for x in points]
-    for _ in range(most):
-        order = np.argsort(values)
-        points, values = [points[i] for i in order], [values[i] for i in order]
-        if values[-1] - values[0] < 1e-5:
+    known = sorted((f(x), x) for x in points)
+    for _ in range(moves):
+        if known[-1][0] - known[0][0] < 1e-5:
             break
-        centre = np.mean(points[:-1], axis=0)
-        _walk(f, points, values, centre)
-    return points[int(np.argmin(values))]
+        worst = known[-1][1]
+        others = [x for _, x in known[:-1]]
+        centre = [sum(each) / len(others) for each in zip(*others, strict=True)]
 
+        def towards(part: float, c: list[float] = centre, w: list[float] = worst) -> list[float]:
+            return [a + part * (a - b) for a, b in zip(c, w, strict=True)]
 
-def _walk(
-    f: Callable[[Numbers], float], points: list[Numbers], values: list[float], centre: Numbers
-) -> None:
-    """One move of the worst point: mirrored, further, nearer; or all of them towards the best."""
-    worst = points[-1]
-    mirrored = centre + (centre - worst)
-    value = f(mirrored)
-    if value < values[0]:
-        further = centre + 2 * (centre - worst)
-        ahead = f(further)
-        points[-1], values[-1] = (further, ahead) if ahead < value else (mirrored, value)
-    elif value < values[-2]:
-        points[-1], values[-1] = mirrored, value
-    else:
-        nearer = centre + 0.5 * ((mirrored if value < values[-1] else worst) - centre)
-        inside = f(nearer)
-        if inside < min(value, values[-1]):
-            points[-1], values[-1] = nearer, inside
+        mirrored = towards(1.0)
+        value = f(mirrored)
+        if value < known[0][0]:
+            further = towards(2.0)
+            new = min((f(further), further), (value, mirrored))
+        elif value < known[-2][0]:
+            new = value, mirrored
         else:
-            for i in range(1, len(points)):
-                points[i] = points[0] + 0.5 * (points[i] - points[0])
-                values[i] = f(points[i])
+            nearer = towards(0.5 if value < known[-1][0] else -0.5)
+            new = f(nearer), nearer
+            if new[0] >= min(value, known[-1][0]):  # all of them towards the best
+                first = known[0][1]
+                known = [known[0]] + [
+                    (f(x), x)
+                    for x in (
+                        [a + 0.5 * (b - a) for a, b in zip(first, other, strict=True)]
+                        for _, other in known[1:]
+                    )
+                ]
+                known.sort()
+                continue
+        known = sorted([*known[:-1], new])
+    return known[0][1]

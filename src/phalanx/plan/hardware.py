@@ -1,8 +1,8 @@
 """Where a program would run: what a product, a byte and a message cost there, in seconds.
 
-Two layers of constants meet here, each from its own kind of data: the *device* (the best rate of
-products that was measured on it, its memory, its attention kernel) and the *cluster* (what is left
-of each link's rate, the latency of a step). What the running software does with them is a `Profile`.
+Two kinds of constants meet here: the *device* (the best rate of products that was measured on it,
+its memory, its attention kernel) and the *cluster* (what is left of each link's rate, the latency of
+a step). What the running software makes of them is a `SoftwareProfile`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from ..layout.choices import BF16, DTYPES, FP8
 from ..program import AttentionLoad, Product
+from .curve import FACTORS
 from .device import Device, MachineError
 from .link import Cluster, link
 
-__all__ = ["Chip", "Hop", "Network", "Numbers", "Hardware", "Group", "hardware_of"]
-
-Numbers = NDArray[np.float64]
+__all__ = ["Roofline", "Hop", "Network", "Hardware", "NetworkTimes", "hardware_of"]
 
 # What is assumed of a device whose best product, or attention kernel, nobody has measured.
 REACHED = 0.75  # of the stated peak
@@ -49,7 +47,7 @@ class Rates(Protocol):
 
 
 @dataclass(frozen=True)
-class Chip:
+class Roofline:
     """A catalogued device: roofline by shape, with wave quantisation."""
 
     device: Device
@@ -64,11 +62,11 @@ class Chip:
         return found
 
     def product(self, p: Product, dtype: str) -> float:
-        width = 1 if dtype == "fp8" else 4 if dtype in ("fp32", "tf32") else 2
+        width = DTYPES[dtype].bytes
         taken = p.batch * (p.m * p.k + p.k * p.n)
         rate = self.reached(dtype) * self._shape(p)
         time = max(p.flops / rate, self.move(width * (taken + p.batch * p.m * p.n)))
-        return time + (self.move(_QUANTISED * taken) if dtype == "fp8" else 0.0)
+        return time + (self.move(_QUANTISED * taken) if dtype == FP8 else 0.0)
 
     def _shape(self, p: Product) -> float:
         """Part of the best rate that a shape can reach: whole tiles, whole waves, enough depth."""
@@ -84,7 +82,7 @@ class Chip:
 
     def attention(self, a: AttentionLoad, dtype: str) -> float:
         said = self.device.flash_tflops * 1e12
-        rate = said or FLASH * self.reached("bf16")
+        rate = said or FLASH * self.reached(BF16)
         narrow = min(1.0, (a.head_dim / 128) ** 0.35)  # a narrow head feeds the tensor cores worse
         return float(a.flops / (rate * narrow))
 
@@ -112,63 +110,54 @@ class Network:
     hops: tuple[Hop, ...]
     start: float = 12e-6  # seconds before the first byte of any collective
 
-    def seconds(self, op: str, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers:
+    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
         """Time of a collective over groups of `ranks`, each `apart` from the next."""
         if op == "send":
-            return self._send(size, apart)
-        n = np.maximum(np.asarray(ranks, float), 1.0)
-        bandwidth, delay = self._path(op, n, np.asarray(apart, float))
-        passes = np.where(n > 1, (n - 1) / n, 0.0) * (2.0 if op == "all_reduce" else 1.0)
-        if op in ("broadcast", "reduce"):
-            passes = np.where(n > 1, 1.0, 0.0)
-        time = np.where(n > 1, self.start + delay, 0.0) + passes * size / bandwidth
-        return np.asarray(time, float)
+            hop = next((hop for hop in self.hops if apart < hop.inside), self.hops[-1])
+            return self.start + hop.latency + size / hop.send
+        if ranks <= 1:
+            return 0.0
+        passes = 1.0 if op in ("broadcast", "reduce") else FACTORS[op](ranks)
+        bandwidth, delay = self._path(op, ranks, apart)
+        return self.start + delay + passes * size / bandwidth
 
-    def _path(self, op: str, n: Numbers, apart: Numbers) -> tuple[Numbers, Numbers]:
+    def _path(self, op: str, n: float, apart: float) -> tuple[float, float]:
         """Bandwidth of the narrowest level that the group crosses, and the steps' latencies."""
-        members = np.ones_like(n)  # members of the group inside one lower unit
-        bandwidth, delay = np.full_like(n * apart, np.inf), np.zeros_like(n * apart)
+        members = 1.0  # of the group inside one lower unit
+        bandwidth, delay = math.inf, 0.0
         for hop in self.hops:
-            inside = np.clip(np.floor(hop.inside / apart), 1.0, n)
+            inside = min(max(math.floor(hop.inside / apart), 1.0), n)
             units = inside / members
-            rate = hop.reduce if op == "all_reduce" else hop.gather
-            here = rate * members * _left(hop.faded, units)
-            crossed = units > 1.0
-            bandwidth = np.where(crossed, np.minimum(bandwidth, here), bandwidth)
-            steps = np.maximum(units - 1, 0.0)
-            if op == "all_reduce":  # a tree is chosen where a ring's steps would tell
-                steps = 2 * np.minimum(steps, 2 * np.log2(np.maximum(units, 1.0)))
-            delay = delay + steps * hop.latency
+            if units > 1.0:
+                rate = hop.reduce if op == "all_reduce" else hop.gather
+                bandwidth = min(bandwidth, rate * members * _left(hop.faded, units))
+                steps = units - 1
+                if op == "all_reduce":  # a tree is chosen where a ring would take more steps
+                    steps = 2 * min(steps, 2 * math.log2(units))
+                delay += steps * hop.latency
             members = inside
-        return np.where(np.isinf(bandwidth), 1.0, bandwidth), delay
-
-    def _send(self, size: Numbers, apart: Numbers) -> Numbers:
-        last = self.hops[-1]
-        rate, delay = (
-            np.full_like(apart, last.send, float),
-            np.full_like(apart, last.latency, float),
-        )
-        for hop in reversed(self.hops):
-            near = np.asarray(apart) < hop.inside
-            rate, delay = np.where(near, hop.send, rate), np.where(near, hop.latency, delay)
-        return np.asarray(self.start + delay + size / rate, float)
+        return (1.0 if math.isinf(bandwidth) else bandwidth), delay
 
 
-def _left(faded: Mapping[int, float], units: Numbers) -> Numbers:
+def _left(faded: Mapping[int, float], units: float) -> float:
     """What is left of the bandwidth when so many units are joined: between those measured, by
     their logarithm; beyond them, the last."""
-    if not faded:
-        return np.ones_like(units)
-    known = sorted((float(k), v) for k, v in faded.items())
-    xs, ys = [math.log2(k) for k, _ in known], [math.log(v) for _, v in known]
-    left = np.exp(np.interp(np.log2(np.maximum(units, 1.0)), xs, ys))
-    return np.where(units > 1, left, 1.0)
+    if not faded or units <= 1:
+        return 1.0
+    known = sorted((math.log2(k), math.log(v)) for k, v in faded.items())
+    x = math.log2(units)
+    if x <= known[0][0]:
+        return math.exp(known[0][1])
+    for (x0, y0), (x1, y1) in pairwise(known):
+        if x <= x1:
+            return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+    return math.exp(known[-1][1])
 
 
-class Group(Protocol):
-    """What messages cost, in seconds; sizes and groups may be arrays."""
+class NetworkTimes(Protocol):
+    """What messages cost, in seconds."""
 
-    def seconds(self, op: str, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers: ...
+    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -179,11 +168,21 @@ class Hardware:
     ranks: int
     memory: float  # bytes of one device
     rates: Rates
-    network: Group
+    network: NetworkTimes
     node: int  # devices that the fastest links join
     peak: Mapping[str, float]  # FLOP/s by dtype, for MFU
     host: float = HOST_LINK  # bytes a second between a device and its host
     cores: int = 0  # of a CPU whose ranks share them; 0: every rank has a device of its own
+
+    @property
+    def target(self) -> str:
+        """Whose kernels compute: "cpu" or "cuda"."""
+        return "cpu" if self.cores else "cuda"
+
+    @property
+    def crowding(self) -> float:
+        """How much slower a rank is when all are at work."""
+        return max(1.0, self.ranks / self.cores) if self.cores else 1.0
 
 
 def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
@@ -208,7 +207,7 @@ def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
         name=cluster.name,
         ranks=ranks or cluster.size,
         memory=device.memory.bytes,
-        rates=Chip(device),
+        rates=Roofline(device),
         network=Network(tuple(hops)),
         node=cluster.levels[0].size,
         peak={dtype: device.peak(dtype) for dtype in device.dtypes},

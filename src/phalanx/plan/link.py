@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+from ..layout.choices import BF16
 from ..layout.codec import decode
 from .device import MACHINES, Device, MachineError, MachineFileError, device
 
@@ -96,7 +97,7 @@ class Cluster:
             "cores": self.size * chip.units * chip.cores if chip else 0,
             "matrix_cores": self.size * chip.units * chip.matrix_cores if chip else 0,
             "memory": self.size * kind.memory.bytes,
-            "flops": self.size * kind.peak("bf16"),
+            "flops": self.size * kind.peak(BF16),
         }
 
 

@@ -1,8 +1,7 @@
-"""The measured machine as a place to plan for: rates between those measured, messages by its curves.
+"""The measured machine as hardware to plan for: rates between those measured, messages by its curves.
 
-Ranks of a CPU share its cores and its memory. Two things follow that no device of one's own knows:
-messages are measured best among as many ranks as will run, and a rank that waits in a pipeline
-leaves its core to the others (`crowded`).
+Ranks of a CPU share its cores and its memory: curves are measured among as many ranks as will run,
+and `simulate` shares the cores among those that are at work.
 """
 
 from __future__ import annotations
@@ -11,37 +10,35 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
+from ..layout.choices import BF16, DTYPES, FP16, FP32, TF32
 from ..program import AttentionLoad, Product
-from .columns import Columns
 from .device import MachineError
-from .estimate import Estimates
-from .hardware import HOST_LINK, Hardware, Numbers
+from .hardware import HOST_LINK, Hardware
 from .machine import Machine, Rate
-from .profile import Profile, profile
+from .profile import SoftwareProfile, profile
 
-__all__ = ["Curves", "Measured", "crowded", "local_profile", "hardware_of_machine"]
+__all__ = ["Curves", "MeasuredRates", "hardware_of_machine", "local_profile", "profile_for"]
 
-_NEAR = {"tf32": "fp32", "fp16": "bf16"}  # told by another dtype where it was not measured itself
+_NEAR = {TF32: FP32, FP16: BF16}  # the dtype that stands for one that was not measured
 _ATTENTION = 0.6  # of the product's rate: what a fused kernel is assumed to reach
-_BYTES = {"fp64": 8.0, "bf16": 2.0, "fp16": 2.0}  # of a number; others have 4
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRates:
     """What one device computes, by its machine file."""
 
     machine: Machine
     known: Mapping[str, tuple[Rate, ...]]  # by dtype
-    _told: dict[tuple[str, float, float, float], float] = field(default_factory=dict, compare=False)
+    _known_rates: dict[tuple[str, float, float, float], float] = field(
+        default_factory=dict, compare=False
+    )
 
     def rate(self, dtype: str, m: float, n: float, k: float) -> float:
         """FLOP/s of a product: the mean of the measured ones in logarithms, the near ones first."""
         key = dtype, m, n, k
-        if key not in self._told:
-            self._told[key] = self._between(*key)
-        return self._told[key]
+        if key not in self._known_rates:
+            self._known_rates[key] = self._between(*key)
+        return self._known_rates[key]
 
     def _between(self, dtype: str, m: float, n: float, k: float) -> float:
         total = weight = 0.0
@@ -88,23 +85,13 @@ class Curves:
     ranks: int
     backend: str = ""
 
-    def seconds(self, op: str, size: Numbers, ranks: Numbers, apart: Numbers) -> Numbers:
+    def seconds(self, op: str, size: float, ranks: float, apart: float) -> float:
         """Time of a collective over groups of `ranks`, each `apart` from the next."""
-        sizes, groups, gaps = np.broadcast_arrays(
-            np.asarray(size, float), np.asarray(ranks, float), np.asarray(apart, float)
-        )
-        flat = [
-            self._one(op, float(s), int(n), int(far))
-            for s, n, far in zip(sizes.flat, groups.flat, gaps.flat, strict=True)
-        ]
-        return np.array(flat, float).reshape(sizes.shape)
-
-    def _one(self, op: str, size: float, ranks: int, apart: int) -> float:
-        if ranks < 2:
+        group = 2 if op == "send" else int(ranks)
+        if group < 2 or ranks < 2:
             return 0.0
-        group = 2 if op == "send" else ranks
         shares = self.machine.kind == "cpu"
-        gap = max(1, self.ranks // group) if shares and op != "send" else apart
+        gap = max(1, self.ranks // group) if shares and op != "send" else int(apart)
         return self.machine.curve(op, group, backend=self.backend, apart=gap).seconds(size)
 
 
@@ -129,7 +116,7 @@ def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> 
         name=machine.name,
         ranks=ranks,
         memory=machine.memory / ranks if cpu else machine.memory,
-        rates=Measured(machine, known),
+        rates=MeasuredRates(machine, known),
         network=Curves(machine, ranks, backend),
         node=ranks,
         peak={dtype: max(r.flops for r in rates) for dtype, rates in known.items()},
@@ -138,13 +125,10 @@ def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> 
     )
 
 
-def local_profile(precision: str = "fp32") -> Profile:
-    """Ours on a CPU: no driver, nothing that an allocator keeps, messages that need the cores too."""
-    width = _BYTES.get(precision, 4.0)
-    homes = (
-        0.0 if width == 4.0 else 8.0 if width == 8.0 else 4.0
-    )  # a copy in full beside narrow ones
-    averages = 16.0 if width == 8.0 else 8.0
+def local_profile(precision: str = FP32) -> SoftwareProfile:
+    """Ours on a CPU: no driver, nothing that an allocator keeps."""
+    width = DTYPES[precision].bytes
+    copy = 4.0 if width < 4 else 0.0  # in full, beside narrow weights
     return replace(
         profile("phalanx"),
         by_device={},
@@ -152,40 +136,16 @@ def local_profile(precision: str = "fp32") -> Profile:
         gathered_bytes=width,
         gradient_bytes=max(width, 4.0),
         reduce_bytes=max(width, 4.0),
-        optimizer_bytes=averages + (homes if width < 4.0 else 0.0),
-        hides_data=0.0,
-        hides_tensor=0.0,
+        optimizer_bytes=2.0 * max(width, 4.0) + copy,
         context=0.0,
         reserve=1.0,
     )
 
 
-def crowded(found: Estimates, c: Columns, hardware: Hardware) -> Estimates:
-    """The estimates where ranks share cores: those of a pipeline that wait leave theirs to the others.
-
-    `price` makes each rank slower by ranks / cores, as if all were always at work. With q cores for
-    a pipeline, a stage that is alone has a core of its own: the step lasts at least as long as all
-    the work does on q cores, and while k < q stages are at work, (q - k) / q of that time is lost.
-    """
-    if not hardware.cores or hardware.ranks <= hardware.cores:
-        return found
-    shared = hardware.ranks / hardware.cores
-    cores = c.pp / shared
-    m = c.microbatches
-    busiest = (found.compute + found.tensor) / m
-    whole = found.bubble + busiest  # exact for the schedules whose bubble is the whole ramp
-    needed = np.maximum(whole / c.pp, busiest / shared)
-    part = np.where(c.pp > 1, needed / busiest, 1.0)
-    most = int(c.pp.max(initial=1))
-    lost = sum(
-        (np.where(k < c.pp, np.maximum(0.0, 1.0 - k / cores), 0.0) for k in range(1, most)),
-        np.zeros_like(m),
-    )
-    left = 2.0 * lost / (np.maximum(c.pp - 1, 1.0) * shared)
-    return replace(
-        found,
-        compute=found.compute * part,
-        tensor=found.tensor * part,
-        bubble=np.where(c.pp > 1, found.bubble * left, found.bubble),
-        update=found.update * shared,  # every rank updates at once
-    )
+def profile_for(
+    hardware: Hardware, device: str, name: str | None = None, precision: str = FP32
+) -> SoftwareProfile:
+    """The named software as it is on a device; ours where none is named."""
+    if hardware.cores and not name:
+        return local_profile(precision)
+    return profile(name or "phalanx").on(device)

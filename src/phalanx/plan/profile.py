@@ -1,8 +1,7 @@
 """What the running software makes of a machine: a few fitted numbers and some known facts.
 
-Every number says how far a profile is from what the machine could do, so that 1 (or 0, for what can
-be hidden) is no correction. `profiles.toml` holds ours and those of the profiles that published runs
-used; `benchmarks/planner_fit.py` fits them.
+Every fitted number says how far software is from what the machine could do: 1 is no correction.
+`profiles.toml` holds ours and those of published runs; `benchmarks/planner_fit.py` fits them.
 """
 
 from __future__ import annotations
@@ -17,28 +16,24 @@ from pathlib import Path
 from ..layout.codec import decode, key, load
 from .device import MachineError, MachineFileError
 
-__all__ = ["FITTED", "Profile", "profile", "profile_named", "profiles"]
+__all__ = ["FITTED", "SoftwareProfile", "profile", "profile_named", "profiles"]
 
 # The numbers that a fit may change, with the range it may use.
 FITTED: dict[str, tuple[float, float]] = {
     "speed": (0.45, 1.05),
     "attention": (0.2, 2.0),
     "traffic": (0.1, 2.5),
-    "hides_data": (0.0, 1.0),
-    "hides_tensor": (0.0, 1.0),
     "host": (0.0, 9.0),
 }
 
 
 @dataclass(frozen=True)
-class Profile:
-    """One software profile. The first six numbers are fitted on runs, the others are facts of it."""
+class SoftwareProfile:
+    """One software profile. The first four numbers are fitted on runs, the others are facts of it."""
 
     speed: float = key(0.85, "of the best product's rate", minimum=0)
     attention: float = key(1.0, "of the flash kernel's rate", minimum=0)
     traffic: float = key(0.6, "of the bytes that operations move when nothing is fused", minimum=0)
-    hides_data: float = key(0.8, "part of data-parallel messages that is hidden", minimum=0)
-    hides_tensor: float = key(0.0, "part of tensor- and context-parallel ones", minimum=0)
     host: float = key(1.0, "of the time to start every operation on its own", minimum=0)
     by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
@@ -50,18 +45,17 @@ class Profile:
     member_host: float = key(0.0, "seconds to start a message, for each rank of its group")
     pipe_host: float = key(1.0, "how much slower a pipeline starts its operations")
     strain: float = key(0.0, "part of the step that is added where memory is nearly full")
-    hides_pipe: float = key(0.0, "part of the sends between stages that computing hides")
-    gathers_hidden: bool = key(False, "weights are gathered while the next step begins")
-    balanced: bool = key(
-        False, "stages piece_costs embedding and head as blocks; else blocks are even"
-    )
+    overlaps_data: bool = key(True, "data-parallel messages travel while the device computes")
+    overlaps_tensor: bool = key(False, "tensor-parallel messages travel beside their products")
+    overlaps_sends: bool = key(True, "sends between stages travel while the device computes")
+    balanced: bool = key(False, "stages count embedding and head as blocks; else blocks are even")
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")
     reduce_bytes: float = key(4.0, "of a gradient on the group")
     optimizer_bytes: float = key(12.0, "float32 copy and two averages")
     gathered_bytes: float = key(2.0, "of a weight on the group")
-    tells_first: bool = key(False, "its log has the memory of a pipeline's first rank")
-    tells_gib: bool = key(False, "the GB of its log are 2^30 bytes")
+    logs_first_rank: bool = key(False, "its log has the memory of a pipeline's first rank")
+    logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
     kept: float = key(1.0, "of the costed bytes that forward keeps")
     scratch: float = key(1.0, "of the costed bytes that come and go")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
@@ -70,25 +64,27 @@ class Profile:
     source: str = ""
     name: str = ""
 
-    def on(self, device: str) -> Profile:
+    def on(self, device: str) -> SoftwareProfile:
         """The profile with what is different on one device."""
         return replace(self, **dict(self.by_device.get(device, {})))  # type: ignore[arg-type]
 
 
 @cache
-def profiles() -> dict[str, Profile]:
+def profiles() -> dict[str, SoftwareProfile]:
     """Every profile that is known, by name."""
     tables = tomllib.loads((Path(__file__).parent / "profiles.toml").read_text(encoding="utf-8"))
     return {
-        name: decode(Profile, {**table, "name": name}, f"profiles.toml, {name}", MachineFileError)
+        name: decode(
+            SoftwareProfile, {**table, "name": name}, f"profiles.toml, {name}", MachineFileError
+        )
         for name, table in tables.items()
     }
 
 
-def profile(name: str) -> Profile:
+def profile(name: str) -> SoftwareProfile:
     """The profile of that name, or of a file that ends in .toml: what `plan calibrate` writes."""
     if name.endswith(".toml"):
-        return load(Profile, name, "profile file", MachineFileError)
+        return load(SoftwareProfile, name, "profile file", MachineFileError)
     known = profiles()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
@@ -97,7 +93,7 @@ def profile(name: str) -> Profile:
     return known[name]
 
 
-def profile_named(framework: str) -> Profile:
+def profile_named(framework: str) -> SoftwareProfile:
     """The profile that a table's `framework` means; `default` where none is known."""
     fits = [
         (len(begin), each)

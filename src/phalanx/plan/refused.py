@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Layout, LayoutError, legal
-from .candidates import Candidates, Space
-from .columns import SCHEDULES
-from .estimate import KINDS, Estimates
+from ..layout.numbers import bytes_text
+from .step import MEMORY
 
-__all__ = ["Refusal", "refusals", "size"]
+if TYPE_CHECKING:
+    from .search import Screened
+
+__all__ = ["Refusal", "refusals"]
 
 _PARTS = {
     "compute": "computing", "tensor": "messages inside blocks", "data": "gathering and summing",
@@ -33,74 +36,83 @@ class Refusal:
     times: float = 0.0  # how much slower
 
 
-def size(count: float) -> str:
-    """Bytes for people, in units of 10^9 as memory is sold."""
-    return f"{count / 1e9:.3g} GB" if count < 999.5e9 else f"{count / 1e12:.3g} TB"
-
-
 def refusals(
-    found: Candidates, times: Estimates, fits: Mask, own: Mask, room: float
+    screened: Screened, best: Sequence[int], room: float, budget: int
 ) -> tuple[Refusal, ...]:
-    """Every family but those of the winner, and what no layout here may be."""
-    steps, held = times.step, times.bytes
-    winner = int(np.argmin(np.where(fits, steps, np.inf))) if fits.any() else -1
-    said = []
-    for family, mask in _families(found):
-        if not mask.any() or (winner >= 0 and mask[winner]):
+    """Every family but those of the winner, and what no layout here may be. So many operations may
+    be simulated to say by how much families lost."""
+    fits = screened.bytes <= room
+    least = screened.step.copy()  # what is known of each candidate: its step, or its bound
+    for i, choice in screened.choices.items():
+        least[i] = choice.step
+        fits[i] &= choice.bytes <= room
+    limit = screened.spent + budget
+    found = []
+    for family, mask in _families(screened):
+        if not mask.any() or (best and mask[best[0]]):
             continue
         able = np.flatnonzero(mask & fits)
-        if len(able):
-            i = int(able[np.argmin(steps[able])])
-            said.append(_slower(family, found, times, i, winner, exact=bool(own[i])))
+        if len(able) and best:
+            i = int(able[np.argmin(least[able])])
+            if screened.spent < limit and not screened.costs(i):
+                least[i] = screened.simulate(i).step
+            found.append(_slower(family, screened, i, float(least[i]), best[0]))
         else:
             rows = np.flatnonzero(mask)
-            said.append(_large(family, found, times, int(rows[np.argmin(held[rows])]), room))
-    return (*said, *_illegal(found.space))
+            i = int(rows[np.argmin(screened.bytes[rows])])
+            found.append(_large(family, screened, i, room))
+    return (*found, *_illegal(screened))
 
 
-def _families(found: Candidates) -> Iterator[tuple[str, Mask]]:
+def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
     """Names, and which candidates belong to each."""
-    c = found.columns
-    grid = [x.grid for x in found.options]
-    tp, cp, pp, ulysses = (
-        np.array([getattr(g, name) for g in grid])[found.at[:, 0]]
-        for name in ("tp", "cp", "pp", "ulysses")
-    )
-    alone = (tp == 1) & (cp == 1) & (pp == 1)
-    yield "data parallel alone", alone & (c.zero == 0)
+    options = screened.space.options
+    table: dict[str, list[NDArray[np.generic]]] = {}
+    for x in options:
+        wide = np.ones(x.sizes, int)
+        g = x.grid
+        columns = {
+            "tp": g.tp * wide, "cp": g.cp * wide, "pp": g.pp * wide, "ulysses": g.ulysses * wide,
+            "zero": np.array([z.stage for z in x.zeros])[:, None, None, None] * wide,
+            "hsdp": np.array([z.stage > 0 and z.shards < g.dp for z in x.zeros])[
+                :, None, None, None
+            ] * wide,
+            "recompute": _labels([i.recompute for i in x.inners], x.sizes, 3),
+            "schedule": _labels([p.schedule for p in x.pipelines], x.sizes, 2),
+        }  # fmt: skip
+        for name, column in columns.items():
+            table.setdefault(name, []).append(column.ravel())
+    c = {name: np.concatenate(columns) for name, columns in table.items()}
+    alone = (c["tp"] == 1) & (c["cp"] == 1) & (c["pp"] == 1)
+    yield "data parallel alone", alone & (c["zero"] == 0)
     for stage in (1, 2, 3):
-        yield f"ZeRO-{stage} alone", alone & (c.zero == stage)
+        yield f"ZeRO-{stage} alone", alone & (c["zero"] == stage)
     for stage in range(4):
-        yield f"zero{stage}", c.zero == stage
-    yield "HSDP", (c.zero > 0) & (c.replicas > 1)
-    for name, sizes in (("tp", tp), ("pp", pp), ("cp", cp)):
-        for each in np.unique(sizes):
-            yield f"{name}{each}" if each > 1 else f"without {name}", sizes == each
-    yield "Ulysses", ulysses > 1
-    yield from _inner_families(found)
+        yield f"zero{stage}", c["zero"] == stage
+    yield "HSDP", c["hsdp"] > 0
+    for name in ("tp", "pp", "cp"):
+        for each in np.unique(c[name]):
+            yield f"{name}{each}" if each > 1 else f"without {name}", c[name] == each
+    yield "Ulysses", c["ulysses"] > 1
+    for mode in screened.space.recomputes:
+        yield f"recompute:{mode}", c["recompute"] == mode
+    for name in dict.fromkeys(p.schedule for x in options for p in x.pipelines if x.grid.pp > 1):
+        yield name, c["schedule"] == name
 
 
-def _inner_families(found: Candidates) -> Iterator[tuple[str, Mask]]:
-    c = found.columns
-    modes = found.space.recomputes
-    mode_of = found.at[:, 4] % len(modes)  # `candidates` crosses seq with these, seq first
-    for number, mode in enumerate(modes):
-        yield f"recompute:{mode}", mode_of == number
-    for code in np.unique(c.schedule):
-        name = SCHEDULES[int(code)]
-        if name != "accum":
-            yield name, c.schedule == code
+def _labels(
+    names: Sequence[str], sizes: tuple[int, int, int, int], axis: int
+) -> NDArray[np.generic]:
+    shape = [1, 1, 1, 1]
+    shape[axis] = len(names)
+    return np.broadcast_to(np.array(names, dtype="U16").reshape(shape), sizes)
 
 
-def _slower(
-    family: str, found: Candidates, times: Estimates, i: int, winner: int, *, exact: bool
-) -> Refusal:
-    """The best of a family beside the best of all, both as they were screened. One that was not
-    costed is slower by at least so much."""
-    ours, theirs = times.breakdown(winner), times.breakdown(i)
-    part = max(ours, key=lambda name: theirs[name] - ours[name])
-    more = theirs[part] - ours[part]
-    by = sum(theirs.values()) / sum(ours.values())
+def _slower(family: str, screened: Screened, i: int, step: float, winner: int) -> Refusal:
+    """The best of a family beside the best of all. One that was not simulated is slower by at
+    least so much."""
+    best = screened.choices[winner]
+    by = step / best.step
     slower = (
         "as fast"
         if by < 1.0005
@@ -108,32 +120,39 @@ def _slower(
         if by >= 2
         else (f"{100 * (by - 1):.1f} % slower")
     )
-    reason = f"{'at best' if exact else 'at least'} {slower}"
-    if by >= 1.0005 and more > 0:
-        reason += f": {_PARTS[part]} takes {1e3 * more:,.0f} ms more"
-    return Refusal(family, "slower", reason, str(found.layout(i)), by)
+    simulated = screened.choices.get(i)
+    reason = f"{'at best' if simulated else 'at least'} {slower}"
+    if simulated and by >= 1.0005:
+        more = {name: simulated.parts[name] - took for name, took in best.parts.items()}
+        part = max(more, key=more.__getitem__)
+        if more[part] > 0:
+            reason += f": {_PARTS[part]} takes {1e3 * more[part]:,.0f} ms more"
+    return Refusal(family, "slower", reason, str(screened.layout(i)), by)
 
 
-def _large(family: str, found: Candidates, times: Estimates, i: int, room: float) -> Refusal:
-    held = times.held(i)
-    kinds = sorted(KINDS, key=lambda kind: -held[kind])[:3]
-    parts = ", ".join(f"{kind} {size(held[kind])}" for kind in kinds)
-    reason = f"needs {size(sum(held.values()))} or more of {size(room)}: {parts}"
-    return Refusal(family, "memory", reason, str(found.layout(i)))
+def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:
+    least = float(screened.bytes[i])
+    reason = f"needs {bytes_text(least)} or more of {bytes_text(room)}"
+    if not screened.costs(i):
+        memory = screened.simulate(i).memory
+        kinds = sorted(MEMORY, key=lambda kind: -memory[kind])[:3]
+        parts = ", ".join(f"{kind} {bytes_text(memory[kind])}" for kind in kinds)
+        reason = f"needs {bytes_text(sum(memory.values()))} of {bytes_text(room)}: {parts}"
+    return Refusal(family, "memory", reason, str(screened.layout(i)))
 
 
-def _illegal(space: Space) -> Iterator[Refusal]:
+def _illegal(screened: Screened) -> Iterator[Refusal]:
     """Sizes that divide the ranks, and that the model or the batch does not allow."""
-    s, ranks = space.shape, space.hardware.ranks
-    fast = max(space.hardware.node, 8)
-    for name in ("dp", "tp", "pp"):
+    request, near = screened.space.request, screened.space.near
+    ranks = request.hardware.ranks
+    for name, rules in _RULES.items():
         seen = set()
         for each in (d for d in range(2, ranks + 1) if ranks % d == 0):
-            if name == "tp" and each > fast:
+            if name == "tp" and each > near:
                 yield Refusal(
                     f"tp{each} or more", "pruned",
-                    f"not tried: every block's messages would leave the {fast} devices that the"
-                    " fastest links join", "",
+                    f"not tried: every block's messages would leave the {near} devices that the"
+                    " fastest links join",
                 )  # fmt: skip
                 break
             rest = f"dp{ranks // each}" if name != "dp" and each < ranks else ""
@@ -141,8 +160,9 @@ def _illegal(space: Space) -> Iterator[Refusal]:
                 layout = Layout.parse(f"{rest} {name}{each}")
             except LayoutError:
                 continue
-            rules = legal(layout, s, batch=max(space.batch, 1), sequence=space.sequence)
-            own = [r for r in rules if r.rule in _RULES[name] and r.rule not in seen]
+            batch = max(request.batch, 1)
+            broken = legal(layout, request.shape, batch=batch, sequence=request.sequence)
+            own = [r for r in broken if r.rule in rules and r.rule not in seen]
             if own:
                 seen.add(own[0].rule)
                 yield Refusal(f"{name}{each}", "illegal", str(own[0].what), str(layout))

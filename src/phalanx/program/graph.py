@@ -9,12 +9,13 @@ makes the thread wait, with everything that is listed after it.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from . import ops
 from .ops import COMPUTE, KINDS
 from .program import Op, Program
-from .state import State
+from .state import Lack, State
 
 __all__ = ["Graph", "graph", "group_axes", "lane", "possible"]
 
@@ -50,8 +51,9 @@ class Graph(NamedTuple):
     lacks: list[tuple[int, str]]  # needs that nothing meets
 
 
-def graph(program: Program) -> Graph:
-    """What must finish before what, over all rows.
+def graph(program: Program, needs_of: Sequence[Sequence[Sequence[Op | Lack]]] = ()) -> Graph:
+    """What must finish before what, over all rows. `needs_of` has what each operation of each row
+    needs, if that is known already.
 
     The ends of a message and the calls of a collective are one event: it starts when all of them
     have been issued. They are matched in the order of their lanes; `check` says whether they agree.
@@ -62,7 +64,8 @@ def graph(program: Program) -> Graph:
         index = {op: i for i, op in reversed(list(enumerate(row, base)))}
         last: dict[str, int] = {}  # lane -> its last operation so far
         waited: list[int] = []  # what the thread has waited for since it last computed
-        for i, (op, needs) in enumerate(State(program, number).walk(), base):
+        each = needs_of[number] if needs_of else [x for _, x in State(program, number).walk()]
+        for i, (op, needs) in enumerate(zip(row, each, strict=True), base):
             where = lane(op, program, number)
             first = [index[need] for need in needs if isinstance(need, Op)]
             made.lacks.extend((i, need.what) for need in needs if not isinstance(need, Op))

@@ -6,14 +6,14 @@ peaks from here, `simulate` lays the same steps over its times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from . import ops, state
 from .program import Op, Program
 from .state import State
 
-__all__ = ["MemoryChange", "Peak", "Sizes", "changes", "peaks"]
+__all__ = ["Followed", "MemoryChange", "Peak", "Sizes", "changes", "follow", "peaks"]
 
 
 @dataclass(frozen=True)
@@ -86,42 +86,63 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
     }
 
 
+Followed = Sequence[tuple[Op, Sequence[state.Change], Sequence[state.Change]]]
+
+
+def follow(program: Program, sizes: Sizes, row: int) -> Followed:
+    """What each operation of a row takes and gives back, buffer by buffer. Of the sizes it matters
+    only whether gradients have shards."""
+    walk = State(program, row, in_place=not sizes.gradient_shard)
+    return [(op, start, end) for op, _, start, end in walk.follow()]
+
+
 def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, MemoryChange]]:
     """What each operation of a row takes and gives back; first, under None, what is always there."""
-    table, walk = _table(sizes), State(program, row, in_place=not sizes.gradient_shard)
+    table = _table(sizes)
 
     def sized(changed: Iterable[state.Change], sign: int) -> tuple[tuple[str, float], ...]:
         return tuple(
             (table[c.what][0], sign * c.sign * _of(table[c.what][1], c.piece)) for c in changed
         )
 
-    units = {u for op in walk.ops if op.kind == ops.FORWARD for u in program.units(op.piece)}
-    always = {"weights": sizes.home, "optimizer": sizes.optimizer}
-    yield None, MemoryChange(tuple((k, sum(_of(x, u) for u in units)) for k, x in always.items()))
-    for i, op in enumerate(walk.ops):
-        start, end = walk.apply(op, walk.needs(op))
-        if i == len(walk.ops) - 1:
-            end += walk.rest()
+    yield None, MemoryChange(tuple(_always(program, sizes, row).items()))
+    for op, start, end in follow(program, sizes, row):
         yield op, MemoryChange(sized(start, 1), sized(end, -1))
 
 
-def peaks(program: Program, sizes: Sizes) -> tuple[Peak, ...]:
-    """The most that each row's ranks hold, when operations follow each other as listed."""
-    return tuple(_peak(program, sizes, row) for row in range(len(program.rows)))
+def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
+    forwards = (op for op in program.rows[row] if op.kind == ops.FORWARD)
+    units = {u for piece in {op.piece for op in forwards} for u in program.units(piece)}
+    always = {"weights": sizes.home, "optimizer": sizes.optimizer}
+    return {kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()}
 
 
-def _peak(program: Program, sizes: Sizes, row: int) -> Peak:
-    now: dict[str, float] = {}
-    kinds: dict[str, float] = {}
-    then: dict[str, float] = {}
-    total, at = 0.0, None
-    for op, change in changes(program, sizes, row):
-        for kind, amount in change.takes:
+def peaks(program: Program, sizes: Sizes, followed: Sequence[Followed] = ()) -> tuple[Peak, ...]:
+    """The most that each row's ranks hold, when operations follow each other as listed. `followed`
+    is what `follow` says of each row, where that is known."""
+    rows = range(len(program.rows))
+    each = followed or [follow(program, sizes, row) for row in rows]
+    return tuple(_peak(_always(program, sizes, row), sizes, each[row]) for row in rows)
+
+
+def _peak(always: Mapping[str, float], sizes: Sizes, followed: Followed) -> Peak:
+    table = _table(sizes)
+    now, kinds, then = dict(always), dict(always), dict(always)
+    held = total = sum(always.values())
+    at: Op | None = None
+    for op, start, end in followed:
+        for what, piece, sign in start:
+            kind, size = table[what]
+            amount = sign * _of(size, piece)
+            held += amount
             now[kind] = now.get(kind, 0.0) + amount
             kinds[kind] = max(kinds.get(kind, 0.0), now[kind])
-        if sum(now.values()) > total:
-            total, at, then = sum(now.values()), op, dict(now)
-        for kind, amount in change.gives:
-            now[kind] -= amount
-            kinds[kind] = max(kinds[kind], now[kind])
+        if held > total:
+            total, at, then = held, op, dict(now)
+        for what, piece, sign in end:
+            kind, size = table[what]
+            amount = sign * _of(size, piece)
+            held += amount
+            now[kind] = now.get(kind, 0.0) + amount
+            kinds[kind] = max(kinds.get(kind, 0.0), now[kind])
     return Peak(total, at, kinds, then)

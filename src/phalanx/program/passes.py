@@ -349,13 +349,15 @@ def finish(program: Program, *, agree: bool) -> Program:
         last = {op.piece: op for op in row if op.kind in sums}
         order = sorted(last, key=lambda unit: row.index(last[unit]))
         updates = {last[unit]: Op(ops.UPDATE, unit) for unit in order}
+        if agree:
+            rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])
+            continue
         out, state = [Op(ops.COUNT)], State(program, number)
         for op in row:
             out.append(op)
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
-            if not agree:
-                arrived = (one for one in waiting if one not in state.under_way)
-                out += [updates.pop(one) for one in arrived if one in updates]
-        rows.append([*out, *[Op(ops.AGREE)] * agree, *updates.values()])
+            arrived = (one for one in waiting if one not in state.under_way)
+            out += [updates.pop(one) for one in arrived if one in updates]
+        rows.append([*out, *updates.values()])
     return program.with_rows(rows)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from . import ops
 from .graph import Graph, graph, possible
-from .memory import Sizes, changes
+from .memory import Followed, Sizes, changes
 from .program import Op, Program, ProgramError
 from .schedules import refuse_vast
+from .state import State
 from .timeline import Span, Timeline
 
-__all__ = ["Costs", "repeat", "simulate"]
+__all__ = ["Compiled", "Costs", "compiled", "critical", "repeat", "simulate", "timeline", "times"]
 
 
 _HALVES = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
@@ -79,36 +83,150 @@ class Costs:
         )
 
 
-def simulate(program: Program, costs: Costs | None = None, sizes: Sizes | None = None) -> Timeline:
-    """The timeline of a program. One that can never end is refused; `check` says why."""
-    costs = costs or Costs()
-    made = graph(program)
-    starts, ends = _times(made, costs)
-    firsts = [program.owner.index(row) for row in range(len(program.rows))]
-    spans = tuple(
-        Span(firsts[row], made.lanes[i], op, starts[i], ends[i])
-        for i, (row, op) in enumerate(made.ops)
-    )
-    return Timeline(spans, _memory(program, sizes, spans) if sizes else None)
+class Compiled(NamedTuple):
+    """A program's events in an order in which they can happen, to be timed under any costs."""
+
+    program: Program
+    graph: Graph
+    before: list[tuple[int, ...]]  # for each event, the places in this order of those it waits for
+    place: list[int]  # of each event of the graph in this order
+    price: list[int]  # which of `priced` an event takes the time of
+    priced: list[tuple[tuple[int, Op], ...]]  # (rank, operation): the slowest is the event's time
+    followed: list[Followed]  # what the operations of each row take and give back
+
+    def prices(self, costs: Costs) -> list[float]:
+        """Seconds of each of `priced`."""
+        return [max(costs.of(op, rank) for rank, op in each) for each in self.priced]
 
 
-def _times(made: Graph, costs: Costs) -> tuple[list[float], list[float]]:
-    """When each operation starts and ends: the longest path over events."""
-    first = [made.program.owner.index(row) for row in range(len(made.program.rows))]
-    time = [costs.of(op, first[row]) for row, op in made.ops]
-    start, end = [0.0] * len(time), [0.0] * len(time)
+def compiled(
+    program: Program, blocking: Collection[str] = (), *, in_place: bool = True
+) -> Compiled:
+    """A program ready to be timed. One that can never end is refused; `check` says why.
+
+    `blocking` names lanes that do not overlap: what a rank computes next waits for them.
+    `in_place`: gradients have no shards.
+    """
+    rows = [State(program, n, in_place=in_place).follow() for n in range(len(program.rows))]
+    made = graph(program, [[needs for _, needs, _, _ in row] for row in rows])
+    if blocking:
+        _block(made, blocking)
     order = possible(made)
     if len(order) < len(made.events):
         raise ProgramError(
             "this program never ends: operations wait on each other. Run check on it."
         )
+    first = [program.owner.index(row) for row in range(len(program.rows))]
+    place = [0] * len(order)
+    for n, event in enumerate(order):
+        place[event] = n
+    known: dict[object, int] = {}
+    before: list[tuple[int, ...]] = []
+    price: list[int] = []
+    priced: list[tuple[tuple[int, Op], ...]] = []
     for event in order:
         members = made.events[event]
-        begin = max([end[j] for i in members for j in made.before[i]], default=0.0)
-        finish = begin + max([time[i] for i in members])
-        for i in members:
-            start[i], end[i] = begin, finish
-    return start, end
+        waits = {place[made.event[j]] for i in members for j in made.before[i]}
+        before.append(tuple(waits))
+        # All microbatches of a piece take the same time.
+        key = tuple((made.ops[i][0], made.ops[i][1][:2]) for i in members)
+        if key not in known:
+            known[key] = len(priced)
+            priced.append(tuple((first[row], op) for row, op in (made.ops[i] for i in members)))
+        price.append(known[key])
+    followed: list[Followed] = [[(op, a, b) for op, _, a, b in row] for row in rows]
+    return Compiled(program, made, before, place, price, priced, followed)
+
+
+def _block(made: Graph, lanes: Collection[str]) -> None:
+    waiting: dict[int, list[int]] = {}
+    for i, (row, _) in enumerate(made.ops):
+        if made.lanes[i] in lanes:
+            waiting.setdefault(row, []).append(i)
+        elif made.lanes[i] == ops.COMPUTE and row in waiting:
+            made.before[i].extend(waiting.pop(row))
+
+
+def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[float], list[float]]:
+    """When each event starts and ends: the longest path, where nothing but edges is waited for.
+
+    With `cores`, the rows together compute and send on so many: while more are at work, each is
+    slower. Costs are then those of a row that has a core to itself.
+    """
+    prices = made.prices(costs)
+    if cores < math.inf:
+        return _sharing(made, prices, cores)
+    starts: list[float] = []
+    ends: list[float] = []
+    for waits, price in zip(made.before, made.price, strict=True):
+        begin = 0.0
+        for j in waits:
+            if ends[j] > begin:
+                begin = ends[j]
+        starts.append(begin)
+        ends.append(begin + prices[price])
+    return starts, ends
+
+
+def _sharing(made: Compiled, prices: list[float], cores: float) -> tuple[list[float], list[float]]:
+    count = len(made.before)
+    starts, ends, waits = [0.0] * count, [0.0] * count, [len(b) for b in made.before]
+    after: list[list[int]] = [[] for _ in range(count)]
+    for n, before in enumerate(made.before):
+        for j in before:
+            after[j].append(n)
+    size = [len(made.priced[made.price[n]]) for n in range(count)]  # rows at work in an event
+    left: dict[int, float] = {}
+    ready, now, busy = [n for n in range(count) if not waits[n]], 0.0, 0
+    while ready or left:
+        for n in ready:
+            starts[n], left[n] = now, prices[made.price[n]]
+            busy += size[n]
+        ready = []
+        slower = max(1.0, busy / cores)
+        step = min(left.values())
+        now += step * slower
+        for n in [n for n, rest in left.items() if rest <= step * (1 + 1e-9)]:
+            del left[n]
+            ends[n] = now
+            busy -= size[n]
+            for later in after[n]:
+                waits[later] -= 1
+                if not waits[later]:
+                    ready.append(later)
+        for n in left:
+            left[n] -= step
+    return starts, ends
+
+
+def critical(made: Compiled, ends: list[float]) -> Counter[int]:
+    """How often each of `priced` stands on the path that the makespan is the length of."""
+    path: Counter[int] = Counter()
+    at = max(range(len(ends)), key=ends.__getitem__, default=-1)
+    while at >= 0:
+        path[made.price[at]] += 1
+        at = max(made.before[at], key=ends.__getitem__, default=-1)
+    return path
+
+
+def simulate(program: Program, costs: Costs | None = None, sizes: Sizes | None = None) -> Timeline:
+    """The timeline of a program. One that can never end is refused; `check` says why."""
+    made = compiled(program)
+    return timeline(made, *times(made, costs or Costs()), sizes)
+
+
+def timeline(
+    made: Compiled, starts: list[float], ends: list[float], sizes: Sizes | None = None
+) -> Timeline:
+    """Every operation with its times."""
+    program, graph = made.program, made.graph
+    first = [program.owner.index(row) for row in range(len(program.rows))]
+    at = [made.place[event] for event in graph.event]
+    spans = tuple(
+        Span(first[row], graph.lanes[i], op, starts[at[i]], ends[at[i]])
+        for i, (row, op) in enumerate(graph.ops)
+    )
+    return Timeline(spans, _memory(program, sizes, spans) if sizes else None)
 
 
 def _memory(

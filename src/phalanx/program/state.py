@@ -100,6 +100,17 @@ class State:
             yield op, needs
             self.apply(op, needs)
 
+    def follow(self) -> list[tuple[Op, list[Op | Lack], list[Change], list[Change]]]:
+        """Every operation with what it needs, and what it takes and gives back when it starts and
+        when it ends."""
+        found = []
+        for op in self.ops:
+            needs = self.needs(op)
+            found.append((op, needs, *self.apply(op, needs)))
+        if found:
+            found[-1][3].extend(self.rest())
+        return found
+
     # ---- what an operation needs
 
     def needs(self, op: Op) -> list[Op | Lack]:

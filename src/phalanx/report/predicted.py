@@ -1,5 +1,5 @@
-"""What a plan counts for the operations of a run's step: the run's own layout, costed and priced as
-`phalanx plan --explain` does it, and its step as that judges it."""
+"""What a plan counts for the operations of a run's step: the run's own layout, costed, priced and
+simulated as `phalanx plan --explain` does it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from ..layout import Layout, Shape
 from ..layout.codec import decode
 from ..layout.files import read_text
 from ..layout.journal import read_journal
-from ..plan.candidates import Cut
-from ..plan.columns import SCHEDULES, columns_of
 from ..plan.device import MachineFileError
-from ..plan.estimate import counting, gathering, summing, summing_replicas, tying
 from ..plan.hardware import Hardware
-from ..plan.kinds import CostFunction
-from ..plan.price import costs_of
-from ..plan.priced import Priced, Three
-from ..plan.profile import Profile
-from ..plan.search import Choice, judge
-from ..program import Timeline, ops
+from ..plan.profile import SoftwareProfile
+from ..plan.step import CostFunction, Pricer, Request
+from ..program import Timeline
 from .compared import Compared, compare
 from .page import TIMELINE, ReportError
 
@@ -121,86 +113,23 @@ def _may_have(start: Mapping[str, Any], layout: str, number: int) -> bool:
 
 
 def predicted(
-    step: Step, hardware: Hardware, profile: Profile, piece_costs: CostFunction
+    step: Step, hardware: Hardware, profile: SoftwareProfile, piece_costs: CostFunction
 ) -> Compared:
-    """A run's step beside what a plan counts for it."""
+    """A run's step beside what a plan counts for it: the same operations, simulated."""
     layout, shape = step.layout, step.shape
-    if layout.schedule not in SCHEDULES:
-        raise ReportError(
-            f"{layout.schedule} is a schedule of your own, of which a plan knows no time."
-            " Leave out --machine and --cluster."
-        )
-    (choice,) = judge(
-        [layout],
-        shape,
-        hardware,
-        piece_costs,
-        profile=profile,
-        sequence=step.sequence,
-        batch=shape.batch,
+    request = Request(
+        shape, hardware, profile, piece_costs, step.sequence, shape.batch, layout.precision,
         model=step.own,
-    )
-    priced = Priced(
-        shape,
-        hardware,
-        profile,
-        piece_costs,
-        sequence=step.sequence,
-        precision=layout.precision,
-        model=step.own,
-    )
-    cut = Cut.of(layout)
-    priced.piece_costs([cut])
-    prices = _prices(step, choice, priced.three(cut, choice.case.rows), hardware, profile)
+    )  # fmt: skip
+    pricer = Pricer(request)
     return Compared(
         layout=str(layout) or "one rank",
         hardware=hardware.name,
         profile=profile.name,
         step=step.number,
-        rows=compare(step.timeline, prices),
-        predicted=choice.step,
+        rows=compare(step.timeline, pricer.costs(layout).pieces),
+        predicted=pricer.choose(layout).step,
         measured=step.timeline.makespan,
         usual=step.usual,
         launched=not hardware.cores,
     )
-
-
-def _prices(
-    step: Step, choice: Choice, three: Three, hardware: Hardware, profile: Profile
-) -> dict[tuple[str, int], float]:
-    """Of one operation each: what computes as `costs_of` has it, messages by the hardware's network."""
-    layout, last = step.layout, step.shape.pieces - 1
-    trios = {p: three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)}
-    prices = dict(costs_of(trios).pieces)
-    weights = {p: t.weights for p, t in trios.items()}
-    c = columns_of([choice.case], [0])
-    if "weights" not in layout.offload:  # copies from the host are not priced
-        prices |= {
-            (ops.GATHER, p): float(
-                gathering(c, hardware, np.asarray(w * profile.gathered_bytes))[0]
-            )
-            for p, w in weights.items()
-        }
-    sums = {ops.REDUCE: summing, ops.REDUCE_REPLICAS: summing_replicas, ops.TIE: tying}
-    prices |= {
-        (kind, p): float(seconds(c, hardware, np.asarray(w * profile.reduce_bytes))[0])
-        for kind, seconds in sums.items()
-        for p, w in weights.items()
-    }
-    prices[ops.COUNT, -1] = float(counting(c, hardware)[0])
-    sent = float(hardware.network.seconds("send", np.asarray(three[1].edge), c.pp, c.pp_apart)[0])
-    prices |= {(ops.RECEIVE, p): sent for p in trios}
-    # The plan knows the update of the fullest rank: each unit takes its part of that.
-    most = _fullest(step.timeline, weights)
-    if most:
-        prices |= {(ops.UPDATE, p): choice.parts["update"] * w / most for p, w in weights.items()}
-    return prices
-
-
-def _fullest(timeline: Timeline, weights: Mapping[int, float]) -> float:
-    """Numbers of weights that the rank updates which updates most."""
-    held: dict[int, float] = dict.fromkeys(timeline.ranks, 0.0)
-    for span in timeline.spans:
-        if span.op.kind == ops.UPDATE:
-            held[span.rank] += weights.get(span.op.piece, 0.0)
-    return max(held.values(), default=0.0)

@@ -1,0 +1,211 @@
+"""A plan as a table of at most eighty columns and as JSON: rates, MFU and HFU beside the times, what
+plain rules would pick, and why others lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from ..cost import forward_flops, step_flops
+from ..draw import text_table
+from ..draw.words import wrapped
+from ..layout import Layout
+from ..layout.numbers import bytes_text, seconds_text
+from ..plan.refused import Refusal
+from ..plan.search import Baseline, Plan
+from ..plan.step import PARTS, Choice, Request
+
+__all__ = ["choice_figures", "choice_text", "plan_figures", "plan_text", "utilization"]
+
+_NAMES = {
+    "compute": "computing",
+    "tensor": "messages in blocks",
+    "data": "gathers and sums",
+    "pipe": "between stages",
+    "bubble": "bubble",
+    "update": "update",
+}
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """How well a layout uses its devices. Attention counts causal; `mfu_full` counts all pairs."""
+
+    tokens: float  # a second and device
+    mfu: float
+    hfu: float
+    mfu_full: float
+
+
+def utilization(request: Request, choice: Choice) -> Utilization:
+    """From the FLOPs of a step and the peak of the devices."""
+    flops = step_flops(request.shape, request.batch, request.sequence)
+    ranks = request.hardware.ranks
+    peak = request.hardware.peak.get(request.precision, 0.0) * ranks * choice.step
+    return Utilization(
+        tokens=request.tokens / choice.step / ranks,
+        mfu=flops.model / peak if peak else 0.0,
+        hfu=(flops.hardware + _again(request, choice.layout)) / peak if peak else 0.0,
+        mfu_full=flops.full / peak if peak else 0.0,
+    )
+
+
+def _again(request: Request, layout: Layout) -> float:
+    """FLOPs that recomputation adds: a forward of every block, when blocks are recomputed whole.
+    Selective recomputation repeats what is no product and counts nothing."""
+    if layout.recompute in ("none", "selective"):
+        return 0.0
+    ops = forward_flops(request.shape, request.batch, request.sequence)
+    return sum(op.causal for op in ops if 0 < op.piece <= request.shape.layers)
+
+
+# ---- as JSON
+
+
+def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
+    """One layout as JSON."""
+    found, error = utilization(request, choice), request.profile.error
+    return {
+        "layout": str(choice.layout),
+        "step_time_s": choice.step,
+        "tokens_per_s_per_device": found.tokens,
+        "mfu": found.mfu,
+        "hfu": found.hfu,
+        "mfu_attention_in_full": found.mfu_full,
+        "memory_gb": choice.bytes / 1e9,
+        "memory_by_kind_gb": {kind: held / 1e9 for kind, held in choice.memory.items()},
+        "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
+        "breakdown": dict(choice.parts),
+        "error_range": [choice.step * (1 - error), choice.step * (1 + error)],
+    }
+
+
+def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> dict[str, object]:
+    """The plan as JSON."""
+    best = plan.layouts[0]
+    return {
+        "model": request.name,
+        "cluster": request.hardware.name,
+        "devices": request.hardware.ranks,
+        "profile": request.profile.name,
+        "sequence": request.sequence,
+        "batch": request.batch,
+        "batch_tokens": request.tokens,
+        "precision": request.precision,
+        "limit_gb": plan.room / 1e9,
+        "considered": plan.considered,
+        "fitting": plan.fitting,
+        "simulated": plan.simulated,
+        "layouts": [choice_figures(request, choice) for choice in plan.layouts],
+        "rules": [
+            {
+                "rule": baseline.rule,
+                "fits": baseline.fits,
+                "slower": baseline.choice.step / best.step if baseline.choice else None,
+                **(choice_figures(request, baseline.choice) if baseline.choice else {}),
+            }
+            for baseline in beside
+        ],
+        "refused": [
+            {name: x for name, x in asdict(refusal).items() if name != "times"}
+            for refusal in plan.refused
+        ],
+    }
+
+
+# ---- as text
+
+
+def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
+    """The whole page of text."""
+    lines = [*_head(request, plan), "", *_table(request, plan), "", *_rules(plan, beside), ""]
+    return "\n".join([*lines, *_reasons(plan.refused)])
+
+
+def _head(request: Request, plan: Plan) -> Iterator[str]:
+    r = request
+    yield from wrapped(
+        f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
+        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {r.precision},"
+        f" software as {r.profile.name!r}",
+        _WIDTH,
+    )
+    yield from wrapped(
+        f"{plan.considered:,} layouts, at most {plan.fitting:,} in {bytes_text(plan.room)} a device"
+        f" ({r.limit:.0%} of it); {plan.simulated:,} simulated. Times are right to about"
+        f" {r.profile.error:.0%}.",
+        _WIDTH,
+    )
+
+
+def _table(request: Request, plan: Plan) -> Iterator[str]:
+    """Numbers first, as layouts have any length; the parts of the step as percentages."""
+    shown = PARTS[:-1]
+    rows = []
+    for number, choice in enumerate(plan.layouts, 1):
+        found = utilization(request, choice)
+        parts = [f"{100 * choice.parts[name] / choice.step:.1f}" for name in shown]
+        rates = [f"{100 * found.mfu:.1f}", f"{100 * found.hfu:.1f}", f"{choice.bytes / 1e9:.1f}"]
+        step = seconds_text(choice.step)
+        rows.append((number, step, f"{found.tokens:,.0f}", *rates, *parts))
+    head = ("#", "step", "tok/s/dev", "MFU", "HFU", "GB", *shown)
+    first, *lines = text_table(head, rows, left="r").splitlines()
+    yield first
+    for line, choice in zip(lines, plan.layouts, strict=True):
+        yield line
+        yield from _indented(str(choice.layout), 3)
+    best = utilization(request, plan.layouts[0])
+    yield from wrapped(
+        "Everything from MFU on is in percent, except GB. MFU counts causal attention; with full"
+        f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation.",
+        _WIDTH,
+    )
+
+
+def _indented(text: str, by: int) -> list[str]:
+    return [" " * by + line for line in wrapped(text, _WIDTH - by)]
+
+
+def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
+    yield "What plain rules would pick:"
+    best = plan.layouts[0].step
+    for baseline in beside:
+        yield from _indented(f"{baseline.rule}: {_picked(baseline, best)}", 2)
+        if baseline.choice:
+            yield from _indented(str(baseline.choice.layout), 4)
+
+
+def _picked(baseline: Baseline, best: float) -> str:
+    choice = baseline.choice
+    if choice is None:
+        return "no legal layout"
+    if not baseline.fits:
+        return f"runs out of memory, needs {bytes_text(choice.bytes)}"
+    return f"{seconds_text(choice.step)}, {100 * (choice.step / best - 1):.1f} % slower"
+
+
+def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
+    yield "Why the others lost:"
+    for refusal in refused:
+        lines = wrapped(refusal.reason, _WIDTH - 24)
+        yield f"  {refusal.family:21} {lines[0]}"
+        yield from (" " * 24 + line for line in lines[1:])
+
+
+def choice_text(request: Request, choice: Choice) -> Iterator[str]:
+    """A layout by itself: its rates and the parts of its step."""
+    found, error = utilization(request, choice), request.profile.error
+    low, high = choice.step * (1 - error), choice.step * (1 + error)
+    yield from wrapped(
+        f"step {seconds_text(choice.step)} ({seconds_text(low)} to {seconds_text(high)}),"
+        f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
+        f" ({found.mfu_full:.1%} with all pairs of attention), HFU {found.hfu:.1%}",
+        _WIDTH,
+    )
+    yield ""
+    rows = [
+        (_NAMES[name], seconds_text(time), f"{100 * time / choice.step:.1f} %")
+        for name, time in choice.parts.items()
+    ]
+    yield from text_table((), rows, indent=2).splitlines()

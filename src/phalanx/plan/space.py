@@ -1,0 +1,313 @@
+"""Every layout of so many ranks that is worth a look: meshes, ZeRO, microbatches, pipelines, recomputation.
+
+No `Layout` is made until one is asked for. What is left out cannot win, by what is priced here:
+tensor parallel beyond the fastest links (where these join 8 devices or more), GPipe and naive
+sharding (1F1B has the bubble of the first and holds less), ZeRO-2 in a pipeline (it sums after every
+microbatch, where ZeRO-3 holds less still), and microbatches whose blocks alone are larger than the
+memory. Fewer microbatches than half the stages are tried only where the batch has no more of them: a
+larger microbatch cannot win back a pipeline that is empty most of the time. Parts of a sequence
+shorter than 2,048 tokens are tried only where the batch has too few sequences for data parallel:
+they divide work that whole sequences divide without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, stage_pieces
+from ..layout.choices import ACCUM, CHUNKS, GPIPE, SCHEDULES, ZB_H2, traits
+from .hardware import Network
+from .step import Request
+
+__all__ = [
+    "ORDERS",
+    "Grid",
+    "Inner",
+    "Pipeline",
+    "Space",
+    "Zero",
+    "blocks_of",
+    "ranks_of",
+    "spread",
+]
+
+ORDERS = ("dp pp cp tp", "pp dp cp tp")  # which neighbours are near: axes, outermost first
+_SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
+_PART = 2048  # tokens of a sequence's part that are worth a message
+_CHUNKS = 16  # the most of a stage that are tried
+_NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, the other twice as much
+
+
+class Pipeline(NamedTuple):
+    """A schedule, its chunks, and the blocks of each virtual stage; none: as the layout balances."""
+
+    schedule: str
+    chunks: int
+    stages: tuple[int, ...]
+
+
+class Zero(NamedTuple):
+    stage: int
+    shards: int  # of dp
+    gather: str
+
+
+class Inner(NamedTuple):
+    seq: bool
+    recompute: str
+
+
+class Grid(NamedTuple):
+    """Sizes of a mesh and the order of its axes."""
+
+    dp: int
+    pp: int
+    ring: int
+    ulysses: int
+    tp: int
+    order: str
+
+    @property
+    def cp(self) -> int:
+        return self.ring * self.ulysses
+
+    def mesh(self, shards: int) -> Mesh:
+        parts = {
+            "dp": (self.dp // shards, shards),
+            "pp": (self.pp,),
+            "cp": (self.ring, self.ulysses),
+            "tp": (self.tp,),
+        }
+        return Mesh(tuple(Axis(name, parts[name]) for name in self.order.split()))
+
+    def apart(self, name: str) -> int:
+        """How far neighbours along an axis are from each other."""
+        sizes = {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+        inner = self.order.split()[self.order.split().index(name) + 1 :]
+        return math.prod(sizes[axis] for axis in inner)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The choices that one grid has; a candidate is one of each."""
+
+    grid: Grid
+    zeros: tuple[Zero, ...]
+    counts: tuple[int, ...]  # microbatches
+    pipelines: tuple[Pipeline, ...]
+    inners: tuple[Inner, ...]
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return len(self.zeros), len(self.counts), len(self.pipelines), len(self.inners)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is searched for a request."""
+
+    request: Request
+    recomputes: tuple[str, ...] = ("none", "selective", "all")
+    offload: tuple[str, ...] = ()
+    seq_only: frozenset[int] = frozenset()  # sizes of tensor parallel that are never faster without
+
+    @property
+    def near(self) -> int:
+        """Devices among which tensor parallel is tried."""
+        return max(self.request.hardware.node, 8)
+
+    @cached_property
+    def tensor(self) -> list[int]:
+        """Sizes of tensor parallel that the model and the hardware allow."""
+        return [
+            d for d in _divisors(self.request.hardware.ranks) if d <= self.near and self._legal(d)
+        ]
+
+    def _legal(self, tp: int) -> bool:
+        return not legal(Layout(Mesh((Axis("tp", (tp,)),))), self.request.shape)
+
+    @property
+    def least(self) -> float:
+        """The shortest microbatch that is tried, in sequences: a part of one."""
+        return min(1.0, _PART / self.request.sequence)
+
+    @cached_property
+    def options(self) -> tuple[Options, ...]:
+        """The choices of every grid."""
+        return tuple(
+            Options(
+                grid,
+                tuple(self._zeros(grid, max(counts))),
+                counts,
+                pipelines(self.request.shape, grid.pp),
+                tuple(self._inners(grid)),
+            )
+            for grid in self._grids()
+            if (counts := tuple(self._counts(grid)))
+        )
+
+    def rows(self, grid: Grid, count: int) -> float:
+        """Sequences of a microbatch on the fullest rank."""
+        return -(-self.request.batch // grid.dp) / count
+
+    def layout(self, x: Options, z: int, c: int, p: int, q: int) -> Layout:
+        """The layout of one candidate."""
+        zero, pipe, inner = x.zeros[z], x.pipelines[p], x.inners[q]
+        return Layout(
+            mesh=x.grid.mesh(zero.shards), seq=inner.seq, zero=zero.stage,
+            schedule=pipe.schedule, chunks=pipe.chunks, microbatches=x.counts[c],
+            gather=zero.gather, recompute=inner.recompute, offload=self.offload,
+            stages=pipe.stages, precision=self.request.precision,
+        )  # fmt: skip
+
+    def cut(self, grid: Grid, inner: Inner, *, split: bool) -> Layout:
+        """What of a candidate its pieces depend on."""
+        return _cut(
+            grid.ring, grid.ulysses, grid.tp, inner.seq, inner.recompute == "selective", split,
+            self.request.precision,
+        )  # fmt: skip
+
+    def _grids(self) -> Iterator[Grid]:
+        r = self.request
+        s, ranks = r.shape, r.hardware.ranks
+        for tp in self.tensor:
+            for pp in _divisors(ranks // tp):
+                if pp > s.layers:
+                    break
+                for cp in _divisors(ranks // tp // pp):
+                    dp = ranks // (tp * pp * cp)
+                    if dp > r.batch or (cp > 1 and not self._parts(dp * cp, cp)):
+                        continue
+                    for ulysses in _ulysses(cp, s.heads // tp, self.near // tp):
+                        for order in ORDERS[: 2 if pp > 1 and dp > 1 else 1]:
+                            yield Grid(dp, pp, cp // ulysses, ulysses, tp, order)
+
+    def _parts(self, copies: int, cp: int) -> bool:
+        """Whether a sequence is cut in so many: it is long, or there are too few sequences."""
+        r = self.request
+        if r.shape.kind != "decoder" or r.sequence < 2 * cp:
+            return False
+        return cp * _PART <= r.sequence or cp * r.batch <= 2 * copies
+
+    def _counts(self, grid: Grid) -> Iterator[int]:
+        """Microbatches of one sequence, of two, four ..., and the batch of a rank as one."""
+        r = self.request
+        s, most = r.shape, -(-r.batch // grid.dp)
+        # What a block makes between its two largest products has to be somewhere.
+        one = 2.0 * r.sequence / grid.cp * (s.ffn if s.kind == "decoder" else s.hidden) / grid.tp
+        found: set[int] = set()
+        for rows in sorted({*(2**i for i in range(most.bit_length())), most}):
+            count = min(-(-most // rows), r.batch // grid.dp)
+            if found and 2 * count < grid.pp:
+                return
+            if self.rows(grid, count) * one <= r.hardware.memory and count not in found:
+                found.add(count)
+                yield count
+
+    def _zeros(self, grid: Grid, count: int) -> Iterator[Zero]:
+        yield Zero(0, grid.dp, "step")
+        if grid.dp * grid.cp == 1:
+            return
+        network = self.request.hardware.network
+        levels = [h.inside for h in network.hops] if isinstance(network, Network) else []
+        apart = grid.apart("dp")
+        ends = {
+            max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels
+        }
+        shards = {
+            d for d in (*ends, *_SHARDS) if d < grid.dp and grid.dp % d == 0 and d * grid.cp > 1
+        }
+        for shard in (grid.dp, *sorted(shards, reverse=True)):
+            yield Zero(1, shard, "step")
+            if grid.pp == 1:
+                yield Zero(2, shard, "step")
+            yield Zero(3, shard, "micro")
+            if grid.pp > 1 or count > 1:
+                yield Zero(3, shard, "step")
+
+    def _inners(self, grid: Grid) -> Iterator[Inner]:
+        seqs = (True, False) if grid.tp > 1 and self.request.shape.kind == "decoder" else (False,)
+        seqs = seqs[:1] if grid.tp in self.seq_only else seqs
+        for seq, recompute in product(seqs, self.recomputes):
+            yield Inner(seq, recompute)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _ulysses(cp: int, heads: int, near: int) -> list[int]:
+    """None of it, or as much as the heads and the fastest links allow; a ring for the rest."""
+    return sorted({1, max(u for u in _divisors(cp) if u == 1 or (heads % u == 0 and u <= near))})
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    ring: int, ulysses: int, tp: int, seq: bool, selective: bool, split: bool, precision: str
+) -> Layout:
+    mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("tp", (tp,))))
+    plain = Layout(
+        mesh=mesh, seq=seq, recompute="selective" if selective else "none", precision=precision
+    )
+    if split:
+        name = next(n for n, t in SCHEDULES.items() if t.splits_backward and t.least == 1)
+        plain = Layout(
+            mesh=mesh, seq=seq, schedule=name, recompute=plain.recompute, precision=precision
+        )
+    return piece_layout(plain)
+
+
+# ---- pipelines
+
+
+@lru_cache(maxsize=512)
+def pipelines(shape: Shape, pp: int) -> tuple[Pipeline, ...]:
+    """Schedules with their chunks, and blocks balanced with embedding and head or left even."""
+    if pp == 1:
+        return (Pipeline(ACCUM, 1, ()),)
+    found = []
+    for schedule, chunks in _schedules(shape.layers, pp):
+        plain = Layout(mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks)
+        even = spread(shape.layers, pp * chunks)
+        found.append(Pipeline(schedule, chunks, ()))
+        if even != blocks_of(plain, shape):
+            found.append(Pipeline(schedule, chunks, even))
+    return tuple(found)
+
+
+def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:
+    for name, schedule in SCHEDULES.items():
+        skipped = schedule.whole_batch or schedule.searched or name in _NEVER
+        if skipped or not schedule.pipelined:
+            continue
+        for chunks in range(schedule.least, min(schedule.most, _CHUNKS, layers // pp) + 1):
+            whole = layers % (pp * chunks) == 0 or (layers + 2) % (pp * chunks) == 0
+            if schedule.most < CHUNKS or whole or chunks & (chunks - 1) == 0:
+                yield name, chunks
+
+
+def blocks_of(layout: Layout, shape: Shape) -> tuple[int, ...]:
+    """Blocks of each virtual stage, as the layout names or balances them."""
+    return tuple(
+        len([p for p in stage if 0 < p <= shape.layers]) for stage in stage_pieces(layout, shape)
+    )
+
+
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks as even as can be; where some stages hold one more, these are in the middle."""
+    least, more = divmod(layers, stages)
+    begin = (stages - more) // 2
+    return tuple(least + (begin <= i < begin + more) for i in range(stages))
+
+
+def ranks_of(stages: int, pp: int, schedule: str) -> tuple[tuple[int, ...], ...]:
+    """The virtual stages of each rank of a pipeline."""
+    if traits(schedule).v_shape:
+        return tuple((r, stages - 1 - r) for r in range(pp))
+    return tuple(tuple(range(r, stages, pp)) for r in range(pp))

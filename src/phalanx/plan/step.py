@@ -1,0 +1,557 @@
+"""What one layout takes: its step is the makespan of its program, its memory what the program holds.
+
+Neither torch nor numpy is needed. Ranks that differ only along dp, cp or tp do the same, so that one
+of them stands for all, and programs that differ only in these sizes are built once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+from ..layout import Axis, Layout, Mesh, Shape, piece_layout, stage_pieces
+from ..layout.choices import BF16, FP32, SCHEDULES, traits
+from ..layout.stages import partial_pieces
+from ..program import KINDS, Costs, Op, PieceCost, Sizes, Timeline, build, ops
+from ..program.memory import peaks
+from ..program.simulate import Compiled, compiled, critical, times
+from ..program.simulate import timeline as spans
+from .hardware import Hardware
+from .price import PieceTimes, piece_parts
+from .profile import SoftwareProfile
+
+__all__ = [
+    "MEMORY", "PARTS", "Case", "Choice", "CostFunction", "PieceKinds", "Pricer", "Request",
+    "Three", "UnitTimes", "Units", "case_of", "choice", "costs_of", "distance", "longest", "predicted",
+    "sizes_of_case",
+]  # fmt: skip
+
+# The kinds of memory and the parts of a step, in the order in which they are printed.
+MEMORY = (
+    "weights", "gradients", "optimizer", "activations", "inputs", "gathered", "messages",
+    "temporary", "other",
+)  # fmt: skip
+PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
+FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
+_HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+_NUMBER = 8.0  # bytes of one number that ranks agree on
+_TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
+_BUILT = 48  # programs that are kept
+_SAME = 1e-9  # of a step: what sums in another order may differ by
+# Lanes of collectives over units, of which each rank waits for its own alone.
+_UNIT_LANES = {KINDS[k].lane for k in (ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS)}
+
+
+class PieceKinds(Protocol):
+    """A model's pieces under one cut, each a function of a microbatch's rows."""
+
+    @property
+    def embed(self) -> Callable[[float], PieceCost]: ...
+
+    @property
+    def block(self) -> Callable[[float], PieceCost]: ...
+
+    @property
+    def head(self) -> Callable[[float], PieceCost]: ...
+
+
+class CostFunction(Protocol):
+    """The cost of a shape's pieces under the cuts of layouts; keys are the cuts. It is handed in, so
+    that planning from cached costs never loads torch."""
+
+    def __call__(
+        self, model: Shape | str, layouts: Iterable[Layout], *, sequence: int
+    ) -> Mapping[Layout, PieceKinds]: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is planned: a model, on which hardware, with which software."""
+
+    shape: Shape
+    hardware: Hardware
+    profile: SoftwareProfile
+    piece_costs: CostFunction
+    sequence: int
+    batch: int  # sequences of a step
+    precision: str = BF16
+    limit: float = 0.85  # the part of a device's memory that may be used
+    model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
+    cluster: str = ""  # its name; empty for a measured machine
+
+    @property
+    def room(self) -> float:
+        """Bytes that a rank may hold."""
+        return self.limit * self.hardware.memory
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.batch * self.sequence
+
+    @property
+    def name(self) -> str:
+        return self.model or self.shape.name
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train: a shape, a layout, rows of a microbatch, tokens of a sequence."""
+
+    shape: Shape
+    layout: Layout
+    rows: float
+    sequence: int
+    dtype: str = ""  # of products; "": the layout's
+
+    @property
+    def tokens(self) -> float:
+        """Of one step."""
+        x = self.layout
+        return self.rows * x.microbatches * x.dp * self.sequence
+
+
+def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) -> Case:
+    """A layout as our own engine runs it: its fullest rank has the most rows."""
+    rows = -(-(batch or shape.batch) // layout.dp) / layout.microbatches
+    return Case(shape, layout, rows, sequence or shape.sequence)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout with what it takes: seconds of a step in parts, bytes of the fullest rank."""
+
+    layout: Layout
+    case: Case
+    parts: Mapping[str, float]  # of the rank that computes most; they add up to the step
+    memory: Mapping[str, float]
+    stages: tuple[Mapping[str, float], ...] = ()  # bytes of every rank of a pipeline
+
+    @cached_property
+    def step(self) -> float:
+        return sum(self.parts.values())
+
+    @cached_property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
+
+
+Three = tuple[PieceTimes, PieceTimes, PieceTimes]  # embedding, block, head
+
+
+class Pricer:
+    """Pieces by cut and rows, costed and priced when they are first needed."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._pieces: dict[Layout, PieceKinds] = {}
+        self._times: dict[tuple[Layout, float, bool], Three] = {}
+
+    def known(self, cut: Layout) -> bool:
+        return cut in self._pieces
+
+    @property
+    def costed(self) -> int:
+        """How many cuts have been costed."""
+        return len(self._pieces)
+
+    def cost(self, cuts: Iterable[Layout]) -> None:
+        """Cost those that are not, together."""
+        r = self.request
+        names = {cut: self._costed_as(cut) for cut in cuts if cut not in self._pieces}
+        if names:
+            made = r.piece_costs(r.model or r.shape, list(names.values()), sequence=r.sequence)
+            self._pieces |= {cut: made[name] for cut, name in names.items()}
+
+    def _costed_as(self, cut: Layout) -> Layout:
+        """Where scores are kept, to be selective means to drop them alone: nothing else differs."""
+        return cut if self.request.profile.fused_attention else replace(cut, recompute="none")
+
+    def three(self, cut: Layout, rows: float, piped: bool) -> Three:
+        """Embedding, block and head at so many rows, in a pipeline or without one."""
+        if (cut, rows, piped) not in self._times:
+            self.cost([cut])
+            r, kinds = self.request, self._pieces[cut]
+            slower = r.profile.pipe_host if piped else 1.0
+            e, b, h = (
+                piece_parts(kind(rows), r.hardware, r.profile, cut, cut.precision).under(
+                    r.profile, slower
+                )
+                for kind in (kinds.embed, kinds.block, kinds.head)
+            )
+            self._times[cut, rows, piped] = e, b, h
+        return self._times[cut, rows, piped]
+
+    def choose(self, layout: Layout) -> Choice:
+        """What a layout takes for the request's batch."""
+        r = self.request
+        case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
+        three = self.three(piece_layout(layout), case.rows, layout.pp > 1)
+        return choice(case, three, r.hardware, r.profile)
+
+    def costs(self, layout: Layout) -> Costs:
+        """Seconds of every operation of a layout's step, as they take beside those of all ranks."""
+        r = self.request
+        case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
+        three = self.three(piece_layout(layout), case.rows, layout.pp > 1)
+        alone = costs_of(case, three, r.hardware, r.profile)
+        crowding = r.hardware.crowding
+        return replace(alone, pieces={of: time * crowding for of, time in alone.pieces.items()})
+
+    def timeline(self, layout: Layout, most: int) -> Timeline:
+        """When each rank of a pipeline does what, in a step of at most so many microbatches."""
+        r = self.request
+        case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
+        three = self.three(piece_layout(layout), case.rows, layout.pp > 1)
+        return predicted(case, three, r.hardware, r.profile, most=most)[0]
+
+
+# ---- prices of what concerns whole units
+
+
+def distance(layout: Layout, part: str) -> int:
+    """How far neighbours along a part of the mesh are from each other, in ranks."""
+    stride = 1
+    for axis in reversed(layout.mesh.axes):
+        for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+            if part in (name, axis.name):
+                return stride
+            stride *= size
+    return stride
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of the collectives over one unit, and of its update."""
+
+    gather: float
+    load: float  # from the host
+    reduce: float
+    replicas: float
+    tie: float
+    update: float
+
+
+class Units:
+    """The times of a layout's units, by their numbers of weights."""
+
+    def __init__(self, layout: Layout, hardware: Hardware, profile: SoftwareProfile) -> None:
+        x, mesh = layout, layout.mesh
+        self.hardware, self.profile, self.zero = hardware, profile, x.zero
+        self.shards, self.replicas = float(mesh.of("dp.shard") * x.cp), mesh.of("dp.replicate")
+        self.near = distance(x, "cp" if x.cp > 1 else "dp.shard")
+        self.far = distance(x, "dp.replicate")
+        # Two halves of a pipeline are as far from each other as its ends.
+        self.ends = distance(x, "pp") * x.pp / 2
+        self.on_host = "optimizer" in x.offload
+        self.weights_on_host = "weights" in x.offload or self.on_host
+
+    def of(self, numbers: float) -> UnitTimes:
+        seconds, p, n = self.hardware.network.seconds, self.profile, self.shards
+        gathered, size = numbers * p.gathered_bytes, numbers * p.reduce_bytes
+        part = n if self.zero else 1.0
+        gather = seconds("all_gather", gathered, n, self.near) if self.zero else 0.0
+        load = gathered / part / self.hardware.host if self.weights_on_host else 0.0
+        replicas = 0.0
+        if not self.zero:
+            reduce = seconds("all_reduce", size, self.replicas * n, self.near)
+        elif n > 1:
+            reduce = seconds("reduce_scatter", size, n, self.near)
+            replicas = seconds("all_reduce", size / n, self.replicas, self.far)
+        else:
+            reduce = seconds("all_reduce", size, self.replicas, self.far)
+        return UnitTimes(
+            gather, load, reduce, replicas,
+            tie=seconds("all_reduce", size / part, 2.0, self.ends),
+            update=self._update() * numbers / part,
+        )  # fmt: skip
+
+    def _update(self) -> float:
+        """Adam for one number; with its averages on the host, there and back, with its memory."""
+        p = self.profile
+        if self.on_host:
+            # Its gradient goes there; the weights come back in operations of their own.
+            return _TOUCHED / _HOST + p.gradient_bytes / self.hardware.host
+        return self.hardware.rates.move(_TOUCHED)
+
+
+def costs_of(
+    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile, *, slower: float = 1.0
+) -> Costs:
+    """Seconds of every operation of a case's program."""
+    x, last = case.layout, case.shape.pieces - 1
+    network, of = hardware.network, Units(x, hardware, profile).of
+    # Messages were measured among ranks that share the cores, as `times` has it again.
+    alone = 1.0 / hardware.crowding
+    pieces: dict[tuple[str, int], float] = {}
+    # Ranks of tp have parts of the gradients of norms: two to a block.
+    norms = 2 * case.shape.hidden * profile.reduce_bytes
+    parts = network.seconds("all_reduce", norms, x.tp, 1) * alone
+    sent = network.seconds("send", three[1].edge, x.pp, distance(x, "pp")) * alone
+    for piece in range(last + 1):
+        t = three[0 if piece == 0 else 2 if piece == last else 1]
+        unit = of(t.weights)
+        kept = t.kept if x.recompute in ("none", "selective") else t.input
+        pieces |= {
+            (ops.FORWARD, piece): t.forward.total * slower,
+            (ops.INPUT_GRADIENT, piece): t.inputs.total * slower,
+            (ops.WEIGHT_GRADIENT, piece): t.weights_.total * slower,
+            (ops.RECOMPUTE, piece): t.again.total * slower,
+            (ops.GATHER, piece): unit.gather * alone,
+            (ops.LOAD, piece): unit.load,
+            (ops.SUM_PARTS, piece): parts,
+            (ops.REDUCE, piece): unit.reduce * alone,
+            (ops.REDUCE_REPLICAS, piece): unit.replicas * alone,
+            (ops.TIE, piece): unit.tie * alone,
+            (ops.UPDATE, piece): unit.update,
+            (ops.RECEIVE, piece): sent,
+            (ops.OFFLOAD, piece): kept / hardware.host,
+            (ops.RELOAD, piece): kept / hardware.host,
+        }
+        if x.recompute == "selective" and 0 < piece < last:  # inside the backward
+            pieces[ops.INPUT_GRADIENT, piece] += t.again.total * slower
+    if not profile.overlaps_sends and x.pp > 1:
+        # The device sends and then goes on: at the ends of virtual stages.
+        for stage in stage_pieces(x, case.shape):
+            pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < last)
+            pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
+    copies, near = x.copies, distance(x, "cp" if x.cp > 1 else "dp.shard")
+    count = network.seconds("all_reduce", _NUMBER, copies, near) * alone
+    agree = network.seconds("all_reduce", _NUMBER, x.ranks, 1) * alone
+    return Costs({}, pieces | {(ops.COUNT, -1): count, (ops.AGREE, -1): agree})
+
+
+def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
+    """Bytes of every piece and unit of a case's program."""
+    x, last = case.layout, case.shape.pieces - 1
+    all_ = [three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)]
+    part = x.mesh.of("dp.shard") * x.cp if x.zero else 1
+    whole = x.zero == 3 or "weights" in x.offload  # weights come and go
+    home = 0.0 if whole else profile.weight_bytes
+    # With a sum after every microbatch the whole gradient is there only until it is sent.
+    gradient = profile.reduce_bytes if x.reduce == "micro" and part > 1 else profile.gradient_bytes
+    held = 0.0 if "optimizer" in x.offload else profile.optimizer_bytes / part
+
+    def each(size: Callable[[PieceTimes], float]) -> tuple[float, ...]:
+        return tuple(map(size, all_))
+
+    return Sizes(
+        kept=each(lambda t: t.kept),
+        input=each(lambda t: t.input),
+        kept_after_i=each(lambda t: t.kept_after_i),
+        temporary=each(lambda t: t.temporary),
+        home=each(lambda t: home * t.weights),
+        gathered=each(lambda t: (profile.gathered_bytes if whole else 0.0) * t.weights),
+        gradient=each(lambda t: gradient * t.weights),
+        gradient_shard=each(lambda t: profile.gradient_bytes / part * t.weights)
+        if part > 1
+        else (),
+        optimizer=each(lambda t: held * t.weights),
+        edge=each(lambda t: t.edge),
+    )
+
+
+# ---- the program
+
+
+def _representative(layout: Layout) -> Layout:
+    """The layout with one rank along tp and cp and as few along dp as need the same operations."""
+    mesh = layout.mesh
+    shards = 2 if layout.zero and mesh.of("dp.shard") * layout.cp > 1 else 1
+    replicas = 2 if mesh.of("dp.replicate") > 1 and shards > 1 else 1
+    axes = [Axis("dp", (replicas, shards)), Axis("pp", (layout.pp,))]
+    used = tuple(axis for axis in axes if axis.size > 1 or axis.name == "pp")
+    return replace(layout, mesh=Mesh(used), seq=False, precision=FP32)
+
+
+@lru_cache(maxsize=_BUILT)
+def _compiled(
+    layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
+    parts: tuple[int, ...], overlaps: bool,
+) -> Compiled:  # fmt: skip
+    program = build(layout, stages, tied, agree=True, parts=parts)
+    return compiled(program, () if overlaps else _UNIT_LANES, in_place=layout.shards == 1)
+
+
+def _program(
+    case: Case, costs: Costs, sizes: Sizes, hardware: Hardware, profile: SoftwareProfile
+) -> Compiled:
+    layout, shape = _representative(case.layout), case.shape
+    stages = stage_pieces(case.layout, shape)
+    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
+    parts = partial_pieces(case.layout, shape)
+    if not traits(layout.schedule).searched and layout.recompute != "fit":
+        return _compiled(layout, stages, tied, parts, profile.overlaps_data)
+    limit = (hardware.memory - profile.context) / profile.reserve
+    program = build(
+        layout, stages, tied, agree=True, parts=parts, costs=costs, sizes=sizes, limit=limit
+    )
+    blocking = () if profile.overlaps_data else _UNIT_LANES
+    return compiled(program, blocking, in_place=layout.shards == 1)
+
+
+def choice(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile) -> Choice:
+    """What a case takes: its program built, measured and simulated.
+
+    Once a pipeline is full, further microbatches take the same time each. Where the schedule is
+    known and a few microbatches show this, the others are not simulated.
+    """
+    layout = case.layout
+    first, more = _few(layout)
+    if not more or 3 * (first + more) >= layout.microbatches:
+        return _simulated(case, three, hardware, profile)[0]
+    few = [
+        _simulated(
+            replace(case, layout=replace(layout, microbatches=count)), three, hardware, profile
+        )
+        for count in (first, first + more, first + 2 * more)
+    ]
+    (a, _), (b, before), (c, after) = few
+    slope = c.step - b.step
+    steady = (
+        b.stages == c.stages
+        and b.memory == c.memory
+        and all(
+            abs(c.parts[part] - 2 * b.parts[part] + a.parts[part]) <= _SAME * c.step
+            for part in PARTS
+        )
+        # No lane has more to do than there is time: a full one would set the pace later on.
+        and all(busy - before[lane] <= slope * (1 + _SAME) for lane, busy in after.items())
+    )
+    if not steady:
+        return _simulated(case, three, hardware, profile)[0]
+    rounds = (layout.microbatches - first) / more - 2
+    parts = {part: c.parts[part] + rounds * (c.parts[part] - b.parts[part]) for part in PARTS}
+    return Choice(layout, case, parts, c.memory, c.stages)
+
+
+def _few(layout: Layout) -> tuple[int, int]:
+    """So many microbatches that a pipeline is full, and after how many more its order repeats; 0:
+    unknown. Both leave the remainder of the layout's microbatches."""
+    if layout.schedule not in SCHEDULES or traits(layout.schedule).searched:
+        return 0, 0
+    more = layout.pp
+    least = 2 * more + 1 if more > 1 else 3
+    return least + (layout.microbatches - least) % more, more
+
+
+def _simulated(
+    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile
+) -> tuple[Choice, dict[tuple[int, str], float]]:
+    """A case with all its microbatches, and how long each lane of each row is busy."""
+    sizes = sizes_of_case(case, three, profile)
+    costs = costs_of(case, three, hardware, profile)
+    made = _program(case, costs, sizes, hardware, profile)
+    held = [_held(p.then, hardware, profile) for p in peaks(made.program, sizes, made.followed)]
+    memory = max(held, key=lambda kinds: sum(kinds.values()))
+    full = (sum(memory.values()) / hardware.memory - FULL[0]) / (FULL[1] - FULL[0])
+    if profile.strain and full > 0:
+        slower = 1 + profile.strain * min(1.0, full)
+        costs = costs_of(case, three, hardware, profile, slower=slower)
+    starts, ends = times(made, costs, _cores(case.layout, hardware))
+    parts = _parts(made, starts, ends, _inside(case, three))
+    busy: dict[tuple[int, str], float] = {}
+    for (row, _), lane, event in zip(
+        made.graph.ops, made.graph.lanes, made.graph.event, strict=True
+    ):
+        at = made.place[event]
+        busy[row, lane] = busy.get((row, lane), 0.0) + ends[at] - starts[at]
+    stages = tuple(held) if case.layout.pp > 1 else ()
+    return Choice(case.layout, case, parts, memory, stages), busy
+
+
+def _cores(layout: Layout, hardware: Hardware) -> float:
+    """Cores for the ranks of one pipeline."""
+    if not hardware.cores:
+        return float("inf")
+    return hardware.cores * layout.pp / max(hardware.ranks, 1)
+
+
+def _held(
+    kinds: Mapping[str, float], hardware: Hardware, profile: SoftwareProfile
+) -> dict[str, float]:
+    """Bytes of a rank, with what no tensor holds."""
+    held = {kind: kinds.get(kind, 0.0) for kind in MEMORY}
+    if not hardware.cores:
+        held["other"] = profile.context + (profile.reserve - 1) * sum(held.values())
+    return held
+
+
+def _inside(case: Case, three: Three) -> dict[tuple[str, int], float]:
+    """The part of each operation's time that is messages inside it."""
+    last = case.shape.pieces - 1
+    part: dict[tuple[str, int], float] = {}
+    for piece in range(last + 1):
+        t = three[0 if piece == 0 else 2 if piece == last else 1]
+        of = {
+            ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.again], ops.INPUT_GRADIENT: [t.inputs],
+            ops.WEIGHT_GRADIENT: [t.weights_], ops.BACKWARD: [t.inputs, t.weights_],
+        }  # fmt: skip
+        for kind, times_ in of.items():
+            total = sum(x.total for x in times_)
+            part[kind, piece] = sum(x.messages for x in times_) / total if total else 0.0
+    return part
+
+
+def _parts(
+    made: Compiled, starts: list[float], ends: list[float], inside: Mapping[tuple[str, int], float]
+) -> dict[str, float]:
+    """The step of the rank that computes most: what it computes, and what it waits for."""
+    graph, makespan = made.graph, max(ends, default=0.0)
+    rows: list[list[tuple[int, Op]]] = [[] for _ in made.program.rows]
+    for i, (row, op) in enumerate(graph.ops):
+        if graph.lanes[i] == ops.COMPUTE:
+            rows[row].append((made.place[graph.event[i]], op))
+    busiest = max(rows, key=lambda row: sum(ends[n] - starts[n] for n, _ in row))
+    kinds = [made.priced[price][0][1].kind for price in made.price]
+    parts, now = dict.fromkeys(PARTS, 0.0), 0.0
+
+    def waited(since: float, until: float, cause: int) -> None:
+        kind = kinds[cause] if cause >= 0 else ""
+        if kind in ops.MESSAGES:
+            sent = min(until - since, ends[cause] - starts[cause])
+            parts["pipe"] += sent
+            parts["bubble"] += until - since - sent
+        else:
+            parts["data" if kind and kind not in ops.COMPUTES else "bubble"] += until - since
+
+    for n, op in busiest:
+        if starts[n] > now:
+            waited(now, starts[n], max(made.before[n], key=ends.__getitem__, default=-1))
+        took, now = ends[n] - starts[n], max(now, ends[n])
+        if op.kind == ops.UPDATE:
+            parts["update"] += took
+        else:
+            messages = took * inside.get((op.kind, op.piece), 0.0)
+            parts["tensor"] += messages
+            parts["compute"] += took - messages
+    waited(now, makespan, -1)
+    return parts
+
+
+def predicted(
+    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile, *, most: int = 0
+) -> tuple[Timeline, Costs]:
+    """The timeline of a case's step, of at most so many microbatches, with its costs."""
+    layout = case.layout
+    if most and layout.microbatches > most:
+        case = replace(case, layout=replace(layout, microbatches=most))
+    sizes = sizes_of_case(case, three, profile)
+    costs = costs_of(case, three, hardware, profile)
+    made = _program(case, costs, sizes, hardware, profile)
+    return spans(made, *times(made, costs, _cores(layout, hardware))), costs
+
+
+def longest(
+    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile
+) -> dict[tuple[int, Op], int]:
+    """How often each (rank, operation) stands on the path that the step is the length of."""
+    sizes = sizes_of_case(case, three, profile)
+    costs = costs_of(case, three, hardware, profile)
+    made = _program(case, costs, sizes, hardware, profile)
+    _, ends = times(made, costs)
+    prices = made.prices(costs)
+    slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]
+    return {slowest[n]: count for n, count in critical(made, ends).items() if prices[n]}
