@@ -305,7 +305,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2900, "program": 3050, "draw": 1500, "plan": 3550, "models": 800, "comm": 4450,
+    "layout": 2900, "program": 3050, "draw": 1500, "plan": 3580, "models": 800, "comm": 4450,
     "parallel": 2650, "cost": 1250, "bench": 1250, "train": 4950, "verify": 1250, "report": 700,
     "lab": 3050, "cli": 4850,
 }  # fmt: skip

@@ -30,10 +30,9 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True)
 class Bounds:
     """Of one grid's candidates, arrays over (ZeRO, microbatches, pipeline, inner choices): seconds
-    of a step with what of it computes, bytes of the fullest rank."""
+    of a step, bytes of the fullest rank."""
 
     step: Array
-    busy: Array
     bytes: Array
 
 
@@ -56,7 +55,7 @@ def bounds(space: Space, x: Options, pricer: Pricer) -> Bounds:
             rows = space.rows(x.grid, count)
             for s in {*split}:
                 three[c][q][s] = _least(space, pricer, x.grid, inner, rows, s)  # type: ignore[call-overload]
-    step, busy, held = (np.zeros(x.sizes) for _ in range(3))
+    step, held = np.zeros(x.sizes), np.zeros(x.sizes)
     units = [_units(space, x.grid, zero) for zero in x.zeros]
     priced: list[_Unit] = []
     for p, pipe in enumerate(x.pipelines):
@@ -69,9 +68,9 @@ def bounds(space: Space, x: Options, pricer: Pricer) -> Bounds:
         time = _Time(space, x, pipe, stages, numbers, split[p])
         flight = _flights(space, x, pipe)
         for z, zero in enumerate(x.zeros):
-            step[z, :, p], busy[z, :, p] = time.of(zero, priced[z])
+            step[z, :, p] = time.of(zero, priced[z])
             held[z, :, p] = _memory(space, x, zero, stages, numbers, flight, units[z])
-    return Bounds(step, busy, held)
+    return Bounds(step, held)
 
 
 def _least(
@@ -91,7 +90,8 @@ def _least(
             break
     embed, block, head = pricer.three(cut, rows / grid.cp, piped)
     if selective and kept.recompute != "selective":
-        block = replace(block, again=OpTime(), kept=min(block.input, block.kept))
+        least = min(block.input, block.kept)
+        block = replace(block, again=OpTime(), kept=least, kept_after_i=0.0)
     return embed, block, head
 
 
@@ -108,6 +108,7 @@ class _Numbers:
         self.temporary = [array(kind, "temporary") for kind in range(3)]
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
         self.input = array(1, "input")
+        self.kept_after_i = array(1, "kept_after_i")
         again = np.array([float(inner.recompute != "none") for inner in inners])
         self.again = array(1, "again") * again
         self.segment = np.array([_segment(inner.recompute) for inner in inners])
@@ -173,11 +174,10 @@ class _Time:
         back = 0.0 if split else np.where(later, eb + s.before[wide] * bb, 0.0)
         self.path = (self.head + self.counts * self.work + back).max(axis=0)
         self.total = (self.counts * self.work).sum(axis=0)
-        self.busy = (self.counts * self.work).max(axis=0)
         self.first = ef + s.blocks.sum() * bf + hf + hb if x.grid.pp == 1 else None
         self.split = split
 
-    def of(self, zero: Zero, u: _Unit) -> tuple[Array, Array]:
+    def of(self, zero: Zero, u: _Unit) -> Array:
         s, n, m = self.stages, self.numbers, self.counts
         update = float(
             (s.blocks * u.update[1] + s.embed * u.update[0] + s.head * u.update[2]).max()
@@ -206,7 +206,7 @@ class _Time:
                 after = n.forward[2] + n.backward[0] + n.backward[2] + blocks * n.backward[1]
                 found.append(once + after + (m - 1) * work + update)
         step = np.maximum.reduce([np.broadcast_to(each, self.path.shape) for each in found])
-        return np.maximum(step, self.total / self.cores), np.broadcast_to(self.busy, step.shape)
+        return np.asarray(np.maximum(step, self.total / self.cores))
 
 
 @lru_cache(maxsize=4096)
@@ -232,27 +232,46 @@ def _stages(shape: Shape, pp: int, pipe: Pipeline) -> _Stages:
 @lru_cache(maxsize=4096)
 def in_flight(
     name: str, pp: int, chunks: int, count: int, blocks: tuple[int, ...]
-) -> tuple[float, ...]:
-    """The most blocks of each rank whose forwards are open at once, by the schedule."""
+) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """For each rank, what its schedule has open at four moments: blocks whose forwards wait for
+    their backward, and blocks whose input gradient waits for the weights'.
+
+    The moments with the most of the first and of both; then the same once every stage of the rank
+    has begun a gradient.
+    """
     found = []
     for row in schedule(name, pp, count, chunks).rows:
-        held = most = 0
+        split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
+        missing = {op.piece for op in row}
+        opened = waiting = 0
+        most: list[tuple[float, float]] = [(0.0, 0.0)] * 4
         for op in row:
+            size = blocks[op.piece]
             if op.kind == ops.FORWARD:
-                held += blocks[op.piece]
-                most = max(most, held)
+                opened += size
             elif op.kind in ops.PROPAGATES:
-                held -= blocks[op.piece]
-        found.append(float(most))
+                opened -= size
+                waiting += size * split
+                missing.discard(op.piece)
+            else:
+                waiting -= size
+            now = float(opened), float(waiting)
+            for n in (0, 1) if missing else (0, 1, 2, 3):
+                more = now[0] - most[n][0] if n % 2 == 0 else sum(now) - sum(most[n])
+                if more > 0:
+                    most[n] = now
+        found.append(tuple(most))
     return tuple(found)
 
 
 def _flights(space: Space, x: Options, pipe: Pipeline) -> Array:
-    """Open forwards of blocks, (ranks, microbatches, 1); more microbatches never have fewer."""
+    """`in_flight` as an array (moments, two kinds, ranks, microbatches, 1). More microbatches never
+    have less open."""
     pp = x.grid.pp
     blocks = _blocks(space.request.shape, pp, pipe)
-    each = [in_flight(pipe.schedule, pp, pipe.chunks, min(c, pp), blocks) for c in x.counts]
-    return np.array(each).T[:, :, None]
+    counts = [2 * pp if c >= 2 * pp else min(c, pp) for c in x.counts]
+    each = [in_flight(pipe.schedule, pp, pipe.chunks, c, blocks) for c in counts]
+    return np.array(each).transpose(2, 3, 1, 0)[..., None]
 
 
 def _memory(
@@ -270,15 +289,16 @@ def _memory(
         least = min(n.weights)
         gathered = numbers if zero.gather == "step" and x.grid.pp == 1 else least
         always = always + gathered * p.gathered_bytes
-    temporary = np.minimum(n.temporary[1], n.temporary[2])
-    # Kept whole; or the inputs of segments, one of which has been computed again.
-    inputs = np.maximum(flight / n.segment - 1, 0.0) * n.input + n.segment * n.kept[1]
-    kept = np.where(n.whole, np.where(flight > 0, inputs, 0.0), flight * n.kept[1]) + temporary
-    m = np.array(x.counts, float)[:, None]
-    # In the steady state every unit has a gradient.
-    steady = m >= (4 * x.grid.pp if x.grid.pp > 1 else 2)
     shards = (numbers * p.gradient_bytes / part)[wide]
-    used = always[wide] + np.where(steady, kept + gradients[wide], np.maximum(kept, shards))
+    used = [shards]
+    for moment, (opened, waiting) in enumerate(flight):
+        # Kept whole; or the inputs of segments, one of which has been computed again.
+        inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + n.segment * n.kept[1]
+        kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept[1])
+        kept = kept + waiting * n.kept_after_i
+        begun = (opened + waiting > 0) * (moment >= 2)  # every unit has a gradient
+        used.append(kept + np.minimum(*n.temporary[1:]) + begun * gradients[wide])
+    most = always[wide] + np.maximum.reduce(np.broadcast_arrays(*used))
     if space.request.hardware.cores:
-        return np.asarray(used.max(axis=0))
-    return np.asarray((p.context + p.reserve * used).max(axis=0))
+        return np.asarray(most.max(axis=0))
+    return np.asarray((p.context + p.reserve * most).max(axis=0))

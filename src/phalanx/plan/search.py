@@ -20,7 +20,8 @@ from .step import Choice, Pricer, Request
 __all__ = ["Baseline", "Plan", "Screened", "baselines", "judge", "search"]
 
 _OPS = 2_000_000  # operations simulated in all
-_MISSES = 300_000  # of layouts that turn out not to fit, before the emptiest are tried
+_MISSES = 300_000  # of these while too few fit, before those that hold less are tried
+_ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill
 _MORE = 300_000  # to say of families that lost by how much
 _EMPTIEST = 60  # tried where the fast ones do not fit
 
@@ -60,11 +61,8 @@ class Screened:
         self._join()
 
     def _join(self) -> None:
-        step, busy, held = ("step", "busy", "bytes")
-        self.step, self.busy, self.bytes = (
-            np.concatenate([getattr(b, name).ravel() for b in self.found])
-            for name in (step, busy, held)
-        )
+        self.step = np.concatenate([b.step.ravel() for b in self.found])
+        self.bytes = np.concatenate([b.bytes.ravel() for b in self.found])
 
     def __len__(self) -> int:
         return len(self.step)
@@ -112,28 +110,41 @@ class Screened:
         return self.choices[i]
 
     def best(self, top: int, room: float) -> list[int]:
-        """The best candidates that fit, each of another idea, best first."""
-        request = self.space.request
+        """The best candidates that fit, each of another idea, best first.
+
+        Where too many turn out to hold more than they may, those whose bound leaves more room are
+        tried: then a faster one may be missed.
+        """
         ideas: dict[tuple[object, ...], int] = {}
-        done: set[int] = set()
-        order = iter(())  # type: Iterator[int]
-        fresh = True
+        for part in _ROOMS:
+            if self._walk(ideas, top, room, part * room):
+                break
+        return sorted(ideas.values(), key=lambda j: self.choices[j].step)[:top]
+
+    def _walk(
+        self, ideas: dict[tuple[object, ...], int], top: int, room: float, least: float
+    ) -> bool:
+        """Simulate candidates whose bound of memory is no more than `least`, in the order of time,
+        until no other can be among the best. False: too many did not fit."""
+        request, done, missed = self.space.request, set[int](), self.spent + _MISSES
+        order: Iterator[int] | None = None
         while True:
-            if fresh:
-                fits = np.flatnonzero(self.bytes <= room)
+            if order is None:
+                fits = np.flatnonzero(self.bytes <= least)
                 # Of two that are as fast, the one that holds less.
                 rounded = np.round(np.log(self.step[fits]), 6)
                 order = iter(fits[np.lexsort((self.bytes[fits], rounded))].tolist())
-                fresh = False
             i = next(order, -1)
             ahead = sorted(self.choices[j].step for j in ideas.values())
             enough = len(ahead) >= top and ahead[top - 1] <= self.step[i]
-            if i < 0 or enough or self.spent > (_OPS if ahead else _MISSES):
-                return sorted(ideas.values(), key=lambda j: self.choices[j].step)[:top]
+            if i < 0 or enough or self.spent > _OPS:
+                return True
+            if self.spent > missed and len(ahead) < top:
+                return False
             if i in done:
                 continue
             if self.costs(i):
-                fresh = True
+                order = None
                 continue
             done.add(i)
             layout = self.layout(i)
