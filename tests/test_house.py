@@ -26,8 +26,8 @@ SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
 
 FLOORS: dict[str, int] = {
-    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4, "cost": 5,
-    "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 9,
+    "layout": 2900, "program": 3020, "draw": 1460, "plan": 3580, "models": 770, "comm": 4420, "parallel": 2630, "cost": 1190,
+    "bench": 1230, "train": 4920, "verify": 1250, "report": 600, "lab": 3030, "cli": 4770,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
 ONLY: dict[str, set[str]] = {"models": set(), "lab": {"comm", "cost", "draw"}}
@@ -263,7 +263,6 @@ SPELLED = {*SCHEDULES, *DTYPES, *COMPARED, *STORED, *BACKENDS} - {AUTO}
 MAY_SPELL = {
     "layout/choices.py": "the table",
     "lab": "files to be read alone: it imports comm, cost and draw only",
-    "plan": "schedules and precisions of its estimates, until these read traits",
 }
 
 
@@ -288,10 +287,6 @@ def test_no_file_but_the_table_spells_a_schedule_a_dtype_or_a_backend() -> None:
     assert len(list(_spelled(SOURCE / "layout" / "choices.py"))) >= len(SPELLED)
 
 
-# Class names that stand twice and have yet to be made more specific; none may join them.
-SHARED_NAMES = {"Chip", "Cut", "Group", "Measured", "Rates"}
-
-
 def test_every_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[str]] = {}
     for path in _files():
@@ -299,15 +294,15 @@ def test_every_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(_where(path, node))
     twice = {name: where for name, where in places.items() if len(where) > 1}
-    assert not set(twice) - SHARED_NAMES, twice
+    assert not twice
 
 
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2900, "program": 3050, "draw": 1500, "plan": 3580, "models": 800, "comm": 4450,
-    "parallel": 2650, "cost": 1250, "bench": 1250, "train": 4950, "verify": 1250, "report": 700,
-    "lab": 3050, "cli": 4850,
+    "layout": 2900, "program": 3020, "draw": 1460, "plan": 3580, "models": 770, "comm": 4420,
+    "parallel": 2630, "cost": 1190, "bench": 1230, "train": 4920, "verify": 1250, "report": 600,
+    "lab": 3030, "cli": 4770,
 }  # fmt: skip
 
 
