@@ -26,8 +26,8 @@ SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
 
 FLOORS: dict[str, int] = {
-    "layout": 2900, "program": 3020, "draw": 1460, "plan": 3580, "models": 770, "comm": 4420, "parallel": 2630, "cost": 1190,
-    "bench": 1230, "train": 4920, "verify": 1250, "report": 600, "lab": 3030, "cli": 4770,
+    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4, "cost": 5,
+    "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 9,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
 ONLY: dict[str, set[str]] = {"models": set(), "lab": {"comm", "cost", "draw"}}
@@ -300,7 +300,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2900, "program": 3020, "draw": 1460, "plan": 3580, "models": 770, "comm": 4420,
+    "layout": 2900, "program": 3020, "draw": 1460, "plan": 3600, "models": 770, "comm": 4420,
     "parallel": 2630, "cost": 1190, "bench": 1230, "train": 4920, "verify": 1250, "report": 600,
     "lab": 3030, "cli": 4770,
 }  # fmt: skip

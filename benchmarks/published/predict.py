@@ -10,9 +10,8 @@ from typing import Any
 from phalanx.layout import Layout, LayoutError, Shape, piece_layout
 from phalanx.plan.calibrate import CostedRun, Measured
 from phalanx.plan.fit import Path
-from phalanx.plan.price import piece_parts
 from phalanx.plan.profile import SoftwareProfile
-from phalanx.plan.step import Choice, CostFunction, PieceKinds
+from phalanx.plan.step import Choice, CostFunction, PieceKinds, parts_of
 
 from .table import Row
 
@@ -70,13 +69,8 @@ def _run(row: Row, kinds: PieceKinds) -> PublishedRun:
     assert case is not None
     assert hardware is not None
     cut = piece_layout(case.layout)
-    dtype = case.dtype or case.layout.precision
-    embed, block, head = (
-        piece_parts(kind(case.rows), hardware, row.profile, cut, dtype)
-        for kind in (kinds.embed, kinds.block, kinds.head)
-    )
-    run = Measured(row.name, case, row.step)
-    return PublishedRun(row, CostedRun(run, hardware, (embed, block, head)))
+    parts = parts_of(kinds, case, hardware, row.profile, cut)
+    return PublishedRun(row, CostedRun(Measured(row.name, case, row.step), hardware, parts))
 
 
 def _costed_as(row: Row) -> Layout:

@@ -21,9 +21,19 @@ from .device import MachineError, MachineFileError
 from .fit import Path as LongestPath
 from .fit import fit
 from .hardware import Hardware
-from .price import PieceParts, piece_parts
+from .price import PieceParts
 from .profile import SoftwareProfile
-from .step import Case, Choice, CostFunction, Three, case_of, choice, costs_of, longest
+from .step import (
+    Case,
+    Choice,
+    CostFunction,
+    Three,
+    case_of,
+    choice,
+    costs_of,
+    longest,
+    parts_of,
+)
 
 __all__ = ["CostedRun", "Measured", "by_model", "calibrated", "costed", "read_run"]
 
@@ -86,13 +96,7 @@ def costed(
     found = []
     for run in runs:
         cut, kinds = cuts[run.name], made[cuts[run.name]]
-        embed, block, head = (
-            piece_parts(
-                kind(run.case.rows), hardware, profile, cut, run.case.dtype or cut.precision
-            )
-            for kind in (kinds.embed, kinds.block, kinds.head)
-        )
-        found.append(CostedRun(run, hardware, (embed, block, head)))
+        found.append(CostedRun(run, hardware, parts_of(kinds, run.case, hardware, profile, cut)))
     return found
 
 

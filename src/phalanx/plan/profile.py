@@ -38,6 +38,9 @@ class SoftwareProfile:
     by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
     fused_attention: bool = key(True, "no scores in memory")
+    float_logits: bool = key(
+        True, "the loss keeps its softmax in float32, and makes its gradient so"
+    )
     regathers: bool = key(
         False, "with `seq`: column-parallel inputs are kept sharded, and gathered again"
     )

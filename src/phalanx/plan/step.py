@@ -12,20 +12,20 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from ..layout import Axis, Layout, Mesh, Shape, piece_layout, stage_pieces
-from ..layout.choices import BF16, FP32, SCHEDULES, traits
+from ..layout.choices import BF16, DTYPES, FP32, SCHEDULES, traits
 from ..layout.stages import partial_pieces
 from ..program import KINDS, Costs, Op, PieceCost, Sizes, Timeline, build, ops
 from ..program.memory import peaks
 from ..program.simulate import Compiled, compiled, critical, times
 from ..program.simulate import timeline as spans
 from .hardware import Hardware
-from .price import PieceTimes, piece_parts
+from .price import PieceParts, PieceTimes, piece_parts
 from .profile import SoftwareProfile
 
 __all__ = [
     "MEMORY", "PARTS", "Case", "Choice", "CostFunction", "PieceKinds", "Pricer", "Request",
-    "Three", "UnitTimes", "Units", "case_of", "choice", "costs_of", "distance", "longest", "predicted",
-    "sizes_of_case",
+    "Three", "UnitTimes", "Units", "case_of", "choice", "costs_of", "distance", "longest",
+    "parts_of", "predicted", "sizes_of_case",
 ]  # fmt: skip
 
 # The kinds of memory and the parts of a step, in the order in which they are printed.
@@ -175,13 +175,11 @@ class Pricer:
             self.cost([cut])
             r, kinds = self.request, self._pieces[cut]
             slower = r.profile.pipe_host if piped else 1.0
-            e, b, h = (
-                piece_parts(kind(rows), r.hardware, r.profile, cut, cut.precision).under(
-                    r.profile, slower
-                )
-                for kind in (kinds.embed, kinds.block, kinds.head)
-            )
-            self._times[cut, rows, piped] = e, b, h
+            case = Case(r.shape, cut, rows, r.sequence)
+            e, b, h = parts_of(kinds, case, r.hardware, r.profile, cut)
+            self._times[cut, rows, piped] = (
+                e.under(r.profile, slower), b.under(r.profile, slower), h.under(r.profile, slower)
+            )  # fmt: skip
         return self._times[cut, rows, piped]
 
     def choose(self, layout: Layout) -> Choice:
@@ -206,6 +204,26 @@ class Pricer:
         case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
         three = self.three(piece_layout(layout), case.rows, layout.pp > 1)
         return predicted(case, three, r.hardware, r.profile, most=most)[0]
+
+
+def parts_of(
+    kinds: PieceKinds, case: Case, hardware: Hardware, profile: SoftwareProfile, cut: Layout
+) -> tuple[PieceParts, PieceParts, PieceParts]:
+    """Embedding, block and head of a case as software with the profile's facts runs them."""
+    head, dtype = kinds.head(case.rows), case.dtype or cut.precision
+    if profile.float_logits:
+        # Costed is a loss that keeps logits as they are and writes the gradient over them. Where it
+        # keeps a float32 softmax, 12 bytes of each logit are there at the peak of the backward.
+        logits = case.rows * case.sequence / cut.cp * case.shape.vocab / cut.tp
+        width = DTYPES[dtype].bytes
+        head = replace(
+            head,
+            kept=head.kept + logits * max(0, 4 - width),
+            temporary=head.temporary + logits * 8,
+        )
+    costs = kinds.embed(case.rows), kinds.block(case.rows), head
+    e, b, h = (piece_parts(cost, hardware, profile, cut, dtype) for cost in costs)
+    return e, b, h
 
 
 # ---- prices of what concerns whole units
