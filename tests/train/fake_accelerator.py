@@ -123,7 +123,7 @@ def step(
     )  # fmt: skip
     trainer = executor(mine, program, rank, optimizer, clip=1.0)
     rows = {k: torch.empty_like(v, device=device) for k, v in batch_of(SHAPE, 0).items()}
-    own = microbatches(rows, layout, mine.place["dp"], mine.place["cp"])
+    own = microbatches(rows, layout, mine.coordinates["dp"], mine.coordinates["cp"])
     for _ in range(2):
         watching = Watching()
         with watching:
