@@ -77,7 +77,7 @@ def test_the_table_is_in_the_terminal_on_the_page_and_in_the_json_with_the_same_
     assert rows["F"]["count"] == 4
     assert rows["B"]["measured"] == pytest.approx(3e-3)
     assert rows["F"]["ratio"] == pytest.approx(2e-3 / rows["F"]["predicted"])
-    assert rows["A"]["predicted"] is None
+    assert rows["A"]["predicted"] > 0
     assert args["usual"] == 0.03  # without the first, in which a process warms up
     for row in rows.values():
         price = "-" if row["predicted"] is None else f"{1e3 * row['predicted']:.4g} ms"

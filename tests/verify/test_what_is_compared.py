@@ -558,7 +558,7 @@ def test_an_estimate_counts_weights_records_copies_and_activations() -> None:
     ("argv", "words"),
     [
         (["--optimizer", "lion"], "--optimizer: invalid choice: 'lion'"),
-        (["--dropout", "1"], "--dropout is 1.0"),
+        (["--dropout", "1"], "--dropout is 1;"),
         (["--dropout", "-0.1"], "--dropout is -0.1"),
         (["--dropout", "nan"], "--dropout is nan"),
         (["--memory", "nan"], "--memory is nan"),
