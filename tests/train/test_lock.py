@@ -60,6 +60,8 @@ def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
             [sys.executable, "-c", CODE, "train", *SMALL, LONG, f"out={out}", *more],
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Whoever runs the tests in the background of a shell has Ctrl-C ignored for all of them.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         begun.append(process)
         _wait(lambda: steps(out / "checkpoints") or process.poll() is not None)
