@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import json
 import math
 import os
@@ -292,7 +293,16 @@ def _unwritable(path: str | Path) -> str:
 
 def unmakable(folder: str | Path) -> str:
     """Why a folder cannot be made, or files in it; empty if they can. What was made is removed."""
-    path = Path(folder)
+    # Ranks that start together try one folder, and one may remove what another has just made.
+    why = _unmakable(Path(folder))
+    for _ in range(50):
+        if why != os.strerror(errno.ENOENT):
+            break
+        why = _unmakable(Path(folder))
+    return why
+
+
+def _unmakable(path: Path) -> str:
     missing: list[Path] = []
     try:
         missing = [p for p in (path, *path.parents) if not p.exists()]
