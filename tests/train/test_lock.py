@@ -207,7 +207,7 @@ def test_an_empty_or_foreign_lock_file_means_nothing_by_itself(tmp_path: Path) -
     for text in ("", "{", '{"host": "elsewhere", "pid": 1, "since": "x"}', "[1]"):
         (tmp_path / lock.RUN).write_text(text)
         with hold_run(tmp_path):
-            pass
+            assert json.loads((tmp_path / lock.RUN).read_text())["pid"] == os.getpid()
 
 
 def test_where_there_are_no_locks_a_file_holds_the_folder(

@@ -92,7 +92,7 @@ def profile(name: str) -> SoftwareProfile:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise MachineError(f"there is no profile {name!r}.{hint} Stacks are {', '.join(known)}.")
+        raise MachineError(f"there is no profile {name!r}.{hint} Profiles are {', '.join(known)}.")
     return known[name]
 
 
