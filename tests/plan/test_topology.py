@@ -53,7 +53,7 @@ def test_a_pcie_box_falls_into_pairs_and_then_into_sockets() -> None:
     assert found.groups("PHB") == (gpus(0, 1), gpus(2, 3))
     assert found.groups("SYS") == (gpus(0, 1, 2, 3),)
     assert found.nearest_nics("GPU2") == ("bnxt_re0",)
-    told = "\n".join(found.told())
+    told = "\n".join(found.lines())
     assert "PHB (a PCIe host bridge, that is the CPU): GPU0 GPU1; GPU2 GPU3" in told
     assert "GPU3: NIC bnxt_re0, CPUs 32-63, NUMA node 1" in told
 
@@ -62,12 +62,12 @@ def test_one_gpu_has_no_links_but_a_place() -> None:
     found = parse_topology(recorded("one"))
     assert found.devices == gpus(0)
     assert found.kinds == ()
-    assert found.told() == ["GPU0: CPUs 0-15, NUMA node 0"]
+    assert found.lines() == ["GPU0: CPUs 0-15, NUMA node 0"]
 
 
 def test_no_gpu_is_an_empty_topology() -> None:
     assert parse_topology(recorded("none")) == Topology((), ())
-    assert parse_topology(recorded("none")).told() == ["no GPUs"]
+    assert parse_topology(recorded("none")).lines() == ["no GPUs"]
 
 
 @pytest.mark.parametrize("name", ["8xh100", "8xa100", "4xpcie", "one"])

@@ -123,7 +123,7 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
         if here.entry and store.name in ("copy", "read", "write"):
             of = f" ({of_peak(store.bandwidth, here.entry.memory.bandwidth)})"
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
-    lines += topology.told() if here.kind == "cuda" else []
+    lines += topology.lines() if here.kind == "cuda" else []
     lines.append("For everything else: phalanx doctor --out machine.toml")
     result(args, figures, "\n".join(lines))
     return 0
@@ -177,7 +177,7 @@ def _topology(argv: list[str]) -> int:
         "cpus": [list(c) for c in topology.cpus],
         "numa": list(topology.numa),
     }
-    result(args, figures, "\n".join(topology.told()))
+    result(args, figures, "\n".join(topology.lines()))
     return 0
 
 

@@ -100,16 +100,16 @@ def _place() -> Path:
 def _key(model: Shape | str, sequence: int, target: str) -> str:
     """A name for all that the cuts of one file have in common."""
     if isinstance(model, Shape):
-        felt = asdict(replace(model, name="", layers=1, batch=1, source=""))
+        sizes = asdict(replace(model, name="", layers=1, batch=1, source=""))
         if model.positions == "rope":
-            felt["sequence"] = 0  # then it is only the default of the one that is asked for
-        said = {"shape": felt, "sequence": sequence or model.sequence}
+            sizes["sequence"] = 0  # then it is only the default of the one that is asked for
+        key = {"shape": sizes, "sequence": sequence or model.sequence}
     else:
         path, name = split_name(model)
         text = Path(path).read_text() if Path(path).is_file() else path
-        said = {"file": text, "class": name, "sequence": sequence}
-    said |= {"target": target, "source": _source()}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+        key = {"file": text, "class": name, "sequence": sequence}
+    key |= {"target": target, "source": _source()}
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @cache
@@ -118,7 +118,7 @@ def _source() -> str:
     digest = hashlib.sha256(str(_FORMAT).encode())
     for pattern in _RUN:
         paths = sorted(_SOURCE.glob(pattern))
-        assert paths, f"{pattern} matches no file: changed code would find stale costs"
+        assert paths, f"{pattern} matches no file: changed code would read stale costs"
         for path in paths:
             digest.update(path.name.encode() + path.read_bytes())
     digest.update(_torch())
@@ -126,11 +126,11 @@ def _source() -> str:
 
 
 def _torch() -> bytes:
-    """What tells one torch from another, read and not run: its own file that says its version."""
-    found = find_spec("torch")
-    places = (found.submodule_search_locations or ()) if found else ()
+    """What tells one torch from another, read and not run: the file that holds its version."""
+    spec = find_spec("torch")
+    places = (spec.submodule_search_locations or ()) if spec else ()
     files = [file for place in places if (file := Path(place, "version.py")).is_file()]
-    return files[0].read_bytes() if files else b"none"  # cached cached_costs are as good without it
+    return files[0].read_bytes() if files else b"none"  # cached costs are as good without it
 
 
 # ---- costing what is missing
@@ -147,7 +147,7 @@ def _costed(
     made: Model = (
         build_model(replace(model, layers=1)) if isinstance(model, Shape) else load_model(model)
     )
-    found, outputs = {}, dict[Any, Any]()
+    entries, outputs = {}, dict[Any, Any]()
     for cut in cuts:
         all_rows = cost_kinds(
             made, cut, (1, 2, _MANY), sequence=sequence, target=target, known=outputs
@@ -156,13 +156,13 @@ def _costed(
             [_plain(one), _plain(two), many.temporary]
             for one, two, many in zip(*all_rows, strict=True)
         ]
-        found[str(cut)] = {"kinds": kinds, "which": alike(made)}
-    return found
+        entries[str(cut)] = {"kinds": kinds, "which": alike(made)}
+    return entries
 
 
-def _pieces(model: Shape | str, said: Mapping[str, Any]) -> Pieces:
-    kinds = tuple(_at(_whole(one), _whole(two), float(many)) for one, two, many in said["kinds"])
-    which = tuple(said["which"])
+def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> Pieces:
+    kinds = tuple(_at(_whole(one), _whole(two), float(many)) for one, two, many in entry["kinds"])
+    which = tuple(entry["which"])
     if isinstance(model, Shape):  # costed with one block
         which = (which[0], *which[1:2] * model.layers, which[2])
     return Pieces(kinds, which)
@@ -176,10 +176,10 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
     slope = (many - two.temporary) / (_MANY - 2)
 
     def costed(rows: float) -> PieceCost:
-        found = line(rows)
+        cost = line(rows)
         if rows <= 2:
-            return found
-        return replace(found, temporary=two.temporary + slope * (rows - 2))
+            return cost
+        return replace(cost, temporary=two.temporary + slope * (rows - 2))
 
     return costed
 
@@ -196,14 +196,14 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _whole(said: Sequence[Any]) -> PieceCost:
-    loads, numbers = said[:4], said[4:]
+def _whole(row: Sequence[Any]) -> PieceCost:
+    loads, numbers = row[:4], row[4:]
     forward, into_input, into_weights, again = map(_load, loads)
     return PieceCost(forward, into_input, into_weights, again, *map(float, numbers))
 
 
-def _load(said: Sequence[Any]) -> Load:
-    products, attention, moved, launches, messages = said
+def _load(row: Sequence[Any]) -> Load:
+    products, attention, moved, launches, messages = row
     return Load(
         tuple(Product(*x) for x in products),
         tuple(AttentionLoad(*x) for x in attention),
@@ -225,14 +225,13 @@ def _read(file: Path) -> dict[str, Any]:
 @lru_cache(maxsize=4)  # a search asks several times
 def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
     try:
-        said = json.loads(file.read_bytes())
-        for entry in said.values():
+        known: dict[str, Any] = json.loads(file.read_bytes())
+        for entry in known.values():
             for one, two, many in entry["kinds"]:
                 _whole(one), _whole(two), float(many)
             tuple(map(int, entry["which"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    known: dict[str, Any] = said
     return known
 
 

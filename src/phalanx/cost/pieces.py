@@ -54,7 +54,7 @@ def alike(model: Model) -> tuple[int, ...]:
 
 
 def _signature(model: Model, number: int) -> tuple[Any, ...]:
-    """All of a piece that can be felt: its modules, their plain attributes, weights and buffers.
+    """All that a piece's cost can depend on: its modules, their plain attributes, weights and buffers.
 
     Attributes that begin with _ are a module's own affair: our blocks note their place in one.
     """

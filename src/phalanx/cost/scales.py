@@ -81,7 +81,7 @@ def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 # Opaque operations, which under selective recomputation stand where a group is called: opened, so
-# that what goes on inside is counted and what is sent is told.
+# that what goes on inside is counted and what is sent is counted.
 _OPAQUE: dict[Any, Callable[..., Any]] = {
     torch.ops.phalanx.region: _region,
     torch.ops.phalanx.ring: _ring,
@@ -110,22 +110,22 @@ class Scales(Live):  # type: ignore[no-untyped-call]
     many times what it costs to look it up.
     """
 
-    def __init__(self, ledger: list[Message], known: Known) -> None:
+    def __init__(self, messages: list[Message], known: Known) -> None:
         super().__init__()
         self.outputs = known
-        self.ledger, self.told = ledger, len(ledger)
+        self.messages, self.assigned = messages, len(messages)
         self.pages: dict[str, _Page] = {}
         self.page = _Page()  # nobody's, until an operation is on
 
     @contextmanager
     def on(self, operation: str) -> Iterator[None]:
         """What runs inside belongs to this operation."""
-        self._tell()
+        self._assign()
         before, self.page = self.page, self.pages.setdefault(operation, _Page())
         try:
             yield
         finally:
-            self._tell()
+            self._assign()
             self.page = before
 
     def load(self, operation: str) -> Load:
@@ -143,15 +143,15 @@ class Scales(Live):  # type: ignore[no-untyped-call]
         self.page.launches += 1
         self.page.moved += sum(_extent(x) for x in (*reads, *writes) if x is not None)
 
-    def _tell(self) -> None:
+    def _assign(self) -> None:
         """The messages sent since, to the page that is on. A receive is the other end of a send."""
-        for sent in self.ledger[self.told :]:
+        for sent in self.messages[self.assigned :]:
             if sent.collective != "receive":
                 name = sent.group.removeprefix(PREFIX)
                 self.page.messages.append(
                     MessageLoad(_AXES.get(name, name), sent.collective, float(sent.bytes))
                 )
-        self.told = len(self.ledger)
+        self.assigned = len(self.messages)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket

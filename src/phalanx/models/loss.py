@@ -60,7 +60,7 @@ class _TokenLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, total, at, mine, valid = ctx.saved_tensors
-        into = logits.detach()  # whoever else had saved them is told by their version
+        into = logits.detach()  # if anything else saved them, the version check names it
         into[:, ctx.width :] = 0.0
         if ctx.width:
             for x, log, index, here, counts in _chunks(into, ctx.width, total, at, mine, valid):

@@ -73,7 +73,7 @@ class Topology:
             called.get(nic, nic) for nic in nics if _far(self.between(device, nic)) == least
         )
 
-    def told(self) -> list[str]:
+    def lines(self) -> list[str]:
         """The groups and neighbours, in lines for people."""
         if not self.devices:
             return ["no GPUs"]
@@ -85,12 +85,12 @@ class Topology:
             lines.append(f"{kind} ({what}): " + "; ".join(map(" ".join, groups)))
         for i, device in enumerate(self.devices):
             near = self.nearest_nics(device)
-            said = [f"NIC {', '.join(near)}"] if near else []
-            said += [f"CPUs {_ranges(self.cpus[i])}"] if self.cpus and self.cpus[i] else []
+            notes = [f"NIC {', '.join(near)}"] if near else []
+            notes += [f"CPUs {_ranges(self.cpus[i])}"] if self.cpus and self.cpus[i] else []
             numa = self.numa[i] if self.numa else None
-            said += [f"NUMA node {numa}"] if numa is not None else []
-            if said:
-                lines.append(f"{device}: {', '.join(said)}")
+            notes += [f"NUMA node {numa}"] if numa is not None else []
+            if notes:
+                lines.append(f"{device}: {', '.join(notes)}")
         return lines
 
 
@@ -107,9 +107,9 @@ def read_topology() -> Topology:
         [program, "topo", "-m"], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+        output = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
         raise TopologyError(
-            f"nvidia-smi topo -m ended with code {done.returncode}: {said[0].rstrip('.')}."
+            f"nvidia-smi topo -m ended with code {done.returncode}: {output[0].rstrip('.')}."
         )
     return parse_topology(done.stdout)
 
@@ -145,7 +145,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _names(line: str) -> tuple[str, ...]:
-    """The columns' names up to `CPU Affinity`, whose rows are told apart by place. No other cell
+    """The columns' names up to `CPU Affinity`, whose rows differ by their position. No other cell
     has a blank in it, so it does not matter whether tabs or a terminal's blanks part them."""
     cells = line.split()
     return tuple(cells[: cells.index("CPU")] if "CPU" in cells else cells)

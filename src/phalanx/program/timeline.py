@@ -96,16 +96,16 @@ class Timeline:
     def from_json(cls, text: str) -> Timeline:
         """The timeline that a file tells; whatever is not one is refused."""
         try:
-            said = parse_json(text, "this", ValueError)
+            value = parse_json(text, "this", ValueError)
             spans = tuple(
                 Span(int(r), str(lane), Op.parse(op), float(a), float(b))
-                for r, lane, op, a, b in said["spans"]
+                for r, lane, op, a, b in value["spans"]
             )
             memory = {
                 int(r): tuple(
                     (float(t), {str(k): float(v) for k, v in kinds.items()}) for t, kinds in ps
                 )
-                for r, ps in said.get("memory", {}).items()
+                for r, ps in value.get("memory", {}).items()
             }
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"this is not a timeline: {str(error)[:200]}") from None

@@ -149,7 +149,7 @@ def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
 
 
 def _lock(descriptor: int, refuse: Callable[[bool], None]) -> None:
-    """Take a lock. While another has it `refuse` is called, and told whether the time is over."""
+    """Take a lock. While another has it `refuse` is called, with whether the time is over."""
     end = time.monotonic() + ENDING
     while True:
         try:
