@@ -11,15 +11,18 @@ from ..draw import text_table
 
 __all__ = ["NAMES", "Experiment", "LabError", "Size", "experiment", "listing"]
 
-_NAMES = """
-    collectives point-to-point objects process-groups one-process asynchronous-launch
-    data-parallel threads-data-parallel sampler save-and-barrier
-    zero-1 zero-2 zero-3 hybrid-sharding
-    tensor-parallel tensor-parallel-pair ring-attention ulysses
-    model-sharding pipeline pipeline-async one-f-one-b
-    recompute mixed-precision swap
-    grid arithmetic"""
-NAMES = tuple(_NAMES.split())
+# Of each file in `experiments` its functions, in the order in which they are best read.
+_FILES = {
+    "messages": "collectives point-to-point process-groups one-process asynchronous-launch grid",
+    "objects": "objects",
+    "data_parallel": "data-parallel threads-data-parallel sampler save-and-barrier zero-1 zero-2"
+    " zero-3 hybrid-sharding swap",
+    "tensor_parallel": "tensor-parallel tensor-parallel-pair",
+    "context_parallel": "ring-attention ulysses",
+    "pipeline": "model-sharding pipeline pipeline-async one-f-one-b",
+    "memory": "recompute mixed-precision arithmetic",
+}
+NAMES = tuple(name for names in _FILES.values() for name in names.split())
 # What other libraries call them.
 _ELSEWHERE = {
     "zero-3": "fsdp zero fully-sharded",
@@ -72,10 +75,12 @@ class Size:
 
 @dataclass(frozen=True)
 class Experiment:
-    """An experiment's file: its title and story are its docstring."""
+    """A function of an experiment's file: its title and story are its docstring, its source is with
+    what else of the file it uses."""
 
     name: str
     module: str
+    function: str
     title: str
     story: str
     source: str
@@ -90,11 +95,35 @@ def experiment(name: str) -> Experiment:
         near = [other] if other else close
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise LabError(f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
-    stem = name.replace("-", "_")
-    path = Path(__file__).parent / "experiments" / f"{stem}.py"
-    source = path.read_text(encoding="utf-8")
-    title, _, story = (ast.get_docstring(ast.parse(source)) or "").partition("\n")
-    return Experiment(name, f"{__package__}.experiments.{stem}", title, story.strip(), source)
+    file = next(file for file, names in _FILES.items() if name in names.split())
+    text = (Path(__file__).parent / "experiments" / f"{file}.py").read_text(encoding="utf-8")
+    lines, function = text.splitlines(), name.replace("-", "_")
+    body = ast.parse(text).body
+    starts = [0, *(node.end_lineno or 0 for node in body)]
+    parts = {
+        name: (node, lines[at : node.end_lineno])
+        for node, at in zip(body, starts, strict=False)
+        for name in _defined(node)
+    }
+    used, to_do = set[str](), [function]
+    while to_do:
+        if (part := to_do.pop()) not in used and part in parts:
+            used.add(part)
+            to_do += [x.id for x in ast.walk(parts[part][0]) if isinstance(x, ast.Name)]
+    source = "\n".join("\n".join(lines) for part, (_, lines) in parts.items() if part in used)
+    node = parts[function][0]
+    assert isinstance(node, ast.FunctionDef)
+    title, _, story = (ast.get_docstring(node) or "").partition("\n\n")
+    module = f"{__package__}.experiments.{file}"
+    return Experiment(name, module, function, " ".join(title.split()), story, source.strip() + "\n")
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """The names that a statement of a file defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
 
 
 def listing() -> str:

@@ -20,7 +20,7 @@ from ..comm import Group, Work, World
 from ..comm.base import Call
 from ..cost import Live
 from .catalogue import Size
-from .mlp import Kept, backward, batch, forward, one_process
+from .mlp import batch, gradients_of, one_process, start, update
 from .record import Interval, LabStep, RankRecord, compared, value_of
 
 __all__ = ["Lab", "LiveOverTime", "gathered", "scattered", "sends"]
@@ -52,7 +52,6 @@ class Lab:
         self.memory = LiveOverTime()
         self.received = 0.0  # bytes so far
         self._world = world
-        self._kept: dict[int, Kept] = {}
         pairs = [(i, j) for i in range(self.n) for j in range(self.n) if i != j]
         self.group = self.split("everyone", [range(self.n)], pairs)
         self._claims = world.split("claims", [range(self.n)])  # not recorded
@@ -73,16 +72,31 @@ class Lab:
         """This rank's rows of a step's batch."""
         return batch(self.size, step)[self.part("batch")]
 
-    def forward(self, layer: int, x: Tensor, w: Tensor) -> Tensor:
-        """A layer's output; what its backward needs is kept until then."""
-        with self.doing(f"F{layer}"):
-            y, self._kept[layer] = forward(x, w)
-        return y
+    def gradients(
+        self, weights: Sequence[Tensor] | Callable[[int, int], Tensor], x: Tensor, **hooks: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`gradients_of`, its layers on the timeline."""
+        return gradients_of(weights, x, self.size.layers, doing=self.doing, **hooks)
 
-    def backward(self, layer: int, g: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the layer's input and weight."""
-        with self.doing(f"B{layer}"):
-            return backward(g, self._kept.pop(layer), w)
+    def own_gradient(self) -> Tensor:
+        """Of the first layer, from this rank's rows of the first step."""
+        return gradients_of(start(self.size), self.rows(0))[1][0]
+
+    def whole_gradient(self) -> Tensor:
+        """The same from all rows, in one process."""
+        return one_process(self.size).gradients[0]
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """The mean over ranks of each, in place."""
+        for x in tensors:
+            self.group.all_reduce(x, "average")
+
+    def from_rank_0(self, text: str) -> str:
+        """Rank 0's text on every rank: at most 256 bytes."""
+        message = torch.zeros(256, dtype=torch.uint8)
+        message[: len(text)] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        self.group.broadcast(message, root=0)
+        return bytes(message.tolist()).rstrip(b"\0").decode()
 
     def train(
         self,
@@ -90,6 +104,7 @@ class Lab:
         weights: list[Tensor],
         part: Part = list,
         *,
+        update: Callable[[list[Tensor], list[Tensor]], None] = update,
         of_weights: Part | None = None,
         how: str = "",
         adam: bool = False,
@@ -97,14 +112,16 @@ class Lab:
     ) -> list[float]:
         """All steps, recorded before and after; then the claim that they are one process's training.
 
-        `step` returns the loss, if this rank knows one, and the gradients that this rank has, and
-        updates `weights` in place. Of gradients and weights a rank has `part` of all layers.
+        `step` returns the loss, if this rank knows one, and the gradients that this rank has, with
+        which `weights` are updated in place. Of gradients and weights a rank has `part` of all layers.
         """
         losses: list[float] = []
         first: list[Tensor] = []
         for number in range(self.size.steps):
             self.step(f"step {number}{how}", weights=weights, **state)
             loss, gradients = step(number)
+            with self.doing("U"):
+                update(weights, gradients)
             self.after(gradients=gradients, weights=weights, **state)
             losses.append(torch.nan if loss is None else loss.item())
             first = first or gradients

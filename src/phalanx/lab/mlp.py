@@ -7,7 +7,8 @@ generators that depend only on the seed, so every rank can make the data without
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +21,12 @@ from .catalogue import Size
 
 RATE = 1.0  # higher rates train the default model faster, but small models diverge
 Kept = tuple[Tensor, Tensor]
+Hook = Callable[[int, Tensor], Tensor]
+
+
+def same(layer: int, x: Tensor) -> Tensor:
+    """Nothing is done between two layers."""
+    return x
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -58,42 +65,73 @@ def loss_of(y: Tensor, rows: int | None = None) -> tuple[Tensor, Tensor]:
     return y.square().sum() / count, 2 * y / count
 
 
-def gradients_of(weights: Sequence[Tensor], x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The loss of some rows and the gradient of every weight, without communication."""
-    kept = []
-    for w in weights:
-        x, saved = forward(x, w)
-        kept.append(saved)
-    loss, g = loss_of(x)
+def gradients_of(
+    weights: Sequence[Tensor] | Callable[[int, int], Tensor],
+    x: Tensor,
+    layers: int = 0,
+    *,
+    product: Hook = same,
+    output: Hook = same,
+    loss: Callable[[Tensor], tuple[Tensor, Tensor]] = loss_of,
+    to_input: Hook = same,
+    gradient: Callable[[int, Tensor], Tensor | None] = same,
+    doing: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of some rows and the gradients of the weights: every layer forward, then backward.
+
+    A strategy is what it does in between, with the number of the layer: to the `product` x @ w before
+    the gelu, to the `output` after it, to the output's gradient in `loss`, to the gradient that goes
+    `to_input`, and to the weight's `gradient`, of which None means that this rank does not keep it.
+    Weights that are not all here are a function of the layer and of the way, 1 forward or -1 back.
+    """
+    use = weights if callable(weights) else lambda layer, way: weights[layer]
+    count = layers if callable(weights) else len(weights)
+    kept: list[Kept] = []
+    for layer in range(count):
+        w = use(layer, 1)
+        with doing(f"F{layer}"):
+            z = product(layer, x @ w)
+            kept.append((x, z))
+            x = F.gelu(z)
+        del w, z
+        x = output(layer, x)
+    mean, g = loss(x)
     gradients: list[Tensor] = []
-    for w in reversed(weights):
-        g, gradient = backward(g, kept.pop(), w)
-        gradients.insert(0, gradient)
-    return loss, gradients
+    for layer in reversed(range(count)):
+        w = use(layer, -1)
+        with doing(f"B{layer}"):
+            g, own = backward(g, kept.pop(), w)
+        del w
+        g, mine = to_input(layer, g), gradient(layer, own)
+        del own
+        gradients[:0] = [] if mine is None else [mine]
+    return mean, gradients
 
 
+@torch.no_grad()
 def update(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """Plain gradient descent, in place."""
     for w, g in zip(weights, gradients, strict=True):
         w -= RATE * g
 
 
-class AdamState:
-    """Adam (Kingma and Ba 2014) for one tensor: two numbers of state for every weight."""
+class Adam:
+    """Adam (Kingma and Ba 2014): two numbers of state for every weight."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, weights: Sequence[Tensor]) -> None:
         self.count = 0
-        self.m = torch.zeros(shape, dtype=torch.float64)
-        self.v = torch.zeros(shape, dtype=torch.float64)
+        self.m, self.v = ([torch.zeros_like(w) for w in weights] for _ in range(2))
 
-    def update(self, w: Tensor, g: Tensor) -> None:
+    @torch.no_grad()
+    def update(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """One step of the weights, in place."""
         self.count += 1
-        self.m.lerp_(g, 0.1)
-        self.v.lerp_(g.square(), 0.001)
-        mean = self.m / (1 - 0.9**self.count)
-        spread = (self.v / (1 - 0.999**self.count)).sqrt()
-        w -= 1e-3 * mean / (spread + 1e-8)
+        for w, g, m, v in zip(weights, gradients, self.m, self.v, strict=True):
+            m.lerp_(g, 0.1)
+            v.lerp_(g.square(), 0.001)
+            mean = m / (1 - 0.9**self.count)
+            spread = (v / (1 - 0.999**self.count)).sqrt()
+            w -= 1e-3 * mean / (spread + 1e-8)
 
 
 class OneProcess(NamedTuple):
@@ -116,7 +154,7 @@ def one_process(size: Size, adam: bool = False) -> OneProcess:
 @lru_cache(maxsize=8)
 def _one_process(size: Size, adam: bool) -> OneProcess:
     weights = [w.requires_grad_() for w in start(size)]
-    states = [AdamState(*w.shape) for w in weights]
+    step_of = Adam(weights).update if adam else update
     losses = []
     first: list[Tensor] = []
     for step in range(size.steps):
@@ -127,9 +165,5 @@ def _one_process(size: Size, adam: bool) -> OneProcess:
         gradients = torch.autograd.grad(loss, weights)
         losses.append(loss.item())
         first = first or list(gradients)
-        with torch.no_grad():
-            if not adam:
-                update(weights, gradients)
-            for w, g, state in zip(weights, gradients, states if adam else (), strict=adam):
-                state.update(w, g)
+        step_of(weights, gradients)
     return OneProcess(losses, first, [w.detach() for w in weights])

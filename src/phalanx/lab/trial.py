@@ -57,7 +57,7 @@ def conduct(
     with workers(ranks, backend=backend, timeout=60.0) as run:
         for each in experiments:
             try:
-                records = run(on_a_rank, each.module, size)
+                records = run(on_a_rank, each.module, each.function, size)
             except RankFailed as failed:
                 # What does not fit can be changed by the user; anything else keeps its traceback.
                 kind, _, text = failed.reports[0].error.partition(": ")
@@ -66,11 +66,11 @@ def conduct(
             yield LabTrial(each, size, ranks, backend, tuple(records))
 
 
-def on_a_rank(world: World, module: str, size: Size) -> RankRecord:
+def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecord:
     """What one rank does: the experiment, recorded."""
     lab = Lab(world, size)
     with lab.memory:
-        importlib.import_module(module).run(lab)
+        getattr(importlib.import_module(module), function)(lab)
     world.clear()
     return lab.close()
 

@@ -1,1 +1,1 @@
-"""One file for each experiment: its docstring is the story, `run` is one rank, `check` the claims."""
+"""The experiments: a function each, whose docstring is its story. `catalogue.py` lists them."""

@@ -1,57 +1,509 @@
-"""Data parallel: each rank has its own rows and loss; gradient and weights are the same everywhere.
+"""Every rank has other rows. Data parallel, how samples are divided and weights saved, and how
+weights, gradients and the optimizer's state are sharded over ranks or swapped to the host."""
 
-Every rank works on its rows with a copy of all weights. The losses differ; the average of the
-gradients over ranks is the gradient of the whole batch, so the copies stay equal. The gradient of
-the last layer is ready first. The second form starts its all-reduce at once and continues with the
-layer below: each message travels while the rest of backward computes. Each rank sends 2(n-1)/n of
-the gradients, whatever the batch.
-"""
-
+import os
+import tempfile
+import threading
+import time
 from functools import partial
+from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.comm import Work
-from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import gradients_of, loss_of, start, update
+from phalanx.lab.catalogue import Size
+from phalanx.lab.lab import Lab, gathered, scattered
+from phalanx.lab.mlp import Adam, batch, draw, gradients_of, loss_of, one_process, start, update
 
-FORMS = ("", " overlapped")
+Result = tuple[Tensor, list[Tensor]]  # of a step: the loss, and the gradients that a rank has
 
 
-def run(lab: Lab) -> None:
-    n = lab.n
-    loss, own = gradients_of(start(lab.size), lab.rows(0))
-    for how in FORMS:
-        weights, gradients = start(lab.size), list[Tensor]()
-        losses = lab.train(partial(train_step, lab, weights, gradients, how), weights, how=how)
+def data_parallel(lab: Lab) -> None:
+    """Data parallel: each rank has its own rows and loss; gradient and weights are the same everywhere.
+
+    Every rank works on its rows with a copy of all weights. The losses differ; the average of the
+    gradients over ranks is the gradient of the whole batch, so the copies stay equal. The gradient of
+    the last layer is ready first. The second form starts its all-reduce at once and continues with the
+    layer below: each message travels while the rest of backward computes. Each rank sends 2(n-1)/n of
+    the gradients, whatever the batch.
+    """
+    n, own, forms = lab.n, list[Tensor](), ("", " overlapped")
+
+    def train_step(weights: list[Tensor], overlapped: bool, step: int) -> Result:
+        works: list[Work] = []
+
+        def ready(layer: int, gradient: Tensor) -> Tensor:
+            if layer == 0:
+                own.append(gradient.clone())
+            if overlapped:
+                works.append(lab.group.all_reduce(gradient, "average", wait=False))
+            return gradient
+
+        loss, gradients = lab.gradients(weights, lab.rows(step), gradient=ready)
+        for work in works:
+            work.wait()
+        lab.average([] if overlapped else gradients)
+        return loss, gradients
+
+    loss, want = gradients_of(start(lab.size), lab.rows(0))
+    for how in forms:
+        weights = start(lab.size)
+        losses = lab.train(partial(train_step, weights, how != ""), weights, how=how)
         lab.claim(f"the first loss{how} is that of its own rows", losses[0], loss)
-        lab.claim(f"its own gradient{how} is that of its rows", gradients[0], own[0])
+        lab.claim(f"its own gradient{how} is that of its rows", own[-lab.size.steps], want[0])
         others = lab.everyone(loss.new_tensor(losses)).T.tolist()  # (steps, ranks)
         lab.claim(f"every rank has another loss{how}", all(len(set(row)) == n for row in others))
-    formula = len(FORMS) * lab.size.steps * 2 * (n - 1) / n * lab.size.bytes
+    formula = len(forms) * lab.size.steps * 2 * (n - 1) / n * lab.size.bytes
     lab.claim("it sent 2(n-1)/n of the gradients in each step", lab.sent(), formula)
 
 
-def train_step(
-    lab: Lab, weights: list[Tensor], own: list[Tensor], how: str, step: int
-) -> tuple[Tensor, list[Tensor]]:
-    x = lab.rows(step)
+def threads_data_parallel(lab: Lab) -> None:
+    """Data parallel inside one process, a thread for each device: how it works and why it is slower.
+
+    This is the classic `nn.DataParallel`. The first device has the batch and the weights. In every
+    step it scatters rows and copies *all* weights to every other device; a Python thread drives each
+    device; outputs and gradients return to the first. There are three reasons to avoid it. The
+    interpreter lock lets one thread at a time run Python. Everything passes through the first device,
+    which sends n-1 times the weights while the others idle. And a replica is a whole model on one
+    device, so it cannot be combined with splitting the model. Here it is measured beside one process
+    for each rank, which sends 2(n-1)/n of the weights.
+
+    Ranks as threads also share one interpreter; `--backend gloo` gives the second form its processes.
+    Without several GPUs the devices are the CPU under n names: copies are real, the devices are not.
+    """
+    size, n = lab.size, lab.n
+    alone = one_process(size)
+    weights, copied = start(size), 0
+    lab.step("rank 0 drives all devices, the other ranks wait", weights=weights)
+    begin = time.perf_counter()
+    for step in range(size.steps) if lab.rank == 0 else ():
+        with lab.doing(f"step {step}"):
+            loss, gradients, moved = replicated(lab, weights, batch(size, step))
+            update(weights, gradients)
+        copied += moved
+        lab.claim("the loss is one process's", loss, alone.losses[step])
+        if step == 0:
+            lab.claim("gradients are one process's", gradients, alone.gradients)
+    threaded = time.perf_counter() - begin
+    lab.after(weights=weights)
+    want = start(size) if lab.rank else alone.weights
+    lab.claim("only rank 0 trained, as one process does", weights, want)
+    lab.group.barrier()
+
+    by_rank = start(size)
+    lab.step("the same with a rank for each device", weights=by_rank)
+    begin = time.perf_counter()
+    for step in range(size.steps):
+        gradients = gradients_of(by_rank, lab.rows(step))[1]
+        lab.average(gradients)
+        update(by_rank, gradients)
+    took = time.perf_counter() - begin
+    lab.after(weights=by_rank)
+    lab.claim("both ways train alike", by_rank, alone.weights)
+    formula = size.steps * 2 * (n - 1) / n * size.bytes
+    lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
+    if lab.rank == 0:
+        rows = 8 * size.batch * size.width * (n - 1) // n
+        formula = size.steps * (2 * (n - 1) * size.bytes + rows)
+        lab.claim("the first device moved 2(n-1) times the weights", copied, formula)
+        lab.note(
+            f"{n} threads over {n} devices: {1e3 * threaded:.0f} ms, {copied:,} bytes through the "
+            f"first device. One rank for each: {1e3 * took:.0f} ms, {lab.sent():,.0f} bytes each."
+        )
+
+
+def replicated(lab: Lab, weights: list[Tensor], x: Tensor) -> tuple[float, list[Tensor], int]:
+    """Loss, gradients, and the bytes that left or entered the first device."""
+    answers: dict[int, Result] = {}
+    gpus, moved = torch.cuda.device_count(), 0
+
+    def drive(i: int, replica: list[Tensor], rows: Tensor) -> None:
+        answers[i] = gradients_of(replica, rows)
+
+    threads = []
+    for i in range(lab.n):
+        device = torch.device("cuda", i % gpus) if gpus > 1 else torch.device("cpu")
+        rows = x[lab.size.part("batch", i, lab.n)].to(device)
+        # A copy even where source and device are one memory: a replica is a replica.
+        replica = [w.to(device, copy=True) for w in weights] if i else weights
+        moved += sum(w.nbytes for w in (*weights, rows)) if i else 0
+        threads.append(threading.Thread(target=drive, args=(i, replica, rows)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gradients = []
     for layer, w in enumerate(weights):
-        x = lab.forward(layer, x, w)
-    loss, g = loss_of(x)
-    gradients: list[Tensor] = []
-    works: list[Work] = []
-    for layer in reversed(range(len(weights))):
-        g, gradient = lab.backward(layer, g, weights[layer])
-        gradients.insert(0, gradient)
-        if layer == 0:
-            own.append(gradient.clone())
-        if how:
-            works.append(lab.group.all_reduce(gradient, "average", wait=False))
-    if not how:
-        works = [lab.group.all_reduce(gradient, "average") for gradient in reversed(gradients)]
-    for work in works:
-        work.wait()
-    with lab.doing("U"):
-        update(weights, gradients)
-    return loss, gradients
+        parts = [answers[i][1][layer].to(w.device) for i in range(lab.n)]
+        gradients.append(torch.stack(parts).mean(0))
+        moved += sum(part.nbytes for part in parts[1:])
+    return sum(loss.item() for loss, _ in answers.values()) / lab.n, gradients, moved
+
+
+EPOCHS = 2
+
+
+def sampler(lab: Lab) -> None:
+    """Which rank gets which samples: a new order every epoch, each sample once, the loss averaged over
+    samples.
+
+    All ranks shuffle alike, from the seed and the epoch, and take every n-th sample: no message is
+    needed, and no sample occurs twice in an epoch. Without the epoch in the seed every epoch has the
+    same order. The last batch is smaller, and some ranks get fewer rows of it: the mean of the ranks'
+    means is then not the mean over samples. So sums and counts are all-reduced, and divided
+    afterwards.
+    """
+    size, n = lab.size, lab.n
+    data = draw(20_000, 2 * size.batch + size.batch // 2 + 1, size.width)  # (samples, width)
+    weights, alone = start(size), start(size)
+    used = torch.zeros(EPOCHS, len(data))
+    for epoch in range(EPOCHS):
+        for number, chosen in enumerate(batches(size, epoch)):
+            rows = chosen[lab.rank :: n]
+            used[epoch, rows] += 1
+            title = f"epoch {epoch}, batch {number} of {len(chosen)} samples"
+            lab.step(title, samples=rows, weights=weights)
+            loss, gradients = torch.zeros(()).double(), [torch.zeros_like(w) for w in weights]
+            if len(rows):
+                loss, gradients = gradients_of(weights, data[rows])
+            total = torch.stack([loss * len(rows), torch.tensor(float(len(rows)))])
+            lab.group.all_reduce(total)
+            mean = loss.clone()
+            lab.group.all_reduce(mean, "average")
+            for g in gradients:
+                # From a mean over own rows to this rank's part of the mean over all.
+                g *= len(rows) / total[1]
+                lab.group.all_reduce(g)
+            update(weights, gradients)
+            lab.after(own_loss=loss.item(), loss=total[0] / total[1], mean_of_means=mean)
+
+            want, wanted = gradients_of(alone, data[chosen])
+            update(alone, wanted)
+            lab.claim("the loss is that over all samples", total[0] / total[1], want)
+            lab.claim("gradients are those over all samples", gradients, wanted)
+            if len(chosen) % n:
+                wrong = abs(float(mean - want)) > 1e-9
+                lab.claim("where rows are uneven, the mean of means is wrong", wrong)
+            else:
+                lab.claim("where rows are even, the mean of means is right", mean, want)
+    lab.claim("weights at the end are those of one process", weights, alone)
+    together = lab.everyone(used).sum(0)
+    lab.claim("every sample was used once in an epoch", together, torch.ones_like(used))
+    orders = [torch.cat(batches(size, epoch)) for epoch in range(EPOCHS)]
+    lab.claim("the epochs differ in order", not torch.equal(*orders))
+
+
+def batches(size: Size, epoch: int) -> tuple[Tensor, ...]:
+    """The samples of two batches and a smaller one, shuffled for this epoch."""
+    generator = torch.Generator().manual_seed(7 + epoch)
+    order = torch.randperm(2 * size.batch + size.batch // 2 + 1, generator=generator)
+    return torch.split(order, size.batch)
+
+
+def save_and_barrier(lab: Lab) -> None:
+    """One rank saves, everyone waits, all load: the barrier ensures that the file is complete.
+
+    The weights are the same on all ranks, so one copy is enough. Without the barrier a rank might open
+    the file before it exists, or when half of it is written. Rank 0 writes under another name and
+    renames, so that a crash leaves the old file or the new one, never a part of one. A second barrier
+    stands before the file is removed. The file is safetensors: opening it runs no code.
+    """
+    size, weights, half = lab.size, start(lab.size), lab.size.steps // 2
+
+    def train_step(step: int) -> Result:
+        if step == half:
+            save_and_load()
+        loss, gradients = gradients_of(weights, lab.rows(step))
+        lab.average(gradients)
+        return loss, gradients
+
+    def save_and_load() -> None:
+        lab.step("rank 0 saves, barrier, all load", weights=weights)
+        saved = torch.zeros(1, dtype=torch.int64)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(lab.from_rank_0(str(Path(folder) / "weights.safetensors")))
+            if lab.rank == 0:
+                with lab.doing("save"):
+                    save_file({str(i): w for i, w in enumerate(weights)}, f"{path}.new")
+                    os.replace(f"{path}.new", path)
+                    saved[0] = path.stat().st_size
+            lab.group.barrier()  # nobody opens the file before it is complete
+            with lab.doing("load"):
+                file = load_file(path)
+            lab.group.barrier()  # the folder is removed when everyone has read
+        lab.group.broadcast(saved, root=0)
+        weights[:] = [file[str(i)].clone() for i in range(len(weights))]
+        lab.after(weights=weights, bytes_of_the_file=int(saved))
+        before = Size(size.batch, size.width, size.layers, half) if half else None
+        want = one_process(before).weights if before else start(size)
+        lab.claim("it loaded what was saved", weights, want)
+        header = int(saved) - size.bytes
+        says = f"the file is the weights and a header of {header} bytes"
+        lab.claim(says, 8 < header < 200 * size.layers + 64 and header % 8 == 0)
+        lab.step("training continues from the file")
+
+    lab.train(train_step, weights)
+
+
+def zero_1(lab: Lab) -> None:
+    """ZeRO-1: every rank has all weights and all gradients; the optimizer's state is sharded over n
+    ranks.
+
+    All weights lie in one flat vector, of which each rank updates an equal slice. Gradients are
+    reduce-scattered, so that a rank gets the sum for its slice only. It updates that slice with its
+    own part of Adam's state, and an all-gather makes the weights whole again. An all-reduce is those
+    two messages, so ZeRO-1 sends exactly what data parallel sends, 2(n-1)/n of the weights, and saves
+    (n-1)/n of Adam's two numbers per weight (Rajbhandari et al. 2020).
+    """
+    size, rank, n = lab.size, lab.rank, lab.n
+    flat = padded(start(size), n)
+    count = size.layers * size.width**2
+    weights = list(flat[:count].view(size.layers, size.width, size.width))  # views
+    mine = flat.view(n, -1)[rank]
+    adam = Adam([mine])
+
+    def train_step(step: int) -> Result:
+        loss, gradients = lab.gradients(weights, lab.rows(step))
+        return loss, [scattered(lab.group, padded(gradients, n), "average")]
+
+    def update_slice(weights: list[Tensor], summed: list[Tensor]) -> None:
+        part = mine.clone()
+        adam.update([part], summed)
+        lab.group.all_gather(flat, part)
+
+    def slice_of(layers: list[Tensor]) -> list[Tensor]:
+        return [padded(layers, n).view(n, -1)[rank]]
+
+    state = [*adam.m, *adam.v]
+    lab.train(
+        train_step,
+        weights,
+        slice_of,
+        update=update_slice,
+        of_weights=list,
+        adam=True,
+        state=state,
+    )
+    kept, total = sum(x.numel() for x in state), count + -count % n
+    lab.claim("it has 2/n numbers of state for each weight", kept, 2 * total / n)
+    formula = size.steps * 2 * (n - 1) / n * flat.nbytes
+    lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
+
+
+def padded(parts: list[Tensor], n: int) -> Tensor:
+    """All numbers in one vector whose length divides by n."""
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    return torch.nn.functional.pad(flat, (0, -len(flat) % n))
+
+
+def owned(lab: Lab) -> tuple[list[int], list[int]]:
+    """Which rank keeps each layer, ranges as equal as possible, and the layers of this rank."""
+    owners = [layer * lab.n // lab.size.layers for layer in range(lab.size.layers)]
+    return owners, [layer for layer, rank in enumerate(owners) if rank == lab.rank]
+
+
+def zero_2(lab: Lab) -> None:
+    """ZeRO-2: gradients too. Each layer has an owner; its gradient is reduced to the owner and freed
+    elsewhere.
+
+    As soon as backward has a layer's gradient, it is reduced to the layer's owner, who keeps the sum;
+    the others free theirs. After backward a rank has the gradients of its own layers only, and that is
+    all its optimizer needs. Owners update and broadcast their weights. Whole layers as shards keep the
+    code short; they balance only if the layers divide by the ranks.
+    """
+    size, n, weights, (owners, mine) = lab.size, lab.n, start(lab.size), owned(lab)
+    adam = Adam([weights[layer] for layer in mine])
+
+    def reduced(layer: int, gradient: Tensor) -> Tensor | None:
+        lab.group.reduce(gradient, owners[layer], "average")
+        return gradient if layer in mine else None
+
+    def update_own(weights: list[Tensor], gradients: list[Tensor]) -> None:
+        adam.update([weights[layer] for layer in mine], gradients)
+        for layer, w in enumerate(weights):
+            lab.group.broadcast(w, owners[layer])
+
+    # The gradients of its own layers only, and all weights.
+    lab.train(
+        lambda step: lab.gradients(weights, lab.rows(step), gradient=reduced),
+        weights,
+        lambda layers: [layers[i] for i in mine],
+        update=update_own,
+        of_weights=list,
+        adam=True,
+    )
+    sent = lab.sent()
+    lab.note(
+        f"Rank {lab.rank} sent {sent / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
+        f"{2 * (n - 1) / n * size.bytes:,.0f}. It owns {len(mine)} of {size.layers} layers."
+    )
+    # The gradients of the others' layers once, its own weights to everyone.
+    messages = size.layers - len(mine) + len(mine) * (n - 1)
+    formula = messages * size.steps * 8 * size.width**2
+    lab.claim("it sent others' gradients and its own weights", sent, formula)
+
+
+def zero_3(lab: Lab) -> None:
+    """ZeRO-3: weights too. The owner broadcasts a layer when it is needed, the others free it after use.
+
+    While it is not used, a layer exists once among all ranks. Forward: while one layer computes, the
+    next is already on its way, so a rank has two at a time and the message is hidden. Backward needs
+    the layers again, last first; the last one is still there from forward and is not fetched twice.
+    Gradients are reduced to the owner as in ZeRO-2. Weights travel twice and gradients once: 3(n-1)/n
+    of the weights for each rank, less the last layer's second broadcast, against 2(n-1)/n before.
+    """
+    size, n, last, (owners, mine) = lab.size, lab.n, lab.size.layers - 1, owned(lab)
+    # Its own layers, and the others' from `fetch` until they have been used.
+    here = {layer: w for layer, w in enumerate(start(size)) if layer in mine}
+    coming: dict[int, Work] = {}
+    most = 0
+
+    def fetch(layer: int) -> None:
+        nonlocal most
+        if 0 <= layer < size.layers:
+            if layer not in here:
+                here[layer] = torch.empty(size.width, size.width).double()
+            coming[layer] = lab.group.broadcast(here[layer], owners[layer], wait=False)
+            most = max(most, len(here))
+
+    def use(layer: int, way: int) -> Tensor:
+        if layer == 0 and way == 1:
+            fetch(layer)
+        fetch(layer + way)  # on its way while this one computes
+        if layer in coming:
+            coming.pop(layer).wait()
+        return here[layer]
+
+    def free(layer: int, output: Tensor) -> Tensor:
+        if layer not in (last, *mine):  # backward begins with the last: it stays
+            del here[layer]
+        return output
+
+    def reduced(layer: int, gradient: Tensor) -> Tensor | None:
+        if layer not in mine:
+            del here[layer]
+        lab.group.reduce(gradient, owners[layer], "average")
+        return gradient if layer in mine else None
+
+    lab.train(
+        lambda step: lab.gradients(use, lab.rows(step), output=free, gradient=reduced),
+        list(here.values()),
+        lambda layers: [layers[i] for i in mine],
+        update=Adam(list(here.values())).update,
+        adam=True,
+    )
+    sent, received = lab.sent(), lab.received
+    lab.note(
+        f"Rank {lab.rank} received {received / size.steps:,.0f} bytes a step and sent "
+        f"{sent / size.steps:,.0f}; 3(n-1)/n of the weights are "
+        f"{3 * (n - 1) / n * size.bytes:,.0f}. It had {most} layers at most, of {size.layers}."
+    )
+    lab.claim("it has only its own layers again", list(here), mine)
+    lab.claim("it had its own layers and at most two others", most <= len(mine) + 2)
+    # Every layer is broadcast once in forward and once in backward, the last layer only once.
+    unit = size.steps * 8 * size.width**2
+    broadcasts = 2 * len(mine) - (last in mine)
+    others = 2 * size.layers - 1 - broadcasts
+    formula = (broadcasts * (n - 1) + size.layers - len(mine)) * unit
+    lab.claim("it sent its own layers twice, gradients once", sent, formula)
+    formula = (others + len(mine) * (n - 1)) * unit
+    lab.claim("it received weights twice, gradients once", received, formula)
+    total = lab.everyone(torch.tensor(sent, dtype=torch.float64)).sum()
+    says = "together: 3(n-1)/n of the weights a rank, less the last layer"
+    lab.claim(says, total, (3 * size.layers - 1) * (n - 1) * unit)
+
+
+def hybrid_sharding(lab: Lab) -> None:
+    """Hybrid sharding: K ranks share the weights, M such groups are copies; what each group sends.
+
+    K x M ranks form a grid. Inside a group of K (one machine, fast links) each rank has 1/K of every
+    layer, gathers it before forward and again before backward, and reduce-scatters the gradient.
+    Across the M groups (slow links) only the 1/K of a rank's own shard is summed. For weights of W
+    bytes each rank sends 3W(K-1)/K inside and 2(M-1)/M x W/K across. The rule of thumb is 3x inside
+    and 1x across. The first is close for large K; the second is too much by at least K/2: little
+    leaves the machine, and that is the point of the scheme.
+    """
+    # K inside and M across: as square as n allows, the inside larger.
+    size, m = lab.size, next(m for m in range(int(lab.n**0.5), 0, -1) if lab.n % m == 0)
+    k = lab.n // m
+    inside = lab.split("inside", [range(i * k, (i + 1) * k) for i in range(m)])
+    across = lab.split("across", [range(i, lab.n, k) for i in range(k)])
+    rows = size.part("width", inside.rank, k)
+    shards = [w[rows].clone() for w in start(size)]
+
+    def whole(layer: int, way: int) -> Tensor:
+        return gathered(inside, shards[layer])
+
+    def reduced(layer: int, gradient: Tensor) -> Tensor:
+        part = scattered(inside, gradient, "average")
+        across.all_reduce(part, "average")
+        return part
+
+    lab.train(
+        lambda step: lab.gradients(whole, lab.rows(step), gradient=reduced),
+        shards,
+        lambda layers: [w[rows] for w in layers],
+    )
+    sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
+    formula = [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
+    lab.claim("it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula)
+    if lab.rank == 0:
+        title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
+        rule = (3 * size.bytes, size.bytes)
+        columns = zip(("inside", "across"), sent, formula, rule, strict=True)
+        table = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in columns]
+        lab.table(title, ("group", "measured", "formula", "rule of thumb"), table)
+
+
+def swap(lab: Lab) -> None:
+    """Swapping: the model is in the host's memory, and only the layers in use are on the device.
+
+    Forward copies a layer in, and the next one after it, and frees the one before. Backward comes the
+    other way; the last layer is still there. Gradients are copied to the host as soon as they are
+    made, and the update happens there. The device has two layers however many there are; each step
+    copies every layer in twice, except the last, and every gradient out once. It pays where computing
+    a layer takes longer than copying one: with many rows. On a GPU the copies use a stream of their
+    own and pinned memory; without one, the device is a second copy in the host's memory.
+    """
+    size, host, last = lab.size, start(lab.size), lab.size.layers - 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here: dict[int, Tensor] = {}
+    most = copied_in = copied_out = 0
+
+    def use(layer: int, way: int) -> Tensor:
+        nonlocal most, copied_in
+        for i in (layer, layer + way):
+            if 0 <= i <= last and i not in here:
+                here[i] = host[i].to(device, copy=True)
+                copied_in += host[i].nbytes
+                most = max(most, len(here))
+        return here[layer]
+
+    def free(layer: int, output: Tensor) -> Tensor:
+        if layer != last:
+            del here[layer]
+        return output
+
+    def loss(y: Tensor) -> tuple[Tensor, Tensor]:
+        lab.shows("between forward and backward", on_the_device=list(here.values()))
+        return loss_of(y)
+
+    def to_host(layer: int, gradient: Tensor) -> Tensor:
+        nonlocal copied_out
+        del here[layer]
+        copied_out += gradient.nbytes
+        return gradient.to("cpu", copy=True)
+
+    def train_step(step: int) -> Result:
+        x = lab.rows(step).to(device)
+        mean, gradients = lab.gradients(use, x, output=free, loss=loss, gradient=to_host)
+        lab.average(gradients)
+        return mean, gradients
+
+    lab.train(train_step, host)
+    lab.claim("the device had two layers", most, min(2, size.layers))
+    layer = size.steps * 8 * size.width**2
+    formula = [(2 * size.layers - 1) * layer, size.layers * layer]
+    lab.claim("bytes in and out", [copied_in, copied_out], formula)

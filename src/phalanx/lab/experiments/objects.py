@@ -1,14 +1,5 @@
-"""Sending objects instead of tensors: how it is done, what it costs, and why not to do it.
-
-torch.distributed has object forms (all_gather_object, broadcast_object_list). They use pickle, which
-has two consequences. It is slow: a size is exchanged first, everything passes through the host, and
-each number is wrapped in text or opcodes. And it is unsafe: a pickle is a program that the receiver
-runs. Here an object is sent whose arrival calls a function in the receiver's process; the function
-is harmless, but the sender chose it. Text of a fixed form (JSON), sent as a tensor of bytes, is slow
-too, but safe. Numbers belong in tensors.
-
-The object forms are shown on gloo only; this is the one file of phalanx that uses pickle.
-"""
+"""Objects as messages. The object forms are shown on gloo only; this is the one file of phalanx that
+uses pickle."""
 
 import json
 import os
@@ -20,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.comm import Group
 from phalanx.lab.lab import Lab, gathered
-from phalanx.lab.mlp import gradients_of, one_process, start
+from phalanx.lab.mlp import gradients_of, start
 
 
 class Surprise:
@@ -40,10 +31,19 @@ def all_gather_text(group: Group, value: Any) -> list[Any]:
     return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
 
-def run(lab: Lab) -> None:
+def objects(lab: Lab) -> None:
+    """Sending objects instead of tensors: how it is done, what it costs, and why not to do it.
+
+    torch.distributed has object forms (all_gather_object, broadcast_object_list). They use pickle,
+    which has two consequences. It is slow: a size is exchanged first, everything passes through the
+    host, and each number is wrapped in text or opcodes. And it is unsafe: a pickle is a program that
+    the receiver runs. Here an object is sent whose arrival calls a function in the receiver's process;
+    the function is harmless, but the sender chose it. Text of a fixed form (JSON), sent as a tensor of
+    bytes, is slow too, but safe. Numbers belong in tensors.
+    """
     rank, n = lab.rank, lab.n
     loss, gradients = gradients_of(start(lab.size), lab.rows(0))
-    row, want = gradients[0][0] / n, one_process(lab.size).gradients[0][0]
+    row, want = gradients[0][0] / n, lab.whole_gradient()[0]
     message = {"rank": rank, "loss": loss.item(), "gradient": row.tolist()}
 
     def summed(messages: list[Any]) -> torch.Tensor:
@@ -66,11 +66,11 @@ def run(lab: Lab) -> None:
         lab.note("The object forms need processes: run this with --backend gloo.")
         return
     lab.step("object forms of torch.distributed (gloo)", own_process_id=os.getpid())
-    objects: list[Any] = [None] * n
-    dist.all_gather_object(objects, message)
+    messages: list[Any] = [None] * n
+    dist.all_gather_object(messages, message)
     trap: list[Any] = [Surprise()]
     dist.broadcast_object_list(trap, src=0)
-    lab.after(gradient=summed(objects), received=trap[0])
-    lab.claim("pickled, the sum is one process's gradient", summed(objects), want)
+    lab.after(gradient=summed(messages), received=trap[0])
+    lab.claim("pickled, the sum is one process's gradient", summed(messages), want)
     if rank:
         lab.claim("receiving the object called a function here", trap[0], os.getpid())

@@ -1,47 +1,87 @@
-"""Tensor parallel by columns: every rank computes some features of every layer, then all are gathered.
-
-A rank has some columns of each weight, and so computes some features of the output for *all* rows.
-The next layer needs all features: an all-gather. Backward mirrors it: each rank's columns give a
-part of the input's whole gradient, the parts must be summed, and a rank continues with its own
-features only: a reduce-scatter. No weight and no weight's gradient is ever sent. Two messages for
-each layer, each of (n-1)/n of the activations.
-"""
+"""Every rank has all rows and a part of every layer: by columns, or by columns and rows in turn."""
 
 import torch
 from torch import Tensor
 
 from phalanx.lab.lab import Lab, gathered, scattered
-from phalanx.lab.mlp import batch, loss_of, start, update
+from phalanx.lab.mlp import batch, loss_of, start
 
 
-def run(lab: Lab) -> None:
+def tensor_parallel(lab: Lab) -> None:
+    """Tensor parallel by columns: every rank computes some features of every layer, then all are
+    gathered.
+
+    A rank has some columns of each weight, and so computes some features of the output for *all* rows.
+    The next layer needs all features: an all-gather. Backward mirrors it: each rank's columns give a
+    part of the input's whole gradient, the parts must be summed, and a rank continues with its own
+    features only: a reduce-scatter. No weight and no weight's gradient is ever sent. Two messages for
+    each layer, each of (n-1)/n of the activations.
+    """
     size, n, columns = lab.size, lab.n, lab.part("width")
     weights = [w[:, columns].clone() for w in start(size)]
-    to_input: list[Tensor] = []
+    to_x: list[Tensor] = []
 
-    def train_step(step: int) -> tuple[Tensor, list[Tensor]]:
-        x = batch(size, step)  # every rank has all rows
-        for layer, w in enumerate(weights):
-            # Collectives join along the first dim: features are made the first.
-            x = gathered(lab.group, lab.forward(layer, x, w).T.contiguous()).T
-        loss, g = loss_of(x)
-        g = g[:, columns]
-        gradients: list[Tensor] = []
-        for layer in reversed(range(size.layers)):
-            g, gradient = lab.backward(layer, g, weights[layer])
-            gradients.insert(0, gradient)
-            g = scattered(lab.group, g.T.contiguous()).T
-        update(weights, gradients)
-        to_input.append(g)
-        return loss, gradients
+    # Collectives join along the first dim: features are made the first.
+    def gather(layer: int, y: Tensor) -> Tensor:
+        return gathered(lab.group, y.T.contiguous()).T
 
-    lab.train(train_step, weights, lambda layers: [w[:, columns] for w in layers])
+    def scatter(layer: int, g: Tensor) -> Tensor:
+        g = scattered(lab.group, g.T.contiguous()).T
+        to_x.extend([g] * (layer == 0))
+        return g
+
+    def loss(y: Tensor) -> tuple[Tensor, Tensor]:
+        mean, g = loss_of(y)
+        return mean, g[:, columns]
+
+    hooks = {"output": gather, "loss": loss, "to_input": scatter}
+    lab.train(
+        lambda step: lab.gradients(weights, batch(size, step), **hooks),
+        weights,
+        lambda layers: [w[:, columns] for w in layers],
+    )
     x = batch(size, 0).requires_grad_()
     y = x
     for w in start(size):
         y = torch.nn.functional.gelu(y @ w)
     (want,) = torch.autograd.grad(y.square().mean(), x)
-    says = "the gradient of the input is right in its columns"
-    lab.claim(says, to_input[0], want[:, columns])
+    lab.claim("the gradient of the input is right in its columns", to_x[0], want[:, columns])
     formula = size.steps * size.layers * 2 * (n - 1) / n * 8 * size.batch * size.width
     lab.claim("it sent 2(n-1)/n of every layer's output", lab.sent(), formula)
+
+
+def tensor_parallel_pair(lab: Lab) -> None:
+    """Tensor parallel in pairs: one layer split by columns, the next by rows, one all-reduce for both.
+
+    The output of a column layer is exactly the input of a row layer: the rank's own features, so
+    nothing is sent between the two. The row layer's outputs are parts of a sum over all features: an
+    all-reduce, and then the gelu, which needs the whole sum. In backward the row layer sends nothing
+    and the column layer sums the gradient of its input. Two layers cost the messages of one (Shoeybi
+    et al. 2019). If the number of layers is odd, every rank computes the whole last layer.
+    """
+    size, group, n, part = lab.size, lab.group, lab.n, lab.part("width")
+
+    def shards(layers: list[Tensor]) -> list[Tensor]:
+        """Columns of even layers, rows of odd ones, all of a last even one."""
+        cut = [w[part] if i % 2 else w[:, part] for i, w in enumerate(layers)]
+        return cut if size.layers % 2 == 0 else [*cut[:-1], layers[-1]]
+
+    def summed(layer: int, z: Tensor) -> Tensor:
+        if layer % 2:
+            group.all_reduce(z)  # before the gelu: it is not linear
+        return z
+
+    def to_input(layer: int, g: Tensor) -> Tensor:
+        if layer % 2 == 0 and layer + 1 < size.layers:
+            group.all_reduce(g)  # every rank's columns give a part of it
+        return g
+
+    weights = [w.clone() for w in shards(start(size))]
+    lab.train(
+        lambda step: lab.gradients(weights, batch(size, step), product=summed, to_input=to_input),
+        weights,
+        shards,
+    )
+    pairs, output = size.layers // 2, 8 * size.batch * size.width
+    formula = size.steps * pairs * 2 * 2 * (n - 1) / n * output
+    lab.claim("it sent two all-reduces for each pair", lab.sent(), formula)

@@ -1,0 +1,184 @@
+"""Attention over a sequence of which every rank has a part: keys and values go round, or heads are
+exchanged for tokens."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from phalanx.comm import Group, Work
+from phalanx.lab.lab import Lab
+from phalanx.lab.mlp import draw
+
+HEADS = 4
+# From the gradient of the output to those of queries, keys and values.
+Backward = Callable[[Tensor], list[Tensor]]
+
+
+def attend(
+    lab: Lab,
+    titles: tuple[str, str],
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Backward]],
+) -> None:
+    """Attention of this rank's tokens, forward and backward, and the claim that it is plain attention.
+
+    `forward` gives the output, what else is shown of it, and its backward.
+    """
+    if lab.size.width % HEADS:
+        lab.size.part("width", 0, HEADS)  # refuses it
+    shape = HEADS, lab.size.batch, lab.size.width // HEADS  # (heads, tokens, head_dim)
+    whole, own = [draw(i, *shape) for i in (1, 2, 3)], lab.part("batch")
+    qkv = [x[:, own].contiguous() for x in whole]
+    lab.step(titles[0], qkv=qkv)
+    out, shown, backward = forward(*qkv)
+    lab.after(out=out, **shown)
+    count = out.numel() * lab.n
+    loss = out.square().sum() / count
+    lab.group.all_reduce(loss)
+    gradient = 2 * out / count
+    lab.step(titles[1], gradient_of_out=gradient)
+    gradients = backward(gradient)
+    lab.after(gradients=gradients)
+
+    q, k, v = (x.requires_grad_() for x in whole)
+    plain = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+    mean = plain.square().mean()
+    lab.claim("the loss is one process's", loss, mean)
+    lab.claim("the output is that of its tokens", out, plain[:, own])
+    for name, x, want in zip("qkv", gradients, torch.autograd.grad(mean, (q, k, v)), strict=True):
+        lab.claim(f"gradient of {name}", x, want[:, own])
+
+
+def masked(s: Tensor, first: int = 0) -> Tensor:
+    """Scores (heads, tokens, keys) without those of later keys; the first query is at `first`."""
+    return s.masked_fill(torch.ones(s.shape[1:]).triu(1 + first).bool(), -torch.inf)
+
+
+def ring_attention(lab: Lab) -> None:
+    """Ring attention: queries stay, keys and values travel round the ring, softmax is combined on the
+    way.
+
+    Every rank has a part of the sequence. In each of n rounds it attends to the keys and values that
+    it has at the moment and passes them on, while the next ones arrive. softmax needs the sum over all
+    keys, so each rank keeps, for every query, the logarithm of the sum so far and the output so far,
+    and rescales the output when a round adds to the sum. A causal mask makes some rounds empty: the
+    first rank sees only its own keys, the last sees all, so equal parts are unequal work. Backward
+    goes round once more; keys and values travel with the gradient collected for them, and one last hop
+    brings that home (Liu et al. 2023).
+    """
+    n = lab.n
+
+    def scores(q: Tensor, k: Tensor, source: int) -> Tensor:
+        """q k' / sqrt(d) of own queries and the keys of `source`: (heads, own tokens, its tokens)."""
+        return masked(q @ k.mT / q.shape[-1] ** 0.5, (lab.rank - source) * q.shape[1])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor], Backward]:
+        own = q, k, v
+        out = torch.zeros_like(q)
+        log_sum = torch.full((*q.shape[:2], 1), -torch.inf, dtype=q.dtype)
+        for hop in range(n):
+            source = (lab.rank - hop) % n
+            arriving, works = ([k, v], []) if hop == n - 1 else pass_on(lab.group, k, v)
+            if source <= lab.rank:  # later ranks have only later keys
+                with lab.doing(f"keys of {source}"):
+                    s = scores(q, k, source)
+                    total = torch.logaddexp(log_sum, s.logsumexp(-1, keepdim=True))
+                    out = out * (log_sum - total).exp() + (s - total).exp() @ v
+                    log_sum = total
+            for work in works:
+                work.wait()
+            k, v = arriving
+        return out, {"log_sum": log_sum}, lambda g: backward(*own, out, log_sum, g)
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, g: Tensor
+    ) -> list[Tensor]:
+        gq, gk, gv = (torch.zeros_like(x) for x in (q, k, v))
+        inner = (g * out).sum(-1, keepdim=True)
+        for hop in range(n):
+            source = (lab.rank - hop) % n
+            if source <= lab.rank:
+                with lab.doing(f"keys of {source}"):
+                    p = (scores(q, k, source) - log_sum).exp()
+                    gs = p * (g @ v.mT - inner) / q.shape[-1] ** 0.5
+                    gq += gs @ k
+                    gk += gs.mT @ q
+                    gv += p.mT @ g
+            # Keys and values are not needed after the last round; their gradients must still get home.
+            moving = (gk, gv) if hop == n - 1 else (gk, gv, k, v)
+            arriving, works = pass_on(lab.group, *moving) if n > 1 else (list(moving), [])
+            for work in works:
+                work.wait()
+            gk, gv, k, v = (*arriving, k, v)[:4]
+        return [gq, gk, gv]
+
+    title = "backward: once more round, gradients travel with keys and values"
+    attend(lab, ("forward: n rounds", title), forward)
+    block = 8 * lab.size.batch * lab.size.width / n
+    formula = (2 * (n - 1) + 2 * (n - 1) + 2 * n) * block if n > 1 else 0.0
+    formula += 2 * (n - 1) / n * 8  # and the loss
+    lab.claim("it sent keys and values twice, their gradients once", lab.sent(), formula)
+
+
+def pass_on(group: Group, *tensors: Tensor) -> tuple[list[Tensor], list[Work]]:
+    """Send to the next rank; what the previous rank sends, and what to wait for before using it."""
+    n, rank = group.size, group.rank
+    arriving = [torch.empty_like(x) for x in tensors]
+    for x in tensors:
+        group.send(x, to=(rank + 1) % n)
+    return arriving, [group.receive(x, source=(rank - 1) % n, wait=False) for x in arriving]
+
+
+def ulysses(lab: Lab) -> None:
+    """Ulysses: an all-to-all before attention turns a split by tokens into one by heads, another turns
+    it back.
+
+    A rank starts with all heads of some tokens. An all-to-all gives it all tokens of some heads, plain
+    attention runs as it always does, and another all-to-all returns. Each exchange moves (n-1)/n of a
+    rank's numbers whatever n, where a ring passes everything n-1 times. But a head cannot be split, so
+    there can be at most as many ranks as query heads; with more, or where heads do not divide evenly,
+    the ring takes over (Jacobs et al. 2023). Large runs combine the two: Ulysses inside a machine, the
+    ring across.
+    """
+    group, n = lab.group, lab.n
+    if HEADS % n:
+        lab.note(f"{n} ranks and {HEADS} heads: a head cannot be split, so the ring is used.")
+        ring_attention(lab)
+        return
+
+    def forward(*own: Tensor) -> tuple[Tensor, dict[str, Tensor], Backward]:
+        q, k, v = (to_heads(group, x) for x in own)
+        with lab.doing("attention"):
+            p = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+
+        def backward(gradient: Tensor) -> list[Tensor]:
+            g = to_heads(group, gradient)
+            with lab.doing("attention backward"):
+                gp = g @ v.mT
+                gs = p * (gp - (gp * p).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
+            return [to_tokens(group, x) for x in (gs @ k, gs.mT @ q, p.mT @ g)]
+
+        return to_tokens(group, p @ v), {"all_tokens_of_some_heads": q}, backward
+
+    title = "forward: to heads, attention, back to tokens"
+    attend(lab, (title, "backward: the same exchanges in reverse"), forward)
+    formula = 8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8
+    lab.claim("it sent (n-1)/n of its numbers eight times", lab.sent(), formula)
+
+
+def to_heads(group: Group, x: Tensor) -> Tensor:
+    """From (heads, own tokens, d) to (own heads, tokens, d)."""
+    heads, tokens, d = x.shape
+    out = torch.empty_like(x)
+    group.all_to_all(out, x)  # heads are the first dim: part j is rank j's heads
+    by_source = out.view(group.size, heads // group.size, tokens, d)
+    return by_source.transpose(0, 1).reshape(heads // group.size, group.size * tokens, d)
+
+
+def to_tokens(group: Group, x: Tensor) -> Tensor:
+    """From (own heads, tokens, d) to (heads, own tokens, d)."""
+    heads, tokens, d = x.shape
+    by_target = x.view(heads, group.size, tokens // group.size, d).transpose(0, 1).contiguous()
+    out = torch.empty_like(by_target)
+    group.all_to_all(out, by_target)
+    return out.view(group.size * heads, tokens // group.size, d)

@@ -1,0 +1,347 @@
+"""Messages between ranks: collectives, send and receive, how ranks meet, how they are numbered, and
+how to follow one of them."""
+
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from phalanx.comm import Group, World
+from phalanx.comm.launch import launch
+from phalanx.comm.tally import TallyWorld
+from phalanx.lab.catalogue import Size
+from phalanx.lab.lab import Lab, gathered, scattered
+from phalanx.lab.mlp import batch, draw, gradients_of, start
+from phalanx.lab.trial import backend_for
+
+dist: Any = torch.distributed  # its type stubs leave out the stores
+PATIENCE = timedelta(seconds=30)
+
+
+def collectives(lab: Lab) -> None:
+    """Every collective once, with numbers that show which rank they come from; and which is whose
+    gradient.
+
+    Rank r starts with 10 r + 0, 10 r + 1, ...: the tens digit is the sender, the ones digit the place.
+    Collectives come in pairs. What one does to values in forward, the other does to gradients in
+    backward: all-gather and reduce-scatter, broadcast and reduce; all-reduce and all-to-all are their
+    own partners. That is why splitting a layer always costs a message in each direction.
+    """
+    group, rank, n = lab.group, lab.rank, lab.n
+    # Row r is what rank r starts with: (ranks, numbers).
+    table = torch.arange(n).double() + 10 * torch.arange(n)[:, None]
+
+    def begin(name: str) -> Tensor:
+        x = table[rank].clone()
+        lab.step(name, x=x)
+        return x
+
+    def end(result: Tensor, want: Tensor) -> None:
+        lab.after(result=result)
+        lab.claim(f"{lab.now.title} is what one process computes", result, want)
+
+    x = begin("all-reduce")  # everyone gets the sum
+    group.all_reduce(x)
+    end(x, table.sum(0))
+    x = begin("reduce")  # only rank 0 gets it
+    group.reduce(x, root=0)
+    end(x, table[rank] if rank else table.sum(0))
+    x = begin("broadcast")  # everyone gets what the last rank has
+    group.broadcast(x, root=n - 1)
+    end(x, table[n - 1])
+    end(gathered(group, begin("all-gather")), table.flatten())  # everyone gets everything
+    end(scattered(group, begin("reduce-scatter")), table.sum(0)[rank])  # one part of the sum
+    x = begin("all-to-all")  # part j goes to rank j: a transpose over ranks
+    out = torch.empty_like(x)
+    group.all_to_all(out, x)
+    end(out, table[:, rank])
+    x = begin("gather")  # rank 0 gets everything
+    parts = [torch.empty_like(x) for _ in range(n)] if rank == 0 else None
+    group.gather(parts, x, root=0)
+    end(torch.cat(parts) if parts else x, table[rank] if rank else table.flatten())
+    x = begin("scatter")  # rank 0 hands out its parts
+    out = torch.empty(1, dtype=x.dtype)
+    group.scatter(out, [x[i : i + 1].clone() for i in range(n)] if rank == 0 else None, root=0)
+    end(out, table[0, rank])
+
+    # The loss is the sum over ranks of weight_r . all_gather(x): its gradient comes back summed.
+    begin("the gradient of an all-gather is a reduce-scatter")
+    weights = torch.cos(torch.arange(n * n) + torch.arange(n)[:, None].double())  # (ranks, n n)
+    leaves = [row.clone().requires_grad_() for row in table]
+    want = torch.autograd.grad((weights @ torch.cat(leaves)).sum(), leaves)
+    end(scattered(group, weights[rank].clone()), want[rank])
+
+
+def point_to_point(lab: Lab) -> None:
+    """Send and receive: a value passes through all ranks and is changed, its gradient travels back.
+
+    A send does not wait for its peer, a receive does. Two ranks that both send first do not block each
+    other; two that both receive first wait for ever. Messages between two ranks keep their order, and
+    only the order identifies them: the first one sent is the first one received.
+    """
+    group, rank, n = lab.group, lab.rank, lab.n
+    factor = draw(rank, 4)
+
+    lab.step("forward: every rank multiplies by its factor and sends the result on", factor=factor)
+    x = torch.ones(4, dtype=torch.float64)
+    if rank > 0:
+        group.receive(x, source=rank - 1)
+    y = x * factor
+    if rank < n - 1:
+        group.send(y, to=rank + 1)
+    lab.after(x=x, y=y)
+
+    lab.step("backward: the gradient comes from the next rank and goes to the previous one", y=y)
+    g = torch.ones(4, dtype=torch.float64)
+    if rank < n - 1:
+        group.receive(g, source=rank + 1)
+    if rank > 0:
+        group.send(g * factor, to=rank - 1)
+    lab.after(gradient_of_y=g, gradient_of_factor=g * x)
+
+    factors = [draw(i, 4).requires_grad_() for i in range(n)]
+    products = [torch.stack(factors[: i + 1]).prod(0) for i in range(n)]
+    gradients = torch.autograd.grad(products[-1].sum(), factors)
+    lab.claim("y is that of one process", y, products[rank])
+    lab.claim("the gradient is autograd's", g * x, gradients[rank])
+
+    first, second = torch.tensor([1.0 + rank]), torch.tensor([100.0 + rank])
+    lab.step("two messages to the next rank arrive in order", first=first, second=second)
+    # Everyone sends before anyone receives, so the ring does not block.
+    group.send(first, to=(rank + 1) % n)
+    group.send(second, to=(rank + 1) % n)
+    arrived, before = [torch.empty(1), torch.empty(1)], (rank - 1) % n
+    for message in arrived:
+        group.receive(message, source=before)
+    lab.after(arrived_first=arrived[0], arrived_second=arrived[1])
+    lab.claim("messages kept their order", torch.cat(arrived), [1 + before, 100 + before])
+
+
+def process_groups(lab: Lab) -> None:
+    """How ranks find each other: a key-value store, a group built on it, and shutting down in order.
+
+    Rendezvous is a small shared dictionary. Every rank writes its address and waits for those of the
+    others. HashStore exists in one process, FileStore in a file that all can open, TCPStore in rank 0
+    behind a port. All three have set, get, wait and an atomic add. `dist.init_process_group` makes
+    such a store from MASTER_ADDR and MASTER_PORT and then a group; here both are made by hand, so that
+    no global state remains. Backends: nccl where every rank has a GPU of its own, otherwise gloo.
+
+    Shutting down: first a barrier, then leave. A rank that leaves while a peer still waits for it ends
+    the peer, and a store must exist until its last reader is done.
+    """
+    group, rank, n = lab.group, lab.rank, lab.n
+    with tempfile.TemporaryDirectory() as folder:
+        # Everyone must know rank 0's folder and port: that is the least that ranks need to meet.
+        path = lab.from_rank_0(str(Path(folder) / "store"))
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = int(lab.from_rank_0(str(server.port)))
+        tcp = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+        hashed = dist.HashStore()  # nobody outside this rank can see it
+        stores = (hashed, [rank]), (dist.FileStore(path, n), range(n)), (tcp, range(n))
+        for store, members in stores:
+            name = type(store).__name__
+            keys = [f"address {i}" for i in members]
+            title = f"{name}: every rank writes its address, waits, and reads the others'"
+            lab.step(title, keys=keys)
+            store.set(f"address {rank}", f"rank {rank} is here")
+            store.wait(keys, PATIENCE)
+            read = [store.get(key).decode() for key in keys]
+            store.add("counted", 1)
+            group.barrier()  # now everyone has added
+            counted = store.add("counted", 0)
+            lab.after(read=read, counted=counted)
+            here = "; ".join(f"rank {i} is here" for i in members)
+            lab.claim(f"the {name} contains these ranks", "; ".join(read), here)
+            lab.claim(f"so many have added to the {name}", counted, len(members))
+
+        gradient = lab.own_gradient()
+        lab.step("a new group on the TCP store: all-reduce of the gradient", gradient=gradient)
+        gradient = all_reduced(gradient, tcp, rank, n) / n
+        lab.after(gradient=gradient)
+        group.barrier()  # rank 0's port and file stay until nobody needs them
+    lab.claim("the group's sum is one process's gradient", gradient, lab.whole_gradient())
+    enough = dist.is_nccl_available() and torch.cuda.device_count() >= n
+    lab.note(f"Here the backend would be {'nccl' if enough else 'gloo'}.")
+
+
+def all_reduced(x: Tensor, store: Any, rank: int, n: int) -> Tensor:
+    """The sum over ranks through a gloo group that exists only here, on loopback."""
+    gloo = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = PATIENCE
+    group = gloo(dist.PrefixStore("lab", store), rank, n, options)
+    group.allreduce([x]).wait()
+    group.barrier().wait()
+    return x
+
+
+def one_process(lab: Lab) -> None:
+    """One rank's code in one process: under a debugger, without its peers, or with them as threads.
+
+    A breakpoint in one of four processes stops one and leaves three waiting until they time out. There
+    are two ways out. With collectives that do nothing, any rank runs alone: what it computes before
+    the first message is right, what it receives is whatever the buffer contained, and the list of its
+    messages is exact. With ranks as threads everything is right, and stopping one stops all. `phalanx
+    lab` uses threads by itself when a tracer is on (`sys.gettrace`, or `sys.monitoring` since 3.12).
+    """
+    whole = lab.whole_gradient()
+    quiet = TallyWorld(lab.rank, lab.n, "cpu")
+    lab.step("as it is: among its peers", rows=lab.rows(0))
+    own, gradient = rank_code(quiet, lab.size, lab.group)
+    lab.after(gradient=gradient)
+    lab.claim("after the message it is one process's gradient", gradient, whole)
+
+    lab.step("collectives that do nothing: this rank alone", rows=lab.rows(0))
+    alone, unsummed = rank_code(quiet, lab.size)
+    lab.after(gradient=unsummed)
+    lab.claim("alone, it is the same before the message", alone, own)
+    lab.claim("and after it nobody has added anything", unsummed, own)
+    message = quiet.ledger[0]
+    lab.note(f"It would have sent: {message.collective} of {message.bytes:,} bytes.")
+    lab.claim("alone, the message is known", [message.bytes, message.size], [whole.nbytes, lab.n])
+
+    lab.step("all ranks as threads of this process", rows=lab.rows(0))
+    with _disable_current_modes():
+        threads = launch(rank_code, lab.n, lab.size, backend="threads")
+    lab.after(gradient=threads[lab.rank][1])
+    lab.claim("so it is as a thread", threads[lab.rank][1], whole)
+    lab.claim("under a tracer gloo becomes threads", chosen_under_a_tracer(), "threads")
+
+
+def rank_code(world: World, size: Size, group: Group | None = None) -> tuple[Tensor, Tensor]:
+    """What every rank does, written once: the gradient before and after it is averaged."""
+    group = group or world.split("inner", [range(world.size)])
+    rows = batch(size, 0)[size.part("batch", group.rank, group.size)]
+    gradient = gradients_of(start(size), rows)[1][0]
+    own = gradient.clone()
+    group.all_reduce(gradient, "average")
+    return own, gradient
+
+
+def chosen_under_a_tracer() -> str:
+    """The backend for gloo in a thread that a debugger follows."""
+    chosen: list[str] = []
+
+    def look() -> None:
+        sys.settrace(lambda *_: None)
+        chosen.append(backend_for("gloo"))
+        sys.settrace(None)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return chosen[0]
+
+
+def asynchronous_launch(lab: Lab) -> None:
+    """Why a timing without synchronisation is wrong: the call returns before the work is done.
+
+    A GPU kernel, or a collective with wait=False, is only *launched* by the call. A clock read when it
+    returns measures the launch. Here rank 0 is late on purpose: it enters only after the last rank has
+    launched, read its clock and sent a message. At that moment the result cannot exist, however fast
+    the launch was. On a GPU the cure is torch.cuda.synchronize (or events) before reading the clock,
+    or CUDA_LAUNCH_BLOCKING=1 to find errors; here it is .wait().
+    """
+    group, rank, last = lab.group, lab.rank, lab.n - 1
+    gradient, ready = lab.own_gradient(), torch.zeros(1)
+    lab.step("an all-reduce that is launched, and what the clock shows", gradient=gradient)
+    if rank == 0 and last:
+        group.receive(ready, source=last)  # late: the others have launched
+    begin = time.perf_counter()
+    work = group.all_reduce(gradient, "average", wait=False)
+    launched = time.perf_counter() - begin
+    done = work.done()
+    if rank == last and last:
+        group.send(ready, to=0)  # only now may rank 0 enter
+    with lab.doing("something useful meanwhile"):
+        torch.ones(lab.size.width) @ torch.ones(lab.size.width, lab.size.width)
+    work.wait()
+    waited = time.perf_counter() - begin
+    lab.after(gradient=gradient)
+    lab.note(
+        f"Rank {rank}: the call returned after {1e6 * launched:,.0f} us, the result was there "
+        f"after {1e6 * waited:,.0f} us. Done when it returned: {done}."
+    )
+    lab.claim("after waiting, it is one process's gradient", gradient, lab.whole_gradient())
+    lab.claim("nothing was done before rank 0 came", done and rank == last > 0, False)
+    if torch.cuda.is_available():
+        x = torch.randn(lab.size.width, lab.size.width, device="cuda")
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            _ = x @ x
+        launched = time.perf_counter() - begin
+        torch.cuda.synchronize()
+        waited = time.perf_counter() - begin
+        lab.note(f"Ten matmuls on the GPU: {launched:.1e} s to launch, {waited:.1e} s to do them.")
+
+
+AXES = ("dp", "pp", "cp", "tp")
+
+
+def grid(lab: Lab) -> None:
+    """The grid: a rank's coordinate along every axis of a mesh, and the groups that differ in only one.
+
+    Ranks are numbered like the digits of a number, the last axis fastest. Neighbours along the last
+    axis have neighbouring numbers and so are in one machine: what communicates most (tensor parallel)
+    comes last. The groups along an axis are the ranks that agree in all other digits. Summing along
+    every axis in turn is summing over everybody, so the axes of a layout can be considered one at a
+    time.
+    """
+    rank, sizes = lab.rank, shape_of(lab.n)
+    own = coordinates(rank, sizes)
+    ranks = torch.arange(lab.n).reshape(sizes)  # a second way to number them
+    lab.claim("it is where the array has it", own, (ranks == rank).nonzero()[0])
+    gradient = lab.own_gradient() / lab.n
+    title = "a mesh of " + " x ".join(f"{a}{s}" for a, s in zip(AXES, sizes, strict=True))
+    lab.step(title, rank=rank, coordinates=own, gradient=gradient)
+    for axis, name in enumerate(AXES):
+        group = lab.split(name, groups_along(axis, sizes))
+        met = gathered(group, torch.tensor([rank])).tolist()
+        group.all_reduce(gradient)
+        lab.note(f"Rank {rank}'s group along {name}: {met}")
+        line = ranks[tuple(slice(None) if i == axis else digit for i, digit in enumerate(own))]
+        lab.claim(f"its group along {name} is a line of the array", met, line)
+    lab.group.barrier()
+    lab.after(gradient=gradient)
+    lab.claim("the sums along every axis are the sum over all", gradient, lab.whole_gradient())
+    if rank == 0:
+        rows = [(axis, *map(str, groups_along(i, (2, 2, 2, 2)))) for i, axis in enumerate(AXES)]
+        lab.table("groups of dp2 pp2 cp2 tp2", ("axis", *[""] * 8), rows)
+
+
+def shape_of(n: int) -> list[int]:
+    """Four sizes whose product is n: its prime factors in turn, the last axis first."""
+    sizes = [1] * len(AXES)
+    axis, factor = len(AXES) - 1, 2
+    while n > 1:
+        if n % factor:
+            factor += 1
+            continue
+        sizes[axis] *= factor
+        n //= factor
+        axis = (axis - 1) % len(AXES)
+    return sizes
+
+
+def coordinates(rank: int, sizes: Sequence[int]) -> list[int]:
+    """The digits of a rank."""
+    return [rank // prod(sizes[i + 1 :]) % size for i, size in enumerate(sizes)]
+
+
+def groups_along(axis: int, sizes: Sequence[int]) -> list[list[int]]:
+    """The ranks that differ in one digit only, in order of that digit."""
+    stride = prod(sizes[axis + 1 :])
+    firsts = [rank for rank in range(prod(sizes)) if coordinates(rank, sizes)[axis] == 0]
+    return [[first + i * stride for i in range(sizes[axis])] for first in firsts]
