@@ -300,9 +300,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2900, "program": 3020, "draw": 1460, "plan": 3600, "models": 770, "comm": 4420,
-    "parallel": 2630, "cost": 1190, "bench": 1230, "train": 4920, "verify": 1250, "report": 600,
-    "lab": 2900, "cli": 4780,
+    "layout": 2842, "program": 2979, "draw": 1430, "plan": 3539, "models": 758, "comm": 4418,
+    "parallel": 2607, "cost": 1176, "bench": 1212, "train": 4912, "verify": 1238, "report": 594,
+    "lab": 2899, "cli": 4738,
 }  # fmt: skip
 
 

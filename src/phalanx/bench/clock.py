@@ -18,8 +18,6 @@ import torch
 
 from ..comm import Group
 
-__all__ = ["Clock", "Timing"]
-
 # A reading is at least this long (seconds): hundreds of times the clock's own step.
 LEAST = 1e-3
 MOST_CALLS = 200

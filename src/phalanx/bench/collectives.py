@@ -20,8 +20,6 @@ from ..plan import bus_factor
 from ..plan.curve import FACTORS
 from .clock import Clock
 
-__all__ = ["OPERATIONS", "Sample", "Sweep", "grouped", "measure_collectives"]
-
 OPERATIONS = tuple(FACTORS)
 _PERIOD = 997  # prime, so that no part of a tensor begins as another does
 

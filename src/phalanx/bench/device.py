@@ -17,8 +17,6 @@ from ..layout.choices import DEVICES, GLOO, NCCL, PRECISIONS, TF32
 from ..layout.choices import DTYPES as TRAITS
 from ..plan import Device, MachineError, device_named
 
-__all__ = ["LocalDevice", "dtype_of", "local_device", "products_in"]
-
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS}
 
 

@@ -16,8 +16,6 @@ from ..plan import Curve
 from ..plan.curve import moved, steps
 from .collectives import Sample
 
-__all__ = ["Growth", "fit", "fit_all", "growths"]
-
 # A bend has to lower the squared error by this factor, or it describes noise; and where a straight
 # line is already this near (relative, mean square), none is looked for.
 WORTH = 0.6

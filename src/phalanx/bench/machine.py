@@ -21,8 +21,6 @@ from .matmul import decoder_products, measure_products, square_products
 from .overlap import measure_copies, measure_messages
 from .stores import measure_stores
 
-__all__ = ["Thoroughness", "WrongResult", "measure_machine", "topology_of"]
-
 
 class WrongResult(RuntimeError):
     """A collective gave wrong numbers: whatever its time was, it means nothing."""

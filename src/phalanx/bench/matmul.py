@@ -20,8 +20,6 @@ from ..plan import Rate
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
 
-__all__ = ["MatrixProduct", "decoder_products", "measure_products", "square_products"]
-
 # More than any cache of the catalogue; the copies of one product's operands take this much.
 COLD = 256 << 20
 

@@ -25,8 +25,6 @@ from ..models import Decoder
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
 
-__all__ = ["Iteration", "WideMlp", "measure_block", "measure_mlp"]
-
 
 @dataclass(frozen=True)
 class Iteration:

@@ -19,8 +19,6 @@ from ..plan import Hidden
 from .clock import Clock
 from .device import LocalDevice, dtype_of
 
-__all__ = ["Overlap", "measure_copies", "measure_messages"]
-
 Call = Callable[[], object]
 
 

@@ -10,8 +10,6 @@ from ..plan import Store
 from .clock import Clock
 from .device import LocalDevice
 
-__all__ = ["measure_stores"]
-
 
 def measure_stores(device: LocalDevice, *, size: int = 0, limit: float = 2.0) -> tuple[Store, ...]:
     """Bytes read and written a second by a copy, a sum (reads only) and a fill (writes only).

@@ -13,8 +13,6 @@ from ..plan.local import hardware_of_machine, profile_for
 from ..plan.search import search
 from ..plan.step import Request
 
-__all__ = ["auto"]
-
 
 def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
     """The layout for ranks that compute on so many GPUs, 0: on the CPU; who chose it and why."""

@@ -20,8 +20,6 @@ from .usage import UsageError, unmakable
 if TYPE_CHECKING:
     from ..parallel import Model
 
-__all__ = ["misfit", "model_of", "refuse_before", "refuse_illegal", "refuse_large"]
-
 GIB = 2**30
 _LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # then ranks stand on other machines too
 

@@ -47,8 +47,6 @@ from .usage import (
 if TYPE_CHECKING:
     from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample
 
-__all__ = ["run"]
-
 LONGEST = 1 << 20  # the side of a matrix product
 # What an option has by default, where that depends on the device: on a CPU, on a GPU.
 _DEFAULTS: dict[str, tuple[Any, Any]] = {

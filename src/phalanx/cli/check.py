@@ -17,8 +17,6 @@ from ..program import Program, Proof, build, check, faults
 from .before import misfit
 from .usage import Parser, UsageError, read, result
 
-__all__ = ["run"]
-
 _EPILOG = """\
 Exit code 0: it fits and its program is proved; 1: it does not, with every reason; 2: wrong usage.
 

@@ -13,8 +13,6 @@ from ..layout.choices import FAMILIES, STORED
 from ..layout.run import CHECKPOINTS
 from .usage import Parser, UsageError, chosen, refuse_irregular, result, say
 
-__all__ = ["run"]
-
 _EPILOG = """\
   phalanx checkpoint show runs/first
   phalanx checkpoint verify runs/first/checkpoints/step-00000100

@@ -14,8 +14,6 @@ from ..layout.source import names_source, refuse_broken
 from ..program import Load, PieceCost, ops
 from .usage import Parser, UsageError, print_json, say
 
-__all__ = ["named_shape", "run"]
-
 _EPILOG = """\
 Found by running each piece on meta tensors over a backend that sends nothing; kept in
 $XDG_CACHE_HOME/phalanx/costs. F forward, B backward (or I input's and W weights'

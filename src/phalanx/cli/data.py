@@ -9,8 +9,6 @@ from pathlib import Path
 from ..draw import text_table
 from .usage import Parser, UsageError, chosen, real, result
 
-__all__ = ["run"]
-
 _EPILOG = """\
   phalanx data prepare books/ --out data/books
   phalanx data prepare web.jsonl --out data/web --tokenizer tokenizer.json

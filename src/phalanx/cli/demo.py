@@ -20,8 +20,6 @@ from ..layout.journal import read_journal
 from ..layout.run import Run
 from .usage import Parser, result, say, try_folder
 
-__all__ = ["run"]
-
 Show = Callable[[str], None]
 
 FIRST, THEN = "dp2 pp2 zero1 1f1b:2 fp64", "dp2 tp2 zero3 fp64"

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from ..bench import LocalDevice
     from ..plan import Machine
 
-__all__ = ["run"]
-
 _EPILOG = """\
   phalanx doctor                      this machine, and its memory bandwidth
   phalanx doctor --out machine.toml   measures all of it, for plans

@@ -45,8 +45,6 @@ from .usage import (
     write,
 )
 
-__all__ = ["run"]
-
 MOST = 4096  # ranks of the picture of a mesh
 
 _EPILOG = """\

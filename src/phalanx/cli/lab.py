@@ -12,8 +12,6 @@ from .usage import Parser, UsageError, print_json, result, save, say, whole
 if TYPE_CHECKING:
     from ..lab import LabTrial
 
-__all__ = ["run"]
-
 _EPILOG = """\
   phalanx lab                            lists the experiments
   phalanx lab zero-3 --ranks 2           runs one and checks its values

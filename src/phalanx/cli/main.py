@@ -16,8 +16,6 @@ from contextlib import suppress
 from ..layout.files import reason
 from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 
-__all__ = ["VERBS", "main"]
-
 # A verb's module stands beside this file and offers run(argv) -> exit code. Nothing is imported
 # until its verb is used: most verbs need no torch, and start at once.
 VERBS: dict[str, str] = {

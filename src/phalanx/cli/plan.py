@@ -23,8 +23,6 @@ from .cost import named_shape
 from .plan_text import plan_figures, plan_text
 from .usage import Parser, UsageError, print_json, say, try_file, write
 
-__all__ = ["count", "request_flags", "request_of", "run"]
-
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
 _MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs

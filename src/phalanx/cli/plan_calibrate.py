@@ -18,8 +18,6 @@ from ..plan.local import hardware_of_machine, profile_for
 from ..plan.profile import FITTED, SoftwareProfile
 from .usage import Parser, UsageError, print_json, say, try_file, write
 
-__all__ = ["run"]
-
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
   phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml

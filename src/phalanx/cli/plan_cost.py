@@ -16,8 +16,6 @@ from .plan_explain import named
 from .plan_text import utilization
 from .usage import Parser, UsageError, print_json, say
 
-__all__ = ["run"]
-
 # float32 weights and two averages: what a checkpoint holds of each parameter.
 _SAVED = 12.0
 _DISK = 1e9  # bytes a second that each device writes, when nothing is args

@@ -17,8 +17,6 @@ from .before import refuse_illegal
 from .plan_text import choice_figures, choice_text
 from .usage import UsageError, print_json, say, screen
 
-__all__ = ["explain", "named"]
-
 _SHORT = {"activations": "kept"}
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 

@@ -14,8 +14,6 @@ from ..plan.search import Baseline, Plan
 from ..plan.step import Choice, Request
 from .plan_text import utilization
 
-__all__ = ["page"]
-
 _Array = NDArray[np.float64]
 Points = list[tuple[float, float]]
 _CELLS = 24.0  # of a doubling: of the candidates in one cell of so fine a grid one is drawn

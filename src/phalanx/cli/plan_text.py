@@ -15,8 +15,6 @@ from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
 from ..plan.step import PARTS, Choice, Request
 
-__all__ = ["choice_figures", "choice_text", "plan_figures", "plan_text", "utilization"]
-
 _NAMES = {
     "compute": "computing",
     "tensor": "messages in blocks",

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..report.compared import Compared
     from ..report.predicted import Step
 
-__all__ = ["run"]
-
 _EPILOG = """\
 The page is one file that fetches nothing: loss with restarts, step time, MFU, memory, a measured
 step, the mesh, the configuration and versions. With --machine or --cluster also what a plan counts

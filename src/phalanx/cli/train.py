@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..comm.join import Rendezvous
     from ..train.loop import Outcome
 
-__all__ = ["STOPPED", "run"]
-
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
 _BEGUN = time.time()  # a STOP file older than this process is not meant for it
 _EPILOG = """\

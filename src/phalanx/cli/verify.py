@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..parallel import Model
     from ..verify import Verdict
 
-__all__ = ["run"]
-
 STEPS = 10_000
 MOST = 64  # ranks of which all layouts are listed: there are some hundred thousand
 

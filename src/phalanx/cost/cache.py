@@ -26,8 +26,6 @@ from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_r
 if TYPE_CHECKING:
     from ..parallel import Model
 
-__all__ = ["Pieces", "cached_costs"]
-
 _FORMAT = 1
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..layout import Shape
 from ..program import Program, ops
 
-__all__ = ["OpFlops", "StepFlops", "forward_flops", "step_flops"]
-
 # A backward computes two products for each of the forward: the input's gradient and the weight's.
 BACKWARD = 2.0
 # Flash attention keeps no scores: its backward computes them again, five products for two.

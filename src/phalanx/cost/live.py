@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_iter
 
 from ..parallel.data import storage_of
 
-__all__ = ["Live"]
-
 
 class Live(TorchDispatchMode):
     """While it is on (in this thread), every storage that an operation makes is known until it is

@@ -25,8 +25,6 @@ from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
-__all__ = ["COMPUTE", "alike", "run", "piece_costs", "cost_kinds"]
-
 COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 
 

@@ -21,8 +21,6 @@ from ..parallel.data import storage_of
 from ..program import AttentionLoad, Load, MessageLoad, Product
 from .live import Live
 
-__all__ = ["PREFIX", "Known", "Scales"]
-
 # Groups of a costing have names of their own: the process may have a world at work.
 PREFIX = "piece_costs."
 _AXES = {"tp": "tp", "ring": "cp.ring", "ulysses": "cp.ulysses"}

@@ -22,8 +22,6 @@ from ..program import PieceCost, Program, Sizes
 from .pieces import alike, run
 from .scales import PREFIX, Known
 
-__all__ = ["sizes_of"]
-
 Batch = Mapping[str, Tensor]
 
 

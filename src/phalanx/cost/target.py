@@ -18,8 +18,6 @@ from ..layout import LayoutError
 from ..models import RMSNorm
 from .scales import Scales
 
-__all__ = ["TARGETS", "Target", "fuse"]
-
 TARGETS = ("cuda", "cpu")
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from .markup import COLOURS, LETTER, Html, box, document, label, line, tag
 from .words import ticks, wrapped
 
-__all__ = ["Bars", "ChartAxis", "Series", "bars", "chart"]
-
 Points = Sequence[tuple[float, float]]
 
 _LEFT, _TOP, _WIDTH, _HEIGHT = 78.0, 62.0, 560.0, 300.0

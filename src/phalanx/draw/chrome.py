@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from ..program import Span, Timeline
 from .picture import Picture, apart
 
-__all__ = ["chrome"]
-
 # The trace's clock counts microseconds. A measured second is a second there; a unit of cost, which
 # is no time at all, becomes a millisecond, so that a step is neither invisible nor hours long.
 _SECOND, _UNIT = 1e6, 1e3

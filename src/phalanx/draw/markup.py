@@ -10,20 +10,6 @@ from html import escape
 
 from .words import wrapped
 
-__all__ = [
-    "COLOURS",
-    "LETTER",
-    "Html",
-    "box",
-    "document",
-    "label",
-    "line",
-    "paragraphs",
-    "table",
-    "tag",
-    "text_table",
-]
-
 # Okabe and Ito (2008): colour-blind readers can tell them apart. Black text is legible on each.
 _COLOURS = "#56b4e9 #e69f00 #2fb98f #cc79a7 #d55e00 #8fa8c8 #b08900 #b0b0b0 #a58bc9"
 COLOURS = tuple(_COLOURS.split())

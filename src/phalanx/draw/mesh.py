@@ -16,8 +16,6 @@ from .markup import COLOURS, Html, box, document, label, text_table
 from .svg import tinted
 from .words import wrapped
 
-__all__ = ["MeshPicture", "WeightShard", "mesh_svg", "mesh_text"]
-
 _DIMS = (*AXIS_OF, "embed", "head", "position", "-")
 _RANKS = 64  # more are counted, not listed
 

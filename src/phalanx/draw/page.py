@@ -18,8 +18,6 @@ from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
 from .words import change, number
 
-__all__ = ["frame", "page", "timeline"]
-
 _HINT = (
     "+ and − zoom, and so does the wheel after a click; drag or ← → move, n and p go to the next and"
     " previous operation, ↑ ↓ change the lane, 0 shows all."

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..program import KINDS, Op, Span, Timeline, ops
 from .words import number
 
-__all__ = ["LEGEND", "PAINTS", "Picture", "Track"]
-
 PAINTS = {letter: kind.paint for letter, kind in KINDS.items()}
 LEGEND = {letter: kind.name for letter, kind in KINDS.items() if letter != ops.RECEIVE}
 

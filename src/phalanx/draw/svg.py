@@ -11,8 +11,6 @@ from .markup import LETTER, Html, box, document, label, line, tag
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import change, number, ticks
 
-__all__ = ["Bar", "Row", "gantt", "svg", "tinted"]
-
 _ROW, _LANE, _GAP, _PAD, _TOP = 26, 17, 4, 20, 62
 
 

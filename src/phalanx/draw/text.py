@@ -17,8 +17,6 @@ from .markup import text_table
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import change, number, ticks, wrapped
 
-__all__ = ["text"]
-
 _IDLE = "·"
 _LINES = 150  # a picture that would be longer is drawn with narrower cells
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from textwrap import wrap
 
-__all__ = ["change", "number", "ticks", "wrapped"]
-
 
 def number(x: float) -> str:
     """A number in at most four digits: 33, 0.125, 1.047."""

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ..draw import text_table
 
-__all__ = ["NAMES", "Experiment", "LabError", "Size", "experiment", "listing"]
-
 # Of each file in `experiments` its functions, in the order in which they are best read.
 _FILES = {
     "messages": "collectives point-to-point process-groups one-process asynchronous-launch grid",

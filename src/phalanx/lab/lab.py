@@ -23,8 +23,6 @@ from .catalogue import Size
 from .mlp import batch, gradients_of, one_process, start, update
 from .record import Interval, LabStep, RankRecord, compared, value_of
 
-__all__ = ["Lab", "LiveOverTime", "gathered", "scattered", "sends"]
-
 Part = Callable[[list[Tensor]], list[Tensor]]
 
 

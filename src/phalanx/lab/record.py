@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Claim", "Interval", "LabStep", "RankRecord", "Value", "compared", "value_of"]
-
 
 @dataclass(frozen=True)
 class Claim:

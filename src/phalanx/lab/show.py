@@ -9,8 +9,6 @@ from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, 
 from .record import Interval, LabStep
 from .trial import LabTrial
 
-__all__ = ["as_json", "claims_text", "lab_page", "lab_text"]
-
 Steps = Sequence[tuple[int, LabStep]]  # (rank, step)
 
 

@@ -13,8 +13,6 @@ from .catalogue import Experiment, LabError, Size, experiment
 from .lab import Lab
 from .record import Claim, LabStep, RankRecord
 
-__all__ = ["LabTrial", "backend_for", "conduct", "traced"]
-
 
 @dataclass(frozen=True)
 class LabTrial:

@@ -13,8 +13,6 @@ from .legal import divisors, legal
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 
-__all__ = ["AXES", "SHAPES", "covering", "every_layout"]
-
 AXES = ("dp", "pp", "cp", "tp")
 _SMALL = Shape(
     "small", layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12, batch=25

@@ -21,11 +21,6 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hint
 
 from .files import DEPTH, parse_toml, read_text, unwritable
 
-__all__ = [
-    "FileError", "Mistake", "Reader", "decode", "dump", "every_key", "key", "load", "out_of_bounds",
-    "parse", "schema", "table", "toml_value",
-]  # fmt: skip
-
 SHOWN = 20  # mistakes of one file beyond which only their number is reported
 T = TypeVar("T")
 

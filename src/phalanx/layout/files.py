@@ -17,11 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-__all__ = [
-    "DEPTH", "SMALL", "large_number", "open_regular", "parse_json", "parse_toml", "printable",
-    "read_text", "reason", "sync_folder", "unwritable", "write_text",
-]  # fmt: skip
-
 Refusal = Callable[[str], Exception]
 
 SMALL = 1 << 20  # bytes of a TOML file: a run, a shape, a machine

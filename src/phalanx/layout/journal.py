@@ -10,8 +10,6 @@ from typing import Any
 
 from .files import open_regular
 
-__all__ = ["Record", "read_journal"]
-
 Record = dict[str, Any]
 LIMIT = 1 << 32  # bytes of a journal: years of a run
 LINE = 1 << 24  # bytes of a record

@@ -23,8 +23,6 @@ from .choices import (
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .source import OWN, names_source
 
-__all__ = ["Layout"]
-
 _OFFLOADS = ("weights", "optimizer", "activations")
 MICROBATCHES = 100_000  # the most of a step
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)

@@ -15,8 +15,6 @@ from .layout import Layout
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 
-__all__ = ["Violation", "legal", "nearest"]
-
 
 @dataclass(frozen=True)
 class Violation:

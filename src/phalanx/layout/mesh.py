@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
-__all__ = ["AXES", "Axis", "LayoutError", "Mesh"]
-
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _PARTS = {"dp": ("replicate", "shard"), "cp": ("ring", "ulysses")}
 RANKS = 1 << 18  # the most that a mesh may have

@@ -8,20 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "NumberError",
-    "binary_text",
-    "bytes_text",
-    "count_text",
-    "flops_text",
-    "parse_bytes",
-    "parse_byte_sizes",
-    "parse_count",
-    "rate_text",
-    "seconds_text",
-    "si_text",
-]
-
 _SI = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 

@@ -14,8 +14,6 @@ from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import Shape
 
-__all__ = ["recipe"]
-
 NODE = 8  # devices that talk fast to each other
 STATE = (
     16  # bytes a parameter: weight, gradient, two averages and a float32 copy, in mixed precision

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from .mesh import LayoutError
 
-__all__ = ["AXIS_OF", "Cut", "Rules"]
-
 # One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
 AXIS_OF: dict[str, str] = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffn": "tp"}
 DIMS = ("embed", "head", "position", "-", *AXIS_OF)

@@ -23,18 +23,6 @@ from .mesh import LayoutError
 from .shape import Shape, ShapeError
 from .source import names_source, split_name, syntax_error
 
-__all__ = [
-    "CHECKPOINTS",
-    "Checkpoints",
-    "Metrics",
-    "OptimizerChoice",
-    "Profiling",
-    "Run",
-    "RunError",
-    "Validation",
-    "run_schema",
-]
-
 BYTES = 256  # the vocabulary of the built-in data
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
 

@@ -15,8 +15,6 @@ from typing import Any
 from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
 from .mesh import LayoutError
 
-__all__ = ["Shape", "ShapeError"]
-
 _FOLDER = Path(__file__).parent / "shapes"
 
 # Names under which the shapes that ship with phalanx are published.

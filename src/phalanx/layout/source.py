@@ -19,10 +19,6 @@ from typing import Any
 
 from .files import open_regular, reason
 
-__all__ = [
-    "OWN", "load_source", "names_source", "refuse_broken", "running", "split_name", "syntax_error",
-]  # fmt: skip
-
 Refusal = Callable[[str], Exception]
 OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
 LIMIT = 1 << 24  # bytes of a source file

@@ -12,8 +12,6 @@ from .layout import Layout
 from .mesh import LayoutError, Mesh
 from .shape import Shape
 
-__all__ = ["balance", "partial_pieces", "piece_layout", "stage_pieces"]
-
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     """The pieces of every virtual stage, in the order in which data flows through them.

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from .noise import Dropout
 from .norm import RMSNorm
 
-__all__ = ["Attention", "Core", "Rope", "RopeScaling", "rotate"]
-
 
 @dataclass(frozen=True)
 class RopeScaling:

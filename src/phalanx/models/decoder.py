@@ -24,8 +24,6 @@ from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
 
-__all__ = ["RULES", "Block", "Decoder", "Embed", "Head", "Mlp", "describe"]
-
 RULES = """\
 embed.tokens.weight : vocab embed
 embed.positions.weight : position embed

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["IGNORED", "CrossEntropy", "token_loss"]
-
 IGNORED = -100  # a target that counts nothing
 
 # Numbers of a chunk by device: a float32 copy that stays in a CPU's cache, or keeps a GPU busy.

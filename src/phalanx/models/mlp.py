@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["RULES", "DeepMlp", "Identity", "Layer", "MeanSquare", "describe"]
-
 RULES = "layers.*.weight : embed ffn"
 
 

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Dropout", "block_noise", "token_noise"]
-
 _WORD = 0xFFFFFFFF
 
 

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["RMSNorm", "norm_of"]
-
 
 class _RootMeanSquare(torch.autograd.Function):
     """x / rms(x) * weight that keeps x as it is and one number per row.

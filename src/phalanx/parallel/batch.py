@@ -21,8 +21,6 @@ from torch import Tensor
 from ..layout import Layout
 from ..models import IGNORED
 
-__all__ = ["count_valid", "edge_shape", "held_times", "microbatches", "share", "time_multiple"]
-
 # Padding is a document of its own whose targets count nothing.
 _FILLS = {"targets": IGNORED, "documents": -1}
 

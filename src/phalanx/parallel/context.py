@@ -23,8 +23,6 @@ from ..layout import Layout, LayoutError
 from .kernels import MaskBlock, attend, attend_gradients, mask_blocks
 from .model import Model
 
-__all__ = ["Leak", "RingCore", "UlyssesCore", "around", "install_context", "leaks"]
-
 Ids = Tensor | None  # (batch, time): a number for each token
 
 

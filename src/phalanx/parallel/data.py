@@ -20,9 +20,6 @@ from ..comm import Work
 from .groups import UnitGroups
 from .tensor import Weight
 
-__all__ = ["Entry", "BufferPool", "Precision", "Segment", "Then", "Together", "Unit"]
-
-
 Matmul = Callable[[Tensor, Tensor], Tensor]  # (m, k), (k, n) -> (m, n)
 
 

@@ -19,8 +19,6 @@ from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core
 from .model import Model
 
-__all__ = ["misfits", "refuse_unfit"]
-
 _HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

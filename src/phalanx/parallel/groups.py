@@ -18,8 +18,6 @@ from ..program import Program, ops
 from .context import around
 from .model import Model
 
-__all__ = ["Groups", "UnitAxes", "UnitGroups", "open_groups", "unit_axes"]
-
 Ranks = tuple[tuple[int, ...], ...]  # disjoint groups of ranks that together are all ranks
 
 

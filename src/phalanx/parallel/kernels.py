@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MaskBlock", "attend", "attend_gradients", "mask_blocks"]
-
 STRIP = 512
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -20,8 +20,6 @@ from .model import Model, start
 from .pieces import Bundle, Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
-__all__ = ["LocalModel", "build_local", "model_stages"]
-
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:

@@ -20,8 +20,6 @@ from ..layout import LayoutError, Rules, Shape
 from ..layout.source import load_source, running, split_name
 from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
 
-__all__ = ["Model", "build_model", "load_model", "start"]
-
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
 

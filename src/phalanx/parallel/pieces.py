@@ -27,8 +27,6 @@ from .data import Matmul, Then, Unit, storage_of
 from .recompute import contexts
 from .tensor import RowLinear
 
-__all__ = ["Box", "Bundle", "CopyLane", "Piece"]
-
 Bundle = dict[str, Tensor]
 
 

@@ -20,8 +20,6 @@ from ..layout import LayoutError
 from . import context as _registers_the_ring  # noqa: F401
 from .data import storage_of
 
-__all__ = ["contexts"]
-
 _aten = torch.ops.aten
 _region = torch.ops.phalanx.region.default
 _PRODUCTS = {

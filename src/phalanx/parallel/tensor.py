@@ -23,8 +23,6 @@ from ..models import Dropout, token_loss
 from .groups import Groups
 from .model import Model
 
-__all__ = ["Weight", "VocabularyCrossEntropy", "cut_weights", "install_regions"]
-
 
 @dataclass(frozen=True)
 class Weight:

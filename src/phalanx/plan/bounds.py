@@ -22,8 +22,6 @@ from .price import OpTime
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
 from .step import Pricer, Three, Units
 
-__all__ = ["Bounds", "bounds", "in_flight"]
-
 Array = NDArray[np.float64]
 
 

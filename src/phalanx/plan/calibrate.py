@@ -35,8 +35,6 @@ from .step import (
     parts_of,
 )
 
-__all__ = ["CostedRun", "Measured", "by_model", "calibrated", "costed", "read_run"]
-
 
 @dataclass(frozen=True)
 class Measured:

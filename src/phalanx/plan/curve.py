@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["FACTORS", "Curve", "bus_factor", "moved", "steps"]
-
 # The bytes that each rank has to send, for each byte of S, whoever does the collective how well.
 # S is a rank's input of all-reduce, reduce-scatter, reduce and all-to-all, its output of all-gather,
 # the root's whole of scatter and gather, the message of broadcast and send.

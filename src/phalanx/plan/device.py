@@ -15,11 +15,6 @@ from pathlib import Path
 from ..layout.choices import BF16
 from ..layout.codec import FileError, parse
 
-__all__ = [
-    "MACHINES", "Chip", "Device", "MachineError", "MachineFileError", "Memory", "device",
-    "device_named", "devices",
-]  # fmt: skip
-
 MACHINES = Path(__file__).parent / "machines"
 _OTHERS = ("links", "clusters")
 

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from .profile import FITTED, SoftwareProfile
 
-__all__ = ["Path", "TimedRun", "fit"]
-
 # Seconds of the operations on one path through a run's program, under a profile.
 Path = Callable[[SoftwareProfile], float]
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more

@@ -19,8 +19,6 @@ from .curve import FACTORS
 from .device import Device, MachineError
 from .link import Cluster, link
 
-__all__ = ["Roofline", "Hop", "Network", "Hardware", "NetworkTimes", "hardware_of"]
-
 # What is assumed of a device whose best product, or attention kernel, nobody has measured.
 REACHED = 0.75  # of the stated peak
 FLASH = 0.6  # of the best product

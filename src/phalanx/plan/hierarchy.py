@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from .device import Device
 from .link import clusters, link
 
-__all__ = ["Place", "hierarchy"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -15,8 +15,6 @@ from ..layout.choices import BF16
 from ..layout.codec import decode
 from .device import MACHINES, Device, MachineError, MachineFileError, device
 
-__all__ = ["Cluster", "Level", "Link", "cluster", "clusters", "link", "links"]
-
 
 @dataclass(frozen=True)
 class Link:

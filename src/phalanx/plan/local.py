@@ -17,8 +17,6 @@ from .hardware import HOST_LINK, Hardware
 from .machine import Machine, Rate
 from .profile import SoftwareProfile, profile
 
-__all__ = ["Curves", "MeasuredRates", "hardware_of_machine", "local_profile", "profile_for"]
-
 _NEAR = {TF32: FP32, FP16: BF16}  # the dtype that stands for one that was not measured
 _ATTENTION = 0.6  # of the product's rate: what a fused kernel is assumed to reach
 

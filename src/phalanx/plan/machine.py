@@ -9,8 +9,6 @@ from ..layout.codec import dump, key, load, parse
 from .curve import Curve
 from .device import Device, MachineError, MachineFileError, device
 
-__all__ = ["Hidden", "Machine", "Rate", "Store"]
-
 
 @dataclass(frozen=True)
 class Rate:

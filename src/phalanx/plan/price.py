@@ -13,16 +13,6 @@ from ..program import AttentionLoad, Load, MessageLoad, PieceCost
 from .hardware import Hardware
 from .profile import SoftwareProfile
 
-__all__ = [
-    "KEPT_SCORES",
-    "OpParts",
-    "OpTime",
-    "PieceParts",
-    "PieceTimes",
-    "op_parts",
-    "piece_parts",
-]
-
 # Bytes that scores cost in memory when attention keeps them, for each pair and head: written,
 # softened, masked, read (forward), and back.
 _SCORES = {True: 12.0, False: 16.0}

@@ -16,8 +16,6 @@ from pathlib import Path
 from ..layout.codec import decode, key, load
 from .device import MachineError, MachineFileError
 
-__all__ = ["FITTED", "SoftwareProfile", "profile", "profile_named", "profiles"]
-
 # The numbers that a fit may change, with the range it may use.
 FITTED: dict[str, tuple[float, float]] = {
     "speed": (0.45, 1.05),

@@ -16,8 +16,6 @@ from .step import MEMORY
 if TYPE_CHECKING:
     from .search import Screened
 
-__all__ = ["Refusal", "refusals"]
-
 _PARTS = {
     "compute": "computing", "tensor": "messages inside blocks", "data": "gathering and summing",
     "pipe": "sends between stages", "bubble": "the bubble", "update": "the update",

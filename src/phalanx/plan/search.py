@@ -17,8 +17,6 @@ from .refused import Refusal, refusals
 from .space import Options, Space
 from .step import Choice, Pricer, Request
 
-__all__ = ["Baseline", "Plan", "Screened", "baselines", "judge", "search"]
-
 _OPS = 2_000_000  # operations simulated in all
 _MISSES = 300_000  # of these while too few fit, before those that hold less are tried
 _ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill

@@ -24,18 +24,6 @@ from ..layout.choices import ACCUM, CHUNKS, GPIPE, SCHEDULES, ZB_H2, traits
 from .hardware import Network
 from .step import Request
 
-__all__ = [
-    "ORDERS",
-    "Grid",
-    "Inner",
-    "Pipeline",
-    "Space",
-    "Zero",
-    "blocks_of",
-    "ranks_of",
-    "spread",
-]
-
 ORDERS = ("dp pp cp tp", "pp dp cp tp")  # which neighbours are near: axes, outermost first
 _SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
 _PART = 2048  # tokens of a sequence's part that are worth a message

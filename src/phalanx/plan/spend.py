@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["MTBF_HOURS", "Spending", "interval", "spending"]
-
 # Grattafiori et al. 2024, The Llama 3 Herd of Models, section 3.3.4: 419 unexpected interruptions
 # in 54 days on 16,384 GPUs, one in 50,700 hours of a device.
 MTBF_HOURS = 54 * 24 * 16384 / 419

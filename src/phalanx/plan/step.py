@@ -22,12 +22,6 @@ from .hardware import Hardware
 from .price import PieceParts, PieceTimes, piece_parts
 from .profile import SoftwareProfile
 
-__all__ = [
-    "MEMORY", "PARTS", "Case", "Choice", "CostFunction", "PieceKinds", "Pricer", "Request",
-    "Three", "UnitTimes", "Units", "case_of", "choice", "costs_of", "distance", "longest",
-    "parts_of", "predicted", "sizes_of_case",
-]  # fmt: skip
-
 # The kinds of memory and the parts of a step, in the order in which they are printed.
 MEMORY = (
     "weights", "gradients", "optimizer", "activations", "inputs", "gathered", "messages",

@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Topology", "TopologyError", "parse_topology", "read_topology"]
-
 # From near to far, as nvidia-smi explains them.
 KINDS: dict[str, str] = {
     "NV": "NVLink, the number of links follows",

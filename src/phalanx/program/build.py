@@ -27,8 +27,6 @@ from .schedules import refuse_vast, schedule
 from .search import search
 from .simulate import Costs
 
-__all__ = ["build", "forward_only"]
-
 
 def build(
     layout: Layout,

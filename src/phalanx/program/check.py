@@ -17,8 +17,6 @@ from .ops import COMPUTE
 from .program import Op, Program, ProgramError
 from .state import State
 
-__all__ = ["Proof", "check", "faults"]
-
 
 @dataclass(frozen=True)
 class Proof:

@@ -17,8 +17,6 @@ from .ops import COMPUTE, KINDS
 from .program import Op, Program
 from .state import Lack, State
 
-__all__ = ["Graph", "graph", "group_axes", "lane", "possible"]
-
 
 def lane(op: Op, program: Program, row: int) -> str:
     """Where an operation of a row runs: the compute lane, a link, or a copy to or from the host.

@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-__all__ = ["AttentionLoad", "Load", "MessageLoad", "Product", "PieceCost", "at_rows"]
-
 
 @dataclass(frozen=True)
 class Product:

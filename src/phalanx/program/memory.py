@@ -13,8 +13,6 @@ from . import ops, state
 from .program import Op, Program
 from .state import State
 
-__all__ = ["Followed", "MemoryChange", "Peak", "Sizes", "changes", "follow", "peaks"]
-
 
 @dataclass(frozen=True)
 class Sizes:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Kind", "Paint"]
-
 COMPUTE = "compute"  # the lane of the device's arithmetic
 
 # What the piece and the index of an operation are.

@@ -15,20 +15,6 @@ from .memory import Sizes, peaks
 from .program import Op, Program, ProgramError
 from .state import State, restarts
 
-__all__ = [
-    "expand",
-    "finish",
-    "gather",
-    "matrices",
-    "messages",
-    "offload_activations",
-    "recompute",
-    "recompute_to_fit",
-    "reduce",
-    "sum_parts",
-    "tie",
-]
-
 
 def _woven(
     row: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from ..layout import LayoutError, Mesh
 from . import ops
 
-__all__ = ["Op", "Program", "ProgramError"]
-
 _HEADER = "phalanx program 1"
 MOST = 999_999  # the largest number of a piece, a microbatch, a rank
 _N = "[0-9]{1,6}"

@@ -16,8 +16,6 @@ from .program import Program, ProgramError
 from .simulate import Costs, simulate
 from .timeline import Timeline
 
-__all__ = ["Recorded"]
-
 _BUSY = (*COMPUTES, UPDATE)  # the processor works as long as they last
 
 

@@ -29,8 +29,6 @@ from ..layout.source import load_source, running, split_name
 from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
 from .program import MOST, Op, Program, ProgramError
 
-__all__ = ["SCHEDULES", "Schedule", "schedule"]
-
 FORWARDS = 500_000  # the most of a program
 Rows = list[list[Op]]
 Schedule = Callable[[int, int, int], Rows]

@@ -20,8 +20,6 @@ from .program import Op, Program, ProgramError
 from .schedules import schedule
 from .simulate import Costs, simulate
 
-__all__ = ["bound", "search"]
-
 _BESIDE = (ONE_F_ONE_B, GPIPE, ZB_H1, ZB_H2, INTERLEAVED, ZB_V)  # of equals the first wins
 _KINDS = (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 _ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)  # the most urgent first

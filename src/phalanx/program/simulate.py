@@ -17,9 +17,6 @@ from .schedules import refuse_vast
 from .state import State
 from .timeline import Span, Timeline
 
-__all__ = ["Compiled", "Costs", "compiled", "critical", "repeat", "simulate", "timeline", "times"]
-
-
 _HALVES = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 
 

@@ -15,8 +15,6 @@ from typing import NamedTuple
 from . import ops
 from .program import Op, Program
 
-__all__ = ["IN_FLIGHT", "Change", "Lack", "State", "restarts"]
-
 # Reductions of one lane that are under way at once. Each holds a whole gradient, so that without
 # a limit a step over a slow link would hold the whole model's.
 IN_FLIGHT = 2

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from ..layout.files import parse_json
 from .program import Op
 
-__all__ = ["Span", "Timeline"]
-
 
 class Span(NamedTuple):
     """One operation on one rank's lane, in the unit of the costs (seconds when measured)."""

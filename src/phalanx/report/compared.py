@@ -15,8 +15,6 @@ from ..draw import Html, paragraphs, table, text_table
 from ..draw.words import wrapped
 from ..program import KINDS, Op, Span, Timeline, ops
 
-__all__ = ["HEAD", "Compared", "OpRow", "Prices", "compare"]
-
 # Seconds of one operation by kind and piece; a kind that is not in it is one that no plan counts.
 Prices = Mapping[tuple[str, int], float]
 

@@ -34,8 +34,6 @@ from ..layout.numbers import binary_text
 from ..program import Timeline
 from .compared import Compared
 
-__all__ = ["MOST_RANKS", "TIMELINE", "ReportError", "report"]
-
 TIMELINE = 1 << 26  # bytes of a measured step
 MOST_RANKS = 4096  # ranks of a mesh
 

@@ -22,8 +22,6 @@ from ..program import Timeline
 from .compared import Compared, compare
 from .page import TIMELINE, ReportError
 
-__all__ = ["Step", "predicted", "read_step"]
-
 _SHOWS = "A run of phalanx train leaves it there, once its first steps are done."
 
 

@@ -29,8 +29,6 @@ from ..program.state import INPUT, State, restarts
 from .optimizer import MatrixUpdate, Optimizer, Scale
 from .precision import LossScale
 
-__all__ = ["Executor", "StepResult"]
-
 Batch = Mapping[str, Tensor]
 Key = tuple[int, int]  # a piece and a microbatch
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from ..comm import Work
 from ..parallel import Unit
 
-__all__ = ["AdamW", "MatrixUpdate", "Optimizer", "Scale", "Sgd", "Update"]
-
 _torch: Any = torch  # its stubs leave the kernels out
 State = dict[str, Tensor]
 

@@ -29,8 +29,6 @@ from .precision import LossScale, precision_of
 from .program import fitting_program, maker_of, program_of, shape_of
 from .steps import Trainer, Validator
 
-__all__ = ["Rank", "batches_of", "memory_limit", "optimizer_of"]
-
 GIB = float(1 << 30)
 
 

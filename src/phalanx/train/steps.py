@@ -21,8 +21,6 @@ from ..program import Op, Program, ops
 from .executor import Batch, Executor, StepResult
 from .optimizer import Scale
 
-__all__ = ["Trainer", "Validator"]
-
 Ranges = Callable[[str], Any]
 
 

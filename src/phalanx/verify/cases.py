@@ -10,8 +10,6 @@ from torch import Tensor
 from ..layout import Shape
 from ..models import IGNORED, token_noise
 
-__all__ = ["batch_of"]
-
 
 def batch_of(
     shape: Shape,

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .reference import Trace
 
-__all__ = ["EXACT", "Bounds", "Difference", "bounds_of", "compare"]
-
 EXACT = 1e-10  # the largest relative error in float64
 FACTOR = 2.0  # in less: so many times the change that a unit in the last place makes
 # A gradient below this share of the model's largest is compared against that floor: some true

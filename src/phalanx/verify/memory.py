@@ -11,8 +11,6 @@ from pathlib import Path
 from ..layout import Layout, Shape
 from ..layout.choices import COMPARED, DTYPES, FP64
 
-__all__ = ["Need", "available", "needed"]
-
 GIB = float(1 << 30)
 PROCESS = 0.4 * GIB  # a Python process that has imported torch
 

@@ -20,8 +20,6 @@ from ..models import Decoder, DeepMlp
 from ..parallel import Model, Precision
 from ..train.optimizer import AdamW, Sgd
 
-__all__ = ["Mismatch", "Nudge", "TracedStep", "Trace", "project", "reference", "validation_of"]
-
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
 IGNORED = -100

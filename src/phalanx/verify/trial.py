@@ -24,8 +24,6 @@ from ..train.program import fitting_program, program_of
 from ..train.steps import Validator
 from .reference import Mismatch, Trace, TracedStep, project, validation_of
 
-__all__ = ["Part", "Seen", "Setting", "join", "program_in", "rate", "train_layout"]
-
 Batch = Mapping[str, Tensor]
 FIT = 0.7  # the share of a layout's bytes that recompute:fit must do with
 TOKEN = "token"  # names a tensor of the batch: each token's number in it, from 1; padding has 0

@@ -31,8 +31,6 @@ from .compare import Bounds, bounds_of, compare
 from .reference import Nudge, Trace, reference
 from .trial import Setting, join, program_in, train_layout
 
-__all__ = ["OPTIMIZERS", "Truth", "Verdict", "judge", "truth_of", "verify"]
-
 # What opens a world of so many ranks.
 Worlds = Callable[[int], AbstractContextManager[Runner]]
 LOG = 1 << 26  # bytes of a log of verdicts

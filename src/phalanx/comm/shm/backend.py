@@ -35,8 +35,6 @@ from phalanx.comm.shm.local import ShmGroup, ShmWork, ShmWorld
 from phalanx.comm.shm.watch import LOOK_EVERY, CommTimeout
 from phalanx.layout.choices import SHM
 
-__all__ = ["ShmProcessGroup", "ShmWorld"]
-
 # Their stubs lack most of what is used here.
 _c10d: Any = torch._C._distributed_c10d
 _dist: Any = dist
