@@ -300,8 +300,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2842, "program": 2979, "draw": 1430, "plan": 3539, "models": 758, "comm": 4418,
-    "parallel": 2607, "cost": 1176, "bench": 1212, "train": 4912, "verify": 1238, "report": 594,
+    "layout": 2843, "program": 2979, "draw": 1430, "plan": 3539, "models": 758, "comm": 4414,
+    "parallel": 2607, "cost": 1174, "bench": 1212, "train": 4912, "verify": 1238, "report": 594,
     "lab": 2899, "cli": 4738,
 }  # fmt: skip
 
@@ -312,6 +312,10 @@ def test_no_package_has_more_lines_than_its_budget() -> None:
         package: sum(len(p.read_text().splitlines()) for p in files[package]) for package in files
     }
     assert not {package: n for package, n in lines.items() if n > LINES[package]}, lines
+
+
+def test_few_lines_are_kept_from_the_formatter() -> None:
+    assert sum(path.read_text().count("# fmt: skip") for path in _files()) <= 40
 
 
 def test_files_of_tests_have_names_of_their_own() -> None:

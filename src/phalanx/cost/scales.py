@@ -52,9 +52,8 @@ _ATTENTION: dict[Any, tuple[int, int, float]] = {
     # Flash attention keeps no scores: q k', and then dv, dp, dq and dk.
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 7, 5.0),
 }
-_ALLOCATES = {
-    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
-}  # fmt: skip
+_EMPTY = "empty empty_like empty_strided new_empty new_empty_strided"
+_ALLOCATES = {getattr(_aten, name) for name in _EMPTY.split()}
 # The argument that is not read, or of which only as much as is put out.
 _UNREAD: dict[Any, int] = {
     _aten.zero_: 0, _aten.fill_: 0, _aten.copy_: 0,

@@ -71,6 +71,8 @@ DEVICES = (AUTO, "cpu", "cuda")
 OPTIMIZERS = ("adamw", "sgd")
 # Models of Hugging Face that are read and written, and what they are called there.
 FAMILIES = {
-    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}

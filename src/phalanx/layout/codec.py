@@ -33,7 +33,7 @@ _KINDS: dict[Any, tuple[str, str, str]] = {  # what it is called, an example, JS
     list: ("a list", "[]", "array"),
     dict: ("a table", "{}", "object"),
     NoneType: ("nothing", "", "null"),
-}  # fmt: skip
+}
 _BOUNDS = {"minimum": "minimum", "maximum": "maximum", "above": "exclusiveMinimum"}
 QUOTES = "\"' \t"
 _NAME = r"""(?:[\w-]+|"[^"]*"|'[^']*')"""

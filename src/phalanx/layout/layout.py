@@ -33,12 +33,10 @@ _SCHEDULE = re.compile(
     rf"(?::(?P<m>{_N}))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
-_WORDS = [
-    *SCHEDULES, "seq", "zero0", "zero1", "zero2", "zero3", "gather:step", "gather:micro",
-    "reduce:step", "reduce:micro", "prefetch:1", "recompute:none", "recompute:all", "recompute:sqrt",
-    "recompute:every=2", "recompute:selective", "recompute:fit", "offload:weights",
-    "offload:optimizer", "offload:activations", "stages:2-2", *PRECISIONS,
-]  # fmt: skip
+_OPTIONS = """seq zero0 zero1 zero2 zero3 gather:step gather:micro reduce:step reduce:micro prefetch:1
+    recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective recompute:fit
+    offload:weights offload:optimizer offload:activations stages:2-2"""
+_WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS]
 
 # What other libraries call it: how a layout says so, N being the number that was written.
 _ELSEWHERE = {

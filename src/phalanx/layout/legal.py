@@ -59,66 +59,66 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         yield Violation("seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2.")
     if s.kind == "mlp":
         if s.hidden % x.tp:
-            yield Violation(
-                "width", f"tp={x.tp} does not divide hidden={s.hidden}.",
-                f"Use tp {_divisors(s.hidden)}.",
-            )  # fmt: skip
+            what = f"tp={x.tp} does not divide hidden={s.hidden}."
+            yield Violation("width", what, f"Use tp {_divisors(s.hidden)}.")
         return
     if s.heads % x.tp:
-        yield Violation(
-            "heads", f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.wq.weight.",
-            f"Use tp {_divisors(s.heads)}.",
-        )  # fmt: skip
+        what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.wq.weight."
+        yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
     elif s.kv_heads % x.tp and x.tp % s.kv_heads:
+        what = (
+            f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight,"
+            f" and kv={s.kv_heads} does not divide tp={x.tp}."
+        )
         yield Violation(
-            "kv", f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight,"
-            f" and kv={s.kv_heads} does not divide tp={x.tp}.",
+            "kv",
+            what,
             f"Use tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads};"
             ' or keep k and v whole: "layers.*.attn.w[kv].weight : - embed".',
-        )  # fmt: skip
+        )
     if s.ffn % x.tp:
-        yield Violation(
-            "ffn", f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight.",
-            f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.",
-        )  # fmt: skip
+        what = f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
+        yield Violation("ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.")
 
 
 def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     stages = x.virtual_stages
     if x.stages:
         if len(x.stages) != stages or sum(x.stages) != s.layers:
-            yield Violation(
-                "stages", f"stages:{'-'.join(map(str, x.stages))} is {len(x.stages)} stages of"
+            what = (
+                f"stages:{'-'.join(map(str, x.stages))} is {len(x.stages)} stages of"
                 f" {sum(x.stages)} blocks; pp={x.pp} x {x.chunks} chunks needs {stages} stages,"
-                f" the model has {s.layers} blocks.",
-                "Name one count for every stage, together as many as the model has blocks.",
-            )  # fmt: skip
-        elif 0 in x.stages[1:-1]:
+                f" the model has {s.layers} blocks."
+            )
             yield Violation(
-                "stages", f"stages:{'-'.join(map(str, x.stages))} leaves a middle stage empty.",
+                "stages",
+                what,
+                "Name one count for every stage, together as many as the model has blocks.",
+            )
+        elif 0 in x.stages[1:-1]:
+            what = f"stages:{'-'.join(map(str, x.stages))} leaves a middle stage empty."
+            yield Violation(
+                "stages",
+                what,
                 "Only the first and the last stage, with the embedding and the head, may have 0.",
-            )  # fmt: skip
+            )
     elif stages > s.layers:
-        yield Violation(
-            "stages", f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks.",
-            f"Use at most {s.layers} stages together.",
-        )  # fmt: skip
+        what = f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
+        yield Violation("stages", what, f"Use at most {s.layers} stages together.")
     kind = traits(x.schedule)
     if x.pp > 1 and not kind.pipelined:
+        what = f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule."
         yield Violation(
-            "schedule", f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule.",
+            "schedule",
+            what,
             f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}.",
-        )  # fmt: skip
+        )
     if x.pp == 1 and kind.pipelined:
-        yield Violation(
-            "schedule", f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp.",
-            f"Write {ACCUM}:{x.microbatches}, or add pp2.",
-        )  # fmt: skip
+        what = f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
+        yield Violation("schedule", what, f"Write {ACCUM}:{x.microbatches}, or add pp2.")
     if kind.whole_batch and x.microbatches > 1:
-        yield Violation(
-            "schedule", f"{x.schedule}:{x.microbatches}: {x.schedule} takes the batch whole.",
-            f"Write {NAIVE}, or {GPIPE}:{x.microbatches}.",
-        )  # fmt: skip
+        what = f"{x.schedule}:{x.microbatches}: {x.schedule} takes the batch whole."
+        yield Violation("schedule", what, f"Write {NAIVE}, or {GPIPE}:{x.microbatches}.")
 
 
 def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
@@ -129,41 +129,47 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
         return
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
     if s.heads % x.tp == 0 and heads % ulysses:
+        what = (
+            f"ulysses={ulysses} does not divide the {heads} heads of a rank"
+            f" (heads={s.heads}, tp={x.tp})."
+        )
         yield Violation(
-            "ulysses", f"ulysses={ulysses} does not divide the {heads} heads of a rank"
-            f" (heads={s.heads}, tp={x.tp}).",
+            "ulysses",
+            what,
             f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring.",
-        )  # fmt: skip
+        )
     if sequence < 2 * x.cp:
-        yield Violation(
-            "sequence", f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
-            " each rank has a part from its start and one from its end.",
-            f"Use cp {max(1, sequence // 2)} or less.",
-        )  # fmt: skip
+        what = (
+            f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
+            " each rank has a part from its start and one from its end."
+        )
+        yield Violation("sequence", what, f"Use cp {max(1, sequence // 2)} or less.")
 
 
 def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     if batch < x.dp * x.microbatches:
+        what = (
+            f"a batch of {batch} gives dp={x.dp} x {x.microbatches} microbatches less than"
+            " one sequence each."
+        )
         yield Violation(
-            "batch", f"a batch of {batch} gives dp={x.dp} x {x.microbatches} microbatches less than"
-            " one sequence each.",
+            "batch",
+            what,
             f"Use a batch of {x.dp * x.microbatches} or more, or at most"
             f" {max(1, batch // x.dp)} microbatches with dp={min(x.dp, batch)}.",
-        )  # fmt: skip
+        )
 
 
 def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     if x.mesh.of("dp.replicate") > 1 and not x.zero:
-        yield Violation(
-            "hsdp", f"{next(a for a in x.mesh.axes if a.name == 'dp')} splits replicas from shards,"
-            " but zero0 shards nothing.",
-            f"Write dp{x.dp}, or add zero1, zero2 or zero3.",
-        )  # fmt: skip
+        what = (
+            f"{next(a for a in x.mesh.axes if a.name == 'dp')} splits replicas from shards,"
+            " but zero0 shards nothing."
+        )
+        yield Violation("hsdp", what, f"Write dp{x.dp}, or add zero1, zero2 or zero3.")
     if x.gather == "micro" and x.zero != 3 and "weights" not in x.offload:
-        yield Violation(
-            "gather", f"gather:micro needs weights that are dropped after use; zero{x.zero} keeps them.",
-            "Use zero3, or gather:step.",
-        )  # fmt: skip
+        what = f"gather:micro needs weights that are dropped after use; zero{x.zero} keeps them."
+        yield Violation("gather", what, "Use zero3, or gather:step.")
 
 
 def nearest(

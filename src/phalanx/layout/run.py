@@ -38,9 +38,10 @@ class OptimizerChoice:
     name: str = key("adamw", "adamw or sgd", choices=("adamw", "sgd"))
     lr: float = key(3e-4, "peak learning rate", above=0)
     schedule: str = key(
-        "cosine", "learning-rate schedule: cosine, linear, wsd, constant",
+        "cosine",
+        "learning-rate schedule: cosine, linear, wsd, constant",
         choices=("cosine", "linear", "wsd", "constant"),
-    )  # fmt: skip
+    )
     warmup_steps: int = key(0, "linear warmup from 0 to lr", minimum=0)
     decay_steps: int = key(0, "decay phase of wsd, at the end; 0: a tenth of steps", minimum=0)
     min_lr: float | None = key(None, "learning rate after the decay; unset: lr / 10", minimum=0)
@@ -100,18 +101,21 @@ class Run:
     )
     layout: str = key("auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto")
     precision: str = key(
-        "", "bf16, fp16, tf32, fp32, fp64; empty: the layout's, else fp32",
+        "",
+        "bf16, fp16, tf32, fp32, fp64; empty: the layout's, else fp32",
         choices=("", *PRECISIONS),
-    )  # fmt: skip
+    )
     data: str = key("python", "python (its own library's text), or a path; see `phalanx data`")
     document_masks: bool = key(True, "no attention between documents of a sequence")
     batch: int = key(
         0, "global batch size in sequences; 0: the shape's", minimum=0, maximum=1 << 24
     )
     microbatch: int = key(
-        0, "sequences of a microbatch per data-parallel rank; 0: the layout's accum:N or 1f1b:N",
-        minimum=0, maximum=1 << 24,
-    )  # fmt: skip
+        0,
+        "sequences of a microbatch per data-parallel rank; 0: the layout's accum:N or 1f1b:N",
+        minimum=0,
+        maximum=1 << 24,
+    )
     sequence: int = key(0, "sequence length in tokens; 0: the shape's", minimum=0, maximum=1 << 28)
     steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
     seed: int = key(0, "of the initial weights and the data order", minimum=0, maximum=2**62 - 1)

@@ -22,9 +22,7 @@ from .data import storage_of
 
 _aten = torch.ops.aten
 _region = torch.ops.phalanx.region.default
-_PRODUCTS = {
-    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
-}  # fmt: skip
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 # Their backward asks for what they put out, too.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -84,9 +84,11 @@ class CostedRun:
 
 
 def costed(
-    runs: Sequence[Measured], hardware: Hardware, piece_costs: CostFunction,
+    runs: Sequence[Measured],
+    hardware: Hardware,
+    piece_costs: CostFunction,
     profile: SoftwareProfile,
-) -> list[CostedRun]:  # fmt: skip
+) -> list[CostedRun]:
     """Runs of one model and sequence, as software with the profile's facts runs them."""
     first = runs[0].case
     cuts = {run.name: piece_layout(run.case.layout) for run in runs}

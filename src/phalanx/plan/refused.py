@@ -148,10 +148,11 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
         for each in (d for d in range(2, ranks + 1) if ranks % d == 0):
             if name == "tp" and each > near:
                 yield Refusal(
-                    f"tp{each} or more", "pruned",
+                    f"tp{each} or more",
+                    "pruned",
                     f"not tried: every block's messages would leave the {near} devices that the"
                     " fastest links join",
-                )  # fmt: skip
+                )
                 break
             rest = f"dp{ranks // each}" if name != "dp" and each < ranks else ""
             try:

@@ -23,10 +23,8 @@ from .price import PieceParts, PieceTimes, piece_parts
 from .profile import SoftwareProfile
 
 # The kinds of memory and the parts of a step, in the order in which they are printed.
-MEMORY = (
-    "weights", "gradients", "optimizer", "activations", "inputs", "gathered", "messages",
-    "temporary", "other",
-)  # fmt: skip
+_MEMORY = "weights gradients optimizer activations inputs gathered messages temporary other"
+MEMORY = tuple(_MEMORY.split())
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
 FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
@@ -172,8 +170,10 @@ class Pricer:
             case = Case(r.shape, cut, rows, r.sequence)
             e, b, h = parts_of(kinds, case, r.hardware, r.profile, cut)
             self._times[cut, rows, piped] = (
-                e.under(r.profile, slower), b.under(r.profile, slower), h.under(r.profile, slower)
-            )  # fmt: skip
+                e.under(r.profile, slower),
+                b.under(r.profile, slower),
+                h.under(r.profile, slower),
+            )
         return self._times[cut, rows, piped]
 
     def choose(self, layout: Layout) -> Choice:

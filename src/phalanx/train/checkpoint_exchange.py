@@ -45,9 +45,7 @@ T = TypeVar("T")
 LIMIT = 64 << 20  # bytes of an index
 SHARD = 4 << 30  # bytes of a file
 
-_OUTER = {
-    "embed.tokens": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head",
-}  # fmt: skip
+_OUTER = {"embed.tokens": "model.embed_tokens", "head.norm": "model.norm", "head.output": "lm_head"}
 _INNER = {
     "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
     "attn.wq": "self_attn.q_proj", "attn.wk": "self_attn.k_proj",
@@ -65,9 +63,11 @@ _SIZES = {
 }  # fmt: skip
 # The same of the rope of Llama 3.1 and later.
 _ROPE = {
-    "factor": "rope_factor", "low_freq_factor": "rope_low", "high_freq_factor": "rope_high",
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low",
+    "high_freq_factor": "rope_high",
     "original_max_position_embeddings": "rope_original",
-}  # fmt: skip
+}
 
 
 def their_name(name: str) -> str:

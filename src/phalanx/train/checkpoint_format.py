@@ -528,8 +528,10 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
             count = shard.stop - shard.start
             entry, offset = headers[shard.file].get(shard.key, (None, 0))
             if entry is None or (entry.dtype, entry.numel, offset) != (
-                tensor.dtype, count, shard.offset,
-            ):  # fmt: skip
+                tensor.dtype,
+                count,
+                shard.offset,
+            ):
                 wrong.append(
                     f"{path / manifest.files[shard.file].name}: {shard.key} is not there as the"
                     f" manifest says: {count} numbers of {tensor.dtype} at byte {shard.offset:,}."

@@ -205,9 +205,11 @@ def _sizes(units: Mapping[int, Unit], state: Mapping[int, int], pieces: int) -> 
     parts = {n: u.part * u.precision.reduce.itemsize for n, u in units.items()}
     cut = any(u.groups.reduce.size > 1 for u in units.values())
     return Sizes(
-        kept=none, input=none,
+        kept=none,
+        input=none,
         home=each({n: _bytes(u.home) for n, u in units.items()}),
-        gathered=each(compute), gradient=each(whole),
+        gathered=each(compute),
+        gradient=each(whole),
         gradient_shard=each(parts) if cut else (),
         optimizer=each(state),
-    )  # fmt: skip
+    )

@@ -156,9 +156,8 @@ def train_layout(
     """This rank's view of a few steps in a layout; every rank of the world calls it."""
     mine = model()
     local = build_local(
-        world, layout, mine, program,
-        seed=setting.seed, precision=setting.precision, poison=True,
-    )  # fmt: skip
+        world, layout, mine, program, seed=setting.seed, precision=setting.precision, poison=True
+    )
     half = setting.precision.compute == torch.float16
     executor = _Recorder(
         local, program, world.rank, setting.optimizer, clip=setting.clip,

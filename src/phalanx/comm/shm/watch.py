@@ -27,10 +27,9 @@ LONGEST_SLEEP = 0.005
 LOOK_EVERY = 0.1
 # Seconds that a process may stand still (as after SIGSTOP) until it is given up.
 STANDSTILL = 0.5
-KINDS = (
-    "nothing", "all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all",
-    "gather", "scatter", "barrier", "send", "receive", "split",
-)  # fmt: skip
+_KINDS = """nothing all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter
+    barrier send receive split"""
+KINDS = tuple(_KINDS.split())
 
 
 class CommTimeout(CommError):
