@@ -70,9 +70,4 @@ LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
 OPTIMIZERS = ("adamw", "sgd")
 # Models of Hugging Face that are read and written, and what they are called there.
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+FAMILIES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}

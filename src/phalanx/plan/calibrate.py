@@ -84,15 +84,12 @@ class CostedRun:
 
 
 def costed(
-    runs: Sequence[Measured],
-    hardware: Hardware,
-    piece_costs: CostFunction,
-    profile: SoftwareProfile,
+    runs: Sequence[Measured], hardware: Hardware, costs: CostFunction, profile: SoftwareProfile
 ) -> list[CostedRun]:
     """Runs of one model and sequence, as software with the profile's facts runs them."""
     first = runs[0].case
     cuts = {run.name: piece_layout(run.case.layout) for run in runs}
-    made = piece_costs(first.shape, list(cuts.values()), sequence=first.sequence)
+    made = costs(first.shape, list(cuts.values()), sequence=first.sequence)
     found = []
     for run in runs:
         cut, kinds = cuts[run.name], made[cuts[run.name]]
