@@ -22,12 +22,13 @@ from .passes import (
     sum_parts,
     tie,
 )
-from .program import Op, Program, ProgramError
+from .program import Op, Program, ProgramError, uncollected
 from .schedules import refuse_vast, schedule
 from .search import search
 from .simulate import Costs
 
 
+@uncollected()
 def build(
     layout: Layout,
     stages: Sequence[range],

@@ -7,14 +7,14 @@ with all of it, or returns what every rank holds at most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import ops
 from .graph import Graph, graph, group_axes, possible
 from .memory import Peak, Sizes, peaks
 from .ops import COMPUTE
-from .program import Op, Program, ProgramError
+from .program import Op, Program, ProgramError, uncollected
 from .state import State
 
 
@@ -28,14 +28,16 @@ class Proof:
     bytes: tuple[Peak, ...] | None = None
 
 
+@uncollected()
 def check(program: Program, sizes: Sizes | None = None) -> Proof:
     """The proof that a program is right, or a ProgramError with every fault."""
-    problems = faults(program)
+    walked = [State(program, row) for row in range(len(program.rows))]
+    problems = faults(program, walked)
     if problems:
         raise ProgramError("\n".join(problems))
     return Proof(
         held(program),
-        peaks(program, Sizes.counts(program.pieces)),
+        peaks(program, Sizes.counts(program.pieces), [state.steps for state in walked]),
         peaks(program, sizes) if sizes else None,
     )
 
@@ -53,18 +55,22 @@ def held(program: Program) -> tuple[float, ...]:
     return tuple(problems)
 
 
-def faults(program: Program) -> tuple[str, ...]:
-    """Everything that is wrong with a program; the first cause first."""
+@uncollected()
+def faults(program: Program, walked: Sequence[State] = ()) -> tuple[str, ...]:
+    """Everything that is wrong with a program; the first cause first. `walked` are the states of its
+    rows, of which none has begun."""
     problems = [*_one_line(program), *_names(program), *_homes(program)]
     if problems:
         return tuple(problems)
-    made = graph(program)
+    states = walked or [State(program, number) for number in range(len(program.rows))]
+    weights = [list(_weights(program, number, now)) for number, now in enumerate(states)]
+    made = graph(program, states)
     problems += _needs(made)
     problems += _groups(made)
     problems += _collectives(made)
     for number in range(len(program.rows)):
         problems += _left_over(program, number)
-        problems += _weights(program, number)
+        problems += weights[number]
     problems += _ties(program)
     return tuple(dict.fromkeys(problems)) or tuple(_deadlock(made))
 
@@ -201,29 +207,32 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
     """Every value that is made is used: outputs are sent, forwards followed by their backward."""
     who, row = _rank(program, number), program.rows[number]
     have, homes = set(row), program.homes[number]
+    named = {op[:3] for op in row if not op.of}
     trains = any(op.kind in ops.PROPAGATES for r in program.rows for op in r)
     for op in row:
-        kind, piece, m = op.kind, op.piece, op.index
-        back = [k for k in ops.BACKWARDS if Op(k, piece, m) in have]
+        kind, piece, m, of, _ = op
+        if kind == ops.SEND or (kind not in ops.ON_MICROBATCH and not of):
+            continue
+        back = [k for k in ops.BACKWARDS if (k, piece, m) in named]
         if kind == ops.FORWARD and trains and back not in _WHOLE_BACKWARDS:
             got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
             wanted = (" and ".join(f"{piece}{k}{m}" for k in way) for way in _WHOLE_BACKWARDS)
             yield f"{who}: {op} is followed by {got}; it needs {', or '.join(wanted)}."
-        unused = not back and (kind == ops.RECOMPUTE or Op(ops.RECOMPUTE, piece, m) not in have)
-        if kind in (ops.RECOMPUTE, ops.RELOAD) and unused:
+        unused = not back and (kind == ops.RECOMPUTE or (ops.RECOMPUTE, piece, m) not in named)
+        if unused and kind in (ops.RECOMPUTE, ops.RELOAD):
             yield f"{who}: {op} brings back what no backward uses."
         if kind == ops.RECEIVE:
-            used = Op(ops.FORWARD, piece, m) in have if op.of == ops.FORWARD else back
+            used = (ops.FORWARD, piece, m) in named if of == ops.FORWARD else back
             if not used:
                 yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
-        if kind == ops.OFFLOAD and Op(ops.RELOAD, piece, m) not in have:
+        if kind == ops.OFFLOAD and (ops.RELOAD, piece, m) not in named:
             again = Op(ops.RELOAD, piece, m)
             yield f"{who}: {op} moves out what {again} never brings back."
         if kind in (ops.FORWARD, *ops.PROPAGATES):
             to = piece + (1 if kind == ops.FORWARD else -1)
             ways = (ops.FORWARD,) if kind == ops.FORWARD else ops.PROPAGATES
-            sent = {Op(ops.SEND, piece, m, of, to) for of in ways}
-            if homes.get(to, number) != number and not have & sent:
+            sent = homes.get(to, number) == number
+            if not sent and not any((ops.SEND, piece, m, way, to) in have for way in ways):
                 missing = Op(ops.SEND, piece, m, kind, to)
                 yield f"{who}: {op} makes what piece {to} needs, and {missing} is missing."
 
@@ -231,10 +240,10 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
 _WHOLE_BACKWARDS = ([ops.BACKWARD], [ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT])
 
 
-def _weights(program: Program, number: int) -> Iterator[str]:
+def _weights(program: Program, number: int, now: State) -> Iterator[str]:
     """Gathers and drops pair up; each contribution is summed once and each unit updated once in a
     step. A second N begins the next step."""
-    who, now = _rank(program, number), State(program, number)
+    who = _rank(program, number)
     drops = ops.DROP in now.has
     unused: dict[int, None] = {}  # units with gradients that no update has used
     for op, _ in now.walk():

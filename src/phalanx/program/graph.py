@@ -15,7 +15,7 @@ from typing import NamedTuple
 from . import ops
 from .ops import COMPUTE, KINDS
 from .program import Op, Program
-from .state import Lack, State
+from .state import State
 
 
 def lane(op: Op, program: Program, row: int) -> str:
@@ -49,31 +49,48 @@ class Graph(NamedTuple):
     lacks: list[tuple[int, str]]  # needs that nothing meets
 
 
-def graph(program: Program, needs_of: Sequence[Sequence[Sequence[Op | Lack]]] = ()) -> Graph:
-    """What must finish before what, over all rows. `needs_of` has what each operation of each row
-    needs, if that is known already.
+def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
+    """What must finish before what, over all rows. `walked` are their states at the end, if they
+    have been walked already.
 
     The ends of a message and the calls of a collective are one event: it starts when all of them
     have been issued. They are matched in the order of their lanes; `check` says whether they agree.
     """
     made = Graph(program, [], [], [], [], [], [])
-    for number, row in enumerate(program.rows):
-        base = len(made.ops)
-        index = {op: i for i, op in reversed(list(enumerate(row, base)))}
+    for number in range(len(program.rows)):
+        base, lanes = len(made.ops), made.lanes
+        state = walked[number] if walked else State(program, number)
         last: dict[str, int] = {}  # lane -> its last operation so far
         waited: list[int] = []  # what the thread has waited for since it last computed
-        each = needs_of[number] if needs_of else [x for _, x in State(program, number).walk()]
-        for i, (op, needs) in enumerate(zip(row, each, strict=True), base):
-            where = lane(op, program, number)
-            first = [index[need] for need in needs if isinstance(need, Op)]
-            made.lacks.extend((i, need.what) for need in needs if not isinstance(need, Op))
-            waits = [j for j in first if j < i and made.lanes[j] != COMPUTE]
-            first += [last[x] for x in {where, COMPUTE} if x in last] + waited
+        flows: dict[tuple[str, str, int], str] = {}  # lanes of messages
+        for i, (op, needs, _, _) in enumerate(state.steps or state.follow(), base):
+            if op[3]:
+                flow = op[0], op[3], op[4]
+                if flow not in flows:
+                    flows[flow] = lane(op, program, number)
+                where = flows[flow]
+            else:
+                where = KINDS[op[0]].lane
+            first: list[int] = []
+            waits: list[int] = []
+            for need in needs:
+                if not isinstance(need, Op):
+                    made.lacks.append((i, need.what))
+                    continue
+                j = base + state.at[need]
+                first.append(j)
+                if j < i and lanes[j] != COMPUTE:
+                    waits.append(j)
+            if where in last:
+                first.append(last[where])
+            if where != COMPUTE and COMPUTE in last:
+                first.append(last[COMPUTE])
+            first += waited
             # A computation has waited for all this, and what follows waits for the computation.
             waited = [] if where == COMPUTE else waited + waits
             last[where] = i
             made.ops.append((number, op))
-            made.lanes.append(where)
+            lanes.append(where)
             made.before.append(first)
     _pair(made)
     return made
@@ -83,31 +100,34 @@ def _pair(made: Graph) -> None:
     """Join the operations that are one event."""
     joint: dict[tuple[object, ...], int] = {}
     seen: Counter[tuple[str, str]] = Counter()
+    events, event = made.events, made.event
     for i, (row, op) in enumerate(made.ops):
-        if op.of:
+        if op[3]:
             # Both ends count their messages on the flow; equal counts meet.
-            end = (made.lanes[i], op.kind)
+            end = (made.lanes[i], op[0])
             key: tuple[object, ...] = (made.lanes[i], seen[end])
             seen[end] += 1
-        elif op.kind in ops.COLLECTIVES:
-            key = (op.kind, op.piece, op.index, _group(made.program, row, op))
+        elif op[0] in ops.COLLECTIVES:
+            key = (op[:3], _group(made.program, row, op))
         else:
-            key = (i,)
-        number = joint.setdefault(key, len(made.events))
-        if number == len(made.events):
-            made.events.append([])
-        made.events[number].append(i)
-        made.event.append(number)
+            event.append(len(events))
+            events.append([i])
+            continue
+        number = joint.setdefault(key, len(events))
+        if number == len(events):
+            events.append([])
+        events[number].append(i)
+        event.append(number)
 
 
 def possible(made: Graph) -> list[int]:
     """The events in an order in which they can happen; those that wait for ever are left out."""
-    waits = [0] * len(made.events)
+    waits, of = [0] * len(made.events), made.event
     after: list[list[int]] = [[] for _ in made.events]
-    for event, before in zip(made.event, made.before, strict=True):
+    for event, before in zip(of, made.before, strict=True):
         waits[event] += len(before)
         for j in before:
-            after[made.event[j]].append(event)
+            after[of[j]].append(event)
     ready = [e for e, count in enumerate(waits) if not count]
     for event in ready:  # grows while it is walked
         for later in after[event]:

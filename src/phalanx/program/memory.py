@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from . import ops, state
 from .program import Op, Program
-from .state import State
+from .state import State, Step
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,13 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
     }
 
 
-Followed = Sequence[tuple[Op, Sequence[state.Change], Sequence[state.Change]]]
+Followed = Sequence[Step]
 
 
 def follow(program: Program, sizes: Sizes, row: int) -> Followed:
     """What each operation of a row takes and gives back, buffer by buffer. Of the sizes it matters
     only whether gradients have shards."""
-    walk = State(program, row, in_place=not sizes.gradient_shard)
-    return [(op, start, end) for op, _, start, end in walk.follow()]
+    return State(program, row, in_place=not sizes.gradient_shard).follow()
 
 
 def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, MemoryChange]]:
@@ -104,7 +103,7 @@ def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | Non
         )
 
     yield None, MemoryChange(tuple(_always(program, sizes, row).items()))
-    for op, start, end in follow(program, sizes, row):
+    for op, _, start, end in follow(program, sizes, row):
         yield op, MemoryChange(sized(start, 1), sized(end, -1))
 
 
@@ -125,22 +124,23 @@ def peaks(program: Program, sizes: Sizes, followed: Sequence[Followed] = ()) -> 
 
 def _peak(always: Mapping[str, float], sizes: Sizes, followed: Followed) -> Peak:
     table = _table(sizes)
-    now, kinds, then = dict(always), dict(always), dict(always)
+    now, kinds = dict(always), dict(always)
     held = total = sum(always.values())
-    at: Op | None = None
-    for op, start, end in followed:
-        for what, piece, sign in start:
-            kind, size = table[what]
-            amount = sign * _of(size, piece)
-            held += amount
-            now[kind] = now.get(kind, 0.0) + amount
-            kinds[kind] = max(kinds.get(kind, 0.0), now[kind])
-        if held > total:
-            total, at, then = held, op, dict(now)
-        for what, piece, sign in end:
-            kind, size = table[what]
-            amount = sign * _of(size, piece)
-            held += amount
-            now[kind] = now.get(kind, 0.0) + amount
-            kinds[kind] = max(kinds.get(kind, 0.0), now[kind])
+    at, then = None, dict(always)
+    amounts: dict[state.Change, tuple[str, float]] = {}
+    for op, _, *changed in followed:
+        for n, each in enumerate(changed):
+            for change in each:
+                if change not in amounts:
+                    kind, size = table[change.what]
+                    amounts[change] = kind, change.sign * _of(size, change.piece)
+                    now.setdefault(kind, 0.0)
+                    kinds.setdefault(kind, 0.0)
+                kind, amount = amounts[change]
+                held += amount
+                now[kind] = most = now[kind] + amount
+                if most > kinds[kind]:
+                    kinds[kind] = most
+            if not n and held > total:
+                total, at, then = held, op, dict(now)
     return Peak(total, at, kinds, then)

@@ -338,12 +338,15 @@ def finish(program: Program, *, agree: bool) -> Program:
         if agree:
             rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])
             continue
-        out, state = [Op(ops.COUNT)], State(program, number)
-        for op in row:
+        # Before the first reduction none is under way.
+        begin = next((i for i, op in enumerate(row) if op.kind in ops.REDUCTIONS), len(row))
+        out, state = [Op(ops.COUNT), *row[:begin]], State(program, number)
+        for op in row[begin:]:
             out.append(op)
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
-            arrived = (one for one in waiting if one not in state.under_way)
-            out += [updates.pop(one) for one in arrived if one in updates]
+            if waiting:
+                arrived = (one for one in waiting if one not in state.under_way)
+                out += [updates.pop(one) for one in arrived if one in updates]
         rows.append([*out, *updates.values()])
     return program.with_rows(rows)

@@ -6,9 +6,11 @@ text that a person can edit. What must come before what is in `state.py` and `gr
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -30,6 +32,19 @@ _MESSAGE = re.compile(rf"({_N})([{_TRAVELS}])({_N})([{''.join(ops.MESSAGES)}])({
 
 class ProgramError(ValueError):
     """A program that cannot run: which operation, on which rank, and why, in its text."""
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: a large program is a million tuples and no cycle, and looking for
+    one again and again took as long as the work."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Op(NamedTuple):
@@ -158,7 +173,12 @@ class Program:
 
     def units(self, piece: int) -> tuple[int, ...]:
         """The units whose weights a piece uses: its own, and a tied one."""
-        return (piece, *(unit for user, unit in self.tied if user == piece))
+        return self._units.get(piece) or (piece,)
+
+    @cached_property
+    def _units(self) -> dict[int, tuple[int, ...]]:
+        users = dict.fromkeys(user for user, _ in self.tied)
+        return {p: (p, *(unit for user, unit in self.tied if user == p)) for p in users}
 
     def users(self, unit: int) -> tuple[int, ...]:
         """The pieces that use a unit's weights."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from . import ops
 from .graph import Graph, graph, possible
 from .memory import Followed, Sizes, changes
-from .program import Op, Program, ProgramError
+from .program import Op, Program, ProgramError, uncollected
 from .schedules import refuse_vast
 from .state import State
 from .timeline import Span, Timeline
@@ -96,6 +96,7 @@ class Compiled(NamedTuple):
         return [max(costs.of(op, rank) for rank, op in each) for each in self.priced]
 
 
+@uncollected()
 def compiled(
     program: Program, blocking: Collection[str] = (), *, in_place: bool = True
 ) -> Compiled:
@@ -104,8 +105,8 @@ def compiled(
     `blocking` names lanes that do not overlap: what a rank computes next waits for them.
     `in_place`: gradients have no shards.
     """
-    rows = [State(program, n, in_place=in_place).follow() for n in range(len(program.rows))]
-    made = graph(program, [[needs for _, needs, _, _ in row] for row in rows])
+    rows = [State(program, n, in_place=in_place) for n in range(len(program.rows))]
+    made = graph(program, rows)
     if blocking:
         _block(made, blocking)
     order = possible(made)
@@ -121,18 +122,24 @@ def compiled(
     before: list[tuple[int, ...]] = []
     price: list[int] = []
     priced: list[tuple[tuple[int, Op], ...]] = []
+    at = [place[event] for event in made.event]
     for event in order:
         members = made.events[event]
-        waits = {place[made.event[j]] for i in members for j in made.before[i]}
-        before.append(tuple(waits))
         # All microbatches of a piece take the same time.
-        key = tuple((made.ops[i][0], made.ops[i][1][:2]) for i in members)
-        if key not in known:
-            known[key] = len(priced)
+        key: object
+        if len(members) == 1:
+            i = members[0]
+            before.append(tuple({at[j] for j in made.before[i]}))
+            row, op = made.ops[i]
+            key = row, op[0], op[1]
+        else:
+            before.append(tuple({at[j] for i in members for j in made.before[i]}))
+            key = tuple((made.ops[i][0], *made.ops[i][1][:2]) for i in members)
+        number = known.setdefault(key, len(priced))
+        if number == len(priced):
             priced.append(tuple((first[row], op) for row, op in (made.ops[i] for i in members)))
-        price.append(known[key])
-    followed: list[Followed] = [[(op, a, b) for op, _, a, b in row] for row in rows]
-    return Compiled(program, made, before, place, price, priced, followed)
+        price.append(number)
+    return Compiled(program, made, before, place, price, priced, [row.steps for row in rows])
 
 
 def _block(made: Graph, lanes: Collection[str]) -> None:

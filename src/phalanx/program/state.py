@@ -9,7 +9,8 @@ lacking, the executor waits for them) and its *changes* (`memory` gives them siz
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from . import ops
@@ -34,6 +35,8 @@ class Change(NamedTuple):
     sign: int
 
 
+_change = lru_cache(maxsize=1 << 16)(Change)  # there are few, and each stands in many places
+
 # Buffers beside those that the table names (`ops.KEPT`, `ops.FACTORS`, `ops.WEIGHTS`).
 INPUT = "input"  # all that is kept of a segment that will be recomputed
 WORKING = "working"  # needed only while the operation runs
@@ -56,6 +59,10 @@ def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
     return again is not None and (before is None or before > again or brought)
 
 
+# An operation, what it needs, and what changes when it starts and when it ends.
+Step = tuple[Op, list["Op | Lack"], list[Change], list[Change]]
+
+
 class State:
     """One rank's list, followed operation by operation.
 
@@ -66,6 +73,7 @@ class State:
     def __init__(self, program: Program, number: int, *, in_place: bool = False) -> None:
         self.program, self.ops, self.in_place = program, program.rows[number], in_place
         self.at = {op: i for i, op in reversed(list(enumerate(self.ops)))}
+        self.named = {op[:3]: op for op in self.ops if not op.of}
         self.has = {op.kind for op in self.ops}
         self.last_piece = program.pieces - 1
         self.incoming = {
@@ -73,6 +81,7 @@ class State:
             for op in self.ops
             if op.kind == ops.RECEIVE
         }
+        self._needs = {kind: self._needs_of(kind) for kind in self.has}
         # Activations by (piece, microbatch): ops.KEPT, INPUT or ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
@@ -90,53 +99,63 @@ class State:
         self.tied: set[int] = set()  # finished sums were added: no further sum may follow
         self.counted: Op | None = None
         self.agreed: Op | None = None  # on the norm of what is reduced so far
+        self.steps: list[Step] = []  # of the operations that were walked past
 
     def walk(self) -> Iterator[tuple[Op, list[Op | Lack]]]:
         """Every operation with what it needs. When it is yielded, the state is that before it."""
         for op in self.ops:
-            needs = self.needs(op)
+            needs = self._needs[op[0]](op)
             yield op, needs
-            self.apply(op, needs)
+            self.steps.append((op, needs, *self.apply(op, needs)))
+        if self.steps:
+            self.steps[-1][3].extend(self.rest())
 
-    def follow(self) -> list[tuple[Op, list[Op | Lack], list[Change], list[Change]]]:
+    def follow(self) -> list[Step]:
         """Every operation with what it needs, and what it takes and gives back when it starts and
         when it ends."""
-        found = []
-        for op in self.ops:
-            needs = self.needs(op)
-            found.append((op, needs, *self.apply(op, needs)))
-        if found:
-            found[-1][3].extend(self.rest())
-        return found
+        for _ in self.walk():
+            pass
+        return self.steps
 
     # ---- what an operation needs
 
     def needs(self, op: Op) -> list[Op | Lack]:
         """The operations on this rank that must have finished, and what no operation provides."""
-        kind, piece, m = op.kind, op.piece, op.index
+        return self._needs[op.kind](op)
+
+    def _needs_of(self, kind: str) -> Callable[[Op], list[Op | Lack]]:
+        """What finds the needs of operations of a kind."""
+        one = self._one_of
         if kind == ops.FORWARD:
-            return [*self._weights(piece), *self._input(piece, m)]
+            return lambda op: [*self._weights(op[1]), *self._input(op[1], op[2])]
         if kind in ops.PROPAGATES:
-            return [*self._weights(piece), *self._for_backward(piece, m), *self._gradient(piece, m)]
+            return self._of_backward
         if kind == ops.WEIGHT_GRADIENT:
-            return [self._one_of(Op(ops.INPUT_GRADIENT, piece, m))]
+            return lambda op: [one(op, ops.INPUT_GRADIENT)]
         if kind == ops.RECOMPUTE:
-            again = Op(ops.RECOMPUTE, piece - 1, m)
-            start = self._kept(piece, m) if restarts(self.at, piece, m) else [again]
-            return [*self._weights(piece), *start]
+            return self._of_recompute
         if kind == ops.OFFLOAD:
-            return [self._one_of(Op(ops.FORWARD, piece, m))]
+            return lambda op: [one(op, ops.FORWARD)]
         if kind == ops.RELOAD:
-            return [self._one_of(Op(ops.OFFLOAD, piece, m))]
+            return lambda op: [one(op, ops.OFFLOAD)]
         if kind in ops.BRINGS_VALUE:
-            return self._handed_on(piece, m)
+            return lambda op: self._handed_on(op[1], op[2])
         if kind in ops.BRINGS_GRADIENT:
-            return [self._one_of(*(Op(k, piece, m) for k in ops.PROPAGATES))]
+            return lambda op: [one(op, *ops.PROPAGATES)]
         if kind == ops.SEND:
             gradient = (*ops.BRINGS_GRADIENT, *ops.PROPAGATES)
-            made = (ops.FORWARD,) if op.of == ops.FORWARD else gradient
-            return [self._one_of(*(Op(k, piece, m) for k in made))]
-        return [] if kind == ops.RECEIVE else self._of_unit(op)
+            return lambda op: [one(op, *((op[3],) if op[3] == ops.FORWARD else gradient))]
+        return (lambda op: []) if kind == ops.RECEIVE else self._of_unit
+
+    def _of_backward(self, op: Op) -> list[Op | Lack]:
+        again = self.named.get((ops.RECOMPUTE, op[1], op[2]))
+        kept = [again] if again else self._kept(op)
+        return [*self._weights(op[1]), *kept, *self._gradient(op[1], op[2])]
+
+    def _of_recompute(self, op: Op) -> list[Op | Lack]:
+        if restarts(self.at, op.piece, op.index):
+            return [*self._weights(op.piece), *self._kept(op)]
+        return [*self._weights(op.piece), op._replace(piece=op.piece - 1)]
 
     def _of_unit(self, op: Op) -> list[Op | Lack]:
         kind, unit, takes = op.kind, op.piece, ops.KINDS[op.kind].takes
@@ -144,7 +163,7 @@ class State:
             none = [Lack(f"a gradient of unit {unit} not yet summed")]
             return [*(self.open.get(unit) or none), *self._turn(op)]
         if kind == ops.REDUCE_REPLICAS:
-            return [self._one_of(op._replace(kind=ops.REDUCE)), *self._turn(op)]
+            return [self._one_of(op, ops.REDUCE), *self._turn(op)]
         if kind == ops.AGREE:
             # The count too: the ranks also agree on the loss.
             counted = [self.counted] if self.counted else []
@@ -190,11 +209,12 @@ class State:
             needs.append(self._complete(unit))
         return needs
 
-    def _one_of(self, *choices: Op) -> Op | Lack:
-        for choice in choices:
-            if choice in self.at:
+    def _one_of(self, op: Op, *kinds: str) -> Op | Lack:
+        """The first there is of these kinds, with the same piece and index."""
+        for kind in kinds:
+            if choice := self.named.get((kind, op[1], op[2])):
                 return choice
-        return Lack(" or ".join(map(str, choices)))
+        return Lack(" or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds))
 
     def _weights(self, piece: int) -> list[Op | Lack]:
         needs: list[Op | Lack] = []
@@ -210,7 +230,7 @@ class State:
 
     def _input(self, piece: int, m: int) -> list[Op | Lack]:
         for kind in ops.BRINGS_VALUE:
-            if (brought := Op(kind, piece, m)) in self.at:
+            if brought := self.named.get((kind, piece, m)):
                 return [brought]
         return self._handed_on(piece, m)
 
@@ -218,21 +238,16 @@ class State:
         """What the piece before puts out, or its message."""
         if not piece:
             return []
-        before = Op(ops.FORWARD, piece - 1, m)
-        if before in self.at:
+        if before := self.named.get((ops.FORWARD, piece - 1, m)):
             return [before]
-        lack = Lack(str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1)))
-        return [self.incoming.get((piece, True, m), lack)]
+        received = self.incoming.get((piece, True, m))
+        return [received or Lack(str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1)))]
 
-    def _for_backward(self, piece: int, m: int) -> list[Op | Lack]:
-        again = Op(ops.RECOMPUTE, piece, m)
-        return [again] if again in self.at else self._kept(piece, m)
-
-    def _kept(self, piece: int, m: int) -> list[Op | Lack]:
+    def _kept(self, op: Op) -> list[Op | Lack]:
         """What the forward kept, back from the host if it went there."""
-        needs = [self._one_of(Op(ops.FORWARD, piece, m))]
-        if Op(ops.OFFLOAD, piece, m) in self.at:
-            needs.append(self._one_of(Op(ops.RELOAD, piece, m)))
+        needs = [self._one_of(op, ops.FORWARD)]
+        if (ops.OFFLOAD, op[1], op[2]) in self.named:
+            needs.append(self._one_of(op, ops.RELOAD))
         return needs
 
     def _gradient(self, piece: int, m: int) -> list[Op | Lack]:
@@ -240,25 +255,27 @@ class State:
             # The loss is a sum over tokens divided by their number over all ranks.
             return [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
         for kind in (*ops.BRINGS_GRADIENT, *ops.PROPAGATES):
-            if (above := Op(kind, piece + 1, m)) in self.at:
+            if above := self.named.get((kind, piece + 1, m)):
                 return [above]
-        lack = Lack(str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1)))
-        return [self.incoming.get((piece, False, m), lack)]
+        received = self.incoming.get((piece, False, m))
+        return [received or Lack(str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1)))]
 
     # ---- what an operation changes
 
     def apply(self, op: Op, needs: Sequence[Op | Lack]) -> tuple[list[Change], list[Change]]:
         """Go past an operation. Returns what it takes and gives back when it starts, and when it
         ends. What it has waited for has arrived when it starts."""
-        start = [c for need in needs if need in self.under_way for c in self._arrive(need)]
+        start: list[Change] = []
         end: list[Change] = []
+        if self.under_way:
+            start += (c for need in needs if need in self.under_way for c in self._arrive(need))
         if op.kind in ops.COMPUTES:
             self._compute(op, start, end)
         elif op.kind in (ops.OFFLOAD, ops.RELOAD):
             self._to_or_from_host(op, start, end)
         elif op.kind in ops.MESSAGES:
             what = SENT if op.kind == ops.SEND else RECEIVED
-            start.append(Change(what, min(op.piece, op.peer), 1))
+            start.append(_change(what, min(op.piece, op.peer), 1))
         elif op.kind not in ops.ON_MICROBATCH:
             self._unit(op, start, end)
         return start, end
@@ -267,9 +284,9 @@ class State:
         kind, piece, key = op.kind, op.piece, (op.piece, op.index)
         if kind in (ops.FORWARD, *ops.PROPAGATES):
             far = piece - 1 if kind == ops.FORWARD else piece + 1
-            if Op(ops.RECEIVE, piece, op.index, kind, far) in self.at:
+            if (ops.RECEIVE, piece, op.index, kind, far) in self.at:
                 # It is the operation's own from here on, and counted with what it keeps.
-                start.append(Change(RECEIVED, min(piece, far), -1))
+                start.append(_change(RECEIVED, min(piece, far), -1))
         before = self.kept.pop(key, None)
         if kind == ops.FORWARD:
             keeps = self._keeps(*key)
@@ -279,21 +296,23 @@ class State:
         if kind in ops.CONTRIBUTES or (kind == ops.INPUT_GRADIENT and piece):
             for unit in self.program.units(piece):
                 if unit not in self.open:
-                    start.append(Change(WHOLE, unit, 1))
-                self.open.setdefault(unit, []).extend([op] * (kind in ops.CONTRIBUTES))
+                    start.append(_change(WHOLE, unit, 1))
+                    self.open[unit] = []
+                if kind in ops.CONTRIBUTES:
+                    self.open[unit].append(op)
         # A forward's results grow while it runs; a backward needs what was kept until it ends.
         at = start if kind in (ops.FORWARD, ops.RECOMPUTE) else end
         if before:
-            at.append(Change(before, piece, -1))
+            at.append(_change(before, piece, -1))
         if keeps:
-            at.append(Change(keeps, piece, 1))
+            at.append(_change(keeps, piece, 1))
             self.kept[key] = keeps
-        start.append(Change(WORKING, piece, 1))
-        end.append(Change(WORKING, piece, -1))
+        start.append(_change(WORKING, piece, 1))
+        end.append(_change(WORKING, piece, -1))
 
     def _keeps(self, piece: int, m: int) -> str:
         """What stays on the device after a forward: everything, its input or nothing."""
-        if Op(ops.RECOMPUTE, piece, m) not in self.at:
+        if (ops.RECOMPUTE, piece, m) not in self.named:
             return ops.KEPT
         return INPUT if restarts(self.at, piece, m) else ""
 
@@ -302,7 +321,7 @@ class State:
         source, target = (self.kept, self.away) if out else (self.away, self.kept)
         if what := source.pop(key, ""):
             target[key] = what
-            (end if out else start).append(Change(what, op.piece, -1 if out else 1))
+            (end if out else start).append(_change(what, op.piece, -1 if out else 1))
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
         kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
@@ -328,7 +347,7 @@ class State:
         elif kind == ops.UPDATE:
             if ops.REDUCE not in self.has and unit in self.open:
                 del self.open[unit]
-                end.append(Change(WHOLE, unit, -1))
+                end.append(_change(WHOLE, unit, -1))
             end += [Change(PART, unit, -1)] * (unit in self.arrived)
             self.reduced.pop(unit, None)
             self.arrived.discard(unit)
@@ -356,12 +375,12 @@ class State:
         del self.under_way[op]
         last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
         if last if self.in_place else op.kind == ops.REDUCE:
-            yield Change(WHOLE, op.piece, -1)
+            yield _change(WHOLE, op.piece, -1)
         if not last:
             return
         first = op.piece not in self.arrived
         if first == self.in_place:
-            yield Change(PART, op.piece, 1 if first else -1)
+            yield _change(PART, op.piece, 1 if first else -1)
         self.arrived.add(op.piece)
 
     def rest(self) -> list[Change]:
