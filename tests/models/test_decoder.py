@@ -303,5 +303,5 @@ def test_a_start_is_drawn_by_name_from_the_generator_alone() -> None:
 def test_sizes_that_do_not_fit_are_refused_at_once_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"kv_heads=3 does not divide heads=4; head_dim=5 is odd"):
         Decoder(**{**SMALL, "kv_heads": 3, "head_dim": 5})
-    with pytest.raises(ValueError, match="norm='batch': choose rms or layer"):
+    with pytest.raises(ValueError, match="norm='batch': choose rms, rms1 or layer"):
         Decoder(**{**SMALL, "norm": "batch"})

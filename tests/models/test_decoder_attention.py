@@ -119,7 +119,8 @@ def test_llama_scaling_keeps_fast_waves_and_slows_the_slow_ones() -> None:
     """The three cases of Llama 3.1's published rule, by wavelength."""
     scaling = RopeScaling(factor=8.0, low=1.0, high=4.0, sequence=8192)
     waves = [100.0, 2047.0, 4096.0, 8193.0, 1e6]
-    got = scaling(2 * math.pi / torch.tensor(waves, dtype=torch.float64))
+    half = (torch.tensor(waves, dtype=torch.float64) / (2 * math.pi)).log()
+    got = scaling(math.e, half)
     blend = (8192 / 4096 - 1) / (4 - 1)
     slowed = [1, 1, (1 - blend) / 8 + blend, 1 / 8, 1 / 8]
     want = [2 * math.pi / wave * slow for wave, slow in zip(waves, slowed, strict=True)]

@@ -49,6 +49,8 @@ def fuse(modules: Iterable[nn.Module], target: str) -> None:
 
 class _FusedNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
+        if self.plus_one:
+            return super().forward(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -32,6 +32,17 @@ SHAPES: dict[str, Shape] = {
         _SMALL, name="odd", layers=3, hidden=33, head_dim=9, ffn=44, sequence=11,
         norm="layer", positions="learned", gated=False, bias="all",
     ),
+    # Gemma's parts: soft caps, windows in two of three blocks, norms on both sides, scaled vectors.
+    "gemma": replace(
+        _SMALL, name="gemma", norm="rms1", norms="both", windows=(5, 3, 0), softcap=1.5,
+        logit_softcap=2.0, query_scalar=6.0, embed_scale=4.0, rope_local_theta=100.0,
+        activation="gelu", qk_norm=True, tied=True,
+    ),
+    # Norms behind attention and MLP, those of q and k over all heads; stretched rope; an odd length.
+    "olmo": replace(
+        _SMALL, name="olmo", norms="post", qk_norm=True, qk_norm_wide=True, sequence=11,
+        rope_scaling="yarn", rope_factor=4.0, rope_high=32.0, rope_original=64, rope_attention=1.1,
+    ),
     "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
 }  # fmt: skip
 

@@ -48,17 +48,32 @@ class Shape:
     vocab: int = key(0, "tokens of the vocabulary", minimum=0, maximum=1 << 26)
     sequence: int = key(1, "tokens of a sequence", minimum=1, maximum=1 << 28)
     batch: int = key(8, "sequences of a step over all ranks", minimum=1, maximum=1 << 24)
-    norm: str = key("rms", choices=("rms", "layer"))
+    norm: str = key("rms", "rms1: its weights count from one", choices=("rms", "rms1", "layer"))
+    norms: str = key("pre", "before attention and MLP, behind", choices=("pre", "post", "both"))
     positions: str = key("rope", choices=("rope", "learned"))
     rope_theta: float = key(10000.0, above=0)
-    rope_factor: float = key(1.0, "Llama 3.1's scaling of RoPE; 1: none", minimum=1)
-    rope_low: float = key(1.0, "its low_freq_factor", above=0)
-    rope_high: float = key(4.0, "its high_freq_factor", above=0)
+    rope_local_theta: float = key(0.0, "of blocks with a window; 0: the same", minimum=0)
+    rope_factor: float = key(1.0, "scaling of RoPE to a longer context; 1: none", minimum=1)
+    rope_scaling: str = key("llama3", "how", choices=("llama3", "linear", "dynamic", "yarn"))
+    rope_low: float = key(1.0, "its low_freq_factor; yarn: beta_slow", above=0)
+    rope_high: float = key(4.0, "its high_freq_factor; yarn: beta_fast", above=0)
     rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
-    gated: bool = key(True, "SwiGLU; false: GELU")
+    rope_attention: float = key(1.0, "yarn's factor of cosine and sine", above=0)
+    windows: tuple[int, ...] = key(
+        (), "tokens that a block attends to, 0: all; repeated over the blocks", minimum=0
+    )
+    softcap: float = key(0.0, "c of attention scores c tanh(s / c); 0: none", minimum=0)
+    logit_softcap: float = key(0.0, "c of logits c tanh(l / c); 0: none", minimum=0)
+    query_scalar: float = key(
+        0.0, "attention scores are divided by its root; 0: head_dim", minimum=0
+    )
+    embed_scale: float = key(1.0, "factor of the tokens' vectors", above=0)
+    gated: bool = key(True, "a gated MLP, as SwiGLU")
+    activation: str = key("", "of the MLP; empty: silu if gated", choices=("", "silu", "gelu"))
     tied: bool = key(False, "the output weight is the embedding")
     bias: str = key("none", choices=("none", "qkv", "all"))
     qk_norm: bool = key(False, "RMSNorm of queries and keys")
+    qk_norm_wide: bool = key(False, "over all heads together")
     eps: float = key(1e-5, "of the norms", above=0)
     source: str = ""
 
@@ -84,6 +99,9 @@ class Shape:
         if self.rope_low >= self.rope_high:
             what = f"rope_low = {self.rope_low} is not below rope_high = {self.rope_high}"
             yield Mistake("rope_low", what, "Write rope_low = 1.0 and rope_high = 4.0")
+        if len(self.windows) > self.layers:
+            what = f"windows has {len(self.windows)} numbers for {self.layers} blocks"
+            yield Mistake("windows", what, "Write at most one for each block")
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
@@ -102,16 +120,17 @@ class Shape:
             learned = self.sequence * self.hidden if self.positions == "learned" else 0
             return self.vocab * self.hidden + learned
         if piece <= self.layers:
-            return self._attention() + self._feed_forward() + 2 * norm
+            return (
+                self._attention() + self._feed_forward() + norm * (4 if self.norms == "both" else 2)
+            )
         return norm + (0 if self.tied else self.vocab * self.hidden)
 
     def _attention(self) -> int:
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         bias = {"none": 0, "qkv": wide + 2 * narrow, "all": wide + 2 * narrow + self.hidden}
+        of_qk = wide + narrow if self.qk_norm_wide else 2 * self.head_dim
         return (
-            self.hidden * (2 * wide + 2 * narrow)
-            + bias[self.bias]
-            + (2 * self.head_dim if self.qk_norm else 0)
+            self.hidden * (2 * wide + 2 * narrow) + bias[self.bias] + (of_qk if self.qk_norm else 0)
         )
 
     def _feed_forward(self) -> int:

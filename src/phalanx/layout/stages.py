@@ -38,7 +38,8 @@ def partial_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
     if layout.tp == 1 or shape.kind == "mlp":
         return ()
     first, last = 0, shape.pieces - 1
-    blocks = range(1, last) if layout.seq or shape.qk_norm or layout.tp > shape.kv_heads else ()
+    each_head = shape.qk_norm and not shape.qk_norm_wide
+    blocks = range(1, last) if layout.seq or each_head or layout.tp > shape.kv_heads else ()
     ends = ([first] if shape.positions == "learned" else []) + [last]
     return (*blocks, *(ends if layout.seq else ()))
 

@@ -1,5 +1,5 @@
-"""A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral and Qwen2/3 are
-configurations of its constructor.
+"""A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3
+and OLMo-2 are configurations of its constructor.
 
 It is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each called
 `x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each can be called alone;
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,15 +30,19 @@ embed.tokens.weight : vocab embed
 embed.positions.weight : position embed
 layers.*.piece : -
 layers.*.attn_norm.* : embed
+layers.*.attn_post_norm.* : embed
 layers.*.attn.heads : heads
 layers.*.attn.wq.weight : heads embed
 layers.*.attn.wq.bias : heads
 layers.*.attn.w[kv].weight : kv embed
 layers.*.attn.w[kv].bias : kv
 layers.*.attn.[qk]_norm.weight : head
+layers.*.attn.q_wide_norm.weight : heads
+layers.*.attn.k_wide_norm.weight : kv
 layers.*.attn.wo.weight : embed heads
 layers.*.attn.wo.bias : embed
 layers.*.mlp_norm.* : embed
+layers.*.mlp_post_norm.* : embed
 layers.*.mlp.gate.weight : ffn embed
 layers.*.mlp.gate.bias : ffn
 layers.*.mlp.up.weight : ffn embed
@@ -50,25 +55,27 @@ head.output.weight : vocab embed
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(x)) * up(x)) when gated, else down(gelu(up(x))) with the tanh form of gelu."""
+    """down(act(gate(x)) * up(x)) when gated, else down(act(up(x))); gelu in its tanh form."""
 
-    def __init__(self, hidden: int, ffn: int, *, gated: bool, bias: bool) -> None:
+    def __init__(self, hidden: int, ffn: int, *, gated: bool, bias: bool, activation: str) -> None:
         super().__init__()
+        self.activation = activation
         self.gate = nn.Linear(hidden, ffn, bias=bias) if gated else None
         self.up = nn.Linear(hidden, ffn, bias=bias)
         self.down = nn.Linear(ffn, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            wide = F.gelu(self.up(x), approximate="tanh")
-        else:
-            wide = F.silu(self.gate(x)) * self.up(x)
-        y: Tensor = self.down(wide)
+        wide = self._activated(self.up(x) if self.gate is None else self.gate(x))
+        y: Tensor = self.down(wide if self.gate is None else wide * self.up(x))
         return y
+
+    def _activated(self, x: Tensor) -> Tensor:
+        return F.silu(x) if self.activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + attention(norm(x)), then x + mlp(norm(x)). Norms may also, or only, stand behind attention
+    and mlp; one that is None is not there.
 
     `piece` is the block's number in the model and enters its noise. It is a tensor, as an int that
     differs from block to block would have each block compiled anew.
@@ -81,13 +88,13 @@ class Block(nn.Module):
         piece: int,
         attn: Attention,
         mlp: Mlp,
-        norms: tuple[nn.Module, nn.Module],
+        norms: Sequence[nn.Module | None],  # before attention and mlp, behind them
         *,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self._piece = piece
-        self.attn_norm, self.mlp_norm = norms
+        self.attn_norm, self.mlp_norm, self.attn_post_norm, self.mlp_post_norm = norms
         self.attn, self.mlp = attn, mlp
         # Outside attn and mlp: whatever completes their outputs comes before the features are
         # dropped, and where the residual stream is cut in time, their noise is cut with it.
@@ -105,8 +112,13 @@ class Block(nn.Module):
     ) -> Tensor:
         if noise is not None:
             noise = block_noise(noise, self.piece)
-        x = x + self.attn_dropout(self.attn(self.attn_norm(x), positions, documents, noise), noise)
-        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), noise)
+        normed = x if self.attn_norm is None else self.attn_norm(x)
+        a = self.attn(normed, positions, documents, noise)
+        a = a if self.attn_post_norm is None else self.attn_post_norm(a)
+        x = x + self.attn_dropout(a, noise)
+        m = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        m = m if self.mlp_post_norm is None else self.mlp_post_norm(m)
+        y: Tensor = x + self.mlp_dropout(m, noise)
         return y
 
     def reset_buffers(self) -> None:
@@ -115,33 +127,39 @@ class Block(nn.Module):
 
 
 class Embed(nn.Module):
-    """The tokens' vectors, and those of their positions where these are learned."""
+    """The tokens' vectors times `scale`, and those of their positions where these are learned."""
 
-    def __init__(self, vocab: int, hidden: int, sequence: int | None = None) -> None:
+    def __init__(
+        self, vocab: int, hidden: int, sequence: int | None = None, scale: float = 1.0
+    ) -> None:
         super().__init__()
+        self.scale = scale
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = None if sequence is None else nn.Embedding(sequence, hidden)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.tokens(tokens)
+        if self.scale != 1:
+            x = x * x.new_full((), self.scale)  # rounded to x's dtype first, as Gemma was trained
         return x if self.positions is None else x + self.positions(positions)
 
 
 class Head(nn.Module):
     """Norm, output projection, loss. The loss is a sum: who knows all tokens divides by their count.
 
-    `output.weight` may be the embedding's own parameter or another of that shape.
+    `output.weight` may be the embedding's own parameter or another of that shape. With a `softcap` c
+    a logit l is c tanh(l / c); that keeps a second matrix of logits for backward.
     """
 
-    def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:
+    def __init__(self, hidden: int, vocab: int, norm: nn.Module, softcap: float = 0.0) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.softcap = norm, softcap
         self.output = nn.Linear(hidden, vocab, bias=False)
         self.loss = CrossEntropy()
 
     def logits(self, x: Tensor) -> Tensor:
         y: Tensor = self.output(self.norm(x))
-        return y
+        return self.softcap * torch.tanh(y / self.softcap) if self.softcap else y
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self.loss(self.logits(x), targets)
@@ -162,14 +180,23 @@ class Decoder(nn.Module):
         head_dim: int | None = None,
         ffn: int | None = None,
         sequence: int = 1024,
-        norm: Literal["rms", "layer"] = "rms",
+        norm: Literal["rms", "rms1", "layer"] = "rms",
+        norms: Literal["pre", "post", "both"] = "pre",
         positions: Literal["rope", "learned"] = "rope",
         rope_theta: float = 10000.0,
+        rope_local_theta: float = 0.0,
         rope_scaling: RopeScaling | None = None,
+        windows: tuple[int, ...] = (),
+        softcap: float = 0.0,
+        logit_softcap: float = 0.0,
+        query_scalar: float = 0.0,
+        embed_scale: float = 1.0,
+        activation: Literal["", "silu", "gelu"] = "",
         gated: bool = True,
         tied: bool = False,
         bias: Literal["none", "qkv", "all"] = "none",
         qk_norm: bool = False,
+        qk_norm_wide: bool = False,
         dropout: float = 0.0,
         eps: float = 1e-5,
     ) -> None:
@@ -178,7 +205,10 @@ class Decoder(nn.Module):
         learned = positions == "learned"
         _refuse(
             {
-                f"norm={norm!r}: choose rms or layer": norm not in ("rms", "layer"),
+                f"norm={norm!r}: choose rms, rms1 or layer": norm not in ("rms", "rms1", "layer"),
+                f"norms={norms!r}: choose pre, post or both": norms not in ("pre", "post", "both"),
+                f"activation={activation!r}: choose silu or gelu": activation
+                not in ("", "silu", "gelu"),
                 f"positions={positions!r}: choose rope or learned": positions
                 not in ("rope", "learned"),
                 f"bias={bias!r}: choose none, qkv or all": bias not in ("none", "qkv", "all"),
@@ -188,20 +218,26 @@ class Decoder(nn.Module):
             }
         )
         rope = None if learned else Rope(rope_theta, rope_scaling)
-        common: Any = {"bias": bias, "qk_norm": qk_norm, "dropout": dropout, "eps": eps}
-        self._depth = layers
-        self.embed = Embed(vocab, hidden, sequence if learned else None)
-        self.layers = nn.ModuleList(
-            Block(
-                piece,
-                Attention(hidden, heads, kv_heads, head_dim, rope=rope, **common),
-                Mlp(hidden, ffn or 4 * hidden, gated=gated, bias=bias == "all"),
-                (norm_of(norm, hidden, eps), norm_of(norm, hidden, eps)),
-                dropout=dropout,
+        local = rope if learned or not rope_local_theta else Rope(rope_local_theta)
+        common: Any = {
+            "bias": bias, "qk_norm": qk_norm, "qk_norm_wide": qk_norm_wide, "norm": norm,
+            "dropout": dropout, "eps": eps, "softcap": softcap, "query_scalar": query_scalar,
+        }  # fmt: skip
+        activation = activation or ("silu" if gated else "gelu")
+        there = [norms != "post"] * 2 + [norms != "pre"] * 2
+        self._depth, self._plus_one = layers, norm == "rms1"
+        self.embed = Embed(vocab, hidden, sequence if learned else None, embed_scale)
+        self.layers = nn.ModuleList()
+        for piece in range(layers):
+            window = windows[piece % len(windows)] if windows else 0
+            turns = local if window else rope
+            attn = Attention(hidden, heads, kv_heads, head_dim, rope=turns, window=window, **common)
+            mlp = Mlp(
+                hidden, ffn or 4 * hidden, gated=gated, bias=bias == "all", activation=activation
             )
-            for piece in range(layers)
-        )
-        self.head = Head(hidden, vocab, norm_of(norm, hidden, eps))
+            norms_of_block = [norm_of(norm, hidden, eps) if each else None for each in there]
+            self.layers.append(Block(piece, attn, mlp, norms_of_block, dropout=dropout))
+        self.head = Head(hidden, vocab, norm_of(norm, hidden, eps), logit_softcap)
         if tied:
             self.head.output.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():
@@ -229,7 +265,7 @@ class Decoder(nn.Module):
         if name.endswith("bias"):
             weight.zero_()
         elif name.endswith("norm.weight"):
-            weight.fill_(1.0)
+            weight.fill_(0.0 if self._plus_one else 1.0)
         else:
             # Each block adds twice to the residual stream; this keeps its variance level.
             into_residual = name.endswith(("wo.weight", "down.weight"))

@@ -35,14 +35,22 @@ class _RootMeanSquare(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, in float32 or in x's dtype if that is wider."""
+    """Root-mean-square norm over the last dim, in float32 or in x's dtype if that is wider.
 
-    def __init__(self, size: int, eps: float) -> None:
+    With `plus_one` it multiplies by 1 + weight, as Gemma does.
+    """
+
+    def __init__(self, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size))
+        self.eps, self.plus_one = eps, plus_one
+        self.weight = nn.Parameter(torch.zeros(size) if plus_one else torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.plus_one:
+            # Added in float32: in 16 bits 1 + w has fewer digits than w.
+            scale = 1.0 + self.weight.to(torch.promote_types(x.dtype, torch.float32))
+            z: Tensor = _RootMeanSquare.apply(x, scale, self.eps)  # type: ignore[no-untyped-call]
+            return z
         if x.is_cuda:  # one fused kernel, and it keeps the same three tensors
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         y: Tensor = _RootMeanSquare.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
@@ -50,4 +58,7 @@ class RMSNorm(nn.Module):
 
 
 def norm_of(kind: str, size: int, eps: float) -> nn.Module:
-    return RMSNorm(size, eps) if kind == "rms" else nn.LayerNorm(size, eps)
+    """By a shape's word for it: rms, rms1 (its weights count from one) or layer."""
+    return (
+        nn.LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, plus_one=kind == "rms1")
+    )

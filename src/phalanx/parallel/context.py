@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from ..comm import Group, Work, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
+from ..models.masked import masked_attention, visible_pairs
+from .batch import held_times
 from .kernels import MaskBlock, attend, attend_gradients, mask_blocks
 from .model import Model
 
@@ -29,8 +31,9 @@ Ids = Tensor | None  # (batch, time): a number for each token
 def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
     """Every child named `core` becomes one that works on this rank's tokens.
 
-    A ring replaces it: it must compute what `phalanx.models.Core` does. Under Ulysses alone the
-    model's own core goes on, whatever it computes, on all tokens and fewer heads.
+    A ring replaces it: it must compute what `phalanx.models.Core` does; one with a window or a soft
+    cap gathers keys and values instead. Under Ulysses alone the model's own core goes on, whatever it
+    computes, on all tokens and fewer heads.
     """
     if layout.cp == 1:
         return
@@ -41,7 +44,10 @@ def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -
             if child != "core":
                 continue
             replaced = True
-            inner = RingCore(ring) if ring.size > 1 else core
+            inner = core
+            if ring.size > 1:
+                limited = getattr(core, "window", 0) or getattr(core, "softcap", 0)
+                inner = GatheredCore(core, ring) if limited else RingCore(ring)
             swapped = UlyssesCore(inner, ulysses) if ulysses.size > 1 else inner
             setattr(piece.get_submodule(owner), child, swapped)
     if not replaced:
@@ -85,6 +91,25 @@ class UlyssesCore(nn.Module):
 
     def _all_times(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else regions.gather(x, self.group, 1)
+
+
+class GatheredCore(nn.Module):
+    """A core with a window or a soft cap, where each rank of a ring holds two chunks of time: keys and
+    values of all ranks are gathered, as Llama 3 was trained (Dubey et al. 2024, section 3.3.2)."""
+
+    def __init__(self, plain: Any, group: Group) -> None:
+        super().__init__()
+        self.window, self.softcap, self.group = plain.window, plain.softcap, group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
+        ring, length = self.group, q.shape[1] * self.group.size
+        k, v = regions.gather_sum(torch.stack((k, v)), ring, 2)
+        times = [held_times(length, ring.size, 1, rank).to(q.device) for rank in range(ring.size)]
+        sees = visible_pairs(times[ring.rank], torch.cat(times), self.window)
+        if documents is not None:
+            every = regions.gather(documents, ring, 1)
+            sees = sees & (documents.unsqueeze(-1) == every.unsqueeze(-2))
+        return masked_attention(q, k, v, sees, self.softcap)
 
 
 class RingCore(nn.Module):

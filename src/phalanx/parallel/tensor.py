@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF, Cut
-from ..models import Dropout, token_loss
+from ..models import Dropout, RMSNorm, token_loss
 from .groups import Groups
 from .model import Model
 
@@ -137,6 +137,27 @@ class VocabularyEmbedding(nn.Module):
         return self.join(rows * mine.unsqueeze(-1))
 
 
+class CutRMSNorm(nn.Module):
+    """A norm over features that tp cuts: the ranks add their sums of squares, one number a token.
+
+    `copies` ranks have the same features; each number counts once.
+    """
+
+    def __init__(self, plain: RMSNorm, width: int, copies: int, group: Group) -> None:
+        super().__init__()
+        self.weight, self.eps, self.plus_one = plain.weight, plain.eps, plain.plus_one
+        self.width, self.copies, self.group = width, copies, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = wide.square().sum(-1, keepdim=True) / self.copies
+        # Added up both ways: each rank's part of the result depends on all ranks' features.
+        squares = regions.copy(regions.reduce(squares, self.group), self.group)
+        weight = self.weight.to(wide.dtype) + 1.0 if self.plus_one else self.weight
+        y: Tensor = wide * torch.rsqrt(squares / self.width + self.eps) * weight
+        return y.to(x.dtype)
+
+
 class VocabularyCrossEntropy(nn.Module):
     """The summed cross-entropy of logits that are cut over the vocabulary."""
 
@@ -177,6 +198,7 @@ class _Installer:
             self.join = lambda x: regions.reduce(x, tp)
 
     def run(self) -> None:
+        self._cut_norms()
         rows, columns = self._cut_modules()
         owners = {name.rpartition(".")[0] for name in rows}
         for name in rows:
@@ -189,6 +211,17 @@ class _Installer:
                 self._single(name, dim)
         if self.seq:
             self._cut_time()
+
+    def _cut_norms(self) -> None:
+        for name, module in list(self.piece.named_modules()):
+            if not isinstance(module, RMSNorm):
+                continue
+            (dim,) = self.model.rules.dims(f"{self.prefix}.{name}.weight", 1)
+            if AXIS_OF.get(dim) == "tp":
+                width = module.weight.shape[0]
+                unit = max(1, width // self.model.counts.get(dim, width))
+                copies = Cut.of(width, self.tp, 0, unit).copies
+                self._replace(name, CutRMSNorm(module, width, copies, self.groups.tp))
 
     def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
         """Names of modules whose weight is cut on the input side, and on the output side (with

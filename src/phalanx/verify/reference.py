@@ -168,8 +168,8 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
     if isinstance(owner, Decoder):
         if name.endswith(".bias"):
             return torch.zeros(size)
-        if name.endswith("norm.weight"):
-            return torch.ones(size)
+        if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
+            return torch.full(size, float(model.shape is None or model.shape.norm != "rms1"))
         layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
         last = name.endswith((".wo.weight", ".down.weight"))  # these add to the residual stream
         spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
