@@ -33,14 +33,15 @@ def normal(name: str, seed: int, size: torch.Size, spread: float) -> Tensor:
 
 def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
     """As GPT-2 (Radford et al. 2019): a spread of 0.02, less by the root of the number of
-    additions to the residual stream for what adds to it; biases 0, norms 1."""
+    additions to the residual stream for what adds to it; biases 0, norms 1 (where they
+    count from one, 0)."""
     if shape.kind == "mlp":
         return normal(name, seed, size, math.sqrt(2 / shape.hidden))
     last = name.split(".")[-2]
     if name.endswith(".bias"):
         return torch.zeros(size)
-    if last in ("norm", "attn_norm", "mlp_norm", "q_norm", "k_norm"):
-        return torch.ones(size)
+    if last == "norm" or last.endswith("_norm"):
+        return torch.zeros(size) if shape.norm == "rms1" else torch.ones(size)
     into_residual = last in ("wo", "down")
     return normal(name, seed, size, 0.02 / (2 * shape.layers) ** 0.5 if into_residual else 0.02)
 

@@ -89,7 +89,9 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None
         "b", 3, 32, kind="mlp", heads=8, kv_heads=2, head_dim=2, ffn=9, vocab=65, sequence=2,
         batch=9, norm="layer", positions="learned", rope_theta=1.0, rope_factor=2.0, rope_low=2.0,
         rope_high=5.0, rope_original=9, gated=False, tied=True, bias="all", qk_norm=True, eps=1.0,
-        source="c",
+        source="c", norms="post", rope_local_theta=2.0, rope_scaling="yarn", rope_attention=2.0,
+        windows=(4,), softcap=1.0, logit_softcap=1.0, query_scalar=3.0, embed_scale=2.0,
+        activation="silu", qk_norm_wide=True,
     )  # fmt: skip
     keys = {each.partition(":")[0] for each in differing_sizes(plain, other)}
     assert keys == {f.name for f in dataclasses.fields(Shape)} - {"name", "source", "batch"}

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["masked_attention", "visible"]
-
 
 def visible_pairs(times: Tensor, its_times: Tensor, window: int) -> Tensor:
     """(1, rows, keys): a token sees itself and those before it, with a window its last `window`.
