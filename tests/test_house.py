@@ -300,8 +300,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2838, "program": 3055, "draw": 1430, "plan": 3537, "models": 758, "comm": 4414,
-    "parallel": 2607, "cost": 1174, "bench": 1212, "train": 4912, "verify": 1238, "report": 594,
+    "layout": 2869, "program": 3055, "draw": 1430, "plan": 3537, "models": 901, "comm": 4414,
+    "parallel": 2647, "cost": 1174, "bench": 1212, "train": 4912, "verify": 1238, "report": 594,
     "lab": 2899, "cli": 4738,
 }  # fmt: skip
 

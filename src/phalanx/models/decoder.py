@@ -220,9 +220,15 @@ class Decoder(nn.Module):
         rope = None if learned else Rope(rope_theta, rope_scaling)
         local = rope if learned or not rope_local_theta else Rope(rope_local_theta)
         common: Any = {
-            "bias": bias, "qk_norm": qk_norm, "qk_norm_wide": qk_norm_wide, "norm": norm,
-            "dropout": dropout, "eps": eps, "softcap": softcap, "query_scalar": query_scalar,
-        }  # fmt: skip
+            "bias": bias,
+            "qk_norm": qk_norm,
+            "qk_norm_wide": qk_norm_wide,
+            "norm": norm,
+            "dropout": dropout,
+            "eps": eps,
+            "softcap": softcap,
+            "query_scalar": query_scalar,
+        }
         activation = activation or ("silu" if gated else "gelu")
         there = [norms != "post"] * 2 + [norms != "pre"] * 2
         self._depth, self._plus_one = layers, norm == "rms1"

@@ -114,15 +114,6 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# What a shape and the decoder's constructor call the same.
-_SIZES = (
-    "vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "sequence", "norm", "norms",
-    "positions", "rope_theta", "rope_local_theta", "windows", "softcap", "logit_softcap",
-    "query_scalar", "embed_scale", "activation", "gated", "tied", "bias", "qk_norm", "qk_norm_wide",
-    "eps",
-)  # fmt: skip
-
-
 def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
     """The built-in model of a shape, on the meta device."""
     with torch.device("meta"), _Undrawn():
@@ -130,8 +121,10 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
             deep = DeepMlp(width=shape.hidden, layers=shape.layers)
             pieces, rules = mlp.describe(deep)
             return Model(pieces, Rules.parse(rules), {}, deep.draw, shape)
-        sizes: dict[str, Any] = {name: getattr(shape, name) for name in _SIZES}
-        plain = Decoder(**sizes, rope_scaling=_rope_scaling(shape), dropout=dropout)
+        # Its keywords are called as a shape's keys.
+        names = inspect.signature(Decoder).parameters.keys() & vars(shape).keys()
+        sizes: dict[str, Any] = {name: getattr(shape, name) for name in names}
+        plain = Decoder(**sizes | {"rope_scaling": _rope_scaling(shape), "dropout": dropout})
         pieces, rules = decoder.describe(plain)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     return Model(pieces, Rules.parse(rules), counts, plain.draw, shape)
@@ -141,9 +134,14 @@ def _rope_scaling(shape: Shape) -> RopeScaling | None:
     if shape.rope_factor == 1:
         return None
     return RopeScaling(
-        shape.rope_factor, shape.rope_low, shape.rope_high, shape.rope_original,
-        kind=shape.rope_scaling, attention=shape.rope_attention, longest=shape.sequence,
-    )  # fmt: skip
+        shape.rope_factor,
+        shape.rope_low,
+        shape.rope_high,
+        shape.rope_original,
+        kind=shape.rope_scaling,
+        attention=shape.rope_attention,
+        longest=shape.sequence,
+    )
 
 
 def load_model(text: str) -> Model:
