@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -44,7 +45,6 @@ from phalanx.train import AdamW, Executor
 from phalanx.train.precision import precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import batch_of
-from side_by_side import machine as told_machine
 
 MODELS = {
     "deep": Shape(
@@ -196,7 +196,9 @@ def main() -> None:
     add("--times", type=Path, help="measured times are kept here, and not measured again")
     add("--all", action="store_true", help="print every layout")
     said = parser.parse_args()
-    print(told_machine())
+    print(
+        f"torch {torch.__version__}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}"
+    )
     machine = (
         Machine.load(said.machine)
         if said.machine

@@ -1,11 +1,20 @@
-"""Seconds of a step of `phalanx train`, beside a plain loop of the same model and another checkout.
+"""Steps of `phalanx train` beside loops of plain PyTorch: one rank, data and tensor parallel, pipelines.
 
-    OMP_NUM_THREADS=1 python benchmarks/train_steps.py [--size 5m] [--accum 4] [--beside OTHER/src]
-    OMP_NUM_THREADS=1 python benchmarks/train_steps.py --words "--ranks 2 --layout dp2 --backend gloo"
+    python benchmarks/train_steps.py one --size 27m --accum 4 [--beside OTHER/src]
+    python benchmarks/train_steps.py data --size 5m --only DDP "phalanx dp2,"
+    python benchmarks/train_steps.py tensor --size 27m
+    python benchmarks/train_steps.py pipeline --accum 8
+    python benchmarks/train_steps.py one --memory
 
-Each contender is a command that trains some steps on the same batches; they take turns, and the first
-steps of each turn do not count. The plain loop is PyTorch's: a fused AdamW, `clip_grad_norm_` and one
-`backward` for each microbatch. Ratios are of medians within a round; the table has their quartiles.
+Every contender is processes of its own, one thread each. All are alive at once and take some steps in
+turn, woken through a socket; a step lasts until its slowest rank is done. A ratio is of medians within
+a round. phalanx is the command `phalanx train` with nothing but its step held back until it is woken;
+`torch_loops.py` has the others. Everybody has the same model and batches, 512 tokens a rank and
+microbatch, a norm clipped at 1, a fused AdamW, and reads the loss once a step.
+
+The base is a plain loop with one rank's share of the batch; for tensor parallel and pipelines, with the
+whole. "two plain loops" never talk: what sharing the machine costs. With `--memory` each trains two
+steps by itself, and live storages are counted from before the model is made.
 """
 
 from __future__ import annotations
@@ -14,113 +23,301 @@ import argparse
 import json
 import os
 import shlex
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 TREE = Path(__file__).parent.parent
 SIZES = {
-    "5m": "{name='5m',layers=6,hidden=224,heads=8,kv_heads=4,ffn=640,vocab=1024,sequence=256,batch=8}",
-    "27m": "{name='27m',layers=8,hidden=480,heads=8,kv_heads=4,ffn=1312,vocab=4096,sequence=256,batch=8}",
+    "5m": {"layers": 8, "hidden": 192, "heads": 6, "kv_heads": 3, "ffn": 544, "vocab": 1024},
+    "tiny": {"layers": 6, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 64},
+    "27m": {"layers": 8, "hidden": 480, "heads": 8, "kv_heads": 4, "ffn": 1312, "vocab": 4096},
+}
+ROWS, SEQUENCE = 2, 256  # of a rank's microbatch
+OTHER = "the other checkout"
+
+
+def over(layouts: tuple[str, ...], backends: tuple[str, ...] = ("gloo", "shm")) -> dict[str, str]:
+    return {
+        f"phalanx {layout}, {backend}": f"phalanx --ranks 2 --backend {backend} {layout}"
+        for backend in backends for layout in layouts
+    }  # fmt: skip
+
+
+SETS: dict[str, dict[str, str]] = {
+    "one": {
+        "plain loop": "plain", "plain loop, compiled": "plain compile",
+        "phalanx": "phalanx --ranks 1", "phalanx, compiled": "phalanx --ranks 1 compile",
+    },
+    "data": {
+        "plain loop": "plain", "two plain loops": "apart",
+        "DDP": "ddp", "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
+        **over(("dp2", "dp2 zero1", "dp2 zero3")),
+    },
+    "tensor": {
+        "plain loop": "plain", "DTensor": "dtensor", "DTensor, shm": "dtensor-shm",
+        **over(("tp2", "tp2 seq")),
+    },
+    "pipeline": {
+        "plain loop": "plain", "torch GPipe": "gpipe", "torch 1F1B": "1f1b",
+        "torch interleaved": "interleaved", "torch zero bubble": "zero-bubble",
+        **over(("pp2 gpipe", "pp2 1f1b", "pp2 interleaved2", "pp2 zb-h1"), ("gloo",)),
+    },
 }  # fmt: skip
-STEPS, SKIPPED = 14, 4
-COMMAND = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
-def plain(size: str, accum: int) -> list[float]:
-    """A loop of PyTorch alone, on the batches that a run of this size has."""
-    import torch
-
-    from phalanx.layout import Run
-    from phalanx.models import Decoder
-    from phalanx.train.rank import batches_of
-
-    run = Run.parse("", "run", (f"model={SIZES[size]}",))
-    batches, shape = batches_of(run, run.shape), run.shape
-    model = Decoder(
-        vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
-        kv_heads=shape.kv_heads, ffn=shape.ffn,
-    )  # fmt: skip
-    weights = list(model.parameters())
-    groups = [
-        {"params": [w for w in weights if w.dim() > 1], "weight_decay": 0.1},
-        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-    seconds = []
-    for step in range(STEPS):
-        begun = time.perf_counter()
-        rows = batches.batch(step)
-        count = (rows["targets"] != -100).sum()
-        for part in range(accum):
-            own = {name: x.chunk(accum)[part] for name, x in rows.items()}
-            shared = {name: own[name] for name in ("positions", "documents") if name in own}
-            (model(own["tokens"], own["targets"], **shared) / count).backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        seconds.append(time.perf_counter() - begun)
-    return seconds
+# ---- in a contender's process
 
 
-def trained(source: Path, words: list[str], size: str, accum: int) -> list[float]:
-    """The seconds of each step, by the log of a run of the checkout at `source`."""
-    with tempfile.TemporaryDirectory() as out:
-        layout = [] if "--layout" in words else ["--ranks", "1", "--layout", f"accum:{accum}"]
-        keys = [f"model={SIZES[size]}", f"steps={STEPS}", f"out={out}", "validation.batches=0"]
-        subprocess.run(
-            [sys.executable, "-c", COMMAND, "train", *keys, *layout, *words],
-            env=os.environ | {"PYTHONPATH": str(source)}, check=True, capture_output=True,
-        )  # fmt: skip
-        lines = Path(out, "metrics.jsonl").read_text().splitlines()
-    return [line["seconds"] for line in map(json.loads, lines) if line["event"] == "step"]
+class Gate:
+    """Where a rank waits to be woken for a step, and says how long it took."""
+
+    def __init__(self, rank: int) -> None:
+        self.line = socket.socket(socket.AF_UNIX)
+        self.line.connect(os.environ["STEPS_SOCKET"])
+        self.line.sendall(bytes([rank]))
+
+    def step(self, step: Callable[[], object]) -> None:
+        if not self.line.recv(1):
+            os._exit(0)
+        begun, worked = time.perf_counter(), time.process_time()
+        step()
+        took = time.perf_counter() - begun, time.process_time() - worked
+        self.line.sendall(json.dumps(took).encode().ljust(64))
+
+
+class Counted:
+    """In its place: two steps and an end, while the bytes of live storages are counted."""
+
+    def __init__(self, rank: int) -> None:
+        from phalanx.cost.live import Live
+
+        self.steps, self.live = 0, Live()
+        self.live.__enter__()
+
+    def step(self, step: Callable[[], object]) -> None:
+        if self.steps == 2:
+            print(f"most {self.live.most}", flush=True)
+            os._exit(0)
+        self.steps += 1
+        step()
+
+
+def phalanx(words: list[str], gate_of: Callable[[int], Any]) -> None:
+    """`phalanx train` with these words, whose steps wait at a gate."""
+    from phalanx.cli.main import main
+    from phalanx.train import loop
+
+    gates: list[Any] = []
+    made, real = loop.Rank.__init__, loop._Loop._step
+
+    def making(self: Any, world: Any, *args: Any, **options: Any) -> None:
+        gates.append(gate_of(world.rank))  # here, as ranks are forked after this function
+        made(self, world, *args, **options)
+
+    loop.Rank.__init__ = making  # type: ignore[method-assign]
+    loop._Loop._step = lambda self, step: gates[0].step(lambda: real(self, step))  # type: ignore[method-assign]
+    sys.exit(main(words))
+
+
+def run_contender(kind: str, args: argparse.Namespace) -> None:
+    """What a contender's process does."""
+    name, *words = shlex.split(kind)
+    gate_of = Counted if args.memory else Gate
+    whole = args.set_ in ("tensor", "pipeline")
+    ranks = 1 if whole or args.set_ == "one" or name == "plain" else 2
+    rows = ROWS * args.accum * ranks
+    sizes = ",".join(f"{name}={value}" for name, value in SIZES[args.size].items())
+    model = f"model={{name='{args.size}',{sizes},sequence={SEQUENCE},batch={rows}}}"
+    keys = [model, os.environ["STEPS_MASKS"]]
+    if name == "phalanx":
+        options = [*words[: words.index("--backend") + 2]] if "--backend" in words else words[:2]
+        layout = words[len(options) :]
+        if "pp2" in layout:
+            layout[-1] += f":{args.accum}"
+        elif args.accum > 1:
+            layout.append(f"accum:{args.accum}")
+        keys += ["steps=1000000", f"out={args.out}/run", "validation.batches=0"]
+        phalanx(["train", *keys, *options, "--layout", " ".join(layout) or "fp32"], gate_of)
+        return
+    gate = gate_of(int(os.environ["RANK"]))
+    from torch_loops import LOOPS
+
+    compiled = "compile" in words
+    loop = LOOPS[name](
+        SIZES[args.size], keys, int(os.environ["RANK"]), args.accum, compiled=compiled
+    )
+    while True:
+        gate.step(loop.step)
+
+
+# ---- in the process that wakes them
+
+
+class Contender:
+    """The processes of one contender."""
+
+    def __init__(self, name: str, kind: str, args: argparse.Namespace) -> None:
+        self.name = name
+        source, masks = TREE / "src", "document_masks=false"
+        if name.endswith(OTHER):
+            source, masks = args.beside, args.beside_masks
+        self.folder = tempfile.TemporaryDirectory()
+        path = str(Path(self.folder.name, "socket"))
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.bind(path)
+        self.server.listen()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        own = {"PYTHONPATH": str(source), "STEPS_SOCKET": path, "STEPS_MASKS": masks}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, __file__, "--as", kind, "--size", args.size, "--set", args.set]
+        command += ["--accum", str(args.accum), "--out", self.folder.name]
+        command += ["--memory"] * args.memory
+        two = "--ranks 2" in kind or kind.split()[0] not in ("plain", "phalanx")
+        self.ranks, started = 1 + two, 1  # phalanx starts its ranks itself
+        if not kind.startswith("phalanx"):
+            started = self.ranks
+        self.log = Path(self.folder.name, "log")
+        with self.log.open("w") as log:
+            self.processes = [
+                subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True,
+                    env=os.environ | own | ({} if kind.startswith("phalanx") else
+                                            {"RANK": str(r), "WORLD_SIZE": str(started)}),
+                )
+                for r in range(started)
+            ]  # fmt: skip
+        self.lines: list[socket.socket] = []
+
+    def ready(self) -> None:
+        """Wait until all ranks are at the gate."""
+        self.server.settimeout(1)
+        while len(self.lines) < self.ranks:
+            if any(process.poll() is not None for process in self.processes):
+                raise ValueError(f"{self.name} ended before its first step")
+            with suppress(TimeoutError):
+                line, _ = self.server.accept()
+                line.settimeout(600)
+                line.recv(1)
+                self.lines.append(line)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of the slowest rank, and of processor time of all ranks together."""
+        for line in self.lines:
+            line.sendall(b"1")
+        took = [json.loads(line.recv(64)) for line in self.lines]
+        return max(wall for wall, _ in took), sum(worked for _, worked in took)
+
+    def close(self) -> None:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.server.close()
+        self.folder.cleanup()
+
+
+@contextmanager
+def contenders(kinds: dict[str, str], args: argparse.Namespace) -> Iterator[list[Contender]]:
+    made: list[Contender] = []
+    try:
+        for name, kind in kinds.items():
+            made.append(Contender(name, kind, args))
+        yield made
+    except (OSError, ValueError):
+        for each in made:
+            if "Error" in (text := each.log.read_text()):
+                print(f"--- {each.name}\n{text[-2000:]}", file=sys.stderr)
+        raise
+    finally:
+        for each in made:
+            each.close()
+
+
+def measured(kinds: dict[str, str], args: argparse.Namespace) -> None:
+    """Bytes, one contender after the other."""
+    print("| | most MB of live storages on a rank |\n|---|--:|")
+    for name, kind in kinds.items():
+        with contenders({name: kind}, args) as (one,):
+            for process in one.processes:
+                process.wait()
+            most = [line for line in one.log.read_text().splitlines() if line.startswith("most ")]
+            if not most:
+                raise ValueError(f"{name} did not come to its end")
+            print(f"| {name} | {max(int(m.split()[1]) for m in most) / 1e6:.0f} |", flush=True)
+
+
+def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
+    """Seconds, in turn."""
+    rounds: dict[str, list[float]] = {name: [] for name in kinds}
+    worked: dict[str, list[float]] = {name: [] for name in kinds}
+    with contenders(kinds, args) as every:
+        for one in every:
+            one.ready()
+            one.step(), one.step()
+        for _ in range(args.rounds):
+            for one in every:
+                turn = [one.step() for _ in range(args.steps)]
+                rounds[one.name].append(statistics.median(wall for wall, _ in turn))
+                worked[one.name] += [cpu for _, cpu in turn]
+    base = args.base or next(iter(rounds))
+    print(
+        f"| | ms a step, median | ratio to {base}, median (quartiles) | processor ms, all ranks |"
+    )
+    print("|---|--:|--:|--:|")
+    for name, each in rounds.items():
+        ratios = [a / b for a, b in zip(each, rounds[base], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        wall, cpu = (statistics.median(x) * 1e3 for x in (each, worked[name]))
+        print(f"| {name} | {wall:.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) | {cpu:.0f} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Steps of a run beside a plain loop.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("set", choices=SETS, nargs="?", default="one")
     parser.add_argument("--size", choices=SIZES, default="5m")
-    parser.add_argument("--accum", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--words", default="", help="further words of `phalanx train`")
-    parser.add_argument("--beside", type=Path, metavar="SRC", help="another checkout's src")
-    parser.add_argument("--beside-words", default=None, help="its words, where they differ")
-    parser.add_argument("--as-plain", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--accum", type=int, default=0, help="microbatches: 1, of pipelines 8")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=3, help="of each turn")
+    parser.add_argument("--only", nargs="+", default=(), help="those whose names have such a word")
+    parser.add_argument("--base", help="the contender that ratios are to")
+    parser.add_argument("--memory", action="store_true", help="count bytes, not seconds")
+    parser.add_argument("--beside", type=Path, metavar="SRC", help="another checkout's src too")
+    parser.add_argument(
+        "--beside-masks", default="document_masks=false", help="its key for no document masks"
+    )
+    parser.add_argument("--beside-backend", default="--backend", help="its option for the backend")
+    for hidden in ("--as", "--set", "--out"):
+        parser.add_argument(hidden, dest=f"{hidden[2:]}_", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.as_plain:
-        print(json.dumps(plain(args.size, args.accum)))
+    args.out, args.accum = args.out_, args.accum or (8 if args.set == "pipeline" else 1)
+    if args.as_:
+        run_contender(args.as_, args)
         return
-    words = shlex.split(args.words)
-    theirs = words if args.beside_words is None else shlex.split(args.beside_words)
-    rounds: dict[str, list[float]] = {}
-    for _ in range(args.rounds):
-        times = {"phalanx train": trained(TREE / "src", words, args.size, args.accum)}
-        if args.beside:
-            times["the other checkout"] = trained(args.beside, theirs, args.size, args.accum)
-        if not args.words:
-            own = [sys.executable, __file__, "--as-plain", "--size", args.size]
-            done = subprocess.run(
-                [*own, "--accum", str(args.accum)], check=True, capture_output=True,
-                env=os.environ | {"PYTHONPATH": str(TREE / "src")},
-            )  # fmt: skip
-            times["a plain loop"] = json.loads(done.stdout)
-        for name, each in times.items():
-            rounds.setdefault(name, []).append(statistics.median(each[SKIPPED:]))
-    first = rounds["phalanx train"]
-    print(
-        f"{args.size}, accum {args.accum}, {args.words or 'one rank'}; {args.rounds} rounds of {STEPS}\n"
-    )
-    print(
-        "| | ms a step, median of rounds | phalanx train / it, median (quartiles) |\n|---|--:|--:|"
-    )
-    for name, each in rounds.items():
-        ratios = [a / b for a, b in zip(first, each, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"| {name} | {statistics.median(each) * 1e3:.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) |"
-        )
+    kinds = dict(SETS[args.set])
+    if args.beside:
+        kinds |= {
+            f"{name}, {OTHER}": kind.replace("--backend", args.beside_backend)
+            for name, kind in kinds.items()
+            if name.startswith("phalanx") and "compile" not in kind
+        }
+    if args.only:
+        words = (next(iter(kinds)), args.base or "", *args.only)
+        kinds = {n: k for n, k in kinds.items() if any(w and w in n for w in words)}
+    load = os.getloadavg()[0]
+    print(f"{args.set}, {args.size}, accum {args.accum}, load {load:.1f}\n", flush=True)
+    measured(kinds, args) if args.memory else timed(kinds, args)
 
 
 if __name__ == "__main__":
