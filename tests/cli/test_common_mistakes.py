@@ -430,6 +430,24 @@ def test_a_mistake_is_one_sentence_with_the_place_and_a_way_out(
     assert len(args.err) < 6000
 
 
+def test_all_arguments_that_are_wrong_are_refused_at_once(capsys: Capture) -> None:
+    argv = ["bench", "matmul", "--threads", "x", "--dtype", "bf17", "--limt=3", "--limit", "-1"]
+    assert main(argv) == 2
+    head, *wrong, end = capsys.readouterr().err.splitlines()
+    assert head == "UsageError: 4 arguments are wrong:"
+    assert wrong == [
+        "- --threads is 'x'; write a whole number.",
+        "- --dtype: there is no precision 'bf17'; use bf16, fp16, tf32, fp32, fp64.",
+        "- --limit is -1; write a number above 0.",
+        "- '--limt=3' means nothing here. Did you mean --limit?",
+    ]
+    assert end == "See `phalanx bench matmul --help`."
+    assert main(["data", "prepare", "--held-out", "3"]) == 2
+    told = capsys.readouterr().err
+    assert "- --held-out is 3" in told
+    assert "- the following arguments are required: SRC, --out." in told
+
+
 # ---- what needs a process of its own
 
 

@@ -134,9 +134,8 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
 ) -> None:
     run, machine = str(run_of(tmp_path / "run")), machine_of(tmp_path)
     gpu = str(run_of(tmp_path / "gpu", device="NVIDIA H200"))
-    # The mistakes of a file are a list under its name.
-    missing = _refused(capsys, run, "--machine", "nowhere.toml", lines=2)
-    assert "cannot read the machine file" in missing
+    missing = _refused(capsys, run, "--machine", "nowhere.toml")
+    assert "there is no machine file nowhere.toml" in missing
     assert "was on CPU, and h100x8 is h100-sxm" in _refused(capsys, run, "--cluster", "h100x8")
     assert "was on NVIDIA H200" in _refused(capsys, gpu, "--machine", machine)
     assert "goes with --machine" in _refused(capsys, run, "--profile", "phalanx")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
 from ..layout.codec import Mistake
 from ..layout.files import open_regular, reason
 from ..layout.source import names_source, refuse_broken
+from ..plan import Machine, cluster
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.local import hardware_of_machine
 from ..program import build, check, schedule
 from .usage import UsageError, unmakable
 
@@ -54,6 +58,42 @@ def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     if shape is None:
         raise LayoutError(f"{name}: describe() gives no shape; add shape=Shape(...) to its Model.")
     return shape, make
+
+
+@dataclass(frozen=True)
+class Where:
+    """Hardware that was named, and what its devices are called in the catalogue and by their driver."""
+
+    hardware: Hardware
+    device: str
+    kind: str
+    names: tuple[str, ...]
+
+
+def where(cluster_: str | None, file: str | None, ranks: int = 0, backend: str = "") -> Where:
+    """What --cluster or --machine name, for so many ranks; `this` and nothing are machine.toml."""
+    if cluster_ == "this":
+        cluster_ = None
+    if cluster_ and (file or backend):
+        what = (
+            "--machine both say where it runs" if file else "--backend, which is for a machine file"
+        )
+        raise UsageError(f"--cluster and {what}; name one.")
+    if cluster_:
+        found = cluster(cluster_)
+        if ranks > found.size:
+            raise UsageError(f"{ranks} ranks, and {cluster_} has {found.size} devices.")
+        names = (found.device, *found.kind.drivers)
+        return Where(hardware_of(found, ranks), found.device, "cuda", names)
+    file = file or "machine.toml"
+    if not Path(file).is_file():
+        raise UsageError(
+            f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
+            " or name a cluster: --cluster h100x64."
+        )
+    machine = Machine.load(file)
+    hardware = hardware_of_machine(machine, ranks, backend)
+    return Where(hardware, machine.catalogue, machine.kind, (machine.device,))
 
 
 def refuse_before(run: Run) -> None:

@@ -9,10 +9,10 @@ from textwrap import wrap
 
 from ..cost import Pieces, cached_costs
 from ..draw import text_table
-from ..layout import Layout, LayoutError, Shape, legal, nearest, piece_layout
-from ..layout.source import names_source, refuse_broken
+from ..layout import Layout, piece_layout
 from ..program import Load, PieceCost, ops
-from .usage import Parser, UsageError, print_json, say
+from .before import model_of, refuse_illegal
+from .usage import Parser, result, whole
 
 _EPILOG = """\
 Found by running each piece on meta tensors over a backend that sends nothing; kept in
@@ -27,65 +27,44 @@ gradient, when the schedule splits it), R what recomputation repeats.
 def run(argv: list[str]) -> int:
     """Print the loads of a model's pieces."""
     parser = Parser("phalanx cost", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG)
-    add = parser.add_argument
+    add = parser.add
     add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; none is one rank')
-    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="default 8b")
-    add("--rows", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
-    add("--sequence", type=int, default=0, metavar="N", help="tokens of one; default the shape's")
-    add("--target", default="cuda", metavar="cuda|cpu", help="whose kernels (default cuda)")
-    add("--json", action="store_true")
+    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="whose pieces")
+    add("--rows", type=whole(), default=1, metavar="N", help="sequences of a microbatch")
+    add(
+        "--sequence",
+        type=whole(),
+        default=0,
+        metavar="N",
+        help="tokens of one; default the shape's",
+    )
+    add("--target", default="cuda", choices=("cuda", "cpu"), help="whose kernels")
+    add("--json")
     args = parser.read(argv)
-    if args.rows < 1 or args.sequence < 0:
-        raise UsageError("--rows and --sequence are 1 or more.")
-    if args.target not in ("cuda", "cpu"):
-        raise UsageError(f"--target {args.target}: choose cuda or cpu.")
     layout = Layout.parse(" ".join(args.layout))
-    shape, own = named_shape(args.model)
-    _refuse(layout, shape, args.sequence)
-    cut = piece_layout(layout)
-    pieces = cached_costs(own or shape, [layout], sequence=args.sequence, target=args.target)[cut]
-    kinds = list(_kinds(pieces, args.rows))
-    if args.json:
-        print_json(
-            {
-                "model": shape.name,
-                "layout": str(layout),
-                "cut": str(cut),
-                "rows": args.rows,
-                "sequence": args.sequence or shape.sequence,
-                "target": args.target,
-                "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
-            }
-        )
-        return 0
-    tokens = f" of {args.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
-    say(f"{shape.name} as {str(cut) or 'one rank'}")
-    say(f"one rank, rows in a microbatch: {args.rows}{tokens}; kernels of {args.target}")
-    for numbers, found in kinds:
-        say("\n" + "\n".join(_lines(cut, numbers, found)))
-    return 0
-
-
-def named_shape(text: str) -> tuple[Shape, str]:
-    """A shape by its name or file, or that of somebody's own model, with its FILE.py:Class."""
-    if not names_source(text):
-        return Shape.load(text), ""
-    refuse_broken(text, LayoutError)
-    from ..parallel import load_model
-
-    # Only its file knows the sizes of somebody's own model, and running it needs torch.
-    shape = load_model(text).shape
-    if shape is None:
-        raise LayoutError(f"{text}: describe() gives no shape; add shape=Shape(...) to its Model.")
-    return shape, text
-
-
-def _refuse(layout: Layout, shape: Shape, sequence: int) -> None:
+    shape, make = model_of(args.model)
     batch = max(shape.batch, layout.dp * layout.microbatches)  # of a batch one microbatch is costed
-    broken = legal(layout, shape, batch=batch, sequence=sequence)
-    if broken:
-        near = "; ".join(map(str, nearest(layout, shape, batch=batch, sequence=sequence)))
-        raise LayoutError(" ".join(map(str, broken)) + (f"\n  Nearest: {near}." if near else ""))
+    refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
+    cut, model = piece_layout(layout), args.model if make else shape
+    pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[cut]
+    kinds = list(_kinds(pieces, args.rows))
+    figures = {
+        "model": shape.name,
+        "layout": str(layout),
+        "cut": str(cut),
+        "rows": args.rows,
+        "sequence": args.sequence or shape.sequence,
+        "target": args.target,
+        "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
+    }
+    tokens = f" of {args.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
+    text = (
+        f"{shape.name} as {str(cut) or 'one rank'}\n"
+        f"one rank, rows in a microbatch: {args.rows}{tokens}; kernels of {args.target}\n"
+    )
+    lines = ["", *(line for numbers, found in kinds for line in (*_lines(cut, numbers, found), ""))]
+    result(args, figures, text + "\n".join(lines))
+    return 0
 
 
 def _kinds(pieces: Pieces, rows: int) -> Iterator[tuple[list[int], PieceCost]]:

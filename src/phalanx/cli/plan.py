@@ -8,18 +8,16 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from ..cost import cached_costs
 from ..layout import Run
 from ..layout.choices import BF16, FP32, PRECISIONS
 from ..layout.numbers import bytes_text
-from ..plan import Machine, MachineError, cluster
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, profile_for
+from ..plan import MachineError
+from ..plan.local import profile_for
 from ..plan.search import Plan, baselines, search
 from ..plan.step import Request
-from .cost import named_shape
+from .before import model_of, where
 from .plan_text import plan_figures, plan_text
 from .usage import Parser, UsageError, print_json, say, try_file, write
 
@@ -121,7 +119,7 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
     for factor in _MORE_DEVICES if request.cluster else ():
         name = f"{request.cluster.rpartition('x')[0]}x{request.hardware.ranks * factor}"
         try:
-            hardware = hardware_of(cluster(name))
+            hardware = where(name, None).hardware
         except MachineError:
             continue
         batch = max(request.batch, 1)
@@ -159,8 +157,9 @@ def request_of(args: argparse.Namespace) -> Request:
         raise UsageError("--seq is 1 or more.")
     if args.precision not in (None, *PRECISIONS):
         raise UsageError(f"--precision {args.precision}: choose {', '.join(PRECISIONS)}.")
-    shape, own = named_shape(args.model)
-    hardware, device = _hardware(args)
+    shape, make = model_of(args.model)
+    at = where(None if args.machine else args.cluster, args.machine, args.ranks or 0)
+    hardware = at.hardware
     sequence = args.seq or shape.sequence
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
@@ -172,26 +171,10 @@ def request_of(args: argparse.Namespace) -> Request:
     precision = args.precision or (FP32 if hardware.cores else BF16)
     return Request(
         shape=shape, hardware=hardware, sequence=sequence, batch=batch, precision=precision,
-        profile=profile_for(hardware, device, args.profile, precision), limit=args.limit,
-        piece_costs=partial(cached_costs, target=hardware.target), model=own,
+        profile=profile_for(hardware, at.device, args.profile, precision), limit=args.limit,
+        piece_costs=partial(cached_costs, target=hardware.target), model=args.model if make else "",
         cluster="" if args.cluster == "this" else args.cluster,
     )  # fmt: skip
-
-
-def _hardware(args: argparse.Namespace) -> tuple[Hardware, str]:
-    """Where it would run, and the name of its device."""
-    if args.cluster != "this" and not args.machine:
-        found = cluster(args.cluster)
-        return hardware_of(found), found.device
-    file = args.machine or "machine.toml"
-    if not Path(file).is_file():
-        raise UsageError(
-            f"--cluster this: there is no machine file {file}."
-            f" Measure one: phalanx doctor --out {file}; or name a cluster, as h100x64."
-        )
-    machine = Machine.load(file)
-    hardware = hardware_of_machine(machine, args.ranks or 0)
-    return hardware, machine.device
 
 
 def count(text: str, flag: str) -> int:

@@ -11,12 +11,11 @@ from pathlib import Path
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout.codec import dump
-from ..plan import Machine, cluster
 from ..plan.calibrate import CostedRun, Measured, by_model, calibrated, costed, read_run
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, profile_for
+from ..plan.local import profile_for
 from ..plan.profile import FITTED, SoftwareProfile
-from .usage import Parser, UsageError, print_json, say, try_file, write
+from .before import Where, where
+from .usage import Parser, print_json, say, try_file, write
 
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
@@ -44,16 +43,18 @@ def run(argv: Sequence[str]) -> int:
     add("--out", metavar="FILE", help="profile.toml, for phalanx plan --profile FILE")
     add("--json", action="store_true")
     args = parser.read(list(argv))
-    if args.cluster and args.machine:
-        raise UsageError("--cluster and --machine both say where the runs ran; name one.")
     try_file(args.out, formats=(".toml",))
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
-    before = _begin(args, _hardware(args, groups[0]), runs)
+    places = [_where(args, group) for group in groups]
+    # Where the fit begins: what was named, else ours, as it is on such a device.
+    precision = runs[0].case.layout.precision
+    first = profile_for(places[0].hardware, places[0].device, args.profile, precision)
+    before = replace(first, by_device={})
     costed_runs = [
         run
-        for group in groups
-        for hardware in [_hardware(args, group)]
+        for group, at in zip(groups, places, strict=True)
+        for hardware in [at.hardware]
         for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
     ]
     after = calibrated(before, costed_runs)
@@ -67,24 +68,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _hardware(args: Namespace, runs: Sequence[Measured]) -> Hardware:
-    ranks = runs[0].case.layout.ranks
-    if args.cluster:
-        return hardware_of(cluster(args.cluster), ranks)
-    file = args.machine or "machine.toml"
-    if not Path(file).is_file():
-        raise UsageError(
-            f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
-            " or name a cluster: --cluster h100x64."
-        )
-    return hardware_of_machine(Machine.load(file), ranks, args.backend)
-
-
-def _begin(args: Namespace, hardware: Hardware, runs: Sequence[Measured]) -> SoftwareProfile:
-    """Where the fit begins: what was named, else ours, as it is on such a device."""
-    device = cluster(args.cluster).device if args.cluster else ""
-    named = profile_for(hardware, device, args.profile, runs[0].case.layout.precision)
-    return replace(named, by_device={})
+def _where(args: Namespace, runs: Sequence[Measured]) -> Where:
+    return where(args.cluster, args.machine, runs[0].case.layout.ranks, args.backend)
 
 
 def _rows(

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..layout.files import reason, write_text
+from .before import where
 from .usage import Parser, UsageError, flags, result, save
 
 if TYPE_CHECKING:
-    from ..plan.hardware import Hardware
-    from ..plan.profile import SoftwareProfile
     from ..report.compared import Compared
-    from ..report.predicted import Step
 
 _EPILOG = """\
 The page is one file that fetches nothing: loss with restarts, step time, MFU, memory, a measured
@@ -77,9 +75,8 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
                 f"{given[0]} goes with --machine or --cluster, which say where it ran."
             )
         return None
-    if args.machine and args.cluster:
-        raise UsageError("--cluster and --machine both say where it ran; name one.")
     from ..cost import cached_costs
+    from ..plan.local import profile_for
     from ..report.predicted import predicted, read_step
 
     step = read_step(folder)
@@ -88,43 +85,16 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
             f"the model of {folder} is {step.own}, and a report runs no code of a run's folder by"
             f" itself. Say that it may: --model {step.own}"
         )
-    hardware, profile = _hardware(step, args)
-    return predicted(step, hardware, profile, partial(cached_costs, target=hardware.target))
-
-
-def _hardware(step: Step, args: argparse.Namespace) -> tuple[Hardware, SoftwareProfile]:
-    """Where it ran and with what software; refused if the run was on another device."""
-    from ..plan import Machine, cluster
-    from ..plan.hardware import hardware_of
-    from ..plan.local import hardware_of_machine, profile_for
-
-    ranks = step.layout.ranks
-    if args.cluster:
-        if args.backend:
-            raise UsageError("--backend chooses curves of a machine file; a cluster has none.")
-        found = cluster(args.cluster)
-        if ranks > found.size:
-            raise UsageError(
-                f"the run had {ranks} ranks, and {args.cluster} has {found.size} devices."
-            )
-        _same_device(step, args.cluster, "cuda", (found.device, *found.kind.drivers))
-        hardware, kind = hardware_of(found, ranks), found.device
-    else:
-        machine = Machine.load(args.machine)
-        _same_device(step, args.machine, machine.kind, (machine.device,))
-        hardware, kind = hardware_of_machine(machine, ranks, args.backend or ""), machine.catalogue
-    named = profile_for(hardware, kind, args.profile, step.layout.precision)
-    if hardware.cores and not args.profile:
-        return hardware, named
-    # A file of calibrate still has the name of the profile with which its fit began.
-    return hardware, replace(named, name=args.profile or named.name)
-
-
-def _same_device(step: Step, name: str, kind: str, devices: tuple[str, ...]) -> None:
-    """A run tells its GPU by the driver's name, and every CPU as CPU."""
-    alike = kind == "cpu" if step.device == "CPU" else step.device in devices
+    at = where(args.cluster, args.machine, step.layout.ranks, args.backend or "")
+    # A run tells its GPU by the driver's name, and every CPU as CPU.
+    alike = at.kind == "cpu" if step.device == "CPU" else step.device in at.names
     if step.device and not alike:
         raise UsageError(
-            f"the run was on {step.device}, and {name} is {devices[0]}. Name the machine it ran on:"
-            " phalanx doctor --out machine.toml writes it there."
+            f"the run was on {step.device}, and {args.cluster or args.machine} is {at.names[0]}. Name"
+            " the machine it ran on: phalanx doctor --out machine.toml writes it there."
         )
+    profile = profile_for(at.hardware, at.device, args.profile, step.layout.precision)
+    if args.profile or not at.hardware.cores:
+        # A file of calibrate still has the name of the profile with which its fit began.
+        profile = replace(profile, name=args.profile or profile.name)
+    return predicted(step, at.hardware, profile, partial(cached_costs, target=at.hardware.target))

@@ -122,6 +122,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, _sentence(real()))
         self._section: argparse._ActionsContainer = self
         self._written: list[Callable[[argparse.Namespace], None]] = []
+        self._wrong: list[str] = []
 
     def add(self, *names: str, **changes: Any) -> None:
         """An argument; what `OPTIONS` has by its name is taken from there."""
@@ -145,31 +146,50 @@ class Parser(argparse.ArgumentParser):
 
         self._written.append(attempt)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """A value that is wrong is written down, so that all are refused at once."""
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._wrong.append(_explained(str(error)))
+            return None
+
     def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument ([^:]+): (?=is |names )", r"\1 ", message).removeprefix(
-            "argument "
-        )
-        for old, new in OLD.items():
-            if f"invalid choice: {old!r}" in message:
-                message = f"{message.partition(':')[0]} {old} is now {new}"
-        shown = message if len(message) < 400 else message[:397] + "..."
-        raise UsageError(f"{shown.rstrip('.')}. See `{self.prog} --help`.")
+        # What is required may have been given, wrongly.
+        self._refuse([*self._wrong, _explained(message)])
+
+    def _refuse(self, wrong: Sequence[str]) -> NoReturn:
+        shown = list(dict.fromkeys(wrong))
+        if len(shown) > 1:
+            shown = [f"{len(shown)} arguments are wrong:", *(f"- {text}" for text in shown)]
+        end = "\n" if len(shown) > 1 else " "
+        raise UsageError("\n".join(shown) + f"{end}See `{self.prog} --help`.")
 
     def read(self, argv: Sequence[str], *, intermixed: bool = False) -> argparse.Namespace:
-        """The arguments; what is left over is refused with the nearest option. `intermixed`:
-        positional arguments may stand between the options."""
+        """The arguments; all that are wrong are refused, unknown ones with the nearest option.
+        `intermixed`: positional arguments may stand between the options."""
         parse = self.parse_known_intermixed_args if intermixed else self.parse_known_args
         args, rest = parse(list(argv))
-        if rest:
-            word = rest[0].split("=")[0]
-            known = [option for action in self._actions for option in action.option_strings]
-            hint = nearest_word(word, known)
-            raise UsageError(
-                f"{rest[0][:80]!r} means nothing here.{hint} See `{self.prog} --help`."
-            )
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in [word for word in rest if word[:1] == "-"] or rest[:1]:
+            hint = nearest_word(word.split("=")[0], known)
+            self._wrong.append(f"{word[:80]!r} means nothing here.{hint}")
+        if self._wrong:
+            self._refuse(self._wrong)
         for attempt in self._written:
             attempt(args)
         return args
+
+
+def _explained(message: str) -> str:
+    """What argparse says of a mistake, as a sentence of ours."""
+    message = re.sub(r"^argument ([^:]+): (?=is |names )", r"\1 ", message)
+    message = message.removeprefix("argument ")
+    for old, new in OLD.items():
+        if f"invalid choice: {old!r}" in message:
+            message = f"{message.partition(':')[0]} {old} is now {new}"
+    shown = message if len(message) < 400 else message[:397] + "..."
+    return f"{shown.rstrip('.')}."
 
 
 def _sentence(parse: Callable[[str], Any]) -> Callable[[str], Any]:
