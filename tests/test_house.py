@@ -25,7 +25,7 @@ NAMES = Path(__file__).parent / "public_names.txt"
 
 LEVELS: dict[str, int] = {
     "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4, "cost": 5,
-    "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 4709,
+    "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 9,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
 ONLY: dict[str, set[str]] = {"models": set(), "lab": {"comm", "cost", "draw"}}
@@ -300,8 +300,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2869, "program": 3055, "draw": 1430, "plan": 3537, "models": 901, "comm": 4414,
-    "parallel": 2647, "cost": 1174, "bench": 1212, "train": 4912, "verify": 1238, "report": 594,
+    "layout": 2869, "program": 3055, "draw": 1421, "plan": 3537, "models": 901, "comm": 4414,
+    "parallel": 2651, "cost": 1174, "bench": 1195, "train": 4912, "verify": 1231, "report": 593,
     "lab": 2899, "cli": 4709,
 }  # fmt: skip
 

@@ -24,7 +24,6 @@ from phalanx.bench import (
     measure_stores,
     square_products,
 )
-from phalanx.bench.mfu import _block
 from phalanx.cli.bench import (
     iterations_text,
     of_peak,
@@ -34,6 +33,7 @@ from phalanx.cli.bench import (
 )
 from phalanx.comm import launch
 from phalanx.layout import Shape
+from phalanx.parallel.model import decoder_of
 from phalanx.plan import MachineError, device
 
 CPU = local_device("cpu")
@@ -110,7 +110,7 @@ def test_a_block_s_flops_are_those_torch_counts() -> None:
     x = torch.randn(2, 32, 64)
     plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
     with plain, FlopCounterMode(display=False) as counter:
-        _block(shape)(x, positions=torch.arange(32).expand(2, -1))
+        decoder_of(shape, layers=1).layers[0](x, positions=torch.arange(32).expand(2, -1))
     assert found.flops_full == 3 * counter.get_total_flops()
     attention = 3 * 2 * 2 * (2 * 32 * 32 * 64)
     assert found.flops_full - found.flops == attention / 2

@@ -14,6 +14,7 @@ import torch
 
 import phalanx.comm.threads
 import phalanx.lab
+import phalanx.lab.experiments.memory as memory
 from phalanx.comm import CommError, RankFailed
 from phalanx.comm.base import Call
 from phalanx.comm.settle import settle
@@ -21,6 +22,13 @@ from phalanx.lab import NAMES, LabError, LabTrial, Size, conduct, experiment
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FILES = Path(phalanx.lab.__file__).parent / "experiments"
+
+
+@pytest.fixture(autouse=True)
+def few_depths(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Recomputation at all depths takes seconds, and is tried once."""
+    if "[recompute-4]" not in request.node.name:
+        monkeypatch.setattr(memory, "DEPTHS", (4, 16))
 
 
 @cache

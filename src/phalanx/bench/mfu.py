@@ -10,18 +10,16 @@ memory takes a larger part of the step.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..layout import Shape
 from ..layout.choices import DTYPES
-from ..models import Decoder
+from ..parallel.model import decoder_of
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
 
@@ -81,7 +79,7 @@ def measure_block(
 ) -> Iteration:
     """One block of a decoder of that shape, on `batch` sequences."""
     at = device.device
-    block = _block(shape).to(at)
+    block = decoder_of(shape, vocab=8, layers=1).layers[0].to(at)
     x = torch.randn(batch, sequence, shape.hidden, device=at, requires_grad=True)
     positions = torch.arange(sequence, device=at).expand(batch, -1)
 
@@ -96,12 +94,6 @@ def measure_block(
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
     full = tokens * (matmuls + 2 * attention)
     return Iteration(name, dtype, tokens * (matmuls + attention), full, *timed)
-
-
-def _block(shape: Shape) -> nn.Module:
-    names = inspect.signature(Decoder).parameters
-    sizes: dict[str, Any] = {name: getattr(shape, name) for name in names if hasattr(shape, name)}
-    return Decoder(**sizes | {"vocab": 8, "layers": 1}).layers[0]
 
 
 def _iteration(

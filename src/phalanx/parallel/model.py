@@ -121,13 +121,17 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
             deep = DeepMlp(width=shape.hidden, layers=shape.layers)
             pieces, rules = mlp.describe(deep)
             return Model(pieces, Rules.parse(rules), {}, deep.draw, shape)
-        # Its keywords are called as a shape's keys.
-        names = inspect.signature(Decoder).parameters.keys() & vars(shape).keys()
-        sizes: dict[str, Any] = {name: getattr(shape, name) for name in names}
-        plain = Decoder(**sizes | {"rope_scaling": _rope_scaling(shape), "dropout": dropout})
+        plain = decoder_of(shape, dropout=dropout)
         pieces, rules = decoder.describe(plain)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
     return Model(pieces, Rules.parse(rules), counts, plain.draw, shape)
+
+
+def decoder_of(shape: Shape, **changes: Any) -> Decoder:
+    """The built-in decoder of a shape; its keywords are called as a shape's keys."""
+    names = inspect.signature(Decoder).parameters.keys() & vars(shape).keys()
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in names}
+    return Decoder(**sizes | {"rope_scaling": _rope_scaling(shape)} | changes)
 
 
 def _rope_scaling(shape: Shape) -> RopeScaling | None:

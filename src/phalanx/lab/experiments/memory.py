@@ -26,7 +26,6 @@ from phalanx.lab.mlp import (
 ROWS, FEATURES, DEPTHS, FEW = 256, 16, (4, 16, 36, 64), 4
 UNIT = 8 * ROWS * FEATURES  # bytes of one activation
 WAYS = ("everything", "input only", "4 checkpoints", "sqrt checkpoints", "usual, 4", "usual, sqrt")
-JOBS = [(way, depth) for way in WAYS for depth in DEPTHS]
 
 
 def segments(way: str, depth: int) -> int:
@@ -102,10 +101,11 @@ def recompute(lab: Lab) -> None:
     The usual form (Chen et al. 2016) recomputes a segment once and keeps it during its backward: never
     more than one extra forward. The gradients are the same in all of them.
     """
-    lab.step("forwards and memory: each rank measures some of the ways", ways=len(JOBS))
-    counted = torch.zeros(len(JOBS), 2, dtype=torch.float64)
-    for number in range(lab.rank, len(JOBS), lab.n):
-        way, depth = JOBS[number]
+    jobs = [(way, depth) for way in WAYS for depth in DEPTHS]
+    lab.step("forwards and memory: each rank measures some of the ways", ways=len(jobs))
+    counted = torch.zeros(len(jobs), 2, dtype=torch.float64)
+    for number in range(lab.rank, len(jobs), lab.n):
+        way, depth = jobs[number]
         chain, x = Chain(depth), draw(1, ROWS, FEATURES)
         base = lab.memory.now - UNIT  # the input counts as kept
         lab.memory.most = lab.memory.now
@@ -120,7 +120,7 @@ def recompute(lab: Lab) -> None:
         lab.claim(says, chain.gradients[0], want)
     lab.group.all_reduce(counted)
     lab.after(forwards_and_activations=counted)
-    hands = [by_hand(*job) for job in JOBS]
+    hands = [by_hand(*job) for job in jobs]
     lab.claim("forwards", counted[:, 0], [forwards for forwards, _ in hands])
     # What is being computed at the moment comes on top, and must not grow with depth.
     extra = (counted[:, 1] - torch.tensor([kept for _, kept in hands])).view(len(WAYS), -1)
@@ -131,7 +131,7 @@ def recompute(lab: Lab) -> None:
     lab.group.barrier()
     if lab.rank == 0:
         rows = []
-        for (way, depth), (forwards, kept), hand in zip(JOBS, counted.tolist(), hands, strict=True):
+        for (way, depth), (forwards, kept), hand in zip(jobs, counted.tolist(), hands, strict=True):
             ms = f"{1e3 * seconds(way, depth):.1f}"
             rows.append((way, depth, f"{forwards:.0f}", hand[0], f"{kept:.1f}", hand[1], ms))
         header = ("kept", "layers", "forwards", "by hand", "activations", "by hand", "ms")
