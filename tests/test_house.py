@@ -225,7 +225,7 @@ def _kinds_written_out(path: Path) -> Iterator[tuple[ast.AST, str]]:
     """Strings of operation letters in a file that reads programs.
 
     What is no letter of an operation: a placeholder in help, a part of an f-string, the suffix of
-    a number, text that is escaped, and HFU.
+    a number, text that is escaped, HFU, and a file's name.
     """
     modules = {module for _, module in _imports(path)}
     if path.parent != SOURCE / "program" and not any("program" in m.split(".") for m in modules):
@@ -237,7 +237,7 @@ def _kinds_written_out(path: Path) -> Iterator[tuple[ast.AST, str]]:
             continue
         parent = above[node]
         if set(node.value) <= set(KINDS) and not (
-            node.value == "HFU" or
+            node.value in ("HFU", "STOP") or
             (isinstance(parent, ast.keyword) and parent.arg == "metavar")
             or isinstance(parent, ast.JoinedStr)
             or (isinstance(parent, ast.Tuple) and isinstance(parent.elts[0], ast.Constant)
@@ -300,9 +300,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 2869, "program": 3055, "draw": 1421, "plan": 3537, "models": 901, "comm": 4414,
-    "parallel": 2651, "cost": 1174, "bench": 1195, "train": 4912, "verify": 1231, "report": 593,
-    "lab": 2899, "cli": 4709,
+    "layout": 2869, "program": 3086, "draw": 1421, "plan": 3544, "models": 901, "comm": 4414,
+    "parallel": 2665, "cost": 1168, "bench": 1195, "train": 4924, "verify": 1231, "report": 593,
+    "lab": 2899, "cli": 4711,
 }  # fmt: skip
 
 

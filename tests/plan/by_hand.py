@@ -43,6 +43,7 @@ def block(s: Shape, cut: Layout, sequence: int, rows: float) -> PieceCost:
         ),
         kept=kept, kept_after_i=kept, input=WIDTH * whole * s.hidden, temporary=kept / 4,
         weights=params, edge=WIDTH * whole * s.hidden,
+        selected=kept / 2 * (cut.recompute == "selective"),
     )  # fmt: skip
 
 

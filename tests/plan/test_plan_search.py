@@ -62,14 +62,14 @@ def known(cut: Layout, sequence: int) -> Known:
         back = Load((several,), own, 16 * tokens * h, 30, messages)
         half = Load((product,), own, 8 * tokens * h, 15, messages)
         selective = cut.recompute == "selective"
-        keeps = (12 if selective else 34) * tokens * h / cut.tp
+        keeps = 34 * tokens * h / cut.tp
         return PieceCost(
             forward,
             half if cut.splits_backward else back,
             Load((product,), (), 8 * tokens * h, 15) if cut.splits_backward else Load(),
             Load(moved=8 * tokens * h, launches=4) if selective else forward,
             kept=keeps, kept_after_i=keeps, input=2 * tokens * h, temporary=4 * tokens * h,
-            weights=wide * h, edge=2 * tokens * h,
+            weights=wide * h, edge=2 * tokens * h, selected=12 * tokens * h / cut.tp * selective,
         )  # fmt: skip
 
     return Known(

@@ -22,13 +22,14 @@ SIZES = Sizes(
     gradient=(19.0, 23.0, 29.0, 31.0, 37.0, 41.0),
     gradient_shard=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0),
     optimizer=(43.0,) * 6,
+    selected=(0.0, 31.0, 37.0, 29.0, 33.0, 0.0),
 )
-IN_PLACE = Sizes(SIZES.kept, SIZES.input, gradient=SIZES.gradient)
+IN_PLACE = Sizes(SIZES.kept, SIZES.input, gradient=SIZES.gradient, selected=SIZES.selected)
 TEXTS = (
     "accum:2", "pp2 1f1b:3", "pp2 zb-h2:4", "pp3 zb-v:3", "dp2 zero1 accum:2", "dp2 pp2 1f1b:3 zero2",
     "dp2 pp2 1f1b:3 zero3 gather:micro prefetch:2", "dp2 pp2 zb-h1:3 zero3", "offload:activations",
 )  # fmt: skip
-AGAIN = ("none", "all", "every=2", "sqrt")
+AGAIN = ("none", "all", "every=2", "sqrt", "selective")
 
 Alive = tuple[int, int, float]  # first and last position at which so many bytes are alive
 
@@ -40,11 +41,14 @@ def _activations(row: tuple[Op, ...], s: Sizes) -> Iterator[Alive]:
             continue
         p, m = op.piece, op.index
         again, inner = at.get(Op("R", p, m)), at.get(Op("R", p - 1, m))
+        part = at.get(Op("P", p, m))
         first = at.get(Op("I", p, m))
         end = at[Op("W", p, m)] if first is not None else at[Op("B", p, m)]
         size = s.kept[p]
         if again is not None:
             size = 0 if inner is not None and inner < again else s.input[p]
+        if part is not None:
+            size, again = s.selected[p], part
         out, back = at.get(Op("O", p, m)), at.get(Op("Z", p, m))
         if out is not None and back is not None:
             yield start, out, size
@@ -108,7 +112,7 @@ def _oracle(program: Program, number: int, s: Sizes) -> float:
     row = program.rows[number]
     alive = [*_activations(row, s), *_weights(program, row, s)]
     if s.temporary:
-        alive += [(i, i, s.temporary[op.piece]) for i, op in enumerate(row) if op.kind in "FBIWR"]
+        alive += [(i, i, s.temporary[op.piece]) for i, op in enumerate(row) if op.kind in "FBIWRP"]
     units = {u for op in row if op.kind == "F" for u in program.units(op.piece)}
     base = sum(sum(x[u] for u in units) for x in (s.home, s.optimizer) if x)
     return base + max(sum(b for a, z, b in alive if a <= i <= z) for i in range(len(row)))
@@ -146,7 +150,7 @@ def test_the_simulated_memory_ends_with_what_it_began_with(text: str) -> None:
 
 
 def test_on_the_compute_lane_alone_simulated_and_proved_memory_are_one() -> None:
-    sizes = Sizes(SIZES.kept, SIZES.input, SIZES.kept_after_i)
+    sizes = Sizes(SIZES.kept, SIZES.input, SIZES.kept_after_i, selected=SIZES.selected)
     for name, again in product(("gpipe", "1f1b", "zb-h1", "zb-h2"), AGAIN):
         stages = [range(3), range(3, 6)]
         base = recompute(expand(schedule(name, 2, 4), stages), stages, again)

@@ -178,6 +178,19 @@ def test_inside_a_recomputed_segment_there_is_nothing_to_move_out() -> None:
     assert {op.piece for op in program.rows[0] if op.kind == "O"} == {0, 4, 5, 6}
 
 
+def test_a_part_of_each_block_is_recomputed_before_its_backward() -> None:
+    program = recompute(_one(4, 2), LINE, "selective")
+    assert [" ".join(map(str, row)) for row in program.rows] == [
+        "0F0 1F0 2F0 3F0 3B0 2P0 2B0 1P0 1B0 0B0 0F1 1F1 2F1 3F1 3B1 2P1 2B1 1P1 1B1 0B1"
+    ]
+    stages = [range(n, n + 1) for n in range(3)]
+    split = recompute(expand(schedule("zb-h1", 3, 4), stages), stages, "selective")
+    again = {n: [op for op in row if op.kind == "P"] for n, row in enumerate(split.rows)}
+    assert again == {0: [], 1: [Op("P", 1, m) for m in range(4)], 2: []}
+    for op in again[1]:
+        assert split.rows[1].index(op) + 1 == split.rows[1].index(Op("I", 1, op.index))
+
+
 def test_an_unknown_recomputation_is_refused() -> None:
     with pytest.raises(ProgramError, match="no recomputation 'half'"):
         recompute(_one(), LINE, "half")

@@ -13,7 +13,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_every_operation_prints_and_parses_back_and_no_two_print_alike() -> None:
-    ops = [Op(k, p, m) for k, p, m in product("FBIWROZGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
+    ops = [Op(k, p, m) for k, p, m in product("FBIWRPOZGLDSHTQUYV", (0, 2, 13), (0, 1, 27))]
     ops += [Op(k, -1, n) for k, n in product("NA", (0, 3))]
     ops += [
         Op(kind, p, m, of, p + way)
@@ -89,6 +89,11 @@ GOLDEN = {
     "mlp-hsdp": ("dp2x2 zero2 accum:2", "mlp", False),
     "tiny-1f1b-zero2": ("dp2 pp2 1f1b:4 zero2", "tiny", True),
     "tiny-zb-h1-recomputed": ("pp2 zb-h1:3 recompute:all", "tiny", False),
+    "tiny-zb-h1-selective": (
+        "dp2 pp2 zb-h1:3 zero3 gather:micro recompute:selective",
+        "tiny",
+        True,
+    ),
     "tiny-zb-v-zero3-each-use": ("dp2 pp2 zb-v:3 zero3 gather:micro", "tiny", False),
     "tiny-offloaded": ("pp2 gpipe:2 offload:activations,weights", "tiny", False),
 }

@@ -257,6 +257,24 @@ def _() -> AbstractContextManager[None]:
 
 
 @fault(
+    "a part is recomputed from what another row kept",
+    "gqa",
+    "recompute:selective accum:3",
+    "gradient of layers.3",
+)
+def _() -> AbstractContextManager[None]:
+    right = Executor._again
+
+    def again(self: Executor, op: Op) -> None:
+        selected = self.selected[op.piece, op.index]
+        product = next(n for n, kept in enumerate(selected) if isinstance(kept.value, Tensor))
+        selected[product] = selected[product]._replace(value=selected[product].value.flip(0))
+        right(self, op)
+
+    return swapped(Executor, "_again", again)
+
+
+@fault(
     "offloaded activations come back before they have left",
     "gqa",
     "accum:3 offload:activations",

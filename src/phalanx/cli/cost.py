@@ -81,12 +81,12 @@ def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:
         }
     else:
         backward = {ops.BACKWARD: found.backward}
-    again = {ops.RECOMPUTE: found.again} if cut.recompute == "selective" else {}
+    again = {ops.RECOMPUTE_PART: found.again} if found.selected else {}
     return {ops.FORWARD: found.forward, **backward, **again}
 
 
 def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
-    sizes = ("kept", "kept_after_i", "input", "temporary", "weights", "edge")
+    sizes = ("kept", "kept_after_i", "input", "selected", "temporary", "weights", "edge")
     loads = {
         name: {"flops": load.flops, "flops_full": _full(load), **asdict(load)}
         for name, load in _operations(cut, found).items()
@@ -105,6 +105,8 @@ def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
         f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B"
         f" (input {_big(found.input)}B); temporary {_big(found.temporary)}B"
     )
+    if found.selected:
+        yield f"  until {ops.RECOMPUTE_PART} it keeps {_big(found.selected)}B"
     if cut.splits_backward:
         yield f"  after I it keeps {_big(found.kept_after_i)}B"
     rows = []

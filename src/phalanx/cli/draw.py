@@ -113,7 +113,7 @@ def _parser() -> Parser:
     add("--batch")
     add("--seq")
     parser.section("all of them")
-    add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R G S T U ...")
+    add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...")
     add(
         "--memory-limit",
         type=real(),

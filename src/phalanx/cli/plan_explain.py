@@ -115,7 +115,7 @@ def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
     for span in timeline.spans:
         if span.op.kind in ops.COMPUTES:
             # Recomputing a stage is part of its backward.
-            kind = backward if span.op.kind == ops.RECOMPUTE else span.op.kind
+            kind = backward if span.op.kind in ops.RECOMPUTES else span.op.kind
             op = Op(kind, stage_of[span.op.piece], span.op.index)
             known = joined.get((span.rank, op))
             start = known.start if known else span.start

@@ -8,12 +8,13 @@ norms and of repeated k and v heads along tp) are no part of a piece's operation
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError, piece_layout
@@ -21,7 +22,8 @@ from ..layout.choices import DTYPES, PRECISIONS
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.local import build_local
-from ..program import PieceCost, build
+from ..parallel.recompute import Selected
+from ..program import Op, PieceCost, build, ops
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
@@ -36,8 +38,7 @@ def piece_costs(
     Pieces that are alike are run once, and the model stays as it is. Where the places of a group
     differ, it is the one that does most. Only a layout whose backward is split (zb) has an
     input_gradient and a weight_gradient apart; else the whole backward stands under the first, and
-    a piece without an input has all of it under the second. What `recompute:selective` repeats
-    inside the backward is under `again` alone.
+    a piece without an input has all of it under the second.
     """
     (found,) = cost_kinds(model, layout, (rows,), sequence=sequence, target=target)
     return tuple(found[kind] for kind in alike(model))
@@ -116,7 +117,7 @@ def cost_kinds(
                         world.ledger,
                         known,
                         target=target,
-                        selective=cut.recompute == "selective",
+                        selected=Op(ops.RECOMPUTE_PART, n, 0) in program.rows[0],
                     )
                     for n in range(len(few.pieces))
                 )
@@ -155,35 +156,18 @@ def run(
     known: Known,
     *,
     target: str,
-    selective: bool = False,
+    selected: bool = False,
 ) -> PieceCost:
     """One piece forward and backward on meta tensors. `edge` is the shape that comes in.
-    `selective`: what is computed again is what the piece repeats inside its backward, if anything."""
+    `selected`: its forward keeps a part, and the rest is computed again before the backward."""
     for unit in piece.units:
         if unit.buffer is None:
             unit.gather()
         unit.open()
         unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
     scales = Scales(ledger, known)
-    module, piece.module = piece.module, _Metered(piece.module, scales)
-    try:
-        with scales, Target(target, scales):
-            return _run(piece, edge, batch, scales, selective)
-    finally:
-        piece.module = module
-
-
-class _Metered(nn.Module):
-    """A piece's module, whose operations are the forward's, or, inside a backward, what selective
-    recomputation repeats."""
-
-    def __init__(self, module: nn.Module, scales: Scales) -> None:
-        super().__init__()
-        self.module, self.scales = module, scales
-
-    def forward(self, *args: Any, **named: Any) -> Any:
-        with self.scales.on("again" if "input_gradient" in self.scales.pages else "forward"):
-            return self.module(*args, **named)
+    with scales, Target(target, scales):
+        return _run(piece, edge, batch, scales, deque() if selected else None)
 
 
 def _run(
@@ -191,7 +175,7 @@ def _run(
     edge: tuple[int, ...],
     batch: Mapping[str, Tensor],
     scales: Scales,
-    selective: bool,
+    selected: Selected | None,
 ) -> PieceCost:
     unit = piece.units[0]
     dtype = unit.precision.compute
@@ -200,9 +184,17 @@ def _run(
         bundle = {"x": torch.empty(edge, dtype=dtype, device="meta")}
         entry = bundle["x"].untyped_storage().nbytes()
     with scales.on("forward"):
-        y = piece.forward(0, bundle, batch, keep=True)["x"]
-    most, shape = scales.most, y.shape
+        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)["x"]
+    shape = y.shape
     leaves = 0 if piece.last else y.numel() * y.element_size()
+    part, temporary = 0, 0
+    if selected is not None:
+        del y
+        part = scales.now
+        temporary, scales.most = scales.most - part, part
+        with scales.on("again"):
+            y = piece.forward(0, bundle, batch, keep=True, selected=selected)["x"]
+    most = scales.most
     del bundle, y
     kept = scales.now
     gradient = {"x": torch.empty(shape, dtype=dtype, device="meta")}
@@ -210,23 +202,24 @@ def _run(
     scales.most = scales.now
     with scales.on("input_gradient"):
         into = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)
-    temporary, after = max(most, scales.most) - kept, kept
+    temporary, after = max(temporary, max(most, scales.most) - kept), kept
     del gradient, into
     if piece.splits:
         after = scales.most = scales.now
         with scales.on("weight_gradient"):
             piece.weight_gradient(0)
         temporary = max(temporary, scales.most - after)
-    forward, repeated = scales.load("forward"), scales.load("again")
+    forward = scales.load("forward")
     return PieceCost(
         forward=forward,
         input_gradient=scales.load("input_gradient"),
         weight_gradient=scales.load("weight_gradient"),
-        again=repeated if selective else forward,
+        again=forward if selected is None else scales.load("again"),
         kept=float(kept),
         kept_after_i=float(after),
         input=float(entry),
         temporary=float(temporary),
         weights=float(unit.numel),
         edge=float(leaves),
+        selected=float(part),
     )

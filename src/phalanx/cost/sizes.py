@@ -5,7 +5,7 @@ Pieces are costed as everywhere in this room; units tell their own buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.data import storage_of
 from ..parallel.local import LocalModel, build_local
-from ..program import PieceCost, Program, Sizes
+from ..program import PieceCost, Program, Sizes, ops
 from .pieces import alike, run
 from .scales import PREFIX, Known
 
@@ -53,7 +53,8 @@ def sizes_of(
             own = microbatches(whole, layout, held.coordinates["dp"], held.coordinates["cp"])[0]
             width = model.shape.hidden if model.shape else 0
             edge = edge_shape(own, width, layout.tp if layout.seq else 1)
-            pieces |= _costed(held, kinds, edge, own, world, known, target)
+            parts = {op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART}
+            pieces |= _costed(held, kinds, edge, own, world, known, target, parts)
         finally:
             world.clear()
         for number, unit in held.units.items():
@@ -66,6 +67,7 @@ def sizes_of(
         kept_after_i=tuple(w.kept_after_i for w in costed),
         temporary=tuple(w.temporary for w in costed),
         edge=tuple(w.edge for w in costed),
+        selected=tuple(w.selected for w in costed),
         sends_stay=backend == GLOO,
     )
 
@@ -78,13 +80,14 @@ def _costed(
     world: TallyWorld,
     known: Known,
     target: str,
+    parts: Container[int],
 ) -> dict[int, PieceCost]:
-    """The rank's pieces; of those that are alike one is run."""
+    """The rank's pieces; of those that are alike one is run. Of `parts` a part is recomputed."""
     found: dict[int, PieceCost] = {}
     for number, piece in held.pieces.items():
         like = next((n for n in found if kinds[n] == kinds[number]), None)
         found[number] = (
-            run(piece, edge, batch, world.ledger, known, target=target)
+            run(piece, edge, batch, world.ledger, known, target=target, selected=number in parts)
             if like is None
             else found[like]
         )

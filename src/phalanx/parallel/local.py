@@ -81,8 +81,7 @@ def build_local(
     _place(model, units, mine, layout, at, world.device)
     _fill(model, units, weights, seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
-    selective = layout.recompute == "selective"
-    pieces = {p: _piece(model, p, program, units, kinds, selective) for p in mine}
+    pieces = {p: _piece(model, p, program, units, kinds) for p in mine}
 
     def edge(piece: int, batch: Mapping[str, Tensor]) -> Bundle:
         if model.edges:
@@ -102,12 +101,7 @@ def world_place(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def _piece(
-    model: Model,
-    piece: int,
-    program: Program,
-    units: dict[int, Unit],
-    kinds: set[str],
-    selective: bool,
+    model: Model, piece: int, program: Program, units: dict[int, Unit], kinds: set[str]
 ) -> Piece:
     return Piece(
         model.pieces[piece][1],
@@ -117,7 +111,6 @@ def _piece(
         last=piece == program.pieces - 1,
         splits=ops.INPUT_GRADIENT in kinds,
         offloads=ops.OFFLOAD in kinds,
-        selective=selective,
     )
 
 

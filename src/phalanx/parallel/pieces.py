@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from ..comm import Work, regions
+from ..comm import Work
 from .data import Matmul, Then, Unit, storage_of
-from .recompute import contexts
+from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
 
 Bundle = dict[str, Tensor]
@@ -204,11 +203,9 @@ class Piece:
         last: bool,
         splits: bool = False,
         offloads: bool = False,
-        selective: bool = False,
     ) -> None:
         self.module, self.units, self.takes = module, tuple(units), tuple(takes)
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
-        self.selective = selective and not first and not last
         self.kept: dict[int, _Kept] = {}
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
         # Of the forward that is running, where backward is split.
@@ -238,9 +235,18 @@ class Piece:
         return y
 
     def forward(
-        self, microbatch: int, bundle: Bundle, batch: Mapping[str, Tensor], *, keep: bool
+        self,
+        microbatch: int,
+        bundle: Bundle,
+        batch: Mapping[str, Tensor],
+        *,
+        keep: bool,
+        selected: Selected | None = None,
     ) -> Bundle:
         """What the piece puts out, and what goes past it; with `keep` also what its backward needs.
+
+        `selected`, first without `keep` and then with it: what the first forward keeps, from which
+        the second one computes the rest.
 
         A piece takes what its forward names: from the bundle, else from the batch. Its first argument
         is `x` where nothing in the bundle has its name. The rest of the bundle goes past.
@@ -249,18 +255,24 @@ class Piece:
         mine = {name: bundle[name] for name in names if name in bundle}
         past = {name: x for name, x in bundle.items() if name not in mine}
         named = {name: batch[name] for name in names if name in batch and name not in mine}
-        if not keep:
+        if not keep and selected is None:
             with torch.no_grad():
                 return past | self._call(mine, named)
         kept = _Kept({}, torch.empty(0), past=tuple(past))
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._packing(kept.boxes))
-            out = self._differentiable(self._edges(mine, kept.into), named, kept.due)
-        kept.roots = {name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad}
-        if self.last:
-            kept.like = torch.zeros_like(out["x"].detach())  # a view would keep its storage
-        self.kept[microbatch] = kept
+            if selected is not None:
+                stack.enter_context(giving(selected) if keep else keeping(selected))
+            self.due = kept.due if self.splits else None
+            # Kept here, the list would keep what it holds after its weight gradients are done.
+            stack.callback(setattr, self, "due", None)
+            out = self._call(self._edges(mine, kept.into), named)
+        if keep:
+            kept.roots = {name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad}
+            if self.last:
+                kept.like = torch.zeros_like(out["x"].detach())  # a view would keep its storage
+            self.kept[microbatch] = kept
         return past | {name: y.detach() for name, y in out.items()}
 
     def _call(self, mine: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Bundle:
@@ -268,24 +280,6 @@ class Piece:
         more = {name: mine[name] for name in [*mine][1:]}
         y = self.module(**named) if x is None else self.module(x, **more, **named)
         return {"x": y} if isinstance(y, Tensor) else dict(y)
-
-    def _differentiable(self, mine: Bundle, named: Mapping[str, Tensor], due: list[_Due]) -> Bundle:
-        def call(mine: Bundle) -> Bundle:
-            # Inside: what is recomputed selectively must put off the same gradients again.
-            with ExitStack() as stack:
-                self.due = due if self.splits else None
-                # Kept here, the list would keep what it holds after its weight gradients are done.
-                stack.callback(setattr, self, "due", None)
-                if self.selective:
-                    stack.enter_context(regions.opaque())
-                return self._call(mine, named)
-
-        if not self.selective:
-            return call(mine)
-        out: Bundle = checkpoint(
-            call, mine, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
-        )
-        return out
 
     def _edges(self, mine: Bundle, into: Bundle) -> Bundle:
         edges = dict(mine)

@@ -1,21 +1,25 @@
 """What selective recomputation keeps of a forward, and gives back when it is computed again.
 
 Kept are the outputs of products, attention and groups. Of an output whose values nobody will ask for
-a stand-in is kept, of the right shape and without memory: what runs again needs something to
-go on with, and the backward of a product asks for its factors alone.
+only the shape is kept: what runs again gets a stand-in without memory to go on with, and the
+backward of a product asks for its factors alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from ..comm import regions
 from ..layout import LayoutError
 from . import context as _registers_the_ring  # noqa: F401
 from .data import storage_of
@@ -44,11 +48,21 @@ class _Output(NamedTuple):
     op: Any
     value: Any
 
+    def forgotten(self) -> _Output:
+        """With the shape alone."""
+        x = self.value
+        if not isinstance(x, Tensor):
+            return self
+        return _Output(self.op, partial(_stand_in, x.shape, x.dtype, x.device))
+
+
+Selected = deque[_Output]  # in the order in which a forward put them out
+
 
 class _Keeping(TorchDispatchMode):
     """While a forward runs: notes what its costly operations put out."""
 
-    def __init__(self, kept: deque[_Output]) -> None:
+    def __init__(self, kept: Selected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self.used = 0  # so many of them, and all after it was asked for nothing
@@ -72,7 +86,7 @@ class _Keeping(TorchDispatchMode):
         """One rank's part of a sum is nobody's but the region's, which gives back what it put out."""
         last = self.kept[-1] if kind in ("reduce", "scatter_sum") and self.kept else None
         if last and last.op in _PRODUCTS and storage_of(last.value) == storage_of(x):
-            self.kept[-1] = _stand_in(last)
+            self.kept[-1] = last.forgotten()
 
     def _refuse(self, written: Any) -> None:
         """What is kept must stay as it was."""
@@ -86,14 +100,14 @@ class _Keeping(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         for number in range(self.used, len(self.kept)):
-            self.kept[number] = _stand_in(self.kept[number])
+            self.kept[number] = self.kept[number].forgotten()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 class _Giving(TorchDispatchMode):
     """While it runs again: what was kept comes in the same order, and is let go."""
 
-    def __init__(self, kept: deque[_Output]) -> None:
+    def __init__(self, kept: Selected) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
@@ -102,13 +116,33 @@ class _Giving(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
         assert op is func, f"a forward ran {op}, and when it was run again {func}"
-        return value
+        return value() if isinstance(value, partial) else value
 
 
-def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For a checkpoint: around the forward, and around running it again."""
-    kept: deque[_Output] = deque()
-    return _Keeping(kept), _Giving(kept)
+@contextmanager
+def keeping(selected: Selected) -> Iterator[None]:
+    """Around a forward: it leaves what it has in `selected` and nothing else.
+
+    It runs with gradients all the same, as attention's kernels put out what a backward needs only then.
+    """
+    with regions.opaque(), saved_tensors_hooks(_drop, _drop), _Keeping(selected):
+        yield
+
+
+@contextmanager
+def giving(selected: Selected) -> Iterator[None]:
+    """Around the same forward run again: what was kept is not computed, and nothing is sent."""
+    with regions.opaque(), _Giving(selected):
+        yield
+
+
+def _drop(tensor: Any) -> Any:
+    """In place of what a backward would need: it will be another forward's."""
+
+
+def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Full of NaN: should somebody ask for its values after all, it is seen."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 def _asks(func: Any, args: Any, out: Any) -> bool:
@@ -125,10 +159,3 @@ def _asks(func: Any, args: Any, out: Any) -> bool:
 
 def _storages(value: Any) -> Iterator[int]:
     return (storage_of(x) for x in tree_iter(value) if isinstance(x, Tensor))
-
-
-def _stand_in(output: _Output) -> _Output:
-    """A stand-in full of NaN: should somebody ask for its values after all, it is seen."""
-    x = output.value
-    nothing = torch.full((), torch.nan, dtype=x.dtype, device=x.device)
-    return _Output(output.op, nothing.expand(x.shape))

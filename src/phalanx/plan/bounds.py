@@ -89,7 +89,7 @@ def _least(
     embed, block, head = pricer.three(cut, rows / grid.cp, piped)
     if selective and kept.recompute != "selective":
         least = min(block.input, block.kept)
-        block = replace(block, again=OpTime(), kept=least, kept_after_i=0.0)
+        block = replace(block, again=OpTime(), kept=least, kept_after_i=0.0, selected=least)
     return embed, block, head
 
 
@@ -105,12 +105,13 @@ class _Numbers:
         self.kept = [array(kind, "kept") for kind in range(3)]
         self.temporary = [array(kind, "temporary") for kind in range(3)]
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
-        self.input = array(1, "input")
+        part = np.array([inner.recompute == "selective" for inner in inners])
+        self.input = np.where(part, array(1, "selected"), array(1, "input"))
         self.kept_after_i = array(1, "kept_after_i")
         again = np.array([float(inner.recompute != "none") for inner in inners])
         self.again = array(1, "again") * again
         self.segment = np.array([_segment(inner.recompute) for inner in inners])
-        self.whole = np.array([inner.recompute not in ("none", "selective") for inner in inners])
+        self.whole = np.array([inner.recompute != "none" for inner in inners])
 
 
 def _number(piece: object, name: str) -> float:

@@ -54,6 +54,7 @@ class PieceTimes:
     temporary: float
     weights: float  # numbers, before ZeRO shards them
     edge: float
+    selected: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -160,6 +161,7 @@ class PieceParts:
             temporary=c.temporary * profile.scratch + 2 * self.scores,
             weights=c.weights,
             edge=c.edge,
+            selected=c.selected * profile.kept,
         )
 
 
@@ -171,7 +173,8 @@ def piece_parts(
     if not fused and cut.recompute == "selective":
         # What is worth computing again is then attention, scores and all, and nothing else.
         again = Load(attention=cost.forward.attention)
-    elif not fused:
+        cost = replace(cost, selected=cost.kept)
+    if not fused:
         scores = KEPT_SCORES * sum(
             a.batch * a.heads * a.queries * a.keys for a in cost.forward.attention
         )
@@ -185,7 +188,8 @@ def piece_parts(
     if profile.regathers and cut.seq:
         # Kept in shards, and gathered while the gradient of a column's input is computed.
         taken = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
-        cost = replace(cost, kept=cost.kept - sum(m.bytes for m in taken) * (1 - 1 / cut.tp))
+        less = sum(m.bytes for m in taken) * (1 - 1 / cut.tp)
+        cost = replace(cost, kept=cost.kept - less, selected=max(0.0, cost.selected - less))
         gathers = sum(_messages(Load(messages=tuple(taken)), hardware, cut))
         inputs = replace(inputs, ring=inputs.ring + gathers)
     return PieceParts((forward, inputs, weights, repeated), cost, scores)

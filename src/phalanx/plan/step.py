@@ -305,12 +305,14 @@ def costs_of(
     for piece in range(last + 1):
         t = three[0 if piece == 0 else 2 if piece == last else 1]
         unit = of(t.weights)
-        kept = t.kept if x.recompute in ("none", "selective") else t.input
+        part = x.recompute == "selective" and 0 < piece < last
+        kept = t.selected if part else t.kept if x.recompute in ("none", "selective") else t.input
         pieces |= {
             (ops.FORWARD, piece): t.forward.total * slower,
             (ops.INPUT_GRADIENT, piece): t.inputs.total * slower,
             (ops.WEIGHT_GRADIENT, piece): t.weights_.total * slower,
             (ops.RECOMPUTE, piece): t.again.total * slower,
+            (ops.RECOMPUTE_PART, piece): t.again.total * slower,
             (ops.GATHER, piece): unit.gather * alone,
             (ops.LOAD, piece): unit.load,
             (ops.SUM_PARTS, piece): parts,
@@ -322,8 +324,6 @@ def costs_of(
             (ops.OFFLOAD, piece): kept / hardware.host,
             (ops.RELOAD, piece): kept / hardware.host,
         }
-        if x.recompute == "selective" and 0 < piece < last:  # inside the backward
-            pieces[ops.INPUT_GRADIENT, piece] += t.again.total * slower
     if not profile.overlaps_sends and x.pp > 1:
         # The device sends and then goes on: at the ends of virtual stages.
         for stage in stage_pieces(x, case.shape):
@@ -362,6 +362,7 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
         else (),
         optimizer=each(lambda t: held * t.weights),
         edge=each(lambda t: t.edge),
+        selected=each(lambda t: t.selected),
     )
 
 
@@ -498,8 +499,9 @@ def _inside(case: Case, three: Three) -> dict[tuple[str, int], float]:
     for piece in range(last + 1):
         t = three[0 if piece == 0 else 2 if piece == last else 1]
         of = {
-            ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.again], ops.INPUT_GRADIENT: [t.inputs],
-            ops.WEIGHT_GRADIENT: [t.weights_], ops.BACKWARD: [t.inputs, t.weights_],
+            ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.again], ops.RECOMPUTE_PART: [t.again],
+            ops.INPUT_GRADIENT: [t.inputs], ops.WEIGHT_GRADIENT: [t.weights_],
+            ops.BACKWARD: [t.inputs, t.weights_],
         }  # fmt: skip
         for kind, times_ in of.items():
             total = sum(x.total for x in times_)

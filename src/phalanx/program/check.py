@@ -15,7 +15,7 @@ from .graph import Graph, graph, group_axes, possible
 from .memory import Peak, Sizes, peaks
 from .ops import COMPUTE
 from .program import Op, Program, ProgramError, uncollected
-from .state import State
+from .state import State, recomputed
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
     """Every value that is made is used: outputs are sent, forwards followed by their backward."""
     who, row = _rank(program, number), program.rows[number]
     have, homes = set(row), program.homes[number]
-    named = {op[:3] for op in row if not op.of}
+    named, again = {op[:3] for op in row if not op.of}, recomputed(row)
     trains = any(op.kind in ops.PROPAGATES for r in program.rows for op in r)
     for op in row:
         kind, piece, m, of, _ = op
@@ -218,16 +218,15 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
             got = ", ".join(f"{piece}{k}{m}" for k in back) or "no backward"
             wanted = (" and ".join(f"{piece}{k}{m}" for k in way) for way in _WHOLE_BACKWARDS)
             yield f"{who}: {op} is followed by {got}; it needs {', or '.join(wanted)}."
-        unused = not back and (kind == ops.RECOMPUTE or (ops.RECOMPUTE, piece, m) not in named)
-        if unused and kind in (ops.RECOMPUTE, ops.RELOAD):
+        unused = not back and (kind in ops.RECOMPUTES or (piece, m) not in again)
+        if unused and kind in (*ops.RECOMPUTES, ops.RELOAD):
             yield f"{who}: {op} brings back what no backward uses."
         if kind == ops.RECEIVE:
             used = (ops.FORWARD, piece, m) in named if of == ops.FORWARD else back
             if not used:
                 yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
         if kind == ops.OFFLOAD and (ops.RELOAD, piece, m) not in named:
-            again = Op(ops.RELOAD, piece, m)
-            yield f"{who}: {op} moves out what {again} never brings back."
+            yield f"{who}: {op} moves out what {Op(ops.RELOAD, piece, m)} never brings back."
         if kind in (ops.FORWARD, *ops.PROPAGATES):
             to = piece + (1 if kind == ops.FORWARD else -1)
             ways = (ops.FORWARD,) if kind == ops.FORWARD else ops.PROPAGATES

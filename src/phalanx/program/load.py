@@ -96,13 +96,14 @@ class PieceCost:
     forward: Load
     input_gradient: Load  # I
     weight_gradient: Load  # W; a whole backward B is both
-    again: Load  # R: the forward, or what selective recomputation repeats of it
+    again: Load  # R, the forward; under `recompute:selective` P, the part of it that is repeated
     kept: float  # bytes between forward and backward, the input among them
     kept_after_i: float  # bytes that W still needs
     input: float  # bytes of what a recomputed piece keeps
     temporary: float  # bytes that come and go within the forward or the backward, at their peak
     weights: float  # numbers of the piece's own weights on this rank, whole: before ZeRO cuts them
     edge: float = 0.0  # bytes of its output, sent on to the next stage
+    selected: float = 0.0  # bytes that are kept until P, the input among them
 
     @property
     def backward(self) -> Load:

@@ -19,7 +19,8 @@ class Sizes:
     """Bytes (or counts) by piece, each a tuple with one number a piece; units count as their piece.
 
     `kept`: what the forward keeps for the backward, its input among it. `kept_after_i`: what of
-    that the weight gradient still needs. `input`: what a recomputed piece keeps instead. `home`:
+    that the weight gradient still needs. `input`: what a recomputed piece keeps instead;
+    `selected`: what one keeps of which a part is recomputed, its input among it. `home`:
     the weights that a rank always holds; `gathered`: the whole weights when they are not at home.
     `gradient_shard`: what is left of a gradient once it is summed; left out, sums are in place and
     the whole gradient stays until the update. `edge`: what a piece puts out, which a message takes
@@ -37,6 +38,7 @@ class Sizes:
     gradient_shard: tuple[float, ...] = ()
     optimizer: tuple[float, ...] = ()
     edge: tuple[float, ...] = ()
+    selected: tuple[float, ...] = ()
     sends_stay: bool = False
 
     @classmethod
@@ -44,7 +46,9 @@ class Sizes:
         """Everything counts one: held pieces, kept inputs, gathered units, whole gradients."""
         one = (1.0,) * pieces
         none = (0.0,) * pieces
-        return cls(kept=one, input=one, gathered=one, gradient=one, gradient_shard=none)
+        return cls(
+            kept=one, input=one, selected=one, gathered=one, gradient=one, gradient_shard=none
+        )
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
     """For each buffer that `State` tells of: the kind it is counted as, and its size by piece."""
     return {
         ops.KEPT: ("activations", s.kept),
+        ops.SELECTED: ("activations", s.selected),
         ops.FACTORS: ("activations", s.kept_after_i or s.kept),
         state.INPUT: ("inputs", s.input),
         state.WORKING: ("temporary", s.temporary),

@@ -27,6 +27,7 @@ ONS = (MICROBATCH, UNIT, STEP, MESSAGE)
 VALUE = "value"  # a piece's output, the next piece's input
 GRADIENT = "gradient"  # of such a value
 KEPT = "kept"  # what a forward leaves for its backward, on the device
+SELECTED = "selected"  # the part of it from which the rest can be computed again
 FACTORS = "factors"  # what the weight gradient multiplies, left by the input gradient
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
@@ -89,6 +90,9 @@ _TABLE = (
          MICROBATCH, COMPUTE, (), (FACTORS,), (CONTRIBUTION,), _GREEN),
     Kind("R", "recompute", "recompute what the forward did not keep",
          MICROBATCH, COMPUTE, (), (KEPT, WEIGHTS), (KEPT,), _PINK),
+    # Products, attention and messages are not repeated: their outputs are what was kept.
+    Kind("P", "recompute part", "recompute the cheap part of a forward that kept the rest",
+         MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK),
     Kind("G", "gather weights", "gather the weights of a unit",
          UNIT, "gather", _SHARDS, (HOME,), (WEIGHTS,), _NAVY),
     Kind("L", "load weights", "copy the part of a unit's weights that a rank owns from the host",
@@ -122,9 +126,9 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 
 # Operations carry the letter; code writes the name.
 (
-    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, GATHER, LOAD, DROP, REDUCE,
-    REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD,
-    RELOAD,
+    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART, GATHER, LOAD,
+    DROP, REDUCE, REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND,
+    RECEIVE, OFFLOAD, RELOAD,
 ) = KINDS  # fmt: skip
 
 
@@ -153,6 +157,7 @@ USES_WEIGHTS = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and WEI
 PROPAGATES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and GRADIENT in k.gives)
 CONTRIBUTES = _those(lambda k: CONTRIBUTION in k.gives)
 BACKWARDS = _those(lambda k: k.letter in (*PROPAGATES, *CONTRIBUTES))
+RECOMPUTES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and k.gives == (KEPT,))
 COLLECTIVES = _those(lambda k: k.axes)
 BRINGS_VALUE = _those(_brings(VALUE))  # of kinds that are added: the experts' all-to-alls
 BRINGS_GRADIENT = _those(_brings(GRADIENT))

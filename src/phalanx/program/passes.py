@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from . import ops
 from .memory import Sizes, peaks
 from .program import Op, Program, ProgramError
-from .state import State, restarts
+from .state import State, recomputed, restarts
 
 
 def _woven(
@@ -44,9 +44,13 @@ def expand(
 
 def recompute(program: Program, stages: Sequence[range], mode: str) -> Program:
     """`none`, `all`, `every=C` or `sqrt`: pieces keep nothing but each segment's first input, and
-    a segment is computed again, once, before its backward. `selective` works inside a piece."""
-    if mode in ("none", "selective"):
+    a segment is computed again, once, before its backward. `selective`: pieces keep what is dear,
+    and the rest of each is computed again; the first and the last, which are no blocks, keep all."""
+    if mode == "none":
         return program
+    if mode == "selective":
+        segments = [range(piece, piece + 1) for piece in range(1, program.pieces - 1)]
+        return _with_segments(program, [segments] * len(program.rows), ops.RECOMPUTE_PART)
     segments = [segment for stage in stages for segment in _segments(stage, mode)]
     return _with_segments(program, [segments] * len(program.rows))
 
@@ -65,8 +69,11 @@ def _segments(stage: range, mode: str) -> list[range]:
     return [stage[i : i + length] for i in range(0, len(stage), length)]
 
 
-def _with_segments(program: Program, segments: Sequence[Sequence[range]]) -> Program:
-    """R before the backward of each segment; `segments[row]` are those that the row recomputes."""
+def _with_segments(
+    program: Program, segments: Sequence[Sequence[range]], kind: str = ops.RECOMPUTE
+) -> Program:
+    """Recomputation before the backward of each segment; `segments[row]` are those that the row
+    recomputes."""
     rows = []
     for row, chosen in zip(program.rows, segments, strict=True):
         top = {segment[-1]: segment for segment in chosen}
@@ -76,7 +83,7 @@ def _with_segments(program: Program, segments: Sequence[Sequence[range]]) -> Pro
             # What was computed just now is still there: backward begins with it.
             fresh = last == Op(ops.FORWARD, op.piece, op.index)
             if op.kind in ops.PROPAGATES and op.piece in top and not fresh:
-                before[i] = [Op(ops.RECOMPUTE, piece, op.index) for piece in top[op.piece]]
+                before[i] = [Op(kind, piece, op.index) for piece in top[op.piece]]
             if op.kind in ops.COMPUTES:
                 last = op
         rows.append(_woven(row, before, {}))
@@ -129,7 +136,7 @@ def offload_activations(program: Program) -> Program:
     """What a forward keeps goes to the host after it and comes back one computation before its use."""
     rows = []
     for row in program.rows:
-        at = {op: i for i, op in enumerate(row)}
+        at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
         before: dict[int, list[Op]] = defaultdict(list)
         after: dict[int, list[Op]] = {}
         computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
@@ -137,11 +144,11 @@ def offload_activations(program: Program) -> Program:
         for i, op in enumerate(row):
             if op.kind != ops.FORWARD:
                 continue
-            if Op(ops.RECOMPUTE, *op[1:3]) in at and not restarts(at, op.piece, op.index):
+            if op[1:3] in again and not restarts(at, op.piece, op.index):
                 continue  # inside a recomputed segment: nothing is kept
             uses = [
                 at[u]
-                for k in (ops.RECOMPUTE, *ops.PROPAGATES)
+                for k in (*ops.RECOMPUTES, *ops.PROPAGATES)
                 if (u := Op(k, op.piece, op.index)) in at
             ]
             if not uses or turn[min(uses)] - turn[i] < 3:
@@ -173,7 +180,7 @@ def messages(program: Program) -> Program:
 
 
 def _receives(row: Sequence[Op], way: str, sent: Sequence[Op], before: dict[int, list[Op]]) -> None:
-    at = {op: i for i, op in enumerate(row)}
+    at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
     computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
     turn = {i: n for n, i in enumerate(computes)}
     latest = len(row)
@@ -190,8 +197,8 @@ def _receives(row: Sequence[Op], way: str, sent: Sequence[Op], before: dict[int,
         if use is None:
             continue  # `check` tells that what is sent is never used
         first = at[use]
-        if Op(ops.RECOMPUTE, to, op.index) in at and way != ops.FORWARD:
-            first = min(first, at[Op(ops.RECOMPUTE, to, op.index)])
+        if way != ops.FORWARD and (to, op.index) in again:
+            first = min(first, at[again[to, op.index]])
         latest = min(latest, computes[max(0, turn[first] - 1)])
         before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
 

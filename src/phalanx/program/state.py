@@ -9,7 +9,7 @@ lacking, the executor waits for them) and its *changes* (`memory` gives them siz
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,7 +37,8 @@ class Change(NamedTuple):
 
 _change = lru_cache(maxsize=1 << 16)(Change)  # there are few, and each stands in many places
 
-# Buffers beside those that the table names (`ops.KEPT`, `ops.FACTORS`, `ops.WEIGHTS`).
+# Buffers beside those that the table names (`ops.KEPT`, `ops.SELECTED`, `ops.FACTORS`,
+# `ops.WEIGHTS`).
 INPUT = "input"  # all that is kept of a segment that will be recomputed
 WORKING = "working"  # needed only while the operation runs
 WHOLE = "whole"  # a unit's gradient to which contributions are added
@@ -49,9 +50,16 @@ _NO_WEIGHTS = (
 )
 
 
+def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
+    """By piece and microbatch, the operations that compute a forward again."""
+    return {(op.piece, op.index): op for op in row if op.kind in ops.RECOMPUTES}
+
+
 def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
-    """Whether a piece's recomputation starts from an input that its forward kept, and not from the
+    """Whether a piece's recomputation starts from what its forward kept, and not from the
     output of the piece recomputed before it. `at` says where in the list operations stand."""
+    if Op(ops.RECOMPUTE_PART, piece, index) in at:
+        return True
     before = at.get(Op(ops.RECOMPUTE, piece - 1, index))
     again = at.get(Op(ops.RECOMPUTE, piece, index))
     # What another operation brought to the forward is kept: it is not brought a second time.
@@ -74,6 +82,7 @@ class State:
         self.program, self.ops, self.in_place = program, program.rows[number], in_place
         self.at = {op: i for i, op in reversed(list(enumerate(self.ops)))}
         self.named = {op[:3]: op for op in self.ops if not op.of}
+        self.again = recomputed(self.ops)
         self.has = {op.kind for op in self.ops}
         self.last_piece = program.pieces - 1
         self.incoming = {
@@ -82,7 +91,7 @@ class State:
             if op.kind == ops.RECEIVE
         }
         self._needs = {kind: self._needs_of(kind) for kind in self.has}
-        # Activations by (piece, microbatch): ops.KEPT, INPUT or ops.FACTORS.
+        # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
         # Weights by unit.
@@ -132,7 +141,7 @@ class State:
             return self._of_backward
         if kind == ops.WEIGHT_GRADIENT:
             return lambda op: [one(op, ops.INPUT_GRADIENT)]
-        if kind == ops.RECOMPUTE:
+        if kind in ops.RECOMPUTES:
             return self._of_recompute
         if kind == ops.OFFLOAD:
             return lambda op: [one(op, ops.FORWARD)]
@@ -148,7 +157,7 @@ class State:
         return (lambda op: []) if kind == ops.RECEIVE else self._of_unit
 
     def _of_backward(self, op: Op) -> list[Op | Lack]:
-        again = self.named.get((ops.RECOMPUTE, op[1], op[2]))
+        again = self.again.get(op[1:3])
         kept = [again] if again else self._kept(op)
         return [*self._weights(op[1]), *kept, *self._gradient(op[1], op[2])]
 
@@ -290,8 +299,10 @@ class State:
         before = self.kept.pop(key, None)
         if kind == ops.FORWARD:
             keeps = self._keeps(*key)
+        elif kind in ops.RECOMPUTES:
+            keeps = ops.KEPT
         else:
-            keeps = {ops.RECOMPUTE: ops.KEPT, ops.INPUT_GRADIENT: ops.FACTORS}.get(kind, "")
+            keeps = ops.FACTORS if kind == ops.INPUT_GRADIENT else ""
         # Norms and biases get their gradient with the input's. A piece without an input has none.
         if kind in ops.CONTRIBUTES or (kind == ops.INPUT_GRADIENT and piece):
             for unit in self.program.units(piece):
@@ -301,7 +312,7 @@ class State:
                 if kind in ops.CONTRIBUTES:
                     self.open[unit].append(op)
         # A forward's results grow while it runs; a backward needs what was kept until it ends.
-        at = start if kind in (ops.FORWARD, ops.RECOMPUTE) else end
+        at = start if kind in (ops.FORWARD, *ops.RECOMPUTES) else end
         if before:
             at.append(_change(before, piece, -1))
         if keeps:
@@ -311,9 +322,12 @@ class State:
         end.append(_change(WORKING, piece, -1))
 
     def _keeps(self, piece: int, m: int) -> str:
-        """What stays on the device after a forward: everything, its input or nothing."""
-        if (ops.RECOMPUTE, piece, m) not in self.named:
+        """What stays on the device after a forward: everything, a part, its input or nothing."""
+        again = self.again.get((piece, m))
+        if again is None:
             return ops.KEPT
+        if again.kind == ops.RECOMPUTE_PART:
+            return ops.SELECTED
         return INPUT if restarts(self.at, piece, m) else ""
 
     def _to_or_from_host(self, op: Op, start: list[Change], end: list[Change]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -17,12 +18,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..comm import CommError, Group, Work
 from ..parallel import Unit, count_valid
 from ..parallel.data import Then, Together
 from ..parallel.local import LocalModel
 from ..parallel.pieces import Box, Bundle, CopyLane
+from ..parallel.recompute import Selected
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
@@ -76,7 +79,7 @@ class Executor:
         self.local, self.program, self.rank = local, program, rank
         self.number = program.owner[rank]
         state = State(program, self.number)
-        self.row, self.at = state.ops, state.at
+        self.row, self.at, self.again = state.ops, state.at, state.again
         self.lanes = {op: lane(op, program, self.number) for op in self.row}
         # What each operation waits for: the operations on other lanes that it needs.
         self.waits: dict[Op, tuple[Op, ...]] = {
@@ -88,6 +91,7 @@ class Executor:
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
+            ops.RECOMPUTE_PART: self._again,
             ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
             ops.WEIGHT_GRADIENT: self._weight_gradient, ops.GATHER: self._gather,
             ops.DROP: self._drop, ops.REDUCE: self._reduce,
@@ -114,7 +118,8 @@ class Executor:
         self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
         self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
         self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
-        self.away: dict[Key, dict[str, Box]] = {}  # those of them that are on the host
+        self.selected: dict[Key, Selected] = {}  # what else is kept, for recomputing a part
+        self.away: dict[Key, tuple[Any, ...]] = {}  # both in boxes, where they are on the host
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
         self.under_way: dict[Op, tuple[Work, float]] = {}  # begun and not waited for, and when
         number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
@@ -180,7 +185,8 @@ class Executor:
         there = {**state.kept, **state.away} if self._trains else {}
         # The first piece has no input to keep.
         there = {k: what for k, what in there.items() if what != INPUT or not pieces[k[0]].first}
-        inputs = {key for key, what in there.items() if what == INPUT}
+        parts = {key for key, what in there.items() if what == ops.SELECTED}
+        inputs = {key for key, what in there.items() if what == INPUT} | parts
         held: dict[str, tuple[set[Any], set[Any]]] = {
             "gathered units": (
                 {n for n, u in units.items() if not u.resident and u.buffer is not None},
@@ -200,6 +206,7 @@ class Executor:
                 {k for k in (*self.segments, *self.away) if restarts(self.at, *k)} - copied,
                 inputs - copied,
             ),
+            "selected outputs": ({*self.selected}, parts - {*state.away} - copied),
             "activations on the host": (
                 (away | {*self.away}) - copied,
                 ({*state.away} & {*there}) - copied,
@@ -259,8 +266,12 @@ class Executor:
         taken = {} if piece.first else self.inputs.pop((p, m))
         if restarts(self.at, p, m) and taken:
             self.segments[p, m] = taken
-        keep = self._trains and Op(ops.RECOMPUTE, p, m) not in self.at
-        out = piece.forward(m, taken, self.batches[m], keep=keep)
+        again = self.again.get((p, m))
+        keep = self._trains and again is None
+        if again and again.kind == ops.RECOMPUTE_PART:
+            self.selected[p, m] = deque()
+        selected = self.selected.get((p, m))
+        out = piece.forward(m, taken, self.batches[m], keep=keep, selected=selected)
         if piece.last:
             self._add_loss(out["x"])
         else:
@@ -279,7 +290,8 @@ class Executor:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         taken = {} if piece.first else self.segments.pop((p, m))
-        out = piece.forward(m, taken, self.batches[m], keep=True)
+        selected = self.selected.pop((p, m), None)
+        out = piece.forward(m, taken, self.batches[m], keep=True, selected=selected)
         if Op(ops.RECOMPUTE, p + 1, m) in self.at and not restarts(self.at, p + 1, m):
             self.segments[p + 1, m] = out
 
@@ -301,23 +313,25 @@ class Executor:
     def _leave(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.segments:  # recomputed later: its input is all that was kept
-            boxes = {name: Box(x) for name, x in self.segments.pop(key).items()}
-            self.away[key] = boxes
-            return self.out.begin(lambda: [box.leave() for box in boxes.values()])
-        if Op(ops.RECOMPUTE, *key) in self.at:
+            kept = self.segments.pop(key), self.selected.pop(key, None)
+            self.away[key] = boxed = tree_map_only(Tensor, Box, kept)
+            return self.out.begin(lambda: tree_map_only(Box, Box.leave, boxed))
+        if key in self.again:
             return Work()  # the first piece, recomputed, keeps nothing at all
         return self.out.begin(partial(self.local.pieces[op.piece].leave, op.index))
 
     def _come_back(self, op: Op) -> Work:
         key = op.piece, op.index
         if key in self.away:
-            boxes = self.away.pop(key)
+            boxed = self.away.pop(key)
 
             def back() -> None:
-                self.segments[key] = {name: box.content() for name, box in boxes.items()}
+                self.segments[key], selected = tree_map_only(Box, Box.content, boxed)
+                if selected is not None:
+                    self.selected[key] = selected
 
-            return Then(self.back.begin(lambda: [b.come_back() for b in boxes.values()]), back)
-        if Op(ops.RECOMPUTE, *key) in self.at:
+            return Then(self.back.begin(lambda: tree_map_only(Box, Box.come_back, boxed)), back)
+        if key in self.again:
             return Work()
         return self.back.begin(partial(self.local.pieces[op.piece].come_back, op.index))
 

@@ -119,8 +119,8 @@ class _Tracer:
     def _wrap(self, number: int, piece: Piece, name: str) -> None:
         plain = piece.forward
 
-        def forward(microbatch: int, bundle: Bundle, batch: Batch, *, keep: bool) -> Bundle:
-            out = plain(microbatch, bundle, batch, keep=keep)
+        def forward(microbatch: int, bundle: Bundle, batch: Batch, **how: Any) -> Bundle:
+            out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
