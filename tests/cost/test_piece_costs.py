@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from phalanx.comm import AloneWorld
 from phalanx.cost import forward_flops, piece_costs, sizes_of
+from phalanx.cost.scales import Scales
 from phalanx.layout import Layout, LayoutError, Shape, piece_layout
 from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel.data import storage_of
@@ -261,3 +262,38 @@ def test_impossible_requests_are_refused() -> None:
     model = build_model(TINY)
     with pytest.raises(LayoutError, match="shape=Shape"):
         piece_costs(replace(model, shape=None), Layout(), 1)
+
+
+@pytest.mark.parametrize("compiled, tensors, kernels", [(False, 5, 5), (True, 3, 4)])
+def test_a_compiled_chain_reads_what_it_did_not_make_and_writes_what_is_asked_for(
+    compiled: bool, tensors: int, kernels: int
+) -> None:
+    x, weight = torch.empty(8, 16, device="meta"), torch.empty(16, 16, device="meta")
+    scales = Scales([], {}, compiled=compiled)
+    with scales, scales.on("forward"):
+        gate, up = x @ weight, x @ weight
+        # By itself: one read and one written, then two and one. Together: two read, one written.
+        y = torch.nn.functional.silu(gate) * up
+        y @ weight
+    load = scales.load("forward")
+    assert load.moved == tensors * x.numel() * x.element_size()
+    assert load.launches == kernels
+    assert len(load.products) == 3
+
+
+def test_compiling_changes_what_is_moved_and_started_and_nothing_else() -> None:
+    for eager, compiled in zip(costed(TINY, "bf16"), costed(TINY, "bf16 compile"), strict=True):
+        loads = [(getattr(eager, n), getattr(compiled, n)) for n in ("forward", "input_gradient")]
+        for plain, fused in loads:
+            assert replace(plain, moved=0, launches=0) == replace(fused, moved=0, launches=0)
+        assert eager.kept == compiled.kept
+    block, fused = costed(TINY, "bf16")[1].forward, costed(TINY, "bf16 compile")[1].forward
+    assert fused.moved < block.moved
+    assert fused.launches < block.launches
+
+
+def test_a_compiled_selective_backward_holds_what_is_computed_again() -> None:
+    eager, compiled = (costed(TINY, f"recompute:selective{c}")[1] for c in ("", " compile"))
+    assert compiled.kept == eager.selected
+    assert compiled.selected == 0
+    assert products(compiled.input_gradient) == products(eager.again + eager.input_gradient)

@@ -22,6 +22,7 @@ ZEROS = (
 REST = (
     "", "recompute:all", "recompute:every=3 offload:weights", "recompute:fit offload:optimizer,weights",
     "offload:activations stages:2-2-2-1 bf16", "recompute:sqrt fp64", "recompute:selective tf32",
+    "compile", "bf16 compile:max",
 )  # fmt: skip
 
 
@@ -73,6 +74,7 @@ def test_layouts_are_listed_with_semicolons() -> None:
         ("zero1 zero2", ("'zero2'", "is there twice")),
         ("1f1b:4 gpipe:4", ("gpipe:4", "is there twice")),
         ("offload:disk", ("'offload:disk'",)),
+        ("compile:foo", ("'compile:foo'", "choose compile or compile:max")),
         ("recompute:some", ("'recompute:some'", "Did you mean")),
     ],
 )

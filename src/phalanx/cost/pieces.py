@@ -23,7 +23,7 @@ from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import edge_shape
 from ..parallel.local import build_local
 from ..parallel.recompute import Selected
-from ..program import Op, PieceCost, build, ops
+from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
 
@@ -96,6 +96,7 @@ def cost_kinds(
     compute = COMPUTE[cut.precision]
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known
+    blocks = range(1, len(few.pieces) - 1)
     # The last place of a ring merges most; along tp all places are as large.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
     try:
@@ -117,7 +118,9 @@ def cost_kinds(
                         world.ledger,
                         known,
                         target=target,
-                        selected=Op(ops.RECOMPUTE_PART, n, 0) in program.rows[0],
+                        selected=cut.recompute == "selective" and n in blocks,
+                        # The head is its loss above all, which stays outside the graph.
+                        compiled=bool(cut.compile) and n in blocks,
                     )
                     for n in range(len(few.pieces))
                 )
@@ -157,6 +160,7 @@ def run(
     *,
     target: str,
     selected: bool = False,
+    compiled: bool = False,
 ) -> PieceCost:
     """One piece forward and backward on meta tensors. `edge` is the shape that comes in.
     `selected`: its forward keeps a part, and the rest is computed again before the backward."""
@@ -165,9 +169,19 @@ def run(
             unit.gather()
         unit.open()
         unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
-    scales = Scales(ledger, known)
+    scales = Scales(ledger, known, compiled=compiled)
     with scales, Target(target, scales):
-        return _run(piece, edge, batch, scales, deque() if selected else None)
+        cost = _run(piece, edge, batch, scales, deque() if selected else None)
+    if not (selected and compiled):
+        return cost
+    return replace(  # the graph of the backward has in it what is computed again
+        cost,
+        input_gradient=cost.again + cost.input_gradient,
+        again=cost.forward,
+        kept=cost.selected,
+        temporary=cost.temporary + cost.kept - cost.selected,
+        selected=0.0,
+    )
 
 
 def _run(

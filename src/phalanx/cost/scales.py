@@ -6,6 +6,7 @@ any of it costs in time (`plan.price`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ _UNREAD: dict[Any, int] = {
     _aten.nll_loss_forward: 0, _aten.nll_loss_backward: 1,
 }  # fmt: skip
 _PICKS = {_aten.embedding, _aten.gather, _aten.index, _aten.index_select}
+# What a compiler joins in one kernel: each number by itself, and sums over rows.
+_ELEMENTS = {torch.Tag.pointwise, torch.Tag.reduction}
+_MOVES = {_aten._to_copy, _aten.cat}
 # Into the first argument only as much is added as the last one holds.
 _ADDS_INTO = {_aten.scatter_add_, _aten.index_add_}
 
@@ -105,10 +109,17 @@ class Scales(Live):  # type: ignore[no-untyped-call]
 
     `known` remembers what operations have put out for which tensors: finding a shape on meta costs
     many times what it costs to look it up.
+
+    `compiled`: an operation on elements belongs to the kernel that made one of its inputs, and what it
+    puts out is written once, when something else than such an operation asks for it or it is kept. It
+    reads what no kernel of its chain made. This is what a compiler fuses at best.
     """
 
-    def __init__(self, messages: list[Message], known: Known) -> None:
+    def __init__(self, messages: list[Message], known: Known, *, compiled: bool = False) -> None:
         super().__init__()
+        self.compiled = compiled
+        # What operations on elements have put out and nothing else has asked for: storage and bytes.
+        self.inside: dict[int, tuple[Any, float]] = {}
         self.outputs = known
         self.messages, self.assigned = messages, len(messages)
         self.pages: dict[str, _Page] = {}
@@ -123,6 +134,8 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             yield
         finally:
             self._assign()
+            for number in tuple(self.inside):
+                self._leaves(number)
             self.page = before
 
     def load(self, operation: str) -> Load:
@@ -135,8 +148,31 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             tuple(page.messages),
         )
 
+    def _is_inside(self, number: int) -> bool:
+        return number in self.inside and self.inside[number][0]() is not None
+
+    def _leaves(self, number: int) -> None:
+        """What a storage holds leaves the kernel that made it, unless it is gone."""
+        if self._is_inside(number):
+            self.page.moved += self.inside[number][1]
+        self.inside.pop(number, None)
+
+    def _fuse(self, given: list[Tensor], out: Any) -> None:
+        """An operation on elements, as compiled code does it."""
+        read = {storage_of(x): x for x in given if not self._is_inside(storage_of(x))}
+        self.page.launches += len(read) == len({storage_of(x) for x in given})
+        self.page.moved += sum(map(_extent, read.values()))
+        for x in _tensors(out):
+            if storage_of(x) in read:  # written where it was read
+                self.page.moved += _extent(x)
+            else:
+                self.inside[storage_of(x)] = weakref.ref(x.untyped_storage()), _extent(x)
+
     def kernel(self, reads: Sequence[Tensor | None], writes: Sequence[Tensor]) -> None:
         """One kernel that the target has and meta tensors have not."""
+        for x in reads:
+            if x is not None:
+                self._leaves(storage_of(x))
         self.page.launches += 1
         self.page.moved += sum(_extent(x) for x in (*reads, *writes) if x is not None)
 
@@ -166,7 +202,7 @@ class Scales(Live):  # type: ignore[no-untyped-call]
                 for x in _tensors(out):
                     self._note(x.untyped_storage())
             if packet not in _ALLOCATES and (fresh or func._schema.is_mutable):
-                self._write(packet, args, given, out)
+                self._write(func, args, given, out)
         return out
 
     def _put_out(self, func: Any, args: Any, kwargs: Any, storages: set[int]) -> tuple[Any, bool]:
@@ -185,7 +221,13 @@ class Scales(Live):  # type: ignore[no-untyped-call]
             self.outputs[key] = _form(out)
         return out, fresh
 
-    def _write(self, packet: Any, args: Any, given: list[Tensor], out: Any) -> None:
+    def _write(self, func: Any, args: Any, given: list[Tensor], out: Any) -> None:
+        packet = func.overloadpacket
+        if self.compiled and (packet in _MOVES or not _ELEMENTS.isdisjoint(func.tags)):
+            self._fuse(given, out)
+            return
+        for x in given:
+            self._leaves(storage_of(x))
         if packet in _PRODUCTS:
             of, at = _PRODUCTS[packet]
             self.page.products.append(of(args[at], args[at + 1]))

@@ -64,6 +64,8 @@ _WIDEST = sorted(DTYPES.items(), key=lambda item: -item[1].bytes)
 COMPARED = {dtype.torch: name for name, dtype in _WIDEST if dtype.compared}
 STORED = {dtype.stored: dtype.torch for _, dtype in _WIDEST if dtype.stored}
 
+COMPILED = ("", "default", "max")  # how torch.compile is asked to compile, if at all
+
 AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
 BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine

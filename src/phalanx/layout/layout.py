@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from .choices import (
     ACCUM,
     BF16,
+    COMPILED,
     FP16,
     FP32,
     ONE_F_ONE_B,
@@ -35,7 +36,7 @@ _SCHEDULE = re.compile(
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 _OPTIONS = """seq zero0 zero1 zero2 zero3 gather:step gather:micro reduce:step reduce:micro prefetch:1
     recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective recompute:fit
-    offload:weights offload:optimizer offload:activations stages:2-2"""
+    offload:weights offload:optimizer offload:activations stages:2-2 compile compile:max"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS]
 
 # What other libraries call it: how a layout says so, N being the number that was written.
@@ -82,6 +83,7 @@ class Layout:
     offload: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     precision: str = FP32
+    compile: str = ""
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -183,6 +185,9 @@ class Layout:
         words += ["offload:" + ",".join(self.offload)] * bool(self.offload)
         words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
         words += [self.precision] * (self.precision != FP32)
+        words += ["compile" if self.compile == COMPILED[1] else f"compile:{self.compile}"] * bool(
+            self.compile
+        )
         return " ".join(words)
 
 
@@ -236,6 +241,10 @@ def _meaning(word: str) -> dict[str, object]:
         return {"offload": tuple(value.split(","))}
     if key == "stages" and re.fullmatch(f"{_N}(-{_N})*", value):
         return {"stages": tuple(map(int, value.split("-")))}
+    if key == "compile":
+        if word not in ("compile", "compile:max"):
+            raise LayoutError(f"{word[:60]!r}: choose compile or compile:max.")
+        return {"compile": value or COMPILED[1]}
     return _schedule_meaning(word)
 
 
@@ -280,6 +289,7 @@ def _check_values(x: Layout) -> None:
             ("gather", ("step", "micro")),
             ("reduce", ("step", "micro")),
             ("precision", PRECISIONS),
+            ("compile", COMPILED),
         )
         if getattr(x, name) not in allowed
     ]

@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from .choices import ACCUM, ZB_H1
+from .choices import ACCUM, COMPILED, ZB_H1
 from .layout import Layout
 from .mesh import LayoutError, Mesh
 from .shape import Shape
@@ -94,7 +94,7 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
 
 def piece_layout(layout: Layout) -> Layout:
     """The part of a layout that a piece's cost depends on: tp and cp, seq, selective recomputation,
-    precision, and whether the backward is two operations (written as zb-h1).
+    precision, whether it is compiled, and whether the backward is two operations (written as zb-h1).
 
     Copies, stages, ZeRO and whole-piece recomputation change when a piece runs, never what it does.
     """
@@ -106,4 +106,5 @@ def piece_layout(layout: Layout) -> Layout:
         microbatches=1,
         recompute="selective" if layout.recompute == "selective" else "none",
         precision=layout.precision,
+        compile=COMPILED[1] if layout.compile else "",  # autotuned graphs do the same operations
     )

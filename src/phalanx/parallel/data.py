@@ -15,12 +15,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..comm import Work
 from .groups import UnitGroups
 from .tensor import Weight
 
 Matmul = Callable[[Tensor, Tensor], Tensor]  # (m, k), (k, n) -> (m, n)
+
+
+def multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, matmul: Matmul | None
+) -> Tensor:
+    """x (..., in) times a weight (out, in), or transposed (in, out)."""
+    if matmul is None:
+        return x @ weight if transposed else F.linear(x, weight, bias)
+    y = matmul(x.flatten(0, -2), weight if transposed else weight.T).view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..comm import World
 from ..layout import Layout, stage_pieces
 from ..program import Program, ops
 from .batch import edge_shape
+from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import BufferPool, Precision, Unit
 from .fitness import refuse_unfit
@@ -81,7 +82,7 @@ def build_local(
     _place(model, units, mine, layout, at, world.device)
     _fill(model, units, weights, seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
-    pieces = {p: _piece(model, p, program, units, kinds) for p in mine}
+    pieces = {p: _piece(model, p, program, units, kinds, layout, world.device) for p in mine}
 
     def edge(piece: int, batch: Mapping[str, Tensor]) -> Bundle:
         if model.edges:
@@ -101,16 +102,28 @@ def world_place(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def _piece(
-    model: Model, piece: int, program: Program, units: dict[int, Unit], kinds: set[str]
+    model: Model,
+    piece: int,
+    program: Program,
+    units: dict[int, Unit],
+    kinds: set[str],
+    layout: Layout,
+    device: torch.device,
 ) -> Piece:
+    module, compiled = model.pieces[piece][1], None
+    if layout.compile and device.type != "meta":  # there it is costed, operation by operation
+        refuse_uncompiled(device)
+        again = layout.recompute == "selective" and 0 < piece < program.pieces - 1
+        compiled = CompiledModule(module, layout.compile, device, selective=again)
     return Piece(
-        model.pieces[piece][1],
+        module,
         [units[unit] for unit in program.units(piece)],
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,
         splits=ops.INPUT_GRADIENT in kinds,
         offloads=ops.OFFLOAD in kinds,
+        compiled=compiled,
     )
 
 

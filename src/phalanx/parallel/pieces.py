@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.nn import functional as F
 
 from ..comm import Work
-from .data import Matmul, Then, Unit, storage_of
+from .compile import CompiledModule, Factors
+from .data import Then, Unit, multiply, storage_of
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
 
@@ -135,16 +135,6 @@ class _Edge(torch.autograd.Function):
         return None, None, None, None
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, matmul: Matmul | None
-) -> Tensor:
-    """x (..., in) times a weight (out, in), or transposed (in, out)."""
-    if matmul is None:
-        return x @ weight if transposed else F.linear(x, weight, bias)
-    y = matmul(x.flatten(0, -2), weight if transposed else weight.T).view(*x.shape[:-1], -1)
-    return y if bias is None else y + bias
-
-
 class _Product(torch.autograd.Function):
     """A product with a weight whose backward adds the weight's gradient where it belongs, or where
     there is a list for it, writes it down for later. Nothing of the weight is saved: backward takes
@@ -163,7 +153,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.owner, ctx.biased, ctx.transposed, ctx.due = owner, bias is not None, transposed, due
         matmul = owner[0].precision.matmul
-        return _multiply(x, weight, bias, transposed=transposed, matmul=matmul)
+        return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -173,7 +163,7 @@ class _Product(torch.autograd.Function):
         if matmul is None:
             into = gradient @ (weight.T if ctx.transposed else weight)
         else:
-            into = _multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=matmul)
+            into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=matmul)
         # Detached: an input with its graph would lead back to the list, and neither would be freed.
         due = _Due(unit, name, x.detach(), gradient.detach(), ctx.transposed)
         due.contribute() if ctx.due is None else ctx.due.append(due)
@@ -203,9 +193,11 @@ class Piece:
         last: bool,
         splits: bool = False,
         offloads: bool = False,
+        compiled: CompiledModule | None = None,
     ) -> None:
         self.module, self.units, self.takes = module, tuple(units), tuple(takes)
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
+        self.compiled = compiled
         self.kept: dict[int, _Kept] = {}
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
         # Of the forward that is running, where backward is split.
@@ -219,7 +211,11 @@ class Piece:
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
                 transposed = not isinstance(child, _Linear | RowLinear)
-                own.weight_product = partial(self.product, own.weight, transposed=transposed)
+                if compiled:
+                    matmul = self.owners[own.weight][0].precision.matmul
+                    compiled.add(own, transposed=transposed, matmul=matmul)
+                else:
+                    own.weight_product = partial(self.product, own.weight, transposed=transposed)
 
     def product(
         self, weight: nn.Parameter, x: Tensor, bias: Tensor | None = None, *, transposed: bool
@@ -229,7 +225,7 @@ class Piece:
         # Of an input that needs no gradient autograd would not come to the product at all.
         if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1 and weight.dim() == 2):
             matmul = owner[0].precision.matmul
-            return _multiply(x, weight, bias, transposed=transposed, matmul=matmul)
+            return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
         args = x, weight.detach(), bias, owner, transposed, self.due
         y: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
         return y
@@ -278,8 +274,17 @@ class Piece:
     def _call(self, mine: Mapping[str, Tensor], named: Mapping[str, Tensor]) -> Bundle:
         x, *_ = mine.values() if mine else (None,)
         more = {name: mine[name] for name in [*mine][1:]}
-        y = self.module(**named) if x is None else self.module(x, **more, **named)
+        if self.compiled:
+            y = self.compiled(x, {**more, **named}, partial(self._take, self.due))
+        else:
+            y = self.module(**named) if x is None else self.module(x, **more, **named)
         return {"x": y} if isinstance(y, Tensor) else dict(y)
+
+    def _take(self, due: list[_Due] | None, factors: Sequence[Factors]) -> None:
+        """What a compiled backward leaves of the weights' gradients."""
+        for weight, x, gradient, transposed in factors:
+            one = _Due(*self.owners[weight], x, gradient, transposed)
+            one.contribute() if due is None else due.append(one)
 
     def _edges(self, mine: Bundle, into: Bundle) -> Bundle:
         edges = dict(mine)
@@ -355,6 +360,8 @@ class Piece:
         seen: dict[tuple[Any, ...], Box] = {}
 
         def pack(tensor: Tensor) -> Tensor | _Packed | Box:
+            if self.compiled and type(tensor) not in (Tensor, nn.Parameter):
+                return tensor  # while a graph is traced
             storage = storage_of(tensor)
             unit = homes.get(storage)
             if unit is not None:

@@ -35,7 +35,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.phalanx.ring.default,
 }
-_COSTLY = _PRODUCTS | _ATTENTION | {_region}
+COSTLY = _PRODUCTS | _ATTENTION | {_region}
 # Besides views and sums what ends a block is dropout: a scaling, and a choice that keeps its mask.
 _ASK_NOTHING = {
     _aten.add.Tensor, _aten._unsafe_view.default, _aten.where.self, _aten.scalar_tensor.default,
@@ -75,7 +75,7 @@ class _Keeping(TorchDispatchMode):
             self._join(args[0], args[1])
         elif _asks(func, args, out):
             self.used = len(self.kept)
-        if func in _COSTLY:
+        if func in COSTLY:
             # Without its graph, which holds what is kept.
             self.kept.append(_Output(func, tree_map_only(Tensor, Tensor.detach, out)))
         if func in _ATTENTION:
@@ -112,7 +112,7 @@ class _Giving(TorchDispatchMode):
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _COSTLY:
+        if func not in COSTLY:
             return func(*args, **(kwargs or {}))
         op, value = self.kept.popleft()
         assert op is func, f"a forward ran {op}, and when it was run again {func}"

@@ -62,7 +62,9 @@ def build(
         return matrices(program) if whole and layout.shards > 1 else program
 
     if layout.recompute != "fit":
-        return rest(recompute(program, stages, layout.recompute))
+        # A compiled backward computes again by itself what its graph did not keep.
+        inside = layout.compile and layout.recompute == "selective"
+        return rest(recompute(program, stages, "none" if inside else layout.recompute))
     if sizes is None:
         raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
     return rest(recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))

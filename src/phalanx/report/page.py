@@ -279,7 +279,8 @@ def _events(journal: _Journal) -> Html:
 
 
 def _words(record: Record) -> Iterator[str]:
-    for name in ("layout", "ranks", "why", "text", "path", "error", "loss", "bits_per_byte"):
+    names = "layout ranks why text path error loss bits_per_byte graphs"
+    for name in names.split():
         value = record.get(name)
         if value not in (None, ""):
             yield f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}"

@@ -1,7 +1,7 @@
 """The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
 
 Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, checkpoint,
-memory, skip, stop, end. A run that was restarted has several starts in it.
+memory, compile, skip, stop, end. A run that was restarted has several starts in it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from ..comm import World
 from ..comm.agree import broadcast_text, errors_of, exchange
 from ..layout import Layout
 from ..layout.run import Run
+from ..parallel.compile import graphs
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver
 from .checkpoint_format import Progress
@@ -278,6 +279,16 @@ class _Loop:
         self.log.timeline(step + 1, str(self.rank.layout), parts)
         held = exchange(self.everyone, json.dumps(self.rank.memory()), 0)
         self.log.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
+        self._tell_graphs(step + 1)
+
+    def _tell_graphs(self, done: int) -> None:
+        """What the log's rank has compiled so far, where it compiles."""
+        if self.rank.layout.compile:
+            made = graphs()
+            text = f"step {done}  {made.compiled} graphs are compiled"
+            if made.recompiles:
+                text += f", {made.recompiles} of them for other shapes or Python values"
+            self.log.event("compile", text, step=done, graphs=made.compiled, again=made.recompiles)
 
     # ---- after a step
 
@@ -316,6 +327,7 @@ class _Loop:
             self.log.event("checkpoint", f"step {saved.step}  {text}", **values)
 
     def _end(self, done: int, stopped: bool) -> None:
+        self._tell_graphs(done)
         if stopped:
             text = f"asked to stop: saved at step {done}; the same command goes on from there"
             if self.unsaved:

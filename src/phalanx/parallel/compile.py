@@ -1,0 +1,293 @@
+"""Pieces as compiled graphs: one for each kind of piece, with its weights as arguments.
+
+Pieces of one class share a function given to `torch.compile`. Weights and buffers are arguments of its
+graph, so equal blocks share one; where pieces differ in what their forward reads, it is compiled anew.
+Products of a weight's gradient stay outside, as they go into the flat gradient, at once or in `W`: a
+product has two *taps*, stand-ins without memory for its input and its output, and the compiled
+backward returns as their gradients the two factors. Groups are opaque operations inside a graph, and
+the loss, which writes over the logits, is between graphs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..comm import regions
+from ..layout import LayoutError
+from ..layout.choices import COMPILED
+from ..models.loss import CrossEntropy
+from .data import Matmul, multiply
+from .recompute import COSTLY
+from .tensor import VocabularyCrossEntropy
+
+Named = Mapping[str, Tensor]
+_lock = threading.Lock()
+BACKEND = "PHALANX_COMPILE_BACKEND"  # in the environment: which of torch.compile's, for tests
+_LOSSES = CrossEntropy, VocabularyCrossEntropy
+_ENTRIES = 64  # graphs of a kind, before torch would run it eagerly without a word
+
+
+class Graphs(NamedTuple):
+    """What this process has compiled. A kind of piece needs a graph with gradients and, where it also
+    runs without, another; all further ones are `recompiles`."""
+
+    compiled: int
+    recompiles: int
+
+
+class Factors(NamedTuple):
+    """What one weight gradient is the product of."""
+
+    weight: nn.Parameter
+    x: Tensor  # (..., in)
+    gradient: Tensor  # (..., out)
+    transposed: bool  # the weight is (in, out) and not (out, in)
+
+
+_counts: Counter[tuple[type[nn.Module], str, bool]] = Counter()
+
+
+def graphs() -> Graphs:
+    return Graphs(_counts.total(), _counts.total() - len(_counts))
+
+
+def refuse_uncompiled(device: torch.device) -> None:
+    """Raise a LayoutError where nothing here can compile."""
+    if os.environ.get(BACKEND, "inductor") != "inductor":
+        return
+    names = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if not any(map(shutil.which, names)):
+        raise LayoutError(
+            "compile needs a C++ compiler, and there is no g++ or clang++ on the path."
+            " Install one, or leave compile out of the layout."
+        )
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            raise LayoutError(
+                "compile needs Triton to make kernels for a GPU, and it is not installed or does not"
+                " know this one. Install the triton package, or leave compile out of the layout."
+            )
+
+
+class _TappedProduct(torch.autograd.Function):
+    """A product whose backward gives the factors of the weight's gradient to the taps."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_tap: Tensor,
+        y_tap: Tensor,
+        transposed: bool,
+        matmul: Matmul | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased, ctx.transposed, ctx.matmul = bias is not None, transposed, matmul
+        return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=ctx.matmul)
+        bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
+        return into, None, bias, x, gradient, None, None
+
+
+class _Taps(torch.autograd.Function):
+    """Stand-ins of some shapes; `take` gets their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        take: Callable[[Sequence[Tensor]], None],
+        shapes: Sequence[tuple[torch.Size, torch.dtype]],
+    ) -> tuple[Tensor, ...]:
+        ctx.take = take
+        return tuple(leaf.new_zeros((), dtype=dtype).expand(size) for size, dtype in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.take(gradients)
+        return None, None, None
+
+
+def _product(
+    owner: Any, transposed: bool, matmul: Matmul | None, x: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """What a compiled forward calls for a product with the weight of a module."""
+    if owner.taps is None:
+        return multiply(x, owner.weight, bias, transposed=transposed, matmul=matmul)
+    args = x, owner.weight.detach(), bias, *owner.taps, transposed, matmul
+    y: Tensor = _TappedProduct.apply(*args)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Tapped(NamedTuple):
+    """A module whose product has taps, and their shapes."""
+
+    owner: Any
+    transposed: bool
+    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+class CompiledModule:
+    """A piece's module, called as the module is. `take` gets the factors of a weight's gradient when
+    backward has computed the input's."""
+
+    def __init__(
+        self, module: nn.Module, mode: str, device: torch.device, *, selective: bool = False
+    ) -> None:
+        self.module, self.device = module, device
+        self.owners: list[tuple[Any, bool, Matmul | None]] = []
+        self.loss: Callable[..., Tensor] | None = None
+        self.known: dict[tuple[Any, ...], list[_Tapped]] = {}
+        self.function = compiled_call(type(module), mode, selective)
+
+    def add(self, owner: Any, *, transposed: bool, matmul: Matmul | None) -> None:
+        """A module that multiplies by its `weight` in `weight_product`."""
+        owner.taps = None
+        owner.weight_product = partial(_product, owner, transposed, matmul)
+        self.owners.append((owner, transposed, matmul))
+
+    def __call__(
+        self, x: Tensor | None, named: Named, take: Callable[[list[Factors]], None]
+    ) -> Tensor | Mapping[str, Tensor]:
+        inputs = {**({} if x is None else {"": x}), **named}
+        key = tuple((name, y.shape, y.dtype, y.requires_grad) for name, y in inputs.items())
+        if key not in self.known:
+            self.known[key] = self._trace(x, named)
+        tapped = self.known[key] if torch.is_grad_enabled() else []
+
+        def taken(gradients: Sequence[Tensor]) -> None:
+            pairs = zip(tapped, gradients[::2], gradients[1::2], strict=True)
+            take([Factors(o.owner.weight, x, gradient, o.transposed) for o, x, gradient in pairs])
+
+        if tapped:
+            leaf = torch.zeros((), device=self.device, requires_grad=True)
+            shapes = [shape for each in tapped for shape in each.shapes]
+            taps = _Taps.apply(leaf, taken, shapes)  # type: ignore[no-untyped-call]
+            for number, each in enumerate(tapped):
+                each.owner.taps = taps[2 * number], taps[2 * number + 1]
+        try:
+            y = self.function(self.module, x, named)
+        finally:
+            for each in tapped:
+                each.owner.taps = None  # which lead to what backward needs
+        return self.loss(*y) if self.loss else y
+
+    def _trace(self, x: Tensor | None, named: Named) -> list[_Tapped]:
+        """What each product takes and gives, from a run without numbers. One that is called twice, or
+        whose input needs no gradient, has no taps: autograd adds its weight's gradient.
+
+        A loss that is the last thing the piece does stays out of the graph from here on."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        calls: dict[Any, list[_Tapped]] = {owner: [] for owner, *_ in self.owners}
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def fake(x: Tensor) -> Tensor:
+            return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
+
+        def product(
+            owner: Any, transposed: bool, matmul: Any, x: Tensor, bias: Tensor | None = None
+        ) -> Tensor:
+            y = multiply(x, owner.weight, bias, transposed=transposed, matmul=matmul)
+            taps = x.requires_grad and x.dim() > 1 and owner.weight.dim() == 2
+            shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
+            calls[owner].append(_Tapped(owner, transposed, shapes))
+            return y
+
+        losses: list[Any] = [m for m in self.module.modules() if isinstance(m, _LOSSES)]
+        losses = [] if self.loss else losses
+        before = [loss.forward for loss in losses]
+        sums: list[Tensor] = []
+
+        def nothing(logits: Tensor, targets: Tensor) -> Tensor:
+            sums.append(logits.new_zeros(()))
+            return sums[-1]
+
+        try:
+            for owner, transposed, matmul in self.owners:
+                owner.weight_product = partial(product, owner, transposed, matmul)
+            for loss in losses:
+                loss.forward = nothing
+            with torch.enable_grad(), mode, regions.opaque():
+                rest = {name: fake(y) for name, y in named.items()}
+                y = _call(self.module, None if x is None else fake(x), rest)
+        finally:
+            for loss, forward in zip(losses, before, strict=True):
+                loss.forward = forward
+            for owner, transposed, matmul in self.owners:
+                owner.weight_product = partial(_product, owner, transposed, matmul)
+        if len(sums) == 1 and y is sums[0] and len(losses) == 1:
+            self.loss, losses[0].forward = losses[0].forward, _both
+        return [each[0] for each in calls.values() if len(each) == 1 and each[0].shapes]
+
+
+def _both(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logits, targets
+
+
+def _call(module: nn.Module, x: Tensor | None, named: Named) -> Any:
+    return module(**named) if x is None else module(x, **named)
+
+
+def _again(module: nn.Module, x: Tensor | None, named: Named) -> Any:
+    """The same, with selective recomputation as a part of the graph."""
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    more: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    return checkpoint(_call, module, x, named, **more)
+
+
+def _policy(context: Any, op: Any, *args: Any, **more: Any) -> CheckpointPolicy:
+    costly = op in COSTLY
+    return CheckpointPolicy.MUST_SAVE if costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compiled_call(kind: Any, mode: str, selective: bool) -> Any:
+    """The function that calls modules of a class, compiled for each kind when it is called first."""
+    import torch._dynamo
+
+    config: Any = torch._dynamo.config  # each thread has its own
+    config.recompile_limit = max(config.recompile_limit, _ENTRIES)
+    with _lock:
+        return _compiled(kind, mode, selective, os.environ.get(BACKEND, "inductor"))
+
+
+@cache
+def _compiled(kind: Any, mode: str, selective: bool, backend: str) -> Any:
+    inner: Any = torch._dynamo.lookup_backend(backend)
+    if backend == "inductor":
+        # Graphs of CUDA would copy the weights, which lie in buffers that change.
+        options = {"max_autotune": True} if mode == COMPILED[2] else None
+        inner = partial(torch._inductor.compile, options=options)
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        _counts[kind, mode, torch.is_grad_enabled()] += 1
+        return inner(graph, inputs)
+
+    # A code object of its own: what torch has compiled hangs on it, and is searched at each call.
+    plain = _again if selective else _call
+    function = FunctionType(plain.__code__.replace(co_name=f"call_{kind.__name__}"), globals())
+    compiled: Any = torch.compile
+    return compiled(function, backend=counting, dynamic=False)
