@@ -8,9 +8,10 @@ forwards that its schedule has open at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,8 +37,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Stages:
-    """A pipeline's ranks, an array each: what they hold, and what comes before them."""
+    """Some ranks of pipelines, arrays (pipelines, 1, ranks): what they hold, and what comes before
+    them. The first two, the last, and the first and last of those with the most blocks: others hold
+    and do less."""
 
+    ranks: NDArray[np.int_]  # (pipelines, ranks)
     blocks: Array
     embed: Array  # 1 where the embedding is
     head: Array
@@ -47,27 +51,26 @@ class _Stages:
 def bounds(space: Space, x: Options, pricer: Pricer) -> Bounds:
     """Of all candidates of a grid. What is not costed yet is bounded by what is."""
     split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
-    three = [[[None, None] for _ in x.inners] for _ in x.counts]
-    for c, count in enumerate(x.counts):
-        for q, inner in enumerate(x.inners):
-            rows = space.rows(x.grid, count)
-            for s in {*split}:
-                three[c][q][s] = _least(space, pricer, x.grid, inner, rows, s)  # type: ignore[call-overload]
     step, held = np.zeros(x.sizes), np.zeros(x.sizes)
     units = [_units(space, x.grid, zero) for zero in x.zeros]
-    priced: list[_Unit] = []
-    for p, pipe in enumerate(x.pipelines):
-        stages = _stages(space.request.shape, x.grid.pp, pipe)
-        picked = [
-            [three[c][q][split[p]] for q in range(len(x.inners))] for c in range(len(x.counts))
+    priced: _Unit | None = None
+    for way in sorted({*split}):
+        three = [
+            [
+                _least(space, pricer, x.grid, inner, space.rows(x.grid, count), way)
+                for inner in x.inners
+            ]
+            for count in x.counts
         ]
-        numbers = _Numbers(picked, x.inners)  # type: ignore[arg-type]
-        priced = priced or [_priced(unit, numbers.weights) for unit in units]
-        time = _Time(space, x, pipe, stages, numbers, split[p])
-        flight = _flights(space, x, pipe)
-        for z, zero in enumerate(x.zeros):
-            step[z, :, p] = time.of(zero, priced[z])
-            held[z, :, p] = _memory(space, x, zero, stages, numbers, flight, units[z])
+        numbers = _Numbers(three, x.inners)
+        priced = priced or _priced(units, numbers.weights)
+        mine = [p for p, parted in enumerate(split) if parted == way]
+        pipes = [x.pipelines[p] for p in mine]
+        stages = _stages(space.request.shape, x.grid.pp, tuple(pipes))
+        step[:, :, mine] = _time(space, x, stages, numbers, priced, split=way)
+        held[:, :, mine] = _memory(
+            space, x, stages, numbers, _flights(space, x, pipes, stages), units
+        )
     return Bounds(step, held)
 
 
@@ -94,24 +97,28 @@ def _least(
 
 
 class _Numbers:
-    """Times and sizes of embedding, block and head, arrays over (microbatches, inner choices)."""
+    """Times and sizes of embedding, block and head, arrays (microbatches, 1, inner choices, 1)."""
 
     def __init__(self, three: Sequence[Sequence[Three]], inners: Sequence[Inner]) -> None:
         def array(kind: int, of: str) -> Array:
-            return np.array([[_number(t[kind], of) for t in row] for row in three])
+            return np.array([[_number(t[kind], of) for t in row] for row in three])[
+                :, None, :, None
+            ]
+
+        def inner(each: Callable[[str], float]) -> Array:
+            return np.array([each(inner.recompute) for inner in inners], float)[:, None]
 
         self.forward = [array(kind, "forward") for kind in range(3)]
         self.backward = [array(kind, "backward") for kind in range(3)]
-        self.kept = [array(kind, "kept") for kind in range(3)]
-        self.temporary = [array(kind, "temporary") for kind in range(3)]
+        self.kept = array(1, "kept")
+        self.temporary = np.minimum(array(1, "temporary"), array(2, "temporary"))
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
-        part = np.array([inner.recompute == "selective" for inner in inners])
+        part = inner(lambda name: name == "selective") > 0
         self.input = np.where(part, array(1, "selected"), array(1, "input"))
         self.kept_after_i = array(1, "kept_after_i")
-        again = np.array([float(inner.recompute != "none") for inner in inners])
-        self.again = array(1, "again") * again
-        self.segment = np.array([_segment(inner.recompute) for inner in inners])
-        self.whole = np.array([inner.recompute != "none" for inner in inners])
+        self.again = array(1, "again") * inner(lambda name: name != "none")
+        self.segment = inner(_segment)
+        self.whole = inner(lambda name: name != "none") > 0
 
 
 def _number(piece: object, name: str) -> float:
@@ -125,12 +132,12 @@ def _segment(recompute: str) -> float:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Seconds of the collectives of embedding, block and head."""
+    """Seconds of the collectives of embedding, block and head, arrays (three, ways to shard)."""
 
-    gather: tuple[float, ...]
-    reduce: tuple[float, ...]
-    replicas: tuple[float, ...]
-    update: tuple[float, ...]
+    gather: Array
+    reduce: Array
+    replicas: Array
+    update: Array
 
 
 def _units(space: Space, grid: Grid, zero: Zero) -> Units:
@@ -139,73 +146,80 @@ def _units(space: Space, grid: Grid, zero: Zero) -> Units:
     return Units(layout, r.hardware, r.profile)
 
 
-def _priced(units: Units, weights: Sequence[float]) -> _Unit:
-    alone = 1.0 / units.hardware.crowding
-    each = [units.of(n) for n in weights]
+def _priced(units: Sequence[Units], weights: Sequence[float]) -> _Unit:
+    each = [[unit.of(n) for unit in units] for n in weights]
+    alone = 1.0 / units[0].hardware.crowding
     return _Unit(
-        tuple(u.gather * alone for u in each),
-        tuple(u.reduce * alone for u in each),
-        tuple(u.replicas * alone for u in each),
-        tuple(u.update for u in each),
+        np.array([[u.gather * alone for u in row] for row in each]),
+        np.array([[u.reduce * alone for u in row] for row in each]),
+        np.array([[u.replicas * alone for u in row] for row in each]),
+        np.array([[u.update for u in row] for row in each]),
     )
 
 
-class _Time:
-    """Bounds of a pipeline's time on one grid, for each way to shard."""
+def _time(space: Space, x: Options, s: _Stages, n: _Numbers, u: _Unit, *, split: bool) -> Array:
+    """Seconds, (ZeRO, microbatches, pipelines, inner choices)."""
+    hardware, layers = space.request.hardware, space.request.shape.layers
+    m = np.array(x.counts, float)[:, None, None, None]
+    (ef, bf, hf), (eb, bb, hb) = n.forward, n.backward
+    one = bf + bb + n.again  # of a block and a microbatch
+    ends = ef + eb + hf + hb
+    # A segment that ends in the head is not recomputed: its forward was just now.
+    spared = (n.segment - 1) * n.again
+    work = s.blocks * one - np.minimum(s.head * spared, s.blocks * n.again)
+    work = (
+        work + s.embed * (ef + eb) + s.head * (hf + hb)
+    )  # (microbatches, pipelines, inners, ranks)
+    later = (s.before > 0) | (s.embed == 0)
+    head = np.where(later, ef + s.before * bf, 0.0)
+    back = 0.0 if split else np.where(later, eb + s.before * bb, 0.0)
+    path = (head + m * work + back).max(axis=-1)
+    # Those of the units of a rank, (ZeRO, 1, pipelines, 1).
+    update = _of_units(u.update, s).max(axis=-1)[:, None, :, None]
+    sums = _of_units(u.reduce, s).max(axis=-1)[:, None, :, None]
+    stage = np.array([zero.stage for zero in x.zeros])
+    each = u.reduce + u.replicas
+    last = each.min(axis=0) if split else each[0]
+    step = path + (np.where(stage > 0, u.gather[0], 0.0) + last)[:, None, None, None] + update
+    m = m[..., 0]
+    often = (stage >= 2)[:, None, None, None]  # summed after every microbatch
+    step = np.where(often, np.maximum(step, m * sums + update), step)
+    if x.grid.pp == 1:
+        for z, zero in enumerate(x.zeros):
+            alone = _alone(
+                n, layers, zero, [float(a) for a in u.gather[:, z]], float(sums[z].max()), m
+            )
+            step[z] = np.maximum(step[z], alone + update[z])
+    cores = hardware.cores * x.grid.pp / hardware.ranks if hardware.cores else np.inf
+    total = m * (layers * one - spared + ends)[..., 0]
+    return np.asarray(np.maximum(step, total / cores))
 
-    def __init__(
-        self, space: Space, x: Options, pipe: Pipeline, s: _Stages, n: _Numbers, split: bool
-    ) -> None:
-        self.stages, self.numbers, self.pp = s, n, x.grid.pp
-        self.counts = np.array(x.counts, float)[:, None]
-        hardware = space.request.hardware
-        self.cores = hardware.cores * x.grid.pp / hardware.ranks if hardware.cores else np.inf
-        (ef, bf, hf), (eb, bb, hb) = n.forward, n.backward
-        one = bb + n.again
-        # Of one microbatch on each rank, (ranks, microbatches, inners).
-        wide = (slice(None), None, None)
-        # A segment that ends in the head is not recomputed: its forward was just now.
-        spared = s.head[wide] * (n.segment - 1) * n.again
-        self.work = s.blocks[wide] * (bf + one) - np.minimum(spared, s.blocks[wide] * n.again)
-        self.work = self.work + s.embed[wide] * (ef + eb) + s.head[wide] * (hf + hb)
-        later = (s.before > 0)[wide] | (s.embed == 0)[wide]
-        self.head = np.where(later, ef + s.before[wide] * bf, 0.0)
-        back = 0.0 if split else np.where(later, eb + s.before[wide] * bb, 0.0)
-        self.path = (self.head + self.counts * self.work + back).max(axis=0)
-        self.total = (self.counts * self.work).sum(axis=0)
-        self.first = ef + s.blocks.sum() * bf + hf + hb if x.grid.pp == 1 else None
-        self.split = split
 
-    def of(self, zero: Zero, u: _Unit) -> Array:
-        s, n, m = self.stages, self.numbers, self.counts
-        update = float(
-            (s.blocks * u.update[1] + s.embed * u.update[0] + s.head * u.update[2]).max()
-        )
-        ends = [a + b for a, b in zip(u.reduce, u.replicas, strict=True)]
-        last = min(ends) if self.split else ends[0]
-        gathers = zero.stage > 0
-        begin = u.gather[0] if gathers else 0.0
-        found = [self.path + begin + last + update]
-        every = s.blocks * u.reduce[1] + s.embed * u.reduce[0] + s.head * u.reduce[2]
-        if zero.stage >= 2:  # summed after every microbatch
-            found.append(m * every.max() + update)
-        if self.first is not None:
-            (work,) = self.work
-            sums = float(every.sum())
-            if zero.stage >= 2:
-                found.append(begin + self.first + m * sums + update)
-            else:
-                found.append(begin + (m - 1) * work + self.first + sums + update)
-            blocks = float(s.blocks.sum())
-            if zero.stage == 3 and zero.gather == "micro":
-                once = 2 * blocks * u.gather[1] + u.gather[0] + u.gather[2]
-                found.append(m * once + n.backward[0] + update)
-            elif gathers:
-                once = blocks * u.gather[1] + u.gather[0] + u.gather[2]
-                after = n.forward[2] + n.backward[0] + n.backward[2] + blocks * n.backward[1]
-                found.append(once + after + (m - 1) * work + update)
-        step = np.maximum.reduce([np.broadcast_to(each, self.path.shape) for each in found])
-        return np.asarray(np.maximum(step, self.total / self.cores))
+def _alone(
+    n: _Numbers, layers: int, zero: Zero, gather: Sequence[float], sums: float, m: Array
+) -> Array:
+    """Seconds without the update of a rank that has the whole model, (microbatches, 1, inners)."""
+    (ef, bf, hf), (eb, bb, hb) = ([a[..., 0] for a in each] for each in (n.forward, n.backward))
+    again, segment = n.again[..., 0], n.segment[..., 0]
+    work = layers * (bf + bb + again) - np.minimum((segment - 1) * again, layers * again)
+    work = work + ef + eb + hf + hb
+    first = ef + layers * bf + hf + hb
+    begin = gather[0] if zero.stage else 0.0
+    step = begin + first + (m * sums if zero.stage >= 2 else (m - 1) * work + sums)
+    if zero.stage == 3 and zero.gather == "micro":
+        step = np.maximum(step, m * (2 * layers * gather[1] + gather[0] + gather[2]) + eb)
+    elif zero.stage:
+        after = hf + eb + hb + layers * bb
+        once = layers * gather[1] + gather[0] + gather[2]
+        step = np.maximum(step, once + after + (m - 1) * work)
+    return np.asarray(step)
+
+
+def _of_units(each: Array, s: _Stages) -> Array:
+    """Summed over the units of a rank, (ZeRO, pipelines, ranks)."""
+    embed, block, head = each[:, :, None, None]
+    held = s.embed[:, 0] * embed + s.blocks[:, 0] * block + s.head[:, 0] * head
+    return np.asarray(held)
 
 
 @lru_cache(maxsize=4096)
@@ -216,16 +230,20 @@ def _blocks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _stages(shape: Shape, pp: int, pipe: Pipeline) -> _Stages:
-    blocks = _blocks(shape, pp, pipe)
-    before = np.concatenate([[0.0], np.cumsum(blocks)])
-    held = ranks_of(len(blocks), pp, pipe.schedule)
-    return _Stages(
-        np.array([float(sum(blocks[s] for s in each)) for each in held]),
-        np.array([float(0 in each) for each in held]),
-        np.array([float(len(blocks) - 1 in each) for each in held]),
-        np.array([float(before[min(each)]) for each in held]),
-    )
+def _stages(shape: Shape, pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
+    rows = []
+    for pipe in pipes:
+        blocks = _blocks(shape, pp, pipe)
+        before = [0, *accumulate(blocks)]
+        held = ranks_of(len(blocks), pp, pipe.schedule)
+        whole = [sum(blocks[s] for s in each) for each in held]
+        most = [rank for rank, n in enumerate(whole) if n == max(whole)]
+        some = [0, min(1, pp - 1), most[0], most[-1], pp - 1]
+        rows.append([
+            (r, whole[r], 0 in held[r], len(blocks) - 1 in held[r], before[min(held[r])]) for r in some
+        ])  # fmt: skip
+    ranks, *numbers = np.array(rows).transpose(2, 0, 1)
+    return _Stages(ranks, *(each[:, None].astype(float) for each in numbers))
 
 
 @lru_cache(maxsize=4096)
@@ -263,41 +281,43 @@ def in_flight(
     return tuple(found)
 
 
-def _flights(space: Space, x: Options, pipe: Pipeline) -> Array:
-    """`in_flight` as an array (moments, two kinds, ranks, microbatches, 1). More microbatches never
-    have less open."""
+def _flights(space: Space, x: Options, pipes: Sequence[Pipeline], s: _Stages) -> Array:
+    """`in_flight` as an array (moments, two kinds, microbatches, pipelines, 1, ranks). More
+    microbatches never have less open."""
     pp = x.grid.pp
-    blocks = _blocks(space.request.shape, pp, pipe)
     counts = [2 * pp if c >= 2 * pp else min(c, pp) for c in x.counts]
-    each = [in_flight(pipe.schedule, pp, pipe.chunks, c, blocks) for c in counts]
-    return np.array(each).transpose(2, 3, 1, 0)[..., None]
+    each = []
+    for pipe, ranks in zip(pipes, s.ranks, strict=True):
+        blocks = _blocks(space.request.shape, pp, pipe)
+        flights = [in_flight(pipe.schedule, pp, pipe.chunks, count, blocks) for count in counts]
+        each.append([[flight[r] for r in ranks] for flight in flights])
+    return np.array(each).transpose(3, 4, 1, 0, 2)[..., None, :]
 
 
 def _memory(
-    space: Space, x: Options, zero: Zero, s: _Stages, n: _Numbers, flight: Array, units: Units
+    space: Space, x: Options, s: _Stages, n: _Numbers, flight: Array, units: Sequence[Units]
 ) -> Array:
-    """Bytes of the fullest rank."""
-    p, part = space.request.profile, units.shards if zero.stage else 1.0
-    wide = (slice(None), None, None)
+    """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
+    p, cores = space.request.profile, space.request.hardware.cores
+    # Kept whole; or the inputs of segments, one of which has been computed again.
+    opened, waiting = flight[:, 0], flight[:, 1]
+    inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + n.segment * n.kept
+    kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept)
+    kept = kept + waiting * n.kept_after_i + n.temporary
+    early = np.maximum(kept[0], kept[1])
+    begun = opened[2:] + waiting[2:] > 0  # every unit has a gradient
     numbers = s.blocks * n.weights[1] + s.embed * n.weights[0] + s.head * n.weights[2]
-    optimizer = 0.0 if space.offload else p.optimizer_bytes / part
-    always = numbers * (optimizer + (0.0 if zero.stage == 3 else p.weight_bytes))
-    micro = zero.stage >= 2 and part > 1
-    gradients = numbers * p.gradient_bytes / (part if micro else 1.0)
-    if zero.stage == 3:
-        least = min(n.weights)
-        gathered = numbers if zero.gather == "step" and x.grid.pp == 1 else least
-        always = always + gathered * p.gathered_bytes
-    shards = (numbers * p.gradient_bytes / part)[wide]
-    used = [shards]
-    for moment, (opened, waiting) in enumerate(flight):
-        # Kept whole; or the inputs of segments, one of which has been computed again.
-        inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + n.segment * n.kept[1]
-        kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept[1])
-        kept = kept + waiting * n.kept_after_i
-        begun = (opened + waiting > 0) * (moment >= 2)  # every unit has a gradient
-        used.append(kept + np.minimum(*n.temporary[1:]) + begun * gradients[wide])
-    most = always[wide] + np.maximum.reduce(np.broadcast_arrays(*used))
-    if space.request.hardware.cores:
-        return np.asarray(most.max(axis=0))
-    return np.asarray((p.context + p.reserve * most).max(axis=0))
+    held = []
+    for zero, unit in zip(x.zeros, units, strict=True):
+        part = unit.shards if zero.stage else 1.0
+        optimizer = 0.0 if space.offload else p.optimizer_bytes / part
+        always = numbers * (optimizer + (0.0 if zero.stage == 3 else p.weight_bytes))
+        shards = numbers * p.gradient_bytes / part
+        gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
+        if zero.stage == 3:
+            gathered = numbers if zero.gather == "step" and x.grid.pp == 1 else min(n.weights)
+            always = always + gathered * p.gathered_bytes
+        late = (kept[2:] + begun * gradients).max(axis=0)
+        held.append((always + np.maximum(np.maximum(early, late), shards)).max(axis=-1))
+    most = np.array(held)
+    return most if cores else np.asarray(p.context + p.reserve * most)
