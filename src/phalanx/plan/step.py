@@ -6,7 +6,7 @@ of them stands for all, and programs that differ only in these sizes are built o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -16,7 +16,7 @@ from ..layout.choices import BF16, DTYPES, FP32, SCHEDULES, traits
 from ..layout.stages import partial_pieces
 from ..program import KINDS, Costs, Op, PieceCost, Sizes, Timeline, build, ops
 from ..program.memory import peaks
-from ..program.simulate import Compiled, compiled, critical, times
+from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
 from ..program.simulate import timeline as spans
 from .hardware import Hardware
 from .price import PieceParts, PieceTimes, piece_parts
@@ -31,7 +31,6 @@ _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assum
 _NUMBER = 8.0  # bytes of one number that ranks agree on
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 _BUILT = 48  # programs that are kept
-_SAME = 1e-9  # of a step: what sums in another order may differ by
 # Lanes of collectives over units, of which each rank waits for its own alone.
 _UNIT_LANES = {KINDS[k].lane for k in (ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS)}
 
@@ -382,81 +381,76 @@ def _representative(layout: Layout) -> Layout:
 @lru_cache(maxsize=_BUILT)
 def _compiled(
     layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
-    parts: tuple[int, ...], overlaps: bool,
-) -> Compiled:  # fmt: skip
+    parts: tuple[int, ...], overlaps: bool, more: tuple[int, int] | None,
+) -> tuple[Compiled, Repeat | None]:  # fmt: skip
     program = build(layout, stages, tied, agree=True, parts=parts)
-    return compiled(program, () if overlaps else _UNIT_LANES, in_place=layout.shards == 1)
+    made = compiled(program, () if overlaps else _UNIT_LANES, in_place=layout.shards == 1)
+    return made, repeating(made, *more) if more else None
 
 
 def _program(
-    case: Case, costs: Costs, sizes: Sizes, hardware: Hardware, profile: SoftwareProfile
-) -> Compiled:
+    case: Case, costs: Costs, sizes: Sizes, hardware: Hardware, profile: SoftwareProfile,
+    more: tuple[int, int] | None = None,
+) -> tuple[Compiled, Repeat | None]:  # fmt: skip
+    """A case's program; with `more` (a period, a tail), what of it further microbatches repeat."""
     layout, shape = _representative(case.layout), case.shape
     stages = stage_pieces(case.layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     parts = partial_pieces(case.layout, shape)
     if not traits(layout.schedule).searched and layout.recompute != "fit":
-        return _compiled(layout, stages, tied, parts, profile.overlaps_data)
+        return _compiled(layout, stages, tied, parts, profile.overlaps_data, more)
     limit = (hardware.memory - profile.context) / profile.reserve
     program = build(
         layout, stages, tied, agree=True, parts=parts, costs=costs, sizes=sizes, limit=limit
     )
     blocking = () if profile.overlaps_data else _UNIT_LANES
-    return compiled(program, blocking, in_place=layout.shards == 1)
+    return compiled(program, blocking, in_place=layout.shards == 1), None
 
 
 def choice(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile) -> Choice:
     """What a case takes: its program built, measured and simulated.
 
-    Once a pipeline is full, further microbatches take the same time each. Where the schedule is
-    known and a few microbatches show this, the others are not simulated.
+    Once a pipeline is full, further microbatches take the same time each. Where fewer of them show
+    exactly this, the others are not simulated.
     """
     layout = case.layout
-    first, more = _few(layout)
-    if not more or 3 * (first + more) >= layout.microbatches:
-        return _simulated(case, three, hardware, profile)[0]
-    few = [
-        _simulated(
-            replace(case, layout=replace(layout, microbatches=count)), three, hardware, profile
-        )
-        for count in (first, first + more, first + 2 * more)
-    ]
-    (a, _), (b, before), (c, after) = few
-    slope = c.step - b.step
-    steady = (
-        b.stages == c.stages
-        and b.memory == c.memory
-        and all(
-            abs(c.parts[part] - 2 * b.parts[part] + a.parts[part]) <= _SAME * c.step
-            for part in PARTS
-        )
-        # No lane has more to do than there is time: a full one would set the pace later on.
-        and all(busy - before[lane] <= slope * (1 + _SAME) for lane, busy in after.items())
-    )
-    if not steady:
-        return _simulated(case, three, hardware, profile)[0]
-    rounds = (layout.microbatches - first) / more - 2
-    parts = {part: c.parts[part] + rounds * (c.parts[part] - b.parts[part]) for part in PARTS}
-    return Choice(layout, case, parts, c.memory, c.stages)
+    for count, period, tail in _fewer(layout) if not hardware.cores else ():
+        few = replace(case, layout=replace(layout, microbatches=count))
+        if found := _simulated(few, three, hardware, profile, (period, tail, layout)):
+            return found
+    whole = _simulated(case, three, hardware, profile)
+    assert whole
+    return whole
 
 
-def _few(layout: Layout) -> tuple[int, int]:
-    """So many microbatches that a pipeline is full, and after how many more its order repeats; 0:
-    unknown. Both leave the remainder of the layout's microbatches."""
-    if layout.schedule not in SCHEDULES or traits(layout.schedule).searched:
-        return 0, 0
-    more = layout.pp
-    least = 2 * more + 1 if more > 1 else 3
-    return least + (layout.microbatches - least) % more, more
+def _fewer(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """So many microbatches that a pipeline is full for a while, after how many more of them its order
+    repeats, and of how many its end consists; few first."""
+    traits_ = SCHEDULES.get(layout.schedule)
+    if not traits_ or traits_.searched:
+        return
+    pp, most = layout.pp, layout.microbatches
+    rounds = layout.chunks > 1 and not traits_.v_shape
+    if rounds and most % pp:
+        return
+    period = pp if rounds else 1
+    for count, tail in ((2 * pp + 2, pp), (4 * pp, 2 * pp), (6 * pp, 2 * pp), (12 * pp, 2 * pp)):
+        if count > 2 * tail + period and 4 * count < 3 * most:
+            yield count, period, tail
 
 
 def _simulated(
-    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile
-) -> tuple[Choice, dict[tuple[int, str], float]]:
-    """A case with all its microbatches, and how long each lane of each row is busy."""
+    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile,
+    more: tuple[int, int, Layout] | None = None,
+) -> Choice | None:  # fmt: skip
+    """A case with all its microbatches; with `more`, that of a layout with more of them, if these
+    repeat what is simulated."""
     sizes = sizes_of_case(case, three, profile)
     costs = costs_of(case, three, hardware, profile)
-    made = _program(case, costs, sizes, hardware, profile)
+    layout = case.layout
+    made, part = _program(case, costs, sizes, hardware, profile, more[:2] if more else None)
+    if more and not part:
+        return None
     held = [_held(p.then, hardware, profile) for p in peaks(made.program, sizes, made.followed)]
     memory = max(held, key=lambda kinds: sum(kinds.values()))
     full = (sum(memory.values()) / hardware.memory - FULL[0]) / (FULL[1] - FULL[0])
@@ -464,15 +458,18 @@ def _simulated(
         slower = 1 + profile.strain * min(1.0, full)
         costs = costs_of(case, three, hardware, profile, slower=slower)
     starts, ends = times(made, costs, _cores(case.layout, hardware))
-    parts = _parts(made, starts, ends, _inside(case, three))
-    busy: dict[tuple[int, str], float] = {}
-    for (row, _), lane, event in zip(
-        made.graph.ops, made.graph.lanes, made.graph.event, strict=True
-    ):
-        at = made.place[event]
-        busy[row, lane] = busy.get((row, lane), 0.0) + ends[at] - starts[at]
-    stages = tuple(held) if case.layout.pp > 1 else ()
-    return Choice(case.layout, case, parts, memory, stages), busy
+    weight, longer = [1.0] * len(ends), 0.0
+    if more and part:
+        layout = more[2]
+        again = (layout.microbatches - case.layout.microbatches) / more[0]
+        weight = [1.0 + again * inside for inside in part.inside]
+        longer = again * shift(made, part, ends)
+        case = replace(case, layout=layout)
+    parts = _parts(made, starts, ends, _inside(case, three), weight)
+    if part and abs(sum(parts.values()) - max(ends) - longer) > 1e-9 * max(ends):
+        return None
+    stages = tuple(held) if layout.pp > 1 else ()
+    return Choice(layout, case, parts, memory, stages)
 
 
 def _cores(layout: Layout, hardware: Hardware) -> float:
@@ -510,38 +507,41 @@ def _inside(case: Case, three: Three) -> dict[tuple[str, int], float]:
 
 
 def _parts(
-    made: Compiled, starts: list[float], ends: list[float], inside: Mapping[tuple[str, int], float]
-) -> dict[str, float]:
-    """The step of the rank that computes most: what it computes, and what it waits for."""
+    made: Compiled, starts: list[float], ends: list[float],
+    inside: Mapping[tuple[str, int], float], weight: list[float],
+) -> dict[str, float]:  # fmt: skip
+    """The step of the rank that computes most: what it computes, and what it waits for. An event
+    counts as often as `weight` says."""
     graph, makespan = made.graph, max(ends, default=0.0)
     rows: list[list[tuple[int, Op]]] = [[] for _ in made.program.rows]
     for i, (row, op) in enumerate(graph.ops):
         if graph.lanes[i] == ops.COMPUTE:
             rows[row].append((made.place[graph.event[i]], op))
-    busiest = max(rows, key=lambda row: sum(ends[n] - starts[n] for n, _ in row))
-    kinds = [made.priced[price][0][1].kind for price in made.price]
+    busiest = max(rows, key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row))
     parts, now = dict.fromkeys(PARTS, 0.0), 0.0
 
-    def waited(since: float, until: float, cause: int) -> None:
-        kind = kinds[cause] if cause >= 0 else ""
+    def waited(since: float, until: float, cause: int, times: float) -> None:
+        kind = made.priced[made.price[cause]][0][1].kind if cause >= 0 else ""
         if kind in ops.MESSAGES:
             sent = min(until - since, ends[cause] - starts[cause])
-            parts["pipe"] += sent
-            parts["bubble"] += until - since - sent
+            parts["pipe"] += sent * times
+            parts["bubble"] += (until - since - sent) * times
         else:
-            parts["data" if kind and kind not in ops.COMPUTES else "bubble"] += until - since
+            part = "data" if kind and kind not in ops.COMPUTES else "bubble"
+            parts[part] += (until - since) * times
 
     for n, op in busiest:
         if starts[n] > now:
-            waited(now, starts[n], max(made.before[n], key=ends.__getitem__, default=-1))
-        took, now = ends[n] - starts[n], max(now, ends[n])
+            cause = max(made.before[n], key=ends.__getitem__, default=-1)
+            waited(now, starts[n], cause, weight[n])
+        took, now = (ends[n] - starts[n]) * weight[n], max(now, ends[n])
         if op.kind == ops.UPDATE:
             parts["update"] += took
         else:
             messages = took * inside.get((op.kind, op.piece), 0.0)
             parts["tensor"] += messages
             parts["compute"] += took - messages
-    waited(now, makespan, -1)
+    waited(now, makespan, -1, 1.0)
     return parts
 
 
@@ -554,7 +554,7 @@ def predicted(
         case = replace(case, layout=replace(layout, microbatches=most))
     sizes = sizes_of_case(case, three, profile)
     costs = costs_of(case, three, hardware, profile)
-    made = _program(case, costs, sizes, hardware, profile)
+    made, _ = _program(case, costs, sizes, hardware, profile)
     return spans(made, *times(made, costs, _cores(layout, hardware))), costs
 
 
@@ -564,7 +564,7 @@ def longest(
     """How often each (rank, operation) stands on the path that the step is the length of."""
     sizes = sizes_of_case(case, three, profile)
     costs = costs_of(case, three, hardware, profile)
-    made = _program(case, costs, sizes, hardware, profile)
+    made, _ = _program(case, costs, sizes, hardware, profile)
     _, ends = times(made, costs)
     prices = made.prices(costs)
     slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]

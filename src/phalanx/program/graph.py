@@ -78,8 +78,12 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                     made.lacks.append((i, need.what))
                     continue
                 j = base + state.at[need]
-                first.append(j)
-                if j < i and lanes[j] != COMPUTE:
+                if j >= i:
+                    first.append(j)
+                elif (
+                    lanes[j] != COMPUTE
+                ):  # else the last computation, which is added below, says it
+                    first.append(j)
                     waits.append(j)
             if where in last:
                 first.append(last[where])

@@ -203,6 +203,106 @@ def _sharing(made: Compiled, prices: list[float], cores: float) -> tuple[list[fl
     return starts, ends
 
 
+class Repeat(NamedTuple):
+    """A stretch of a program that its further microbatches repeat, by places in a `Compiled`."""
+
+    before: list[int]  # what has ended before it and is waited for later
+    after: list[int]  # the same one period later
+    inside: bytearray  # 1 for the events of the stretch
+
+
+def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
+    """The last `period` microbatches before the last `tail`, if what is waited for and what is not
+    done yet are the same before and after them, and they compute every piece so many times."""
+    last, graph = made.program.microbatches - 1 - tail, made.graph
+    first = last - period
+    place = [made.place[event] for event in graph.event]
+    ends = {
+        op.index: place[i]
+        for i, (_, op) in enumerate(graph.ops)
+        if op[1] == 0 and op[0] in ops.PROPAGATES and op[2] in (first, last)
+    }
+    if first < 0 or len(ends) < 2:
+        return None
+    before, after = (_cut(made, place, ends[index], index) for index in (first, last))
+    if before[:2] != after[:2]:
+        return None
+    inside = bytearray(b and not a for a, b in zip(before[3], after[3], strict=True))
+    each: Counter[tuple[int, Op]] = Counter()
+    for i, (row, op) in enumerate(graph.ops):
+        if op[0] in ops.COMPUTES:
+            each[row, op._replace(index=0)] += inside[place[i]]
+    if set(each.values()) != {period}:
+        return None
+    return Repeat(before[2], after[2], inside)
+
+
+_Key = tuple[int, str, int, str, int, int]
+
+
+def _cut(
+    made: Compiled, place: list[int], end: int, index: int
+) -> tuple[list[_Key], list[_Key], list[int], bytearray]:
+    """What an event has waited for: which of this others still wait for, what of the lists up to it
+    is not done, the places of the first, and 1 for all that is done."""
+    done = bytearray(len(made.before))
+    stack = [end]
+    done[end] = 1
+    while stack:
+        for j in made.before[stack.pop()]:
+            if not done[j]:
+                done[j] = 1
+                stack.append(j)
+    graph_ops = made.graph.ops
+    counts: Counter[tuple[int, str, int]] = Counter()
+    reached = [0] * len(made.program.rows)
+    for i, (row, op) in enumerate(graph_ops):
+        if done[place[i]]:
+            reached[row] = i
+            if op[0] in ops.ON_UNIT:
+                counts[row, op[0], op[1]] += 1
+
+    def key(i: int) -> _Key:
+        row, (kind, piece, number, of, peer) = graph_ops[i]
+        since = counts[row, kind, piece] if kind in ops.ON_UNIT else index
+        return row, kind, piece, of, peer, number - since * (kind not in ops.ON_STEP)
+
+    waited = {j for n, before in enumerate(made.before) if not done[n] for j in before if done[j]}
+    open_ = sorted(
+        key(i) for i, (row, _) in enumerate(graph_ops) if i < reached[row] and not done[place[i]]
+    )
+    first: dict[int, int] = {}
+    for i, n in enumerate(place):
+        if n in waited:
+            first.setdefault(n, i)
+    known = sorted((key(i), n) for n, i in first.items())
+    return [k for k, _ in known], open_, [n for _, n in known], done
+
+
+def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
+    """Seconds by which the step is longer with the stretch once more, and with it many times more;
+    0 where this does not show.
+
+    Nothing that is waited for after the stretch is later than before it by more than so much, so
+    that no step is longer than that; and what the end has waited for is that much later: the same
+    operation before and after the stretch, the second by way of the first.
+    """
+    path = max(range(len(ends)), key=ends.__getitem__)
+    crossed = []
+    for places in (part.after, part.before):
+        known = {place: n for n, place in enumerate(places)}
+        while path not in known:
+            if not made.before[path]:
+                return 0.0
+            path = max(made.before[path], key=ends.__getitem__)
+        crossed.append(known[path])
+    a, b = crossed
+    longer = ends[part.after[a]] - ends[part.before[a]]
+    most = longer + 1e-12 * max(ends)
+    pairs = zip(part.before, part.after, strict=True)
+    return longer if a == b and all(ends[y] - ends[x] <= most for x, y in pairs) else 0.0
+
+
 def critical(made: Compiled, ends: list[float]) -> Counter[int]:
     """How often each of `priced` stands on the path that the makespan is the length of."""
     path: Counter[int] = Counter()
