@@ -146,9 +146,11 @@ def test_the_step_is_the_makespan_of_the_whole_program_on_the_whole_mesh(text: s
     "text",
     ["dp2 zero3 accum:{}", "dp2 zero1 accum:{} recompute:all", "pp2 1f1b:{}", "pp3 zb-h1:{}",
      "pp2 zb-v:{}", "dp2 pp2 zero2 interleaved2:{}", "dp2 pp2 zero3 1f1b:{} gather:micro",
-     "pp4 gpipe:{}", "pp2 zb-h2:{} recompute:all"],
+     "pp4 gpipe:{}", "pp2 zb-h2:{} recompute:all", "pp5 1f1b:{} recompute:every=2",
+     "dp2 pp4 zero1 1f1b:{} recompute:all", "dp2 pp2 zero3 interleaved2:{} gather:micro",
+     "dp2 zero3 accum:{} offload:optimizer,weights", "pp2 zb-v:{} recompute:selective"],
 )  # fmt: skip
-@pytest.mark.parametrize("count", [24, 41, 64])
+@pytest.mark.parametrize("count", [12, 24, 41, 64])
 def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_says(
     text: str, count: int
 ) -> None:
@@ -159,6 +161,11 @@ def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_
     found = choice(case, three, asked.hardware, asked.profile)
     whole, _ = predicted(case, three, asked.hardware, asked.profile)
     assert found.step == pytest.approx(whole.makespan, rel=1e-9)
+    program = build(layout, stage_pieces(layout, asked.shape), agree=True)
+    sizes = sizes_of_case(case, three, asked.profile)
+    fullest = max(peak.total for peak in peaks(program, sizes))
+    bytes_ = asked.profile.context + asked.profile.reserve * fullest
+    assert found.bytes == pytest.approx(bytes_, rel=1e-9)
 
 
 def test_a_schedule_of_ones_own_is_planned_as_its_program_runs(tmp_path: Path) -> None:
