@@ -239,9 +239,10 @@ def _stages(shape: Shape, pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
         whole = [sum(blocks[s] for s in each) for each in held]
         most = [rank for rank, n in enumerate(whole) if n == max(whole)]
         some = [0, min(1, pp - 1), most[0], most[-1], pp - 1]
-        rows.append([
-            (r, whole[r], 0 in held[r], len(blocks) - 1 in held[r], before[min(held[r])]) for r in some
-        ])  # fmt: skip
+        last = len(blocks) - 1
+        rows.append(
+            [(r, whole[r], 0 in held[r], last in held[r], before[min(held[r])]) for r in some]
+        )
     ranks, *numbers = np.array(rows).transpose(2, 0, 1)
     return _Stages(ranks, *(each[:, None].astype(float) for each in numbers))
 

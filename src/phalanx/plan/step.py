@@ -389,9 +389,13 @@ def _compiled(
 
 
 def _program(
-    case: Case, costs: Costs, sizes: Sizes, hardware: Hardware, profile: SoftwareProfile,
+    case: Case,
+    costs: Costs,
+    sizes: Sizes,
+    hardware: Hardware,
+    profile: SoftwareProfile,
     more: tuple[int, int] | None = None,
-) -> tuple[Compiled, Repeat | None]:  # fmt: skip
+) -> tuple[Compiled, Repeat | None]:
     """A case's program; with `more` (a period, a tail), what of it further microbatches repeat."""
     layout, shape = _representative(case.layout), case.shape
     stages = stage_pieces(case.layout, shape)
@@ -440,9 +444,12 @@ def _fewer(layout: Layout) -> Iterator[tuple[int, int, int]]:
 
 
 def _simulated(
-    case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile,
+    case: Case,
+    three: Three,
+    hardware: Hardware,
+    profile: SoftwareProfile,
     more: tuple[int, int, Layout] | None = None,
-) -> Choice | None:  # fmt: skip
+) -> Choice | None:
     """A case with all its microbatches; with `more`, that of a layout with more of them, if these
     repeat what is simulated."""
     sizes = sizes_of_case(case, three, profile)
@@ -507,9 +514,12 @@ def _inside(case: Case, three: Three) -> dict[tuple[str, int], float]:
 
 
 def _parts(
-    made: Compiled, starts: list[float], ends: list[float],
-    inside: Mapping[tuple[str, int], float], weight: list[float],
-) -> dict[str, float]:  # fmt: skip
+    made: Compiled,
+    starts: list[float],
+    ends: list[float],
+    inside: Mapping[tuple[str, int], float],
+    weight: list[float],
+) -> dict[str, float]:
     """The step of the rank that computes most: what it computes, and what it waits for. An event
     counts as often as `weight` says."""
     graph, makespan = made.graph, max(ends, default=0.0)
