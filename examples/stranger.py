@@ -28,7 +28,8 @@ class Core(nn.Module):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = None
         if documents is not None:
-            mask = (documents.unsqueeze(-1) == documents.unsqueeze(-2)).tril().unsqueeze(1)
+            same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+            mask = same.tril().unsqueeze(1).to(q.device)  # documents are on the host
         y = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )

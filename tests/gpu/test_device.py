@@ -77,17 +77,49 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "documents, kernel",
+    "documents, dtype, kernel",
     [
-        (False, "_scaled_dot_product_flash_attention"),
-        (True, "_scaled_dot_product_efficient_attention"),
+        (False, torch.bfloat16, "_scaled_dot_product_flash_attention"),
+        (False, torch.float32, "_scaled_dot_product_efficient_attention"),
+        (True, torch.bfloat16, "_flash_attention_forward"),
+        (True, torch.float32, "_scaled_dot_product_efficient_attention"),
     ],
 )
-def test_attention_of_16_bits_takes_no_scores_to_memory(documents: bool, kernel: str) -> None:
-    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2, 2))
+def test_attention_takes_no_scores_to_memory(
+    documents: bool, dtype: torch.dtype, kernel: str
+) -> None:
+    q, k, v = (torch.randn(2, 256, n, 64, device="cuda", dtype=dtype) for n in (8, 2, 2))
     positions = torch.arange(256, device="cuda").expand(2, -1)
-    ids = torch.zeros(2, 256, dtype=torch.int64, device="cuda") if documents else None
+    ids = torch.zeros(2, 256, dtype=torch.int64) if documents else None
     with Kernels() as kernels:
         Core()(q, k, v, positions, ids)
     # cuDNN's own flash kernel may be the choice of newer versions.
     assert kernels.seen & {kernel, "_scaled_dot_product_cudnn_attention"}
+
+
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.bfloat16, 2e-2), (torch.float32, 1e-3), (torch.float64, 1e-12)]
+)
+def test_documents_and_their_gradients_are_those_of_a_cpu(dtype: torch.dtype, bound: float) -> None:
+    """By each of the kernels, with uneven documents, one of a single token among them."""
+    draw = torch.Generator().manual_seed(0)
+    documents = (torch.rand(3, 200, generator=draw) < 0.05).cumsum(1)
+    documents[1] = 0
+    documents[2, 17:] += 1
+    documents[2, 18:] += 1
+    qkv = [torch.randn(3, 200, n, 64, generator=draw, dtype=dtype) for n in (8, 2, 2)]
+    seen = []
+    for device, wide in (("cuda", dtype), ("cpu", torch.float64)):
+        own = [x.to(device, wide).requires_grad_() for x in qkv]
+        y = Core()(*own, torch.empty(0), documents)
+        y.backward(torch.ones_like(y).cumsum(1).cos())
+        seen.append([x.detach().cpu().double() for x in (y, *(x.grad for x in own))])
+    for here, there in zip(*seen, strict=True):
+        assert (here - there).abs().max() <= bound * there.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["cp2 fp64", "cp2:ulysses fp64", "cp2 bf16"])
+def test_a_ring_with_documents_has_the_losses_of_a_cpu(layout: str, tmp_path: Path) -> None:
+    there = losses(trained(tmp_path / "gpu", layout, 2, True))
+    here = losses(trained(tmp_path / "cpu", layout, 2, False))
+    assert there == pytest.approx(here, rel=1e-10 if "fp64" in layout else 2e-2)

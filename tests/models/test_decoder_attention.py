@@ -1,13 +1,16 @@
 """Attention against its definition, written out with loops over tokens in float64."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.models import Attention, Core, RopeScaling
+from phalanx.models import Attention, Core, RopeScaling, kernels
 from phalanx.models.attention import Rope, rotate
 
 Q, T, HEADS, KV, SIZE = 2, 7, 4, 2, 6
@@ -53,6 +56,79 @@ def test_the_core_is_attention_written_out_by_hand(documents: Tensor | None) -> 
     q, k, v = _qkv()
     got = Core()(q, k, v, _positions(), documents)
     torch.testing.assert_close(got, _by_hand(q, k, v, documents), rtol=1e-12, atol=1e-12)
+
+
+DOCUMENTS = torch.tensor(
+    [
+        [7] * 13,
+        [7] * 13,
+        [0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 3, 3, 0],
+        [*range(12), 11],
+        [4] * 6 + [9] * 7,
+    ]
+)
+
+
+def _with_gradients(attend: Callable[..., Tensor], *qkv: Tensor) -> list[Tensor]:
+    own = [x.clone().requires_grad_() for x in qkv]
+    y = attend(*own)
+    y.backward(torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos())
+    return [y.detach(), *(x.grad for x in own if x.grad is not None)]
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's attention with a dense mask. A document is a run of equal numbers."""
+    runs = (DOCUMENTS.diff(dim=1, prepend=DOCUMENTS[:, :1]) != 0).cumsum(1)
+    mask = (runs.unsqueeze(-1) == runs.unsqueeze(-2)).tril().unsqueeze(1)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(
+        1, 2
+    )
+
+
+@pytest.mark.parametrize("kernel", ["CPU", "PLAIN"])
+@pytest.mark.parametrize("strip", [5, 512])
+def test_documents_and_their_gradients_are_those_of_a_dense_mask(
+    kernel: str, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_kernels", lambda q: getattr(kernels, kernel))
+    monkeypatch.setattr(kernels, "STRIP", strip)
+    rows, length = DOCUMENTS.shape
+    qkv = [_random(rows, length, n, SIZE, seed=seed) for seed, n in enumerate((HEADS, KV, KV))]
+    got = _with_gradients(lambda *x: Core()(*x, None, DOCUMENTS), *qkv)
+    for one, other in zip(got, _with_gradients(_masked, *qkv), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiled_core_keeps_documents_apart() -> None:
+    rows, length = DOCUMENTS.shape
+    qkv = [_random(rows, length, n, SIZE, seed=seed) for seed, n in enumerate((HEADS, KV, KV))]
+    core = torch.compile(Core(), fullgraph=True, backend="aot_eager")
+    got = _with_gradients(lambda *x: core(*x, None, DOCUMENTS), *qkv)
+    for one, other in zip(got, _with_gradients(_masked, *qkv), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+class _Pairs(TorchDispatchMode):
+    """How many queries meet how many keys, over all calls of a kernel."""
+
+    pairs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "aten::_scaled_dot_product_flash_attention_for_cpu":
+            q, k = args[:2]
+            self.pairs += q.shape[0] * q.shape[2] * k.shape[2]
+            assert "attn_mask" not in (kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_computed_between_documents() -> None:
+    rows, length = DOCUMENTS.shape
+    x = _random(rows, length, HEADS, SIZE)
+    with _Pairs() as seen:
+        kernels.attend_own(x, x, x, DOCUMENTS)
+    lengths = [13, 13, 1, 3, 6, 2, 1, *[1] * 11, 2, 6, 7]
+    assert seen.pairs == sum(n * n for n in lengths)
 
 
 @pytest.mark.parametrize("packed", [False, True])

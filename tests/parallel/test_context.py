@@ -11,11 +11,10 @@ from phalanx.comm import World
 from phalanx.comm.launch import launch, workers
 from phalanx.comm.tally import TallyWorld
 from phalanx.layout import Layout, LayoutError, Shape
-from phalanx.models import Core
-from phalanx.parallel import build_model, context, kernels
+from phalanx.models import Core, kernels
+from phalanx.parallel import build_model, context
 from phalanx.parallel.batch import held_times, microbatches
 from phalanx.parallel.context import Leak, RingCore, UlyssesCore, install_context, leaks, needed
-from phalanx.parallel.kernels import MaskBlock
 
 SIZE = 6
 GRIDS = tuple(itertools.product((1, 2, 3, 4, 8), (1, 2, 4)))
@@ -125,7 +124,7 @@ def test_strips_of_queries_and_plain_kernels_equal_attention(ring, ulysses, monk
     for strip, plain in itertools.product((1, 5, 512), (False, True)):
         monkeypatch.setattr(kernels, "STRIP", strip)
         if plain:
-            monkeypatch.setattr(kernels, "_fused", lambda q: False)
+            monkeypatch.setattr(kernels, "_kernels", lambda q: kernels.PLAIN)
         assert _worst(_threads(ring * ulysses), ring, ulysses, CASES[2:4]) < 1e-12
         monkeypatch.undo()
 
@@ -192,14 +191,14 @@ def test_a_ring_sends_each_block_around_once_and_its_gradient_home():
         torch.empty(rows, length, n, SIZE, device="meta", requires_grad=True)
         for n in (heads, kv, kv)
     )
-    y = core(q, k, v, None, torch.empty(rows, length, dtype=torch.long, device="meta"))
-    block, ids = 2 * rows * length * kv * SIZE * 4, rows * length * 8
+    y = core(q, k, v, None, None)
+    block = 2 * rows * length * kv * SIZE * 4
     sent = [m.bytes for m in world.ledger if m.collective == "send"]
-    assert sorted(sent) == sorted([block, ids] * (ring - 1))
+    assert sent == [block] * (ring - 1)
     world.ledger.clear()
     y.sum().backward()
     sent = [m.bytes for m in world.ledger if m.collective == "send"]
-    assert sorted(sent) == sorted([block, ids] * (ring - 1) + [block] * ring)
+    assert sent == [block] * (2 * ring - 1)
     assert q.grad.shape == q.shape
     assert v.grad.shape == v.shape
 
@@ -227,8 +226,8 @@ def test_what_is_kept_for_backward_falls_as_one_over_the_ranks(documents):
     per_token = 8 * (2 * 4 * SIZE + 2 * 2 * SIZE + 4)  # q and out, k and v, lse
     for ring, ulysses in ((2, 1), (4, 1), (8, 1), (2, 2), (4, 2)):
         ranks = ring * ulysses
-        # Under Ulysses a place has the documents of more tokens, for fewer heads.
-        own = 2 * 64 // ranks * (per_token + 8 * ulysses * documents)
+        # The documents of the batch are on every place, for all blocks of a model together.
+        own = 2 * 64 // ranks * per_token + 2 * 64 * 8 * documents
         assert _threads(ranks)(_kept_bytes, ring, ulysses, batch) == [own] * ranks
 
 
@@ -269,11 +268,8 @@ def test_the_leak_test_sees_a_block_without_its_diagonal(monkeypatch):
 
 
 def test_the_leak_test_sees_a_skipped_step_of_the_ring(monkeypatch):
-    nothing = MaskBlock(slice(0, 0), slice(0, 0))
-    monkeypatch.setattr(context, "needed", lambda s, *args: nothing if s == 1 else needed(s, *args))
-    monkeypatch.setattr(
-        context, "mask_blocks", lambda q, block, *ids: () if block == nothing else [block]
-    )
+    right = context.visiting_blocks
+    monkeypatch.setattr(context, "visiting_blocks", lambda s, *a: [] if s == 1 else right(s, *a))
     seen = leaks(_whole(4, 1, None), _batch(24, 4)["q"], None, 0, 0)
     assert seen.blind > 0
     assert seen.leaked == 0

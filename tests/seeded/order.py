@@ -11,8 +11,8 @@ from torch import Tensor
 
 from phalanx.comm import Group, Work, regions
 from phalanx.layout import Layout
-from phalanx.parallel import batch, context, kernels
-from phalanx.parallel.kernels import MaskBlock
+from phalanx.models.kernels import AttentionBlock
+from phalanx.parallel import batch, context
 from phalanx.parallel.pieces import Box, Piece
 from phalanx.program import Op, ops
 from phalanx.train.executor import Executor
@@ -125,7 +125,7 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = context.needed
 
-    def needed(step: int, place: int, places: int, length: int) -> MaskBlock:
+    def needed(step: int, place: int, places: int, length: int) -> AttentionBlock:
         visible = right(step, place, places, length)
         return visible._replace(keys=slice(0, 1)) if step else visible
 
@@ -167,12 +167,8 @@ def _() -> AbstractContextManager[None]:
     "documents are forgotten on visiting blocks", "gqa", "cp2", "output of layers.0", packed=True
 )
 def _() -> AbstractContextManager[None]:
-    right = kernels.mask_blocks
-
-    def mask_blocks(q: Tensor, block: MaskBlock, ids: Tensor | None, its_ids: Tensor | None) -> Any:
-        return right(q, block, *((ids, its_ids) if block.causal else (None, None)))
-
-    return swapped(context, "mask_blocks", mask_blocks)
+    right = context.visiting_blocks
+    return swapped(context, "visiting_blocks", lambda *args: right(*args[:3], None))
 
 
 @fault("partial softmaxes are averaged, not costed", "gqa", "cp2", "output of layers.0")

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from phalanx.comm.tally import TallyWorld
 from phalanx.layout import Layout, Shape
-from phalanx.parallel import Precision, build_model, local, microbatches, pieces
+from phalanx.models import kernels
+from phalanx.parallel import Precision, build_model, context, local, microbatches, pieces
 from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.program import program_of
@@ -59,6 +60,30 @@ EXECUTORS = {each.__name__: each for each in (Executor, Trainer, Reading, Mixing
 OPTIMIZERS = {"adamw": AdamW(), "sgd": Sgd(momentum=0.9)}
 
 
+PACKED = batch_of(SHAPE, 0, packed=True)["documents"]  # with numbers: the host launches by them
+
+
+def within(q: Any, k: Any, v: Any, _: Any) -> Any:
+    return kernels.attend_own(q, k, v, PACKED)
+
+
+def gradients(g: Any, q: Any, k: Any, v: Any, _: Any, *kept: Any) -> Any:
+    return kernels.own_gradients(g, (q, k, v), PACKED, *kept)
+
+
+WITHIN = {"phalanx::documents": within, "phalanx::documents_gradients": gradients}
+
+
+def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What computes with numbers on the host, which is real here."""
+
+    def called(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return called
+
+
 class Watching(TorchDispatchMode):
     """Where the host waits for the device: as (what, the function of ours that asked)."""
 
@@ -66,10 +91,16 @@ class Watching(TorchDispatchMode):
         super().__init__()
         self.waits: list[tuple[str, str]] = []
         self.copies = 0
+        self.attention: set[str] = set()  # the kernels that are asked for
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.name().removeprefix("aten::")
+        if name in WITHIN:  # what it does, and not only what it puts out
+            with self:
+                return WITHIN[name](*args)
+        if "attention" in name:
+            self.attention.add(name)
         if name == "_local_scalar_dense":
             if args[0].device.type == "fake":
                 self._note("a number is read")
@@ -111,7 +142,12 @@ class AtOnce:
 
 
 def step(
-    layout: Layout, device: torch.device, precision: str, executor: type[Executor], optimizer: Any
+    layout: Layout,
+    device: torch.device,
+    precision: str,
+    executor: type[Executor],
+    optimizer: Any,
+    packed: bool,
 ) -> Watching:
     """The waits of a step, the second, as some things are made in the first."""
     model = build_model(SHAPE)
@@ -124,6 +160,8 @@ def step(
     trainer = executor(mine, program, rank, optimizer, clip=1.0)
     rows = {k: torch.empty_like(v, device=device) for k, v in batch_of(SHAPE, 0).items()}
     own = microbatches(rows, layout, mine.coordinates["dp"], mine.coordinates["cp"])
+    for each in own if packed else ():
+        each["documents"] = PACKED
     for _ in range(2):
         watching = Watching()
         with watching:
@@ -137,6 +175,10 @@ def main() -> None:
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     pieces.ThreadPoolExecutor = AtOnce  # type: ignore[attr-defined]
     local.refuse_unfit = lambda *_: None  # type: ignore[attr-defined]  # it computes, on the CPU
+    kernels._edges = on_the_host(kernels._edges)
+    ids_of = context._ids_of
+    context._ids_of = on_the_host(lambda _, group, rank: ids_of(PACKED, group, rank))
+    context.visiting_blocks = on_the_host(context.visiting_blocks)
     results: list[object] = []
     for layout, precision, executor, optimizer in json.loads(sys.argv[1]):
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -144,9 +186,10 @@ def main() -> None:
             try:
                 watching = step(
                     Layout.parse(layout), torch.device("fake:0"), precision,
-                    EXECUTORS[executor], OPTIMIZERS[optimizer],
+                    EXECUTORS[executor.removeprefix("packed ")], OPTIMIZERS[optimizer],
+                    executor.startswith("packed "),
                 )  # fmt: skip
-                results.append([watching.waits, watching.copies])
+                results.append([watching.waits, watching.copies, [*watching.attention]])
             except RuntimeError as error:
                 results.append(str(error))
     print(json.dumps(results))

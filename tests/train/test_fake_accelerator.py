@@ -25,7 +25,12 @@ RUNS = [
     for optimizer in ("adamw", "sgd")
 ]
 WRONG = [("accum:2", "fp32", wrong, "adamw") for wrong in ("Reading", "Mixing")]
-CASES = [*((layout, "bf16", "Executor", "adamw") for layout in LAYOUTS), *RUNS, *WRONG]
+PACKED = [
+    (layout, precision, "packed Executor", "adamw")
+    for layout in ("", "tp2", "cp2", "cp2:ulysses", "recompute:selective")
+    for precision in ("bf16", "fp32")
+]
+CASES = [*PACKED, *((layout, "bf16", "Executor", "adamw") for layout in LAYOUTS), *RUNS, *WRONG]
 READ = ("a number is read", "step")  # of one tensor, whose numbers are counted one by one here
 
 
@@ -45,7 +50,7 @@ def results() -> dict[tuple[str, ...], Any]:
 def test_the_host_waits_once_a_step_and_after_its_last_operation(
     layout: str, results: dict[tuple[str, ...], Any]
 ) -> None:
-    waits, copies = results[layout, "bf16", "Executor", "adamw"]
+    waits, copies, _ = results[layout, "bf16", "Executor", "adamw"]
     allowed = {READ}
     if "offload:optimizer" in layout:
         # The update runs on the host, so it waits for the gradient and for what all agreed on.
@@ -58,8 +63,25 @@ def test_the_host_waits_once_a_step_and_after_its_last_operation(
 
 @pytest.mark.parametrize("case", RUNS, ids="-".join)
 def test_a_run_waits_no_more(case: tuple[str, ...], results: dict[tuple[str, ...], Any]) -> None:
-    waits, copies = results[case]
+    waits, copies, _ = results[case]
     assert ({*map(tuple, waits)}, copies) == ({READ}, 0)
+
+
+@pytest.mark.parametrize("case", PACKED, ids="-".join)
+def test_documents_are_kept_apart_without_masks_or_waits(
+    case: tuple[str, ...], results: dict[tuple[str, ...], Any]
+) -> None:
+    """In 16 bits all documents of a batch are one call of flash attention for variable lengths; a ring
+    has other calls for the blocks that visit. In 32 bits no kernel for scores in memory is asked for."""
+    waits, _, attention = results[case]
+    assert {*map(tuple, waits)} == {READ}
+    ways = ("", "_backward")
+    kernels = {f"_flash_attention_{way}" for way in ("forward", "backward")}
+    if case[0] == "cp2":
+        kernels |= {f"_scaled_dot_product_flash_attention{way}" for way in ways}
+    if case[1] == "fp32":
+        kernels = {f"_scaled_dot_product_efficient_attention{way}" for way in ways}
+    assert {*attention} == kernels
 
 
 def test_a_read_and_a_mix_of_devices_would_be_seen(results: dict[tuple[str, ...], Any]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .kernels import HALVES, within_documents
 from .masked import masked_attention, visible_pairs
 from .noise import Dropout
 from .norm import norm_of
@@ -99,9 +100,10 @@ class Core(nn.Module):
 
     Called `core(q, k, v, positions, documents)` with q (B, T, heads, head_dim) and k, v (B, T,
     kv_heads, head_dim), where kv_heads divides heads and each key head serves a run of neighbouring
-    query heads; returns (B, T, heads, head_dim). With `documents` (B, T) a token attends only to
-    its own document, with a `window` only to itself and the window - 1 tokens before it. `positions`
-    (B, T) are not needed here, nor do they order the tokens: they begin again with each document.
+    query heads; returns (B, T, heads, head_dim). With `documents` (B, T), on the host, a token
+    attends only to its own run of equal numbers, with a `window` only to itself and the window - 1
+    tokens before it. `positions` (B, T) are not needed here, nor do they order the tokens: they begin
+    again with each document.
 
     With a `softcap` c a score s is c tanh(s / c).
     """
@@ -119,24 +121,17 @@ class Core(nn.Module):
             if documents is not None:
                 sees = sees & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).to(q.device)
             return masked_attention(q, k, v, sees, self.softcap)
+        # On meta nobody knows where documents end; what is counted there is counted without them.
+        if documents is not None and not q.is_meta:
+            return within_documents(q, k, v, documents)
         grouped = q.shape[2] != k.shape[2]
-        if grouped and documents is not None and q.is_cuda:
-            # The memory-efficient CUDA kernel takes a mask but no groups; the fallback keeps scores.
+        if grouped and q.dtype not in HALVES and q.device.type not in ("cpu", "meta"):
+            # A GPU's kernel for 32 bits takes no groups, and what takes its place keeps all scores.
             k, v = (each.repeat_interleave(q.shape[2] // k.shape[2], 2) for each in (k, v))
             grouped = False
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = None if documents is None else self.mask(documents, q.dtype)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return y.transpose(1, 2)
-
-    @staticmethod
-    def mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-        """(B, 1, T, T): 0 where a token may look, -inf elsewhere; no row is all -inf."""
-        same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-        full = torch.full(same.shape, -math.inf, dtype=dtype, device=documents.device)
-        return full.masked_fill(same.tril(), 0.0).unsqueeze(1)
 
 
 class Attention(nn.Module):

@@ -1,6 +1,6 @@
 """Floor 4: one file for every way to split a model and its step."""
 
-from .batch import count_valid, microbatches, share, time_multiple
+from .batch import count_valid, microbatches, on_device, share, time_multiple
 from .context import install_context, leaks
 from .data import BufferPool, Entry, Precision, Unit
 from .fitness import refuse_unfit
@@ -27,6 +27,7 @@ __all__ = [
     "leaks",
     "load_model",
     "microbatches",
+    "on_device",
     "open_groups",
     "refuse_unfit",
     "share",

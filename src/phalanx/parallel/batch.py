@@ -22,7 +22,8 @@ from ..layout import Layout
 from ..models import IGNORED
 
 # Padding is a document of its own whose targets count nothing.
-_FILLS = {"targets": IGNORED, "documents": -1}
+DOCUMENTS = "documents"
+_FILLS = {"targets": IGNORED, DOCUMENTS: -1}
 
 
 def share(size: int, parts: int, index: int) -> slice:
@@ -75,6 +76,17 @@ def microbatches(
     ]
 
 
+def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The batch where the rank computes. Documents stay on the host, which launches by them."""
+
+    def sent(x: Tensor) -> Tensor:
+        # From pinned memory a GPU fetches it while the host goes on.
+        pinned = x.pin_memory() if device.type == "cuda" and not x.is_cuda else x
+        return pinned.to(device, non_blocking=True)
+
+    return {name: x if name == DOCUMENTS else sent(x) for name, x in batch.items()}
+
+
 def _timed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that have a number for each token."""
     if "tokens" not in batch:
@@ -100,6 +112,8 @@ def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Ten
         return held
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
     for name, x in _timed(batch).items():
+        if name == DOCUMENTS:
+            continue  # of all tokens on every rank: who attends to whom is nothing to send
         held[name] = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
     return held
 

@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from ..comm import Group, Work, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
+from ..models.kernels import AttentionBlock, attend, attend_gradients, attend_own, own_gradients
 from ..models.masked import masked_attention, visible_pairs
 from .batch import held_times
-from .kernels import MaskBlock, attend, attend_gradients, mask_blocks
 from .model import Model
 
 Ids = Tensor | None  # (batch, time): a number for each token
@@ -85,12 +85,11 @@ class UlyssesCore(nn.Module):
         ]
         sizes = [x.shape[3] for x in parts]
         mine = regions.exchange(torch.cat(parts, 3), self.group, 0, 2).squeeze(0)
-        positions, documents = self._all_times(positions), self._all_times(documents)
+        if positions is not None:
+            positions = regions.gather(positions, self.group, 1)
+        # Documents are those of whole sequences as they are.
         y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents)
         return regions.exchange(y, self.group, 1, 2)
-
-    def _all_times(self, x: Tensor | None) -> Tensor | None:
-        return None if x is None else regions.gather(x, self.group, 1)
 
 
 class GatheredCore(nn.Module):
@@ -106,9 +105,10 @@ class GatheredCore(nn.Module):
         k, v = regions.gather_sum(torch.stack((k, v)), ring, 2)
         times = [held_times(length, ring.size, 1, rank).to(q.device) for rank in range(ring.size)]
         sees = visible_pairs(times[ring.rank], torch.cat(times), self.window)
-        if documents is not None:
-            every = regions.gather(documents, ring, 1)
-            sees = sees & (documents.unsqueeze(-1) == every.unsqueeze(-2))
+        if documents is not None and not q.is_meta:
+            own = _ids_of(documents, ring, ring.rank)
+            every = torch.cat([_ids_of(documents, ring, rank) for rank in range(ring.size)], 1)
+            sees = sees & (own.unsqueeze(-1) == every.unsqueeze(-2)).to(q.device)
         return masked_attention(q, k, v, sees, self.softcap)
 
 
@@ -129,7 +129,8 @@ class RingCore(nn.Module):
         assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
         q, kv = q.contiguous(), torch.stack((k, v))
-        ids = None if documents is None else documents.contiguous()
+        # On meta nobody knows where documents end: see `models.Core`.
+        ids = None if documents is None or q.is_meta else documents
         if regions.is_opaque():
             y: Tensor = _ring_op(q, kv, ids, self.group.name)[0]
         else:
@@ -204,7 +205,7 @@ def around(ranks: int) -> list[tuple[int, int]]:
     return [(rank, (rank + 1) % ranks) for rank in range(ranks)] if ranks > 1 else []
 
 
-def needed(step: int, rank: int, ranks: int, length: int) -> MaskBlock:
+def needed(step: int, rank: int, ranks: int, length: int) -> AttentionBlock:
     """Which rows and keys of the block that visits at a step meet, and whether under a diagonal.
 
     Chunk c of time precedes chunk d where c < d; a rank has one of the first half and, mirrored,
@@ -214,24 +215,58 @@ def needed(step: int, rank: int, ranks: int, length: int) -> MaskBlock:
     source = (rank - step) % ranks
     whole, half = slice(0, length), length // 2
     if source == rank:
-        return MaskBlock(whole, whole, causal=True)
+        return AttentionBlock(slice(None), whole, whole, causal=True)
     if source < rank:
-        return MaskBlock(whole, slice(0, half))
-    return MaskBlock(slice(half, length), whole)
+        return AttentionBlock(slice(None), whole, slice(0, half))
+    return AttentionBlock(slice(None), slice(half, length), whole)
+
+
+def visiting_blocks(
+    step: int, group: Group, length: int, documents: Tensor | None
+) -> list[AttentionBlock]:
+    """What of the visiting block is seen here. Keys all precede the rows, so the only document of both
+    is the one that the keys end with and the rows begin with."""
+    block = needed(step, group.rank, group.size, length)
+    if documents is None:
+        return [block]
+    source = (group.rank - step) % group.size
+    ids, its = (_ids_of(documents, group, rank) for rank in (group.rank, source))
+    rows, keys = ids[:, block.rows], its[:, block.keys]
+    counts = ((x == keys[:, -1:]).sum(1).tolist() for x in (rows, keys))
+    return [
+        AttentionBlock(
+            slice(row, row + 1),
+            slice(block.rows.start, block.rows.start + seeing),
+            slice(block.keys.stop - seen, block.keys.stop),
+        )
+        for row, (seeing, seen) in enumerate(zip(*counts, strict=True))
+        if seeing
+    ]
+
+
+def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
+    """Each token's document, counted along its row, for the tokens of a rank of the ring."""
+    counted = (documents.diff(dim=1, prepend=documents[:, :1]) != 0).cumsum(1)
+    return counted[:, held_times(counted.shape[1], group.size, 1, rank)]
 
 
 def ring_attention(
-    q: Tensor, kv: Tensor, ids: Tensor | None, group: Group
+    q: Tensor, kv: Tensor, documents: Tensor | None, group: Group
 ) -> tuple[Tensor, Tensor]:
     """The result (B, T, heads, size) of this rank's queries and its log-sum-exp (B, T, heads)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros_like(q, dtype=wide)
-    lse = torch.full_like(out[..., 0], -math.inf)
-    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, group)):
-        block = needed(step, group.rank, group.size, q.shape[1])
-        for visible in mask_blocks(q, block, ids, its_ids):
-            part = attend(q, visitor, visible)
-            _merge(out[:, visible.rows], lse[:, visible.rows], *part)
+    for step, (k, v) in enumerate(_visits(kv, group)):
+        if step == 0:
+            if documents is None:
+                out, lse = attend(q, k, v, needed(0, group.rank, group.size, q.shape[1]))
+            else:
+                own = _ids_of(documents, group, group.rank)
+                out, lse = attend_own(q, k, v, own)
+            out, lse = out.to(wide).contiguous(), lse.contiguous()
+            continue
+        for block in visiting_blocks(step, group, q.shape[1], documents):
+            at = block.batch, block.rows
+            _merge(out[at], lse[at], *attend(q, k, v, block))
     return out.to(q.dtype), lse
 
 
@@ -239,7 +274,7 @@ def ring_gradients(
     gradient: Tensor,
     q: Tensor,
     kv: Tensor,
-    ids: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
     group: Group,
@@ -249,15 +284,20 @@ def ring_gradients(
     wide = torch.promote_types(q.dtype, torch.float32)
     into_q = torch.zeros_like(q, dtype=wide)
     behind: _Passing | None = None  # the gradient that follows the block which is here
-    for step, (visitor, its_ids) in enumerate(_visits(kv, ids, group)):
-        block = needed(step, group.rank, group.size, q.shape[1])
+    for step, (k, v) in enumerate(_visits(kv, group)):
         into_kv = torch.zeros_like(kv, dtype=wide)
-        for visible in mask_blocks(q, block, ids, its_ids):
-            totals = into_q[:, visible.rows], *into_kv[:, :, visible.keys]
-            for total, part in zip(
-                totals, attend_gradients(gradient, q, visitor, out, lse, visible), strict=True
-            ):
+        if step == 0 and documents is not None:
+            own = _ids_of(documents, group, group.rank)
+            parts: Sequence[Tensor] = own_gradients(gradient, (q, k, v), own, out, lse)
+            for total, part in zip((into_q, *into_kv), parts, strict=True):
                 total += part
+        else:
+            for block in visiting_blocks(step, group, q.shape[1], documents):
+                at, keys = (block.batch, block.rows), (block.batch, block.keys)
+                parts = attend_gradients(gradient, (q, k, v), out, lse, block)
+                totals = into_q[at], into_kv[0][keys], into_kv[1][keys]
+                for total, part in zip(totals, parts, strict=True):
+                    total += part
         if behind is not None:
             into_kv += behind.come()[0]
         behind = _Passing((into_kv,), group)
@@ -283,17 +323,14 @@ class _Passing:
         return self.coming
 
 
-def _visits(kv: Tensor, ids: Tensor | None, group: Group) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The blocks in the order in which they come, one's own first, each with its documents.
-
-    While the caller works with one the next is on its way.
-    """
-    here = [kv] if ids is None else [kv, ids]
+def _visits(kv: Tensor, group: Group) -> Iterator[Tensor]:
+    """The blocks in the order in which they come, one's own first. While the caller works with one
+    the next is on its way."""
     for step in range(group.size):
-        passing = _Passing(here, group) if step + 1 < group.size else None
-        yield here[0], here[1] if ids is not None else None
+        passing = _Passing((kv,), group) if step + 1 < group.size else None
+        yield kv
         if passing is not None:
-            here = passing.come()
+            (kv,) = passing.come()
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -14,7 +14,7 @@ from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP16
 from ..layout.run import Run
-from ..parallel import Model, Unit, microbatches, share
+from ..parallel import Model, Unit, microbatches, on_device, share
 from ..parallel.local import LocalModel, build_local
 from ..plan import Machine
 from ..program import Program
@@ -131,12 +131,7 @@ class Rank:
 
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
-        return [{name: self._sent(x) for name, x in each.items()} for each in own]
-
-    def _sent(self, x: Tensor) -> Tensor:
-        # From pinned memory a GPU fetches it while the host goes on.
-        pinned = x.pin_memory() if self.world.device.type == "cuda" else x
-        return pinned.to(self.world.device, non_blocking=True)
+        return [on_device(each, self.world.device) for each in own]
 
     # ---- for the log
 

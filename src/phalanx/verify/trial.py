@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout
-from ..parallel import Entry, Model, Piece, Precision, microbatches
+from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
 from ..parallel.local import LocalModel, build_local
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
@@ -188,8 +188,8 @@ def train_layout(
 
 def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: _numbered(batch)}
-    moved = {name: x.to(world.device) for name, x in numbered.items()}
-    return microbatches(moved, layout, local.coordinates["dp"], local.coordinates["cp"])
+    own = microbatches(numbered, layout, local.coordinates["dp"], local.coordinates["cp"])
+    return [on_device(each, world.device) for each in own]
 
 
 def _numbered(batch: Batch) -> Tensor:

@@ -1,0 +1,329 @@
+"""Attention with its log-sum-exp, by torch's fused kernels, and within documents.
+
+What attends is cut into blocks of queries and keys of which all meet, or those under a diagonal. So
+no mask is made, and no work is done for pairs of different documents. Documents are known on the host:
+how many blocks there are decides what is launched, and a GPU would have to be waited for to say it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+STRIP = 512
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class AttentionBlock(NamedTuple):
+    """Of some sequences of a batch, queries and the keys that they see: all, or with `causal`, where
+    there are as many of both, those under the diagonal."""
+
+    batch: slice
+    rows: slice
+    keys: slice
+    causal: bool = False
+
+
+def within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    """Causal attention, each document by itself: a run of equal numbers in `documents` (B, T), which
+    is on the host. q is (B, T, heads, size), k and v have the same or fewer heads."""
+    out: Tensor = _within_documents(q, k, v, documents)[0]
+    return out
+
+
+# One operation for autograd, for recomputation and for a compiled graph, which cannot know the blocks.
+
+
+@torch.library.custom_op("phalanx::documents", mutates_args=())
+def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    return attend_own(q, k, v, documents)
+
+
+@torch.library.custom_op("phalanx::documents_gradients", mutates_args=())
+def _gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return own_gradients(gradient, (q, k, v), documents, out, lse)
+
+
+@_within_documents.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    return _room(q), _room(q[..., 0], _wide(q))
+
+
+@_gradients.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return _room(q), _room(k), _room(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(gradient, *ctx.saved_tensors), None
+
+
+_within_documents.register_autograd(_back, setup_context=_keep)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _room(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+# ---- all documents of a batch
+
+
+def _edges(documents: Tensor) -> list[list[int]]:
+    """For each row where its documents begin, and its length."""
+    numbers = documents.numpy()
+    return [[0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)] for row in numbers]
+
+
+def _own_blocks(documents: Tensor) -> list[AttentionBlock]:
+    """Each document by itself. Neighbouring rows that are cut alike share blocks."""
+    blocks: list[AttentionBlock] = []
+    for edges, run in groupby(enumerate(_edges(documents)), key=lambda each: each[1]):
+        rows = [row for row, _ in run]
+        batch = slice(rows[0], rows[-1] + 1)
+        blocks += [
+            AttentionBlock(batch, slice(*ends), slice(*ends), True) for ends in pairwise(edges)
+        ]
+    return blocks
+
+
+def attend_own(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """The result like q, and its log-sum-exp (B, T, heads)."""
+    if _kernels(q) is FLASH:
+        return _varlen(q, k, v, documents)
+    blocks = _own_blocks(documents)
+    if len(blocks) == 1:
+        return attend(q, k, v, blocks[0])
+    out, lse = _room(q), _room(q[..., 0], _wide(q))
+    for block in blocks:
+        at = block.batch, block.rows
+        out[at], lse[at] = attend(q, k, v, block)
+    return out, lse
+
+
+def own_gradients(
+    gradient: Tensor, qkv: Qkv, documents: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; `out` and `lse` are what `attend_own` gave."""
+    if _kernels(qkv[0]) is FLASH:
+        return _varlen_back(gradient, qkv, documents, out, lse)
+    blocks = _own_blocks(documents)
+    if len(blocks) == 1:
+        dq, dk, dv = attend_gradients(gradient, qkv, out, lse, blocks[0])
+        return dq, dk, dv
+    q, k, v = into = tuple(map(_room, qkv))
+    for block in blocks:
+        # Every token is in one block, so nothing is added up.
+        parts = attend_gradients(gradient, qkv, out, lse, block)
+        for whole, part in zip(into, parts, strict=True):
+            whole[block.batch, block.rows] = part
+    return q, k, v
+
+
+def _starts(documents: Tensor, device: torch.device) -> tuple[Tensor, int]:
+    """Where documents begin in all rows one after another, on the device, and the longest's length."""
+    length = documents.shape[1]
+    edges = [row * length + t for row, each in enumerate(_edges(documents)) for t in each[:-1]]
+    edges.append(documents.numel())
+    starts = torch.from_numpy(np.array(edges, np.int32))
+    return starts.to(device, non_blocking=True), max(b - a for a, b in pairwise(edges))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    starts, longest = _starts(documents, q.device)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    op = torch.ops.aten._flash_attention_forward
+    ends = starts, starts, longest, longest
+    out, lse = op(*flat, *ends, 0.0, True, False)[:2]  # lse: (heads, tokens)
+    return out.view(q.shape), lse.T.contiguous().view(q.shape[:-1])
+
+
+def _varlen_back(
+    gradient: Tensor, qkv: Qkv, documents: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts, longest = _starts(documents, out.device)
+    g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in (gradient, *qkv, out))
+    op = torch.ops.aten._flash_attention_backward
+    ends = starts, starts, longest, longest
+    heads_first = lse.flatten(0, 1).T.contiguous()
+    into = op(g, q, k, v, o, heads_first, *ends, 0.0, True, *_no_dropout(g))
+    dq, dk, dv = (x.reshape(like.shape) for x, like in zip(into, qkv, strict=True))
+    return dq, dk, dv
+
+
+# ---- one block
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock) -> tuple[Tensor, Tensor]:
+    """The result (B, rows, heads, size) over these keys alone, its log-sum-exp (B, rows, heads)."""
+    q, k, v = _heads_first(block, (q,), (k, v))
+    out, lse = _kernels(q).forward(q, k, v, block.causal)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def attend_gradients(
+    gradient: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, block: AttentionBlock
+) -> list[Tensor]:
+    """What these pairs give to the gradients of q, k and v; out and lse are over all keys."""
+    q, k, v = qkv
+    g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
+    into = _kernels(q).backward(g, (q, k, v), out, lse.contiguous(), block.causal)
+    return [x.transpose(1, 2) for x in into]
+
+
+def _heads_first(
+    block: AttentionBlock, queries: Sequence[Tensor], keys: Sequence[Tensor]
+) -> list[Tensor]:
+    batch, rows, times = block.batch, block.rows, block.keys
+    parts = [x[batch, rows] for x in queries] + [x[batch, times] for x in keys]
+    return [x.transpose(1, 2) for x in parts]
+
+
+# ---- kernels: heads before time
+
+Qkv = tuple[Tensor, Tensor, Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Qkv, Tensor, Tensor, bool], Sequence[Tensor]]
+
+
+class Kernels(NamedTuple):
+    """Attention of q, k, v and whether it is causal; its gradients from out and log-sum-exp."""
+
+    forward: Forward
+    backward: Backward
+
+
+def _kernels(q: Tensor) -> Kernels:
+    """What the device has for this dtype and head. On meta the CPU's gives the shapes."""
+    size = q.shape[-1]
+    if q.device.type in ("cpu", "meta"):
+        return CPU
+    if q.dtype in HALVES and size % 8 == 0 and size <= 256:
+        return FLASH
+    # Of 32 bits it loads four numbers at once.
+    return EFFICIENT if q.dtype == torch.float32 and size % 4 == 0 else PLAIN
+
+
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def _cpu_back(g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool) -> Sequence[Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    into: Sequence[Tensor] = op(g, *qkv, out, lse, 0.0, causal)
+    return into
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse = op(q, k, v, 0.0, causal)[:2]
+    return out, lse
+
+
+def _flash_back(g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool) -> Sequence[Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ends = None, None, g.shape[2], qkv[1].shape[2]
+    into: Sequence[Tensor] = op(g, *qkv, out, lse, *ends, 0.0, causal, *_no_dropout(g))
+    return into
+
+
+def _no_dropout(g: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of a generator, of which nothing is drawn without dropout."""
+    seed, offset = (torch.zeros(n, dtype=torch.uint64, device=g.device) for n in ((2,), ()))
+    return seed, offset
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))  # it knows no groups
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse = op(q, k, v, None, True, 0.0, causal)[:2]
+    return out, lse[..., : q.shape[2]]  # which comes in multiples of 32
+
+
+def _efficient_back(
+    g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool
+) -> Sequence[Tensor]:
+    q, k, v = qkv
+    kv_heads, groups = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    seed, offset = (torch.zeros((), dtype=torch.int64, device=g.device) for _ in range(2))
+    lse, wanted = F.pad(lse, (0, -lse.shape[2] % 32)), [True, True, True, False]
+    into = op(g, q, k, v, None, out, lse, seed, offset, 0.0, wanted, causal)
+    return into[0], *(x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3])
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """A few products, in strips of queries, so that no matrix of scores is longer than a strip."""
+    parts = []
+    for rows, seen in _strips(q, k, causal):
+        wide, scores = _scores(q[:, :, rows], k[:, :, :seen], rows.start if causal else None)
+        lse = scores.logsumexp(-1)
+        out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(wide)
+        shape = *q.shape[:2], -1
+        parts.append((out.view(*shape, q.shape[3]).to(q.dtype), lse.view(shape)))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _plain_back(g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool) -> Sequence[Tensor]:
+    q, k, v = qkv
+    into_q, into_k, into_v = (torch.zeros_like(x, dtype=_wide(x)) for x in qkv)
+    for rows, seen in _strips(q, k, causal):
+        own = q[:, :, rows]
+        wide, scores = _scores(own, k[:, :, :seen], rows.start if causal else None)
+        dy, y, folded = (_folded(x, k).to(wide) for x in (g[:, :, rows], out[:, :, rows], own))
+        weights = (scores - lse[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)).exp_()
+        inside = weights * (dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True))
+        inside *= q.shape[-1] ** -0.5
+        into_q[:, :, rows] = (inside @ k[:, :, :seen].to(wide)).view(own.shape)
+        into_k[:, :, :seen] += inside.mT @ folded
+        into_v[:, :, :seen] += weights.mT @ dy
+    return into_q, into_k, into_v
+
+
+def _strips(q: Tensor, k: Tensor, causal: bool) -> list[tuple[slice, int]]:
+    """Rows of queries, and how many keys they see."""
+    length = q.shape[2]
+    ends = [(start, min(start + STRIP, length)) for start in range(0, length, STRIP)]
+    return [(slice(*each), each[1] if causal else k.shape[2]) for each in ends]
+
+
+def _scores(q: Tensor, k: Tensor, first: int | None) -> tuple[torch.dtype, Tensor]:
+    """(B, kv heads, rows of all heads that share one, keys); -inf, where rows are numbered from
+    `first`, for later keys."""
+    wide = _wide(q)
+    scores = _folded(q, k).to(wide) @ k.mT.to(wide) * q.shape[-1] ** -0.5
+    if first is not None:
+        size = q.shape[2], k.shape[2]
+        later = torch.ones(size, dtype=torch.bool, device=q.device).triu(first + 1)
+        scores.masked_fill_(later.repeat(q.shape[1] // k.shape[1], 1), -math.inf)
+    return wide, scores
+
+
+def _folded(x: Tensor, k: Tensor) -> Tensor:
+    """The query heads that share a key head one below another."""
+    return x.reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+CPU, FLASH = Kernels(_cpu, _cpu_back), Kernels(_flash, _flash_back)
+EFFICIENT, PLAIN = Kernels(_efficient, _efficient_back), Kernels(_plain, _plain_back)
