@@ -33,16 +33,7 @@ from ..layout.numbers import (
 )
 from ..plan.curve import FACTORS
 from .before import refuse_large
-from .usage import (
-    POSITIVE,
-    Parser,
-    UsageError,
-    chosen,
-    result,
-    say,
-    whole,
-    write,
-)
+from .usage import POSITIVE, Parser, UsageError, chosen, result, say, whole, write
 
 if TYPE_CHECKING:
     from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample

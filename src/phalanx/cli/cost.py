@@ -10,6 +10,7 @@ from textwrap import wrap
 from ..cost import Pieces, cached_costs
 from ..draw import text_table
 from ..layout import Layout, piece_layout
+from ..layout.numbers import si_text
 from ..program import Load, PieceCost, ops
 from .before import model_of, refuse_illegal
 from .usage import Parser, result, whole
@@ -102,19 +103,19 @@ def _full(load: Load) -> float:
 def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
     span = f"piece {numbers[0]}" if len(numbers) == 1 else f"pieces {numbers[0]}-{numbers[-1]}"
     yield (
-        f"{span}: {_big(found.weights)} weights; keeps {_big(found.kept)}B"
-        f" (input {_big(found.input)}B); temporary {_big(found.temporary)}B"
+        f"{span}: {si_text(found.weights)} weights; keeps {si_text(found.kept)}B"
+        f" (input {si_text(found.input)}B); temporary {si_text(found.temporary)}B"
     )
     if found.selected:
-        yield f"  until {ops.RECOMPUTE_PART} it keeps {_big(found.selected)}B"
+        yield f"  until {ops.RECOMPUTE_PART} it keeps {si_text(found.selected)}B"
     if cut.splits_backward:
-        yield f"  after I it keeps {_big(found.kept_after_i)}B"
+        yield f"  after I it keeps {si_text(found.kept_after_i)}B"
     rows = []
     for name, load in _operations(cut, found).items():
         counts = (
-            _big(load.flops),
-            _big(_full(load)),
-            f"{_big(load.moved)}B",
+            si_text(load.flops),
+            si_text(_full(load)),
+            f"{si_text(load.moved)}B",
             f"{load.launches:.0f}",
         )
         first, *more = _messages(load) or [""]
@@ -132,7 +133,7 @@ def _messages(load: Load) -> list[str]:
     """By axis and collective: how many, and the bytes of all."""
     counts = Counter((m.axis, m.op) for m in load.messages)
     return [
-        f"{axis} {n} {op} {_big(sum(m.bytes for m in load.messages if (m.axis, m.op) == (axis, op)))}B"
+        f"{axis} {n} {op} {si_text(sum(m.bytes for m in load.messages if (m.axis, m.op) == (axis, op)))}B"
         for (axis, op), n in counts.items()
     ]
 
@@ -147,11 +148,3 @@ def _multiplied(load: Load) -> list[str]:
         f"attention {a.queries:g}x{a.keys:g}{' causal' * bool(a.causal)}" for a in load.attention
     )
     return [f"{n} {shape}" if n > 1 else shape for shape, n in (shapes + cores).items()]
-
-
-def _big(number: float) -> str:
-    """54.4T, 1.12G: three digits and a letter."""
-    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"

@@ -12,14 +12,14 @@ from functools import partial
 from ..cost import cached_costs
 from ..layout import Run
 from ..layout.choices import BF16, FP32, PRECISIONS
-from ..layout.numbers import bytes_text
+from ..layout.numbers import bytes_text, parse_count
 from ..plan import MachineError
 from ..plan.local import profile_for
 from ..plan.search import Plan, baselines, search
 from ..plan.step import Request
 from .before import model_of, where
 from .plan_text import plan_figures, plan_text
-from .usage import Parser, UsageError, print_json, say, try_file, write
+from .usage import Parser, UsageError, print_json, real, say, whole, write
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
@@ -42,17 +42,12 @@ def run(argv: list[str]) -> int:
         return code
     parser = Parser("phalanx plan", "The best layouts, before anything is rented.", _EPILOG)
     request_flags(parser)
-    add = parser.add_argument
-    add("--top", type=int, default=10, metavar="N", help="layouts in the table (default 10)")
-    add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
-    add("--out", metavar="FILE.toml", help="a run file with the best layout, for train")
-    add("--page", metavar="FILE.html", help="memory over throughput of all candidates")
-    add("--json", action="store_true")
+    parser.add("--top", type=whole(), default=10, metavar="N", help="layouts in the table")
+    parser.add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
+    parser.add_output("--out", ".toml", help="a run file with the best layout, for train")
+    parser.add_output("--page", ".html", help="memory over throughput of all candidates")
+    parser.add("--json")
     args = parser.read(argv)
-    if args.top < 1:
-        raise UsageError(f"--top {args.top}: write 1 or more.")
-    try_file(args.out, formats=(".toml",))
-    try_file(args.page, "--page", (".html",))
     request = request_of(args)
     if args.explain is not None:
         from .plan_explain import explain
@@ -135,28 +130,25 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
 
 def request_flags(parser: Parser) -> None:
     """The flags that say what is planned, where, and with what software."""
-    add = parser.add_argument
-    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="default 8b")
+    add, part = parser.add, real(lambda x: 0 < x <= 1, "above 0 and up to 1")
+    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="what is trained")
     add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
     add("--machine", metavar="FILE", help="of --cluster this: what doctor --out wrote")
-    add("--ranks", type=int, metavar="N", help="of --cluster this; default its devices")
-    add("--seq", type=int, default=0, metavar="N", help="tokens of a sequence; default the shape's")
-    add("--batch-tokens", metavar="N", help="tokens of a step, as 4M; default the shape's batch")
-    add("--precision", metavar="NAME", help="default bf16; fp32 on a CPU")
-    add("--limit", type=float, default=0.85, metavar="PART", help="of a device's memory (0.85)")
+    add("--ranks", type=whole(), help="of --cluster this; default its devices")
+    add("--seq", help="tokens of a sequence; default the shape's")
+    add(
+        "--batch-tokens",
+        type=_count,
+        metavar="N",
+        help="of a step, as 4M; default the shape's batch",
+    )
+    add("--precision", choices=PRECISIONS, help="default bf16; fp32 on a CPU")
+    add("--limit", type=part, default=0.85, metavar="PART", help="of a device's memory")
     add("--profile", metavar="NAME", help="whose software; default ours")
 
 
 def request_of(args: argparse.Namespace) -> Request:
     """What the flags mean, or why they mean nothing."""
-    if not 0 < args.limit <= 1:
-        raise UsageError(
-            f"--limit {args.limit:g}: write a part of the memory, above 0 and up to 1."
-        )
-    if args.seq < 0:
-        raise UsageError("--seq is 1 or more.")
-    if args.precision not in (None, *PRECISIONS):
-        raise UsageError(f"--precision {args.precision}: choose {', '.join(PRECISIONS)}.")
     shape, make = model_of(args.model)
     at = where(None if args.machine else args.cluster, args.machine, args.ranks or 0)
     hardware = at.hardware
@@ -177,25 +169,18 @@ def request_of(args: argparse.Namespace) -> Request:
     )  # fmt: skip
 
 
-def count(text: str, flag: str) -> int:
-    """4M, 1T, 131072: a number with a letter for thousands, millions, ..."""
-    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
-    if not found or float(found[1]) == 0:
-        raise UsageError(f"{flag} {text[:60]}: write a number such as 4M, 512k or 4194304.")
-    number = int(float(found[1]) * _LETTERS[found[2].upper()])
-    if number > TOKENS:
-        raise UsageError(f"{flag} {text[:60]} is more than {TOKENS:,}. Write less.")
-    return number
-
-
 SEQUENCES = 1 << 24  # of a step, as in a run file
-TOKENS = 10**18  # of a run
-_LETTERS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+
+def _count(text: str) -> str:
+    """A number of tokens as it was written: what 4M means depends on the sequence."""
+    parse_count(text)
+    return text
 
 
 def _sequences(text: str, sequence: int) -> int:
     """Sequences of a step. 4M is what engineers call 2^22 when sequences are powers of two."""
-    tokens = count(text, "--batch-tokens")
+    tokens = parse_count(text)
     if tokens > sequence * SEQUENCES:
         raise UsageError(
             f"--batch-tokens {text[:60]} is more than {SEQUENCES:,} sequences of {sequence:,}"

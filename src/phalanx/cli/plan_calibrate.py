@@ -15,7 +15,7 @@ from ..plan.calibrate import CostedRun, Measured, by_model, calibrated, costed, 
 from ..plan.local import profile_for
 from ..plan.profile import FITTED, SoftwareProfile
 from .before import Where, where
-from .usage import Parser, print_json, say, try_file, write
+from .usage import Parser, print_json, say, write
 
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
@@ -34,16 +34,21 @@ def run(argv: Sequence[str]) -> int:
         "Refits the planner's profile on runs of your own, and says how far off it was and is.",
         _EXAMPLES,
     )
-    add = parser.add_argument
+    add = parser.add
     add("runs", nargs="+", metavar="RUNDIR")
     add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
     add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
-    add("--backend", default="", metavar="NAME", help="whose curves of the machine file: gloo, shm")
+    add(
+        "--backend",
+        default="",
+        choices=None,
+        metavar="NAME",
+        help="whose curves of the machine file: gloo, shm",
+    )
     add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
-    add("--out", metavar="FILE", help="profile.toml, for phalanx plan --profile FILE")
-    add("--json", action="store_true")
-    args = parser.read(list(argv))
-    try_file(args.out, formats=(".toml",))
+    parser.add_output("--out", ".toml", help="a profile for phalanx plan --profile FILE")
+    add("--json")
+    args = parser.read(argv)
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
     places = [_where(args, group) for group in groups]

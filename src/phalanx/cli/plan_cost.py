@@ -7,14 +7,14 @@ import math
 from dataclasses import asdict
 
 from ..draw import text_table
-from ..layout.numbers import bytes_text, seconds_text
+from ..layout.numbers import bytes_text, count_text, parse_count, seconds_text
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, Spending, spending
 from ..plan.step import Choice, Request
-from .plan import count, request_flags, request_of
+from .plan import request_flags, request_of
 from .plan_explain import named
 from .plan_text import utilization
-from .usage import Parser, UsageError, print_json, say
+from .usage import POSITIVE, Parser, print_json, real, say
 
 # float32 weights and two averages: what a checkpoint holds of each parameter.
 _SAVED = 12.0
@@ -32,17 +32,15 @@ def run(argv: list[str]) -> int:
     """Print what a run would cost."""
     parser = Parser("phalanx plan cost", "Hours and money of a run.", _EPILOG)
     request_flags(parser)
-    add = parser.add_argument
-    add("--tokens", required=True, metavar="N", help="of the whole run, as 1T")
-    add("--price", type=float, required=True, metavar="X", help="of a device for an hour")
+    add, least = parser.add, real(lambda x: x >= 0, "of 0 or more")
+    add("--tokens", type=parse_count, required=True, metavar="N", help="of the whole run, as 1T")
+    add("--price", type=least, required=True, metavar="X", help="of a device for an hour")
     add("--layout", metavar="TEXT", help="default: the best of the plan")
-    add("--mtbf", type=float, default=MTBF_HOURS, metavar="HOURS", help="of one device")
-    add("--saving", type=float, metavar="SECONDS", help="a checkpoint holds training up")
-    add("--restart", type=float, default=600, metavar="SECONDS", help="after a failure (600)")
-    add("--json", action="store_true")
+    add("--mtbf", type=POSITIVE, default=MTBF_HOURS, metavar="HOURS", help="until one device fails")
+    add("--saving", type=least, metavar="SECONDS", help="a checkpoint holds training up")
+    add("--restart", type=least, default=600.0, metavar="SECONDS", help="after a failure")
+    add("--json")
     args = parser.read(argv)
-    _refuse(args)
-    tokens = count(args.tokens, "--tokens")
     request = request_of(args)
     choice = _choice(request, args.layout)
     if choice is None:
@@ -52,7 +50,7 @@ def run(argv: list[str]) -> int:
         return 1
     saving = args.saving or max(1.0, _SAVED * request.shape.total / request.hardware.ranks / _DISK)
     spent = spending(
-        tokens=tokens,
+        tokens=args.tokens,
         batch_tokens=request.tokens,
         step=choice.step,
         devices=request.hardware.ranks,
@@ -81,15 +79,6 @@ def run(argv: list[str]) -> int:
     else:
         say("\n".join(_lines(request, choice, spent, args, saving)))
     return 0
-
-
-def _refuse(args: argparse.Namespace) -> None:
-    for name in ("price", "mtbf", "saving", "restart"):
-        number = getattr(args, name)
-        if number is not None and not (math.isfinite(number) and number >= 0):
-            raise UsageError(f"--{name} {number:g}: write a number of 0 or more.")
-    if args.mtbf == 0:
-        raise UsageError("--mtbf 0: write the hours after which one device fails.")
 
 
 def _choice(request: Request, words: str | None) -> Choice | None:
@@ -128,7 +117,7 @@ def _lines(
         ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
     ]
     return [
-        f"{request.shape.name}, {args.tokens} tokens on {request.hardware.name}"
+        f"{request.shape.name}, {count_text(args.tokens)} tokens on {request.hardware.name}"
         f" at {args.price:g} an hour and device",
         str(choice.layout),
         "",

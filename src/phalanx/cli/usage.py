@@ -4,7 +4,6 @@ terminal."""
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import json
 import math
@@ -20,7 +19,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NoReturn, TypeVar
 
-from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM
+from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM, near_word
 from ..layout.files import open_regular, printable, read_text, reason
 from ..layout.layout import MICROBATCHES
 
@@ -220,8 +219,7 @@ def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
     """A sentence that proposes what somebody may have meant."""
     if OLD.get(word) in known:
         return f" It is now {OLD[word]}."
-    near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return f" Did you mean {near[0]}?" if near else ""
+    return near_word(word, known, cutoff).replace("'", "")
 
 
 def flags(args: argparse.Namespace, names: Iterable[str]) -> list[str]:

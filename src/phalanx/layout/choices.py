@@ -3,6 +3,8 @@ loaded. A schedule, a dtype or a backend is spelled out here and nowhere else.""
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -73,3 +75,14 @@ DEVICES = (AUTO, "cpu", "cuda")
 OPTIMIZERS = ("adamw", "sgd")
 # Models of Hugging Face that are read and written, and what they are called there.
 FAMILIES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+
+
+def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """A sentence that proposes what somebody may have meant; empty where nothing is near."""
+    near = difflib.get_close_matches(word[:60], list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def no_such(what: str, name: str, known: Iterable[str], cutoff: float = 0.4) -> str:
+    """That a name is none of those known, and which is near."""
+    return f"there is no {what} {name[:60]!r}.{near_word(name, known, cutoff)}"

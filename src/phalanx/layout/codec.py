@@ -19,6 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from .choices import near_word
 from .files import DEPTH, parse_toml, read_text, unwritable
 
 SHOWN = 20  # mistakes of one file beyond which only their number is reported
@@ -355,8 +356,7 @@ def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str
     """What is wrong with a value of the right type, and how to write it; None if nothing is."""
     choices = limits.get("choices")
     if choices and value not in choices:
-        near = difflib.get_close_matches(str(value), choices, 1, 0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = near_word(str(value), choices)
         return f"{path} = {_shown(value)} is unknown", f"Choose {', '.join(choices)}.{hint}"
     low, high, above = (limits.get(name) for name in _BOUNDS)
     for number in value if isinstance(value, tuple) else (value,):

@@ -6,7 +6,6 @@ printing writes only what differs from it. Whether a layout fits a model is for 
 
 from __future__ import annotations
 
-import difflib
 import re
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from .choices import (
     ONE_F_ONE_B,
     PRECISIONS,
     SCHEDULES,
+    near_word,
     traits,
 )
 from .mesh import AXES, Axis, LayoutError, Mesh
@@ -276,8 +276,7 @@ def _hint(word: str) -> str:
         return f" Did you mean {ours!r}?"
     if other and other[1] in AXES and other[2]:
         return f" Did you mean {other[1] + other[2]!r}?"
-    near = difflib.get_close_matches(word[:60], [*_WORDS, *(f"{a}2" for a in AXES)], 1, 0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return near_word(word, [*_WORDS, *(f"{a}2" for a in AXES)], 0.5)
 
 
 def _check_values(x: Layout) -> None:

@@ -70,12 +70,11 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
             f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight,"
             f" and kv={s.kv_heads} does not divide tp={x.tp}."
         )
-        yield Violation(
-            "kv",
-            what,
+        way_out = (
             f"Use tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads};"
-            ' or keep k and v whole: "layers.*.attn.w[kv].weight : - embed".',
+            ' or keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
         )
+        yield Violation("kv", what, way_out)
     if s.ffn % x.tp:
         what = f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
         yield Violation("ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.")
@@ -90,29 +89,24 @@ def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violat
                 f" {sum(x.stages)} blocks; pp={x.pp} x {x.chunks} chunks needs {stages} stages,"
                 f" the model has {s.layers} blocks."
             )
-            yield Violation(
-                "stages",
-                what,
-                "Name one count for every stage, together as many as the model has blocks.",
-            )
+            way_out = "Name one count for every stage, together as many as the model has blocks."
+            yield Violation("stages", what, way_out)
         elif 0 in x.stages[1:-1]:
             what = f"stages:{'-'.join(map(str, x.stages))} leaves a middle stage empty."
-            yield Violation(
-                "stages",
-                what,
-                "Only the first and the last stage, with the embedding and the head, may have 0.",
+            way_out = (
+                "Only the first and the last stage, with the embedding and the head, may have 0."
             )
+            yield Violation("stages", what, way_out)
     elif stages > s.layers:
         what = f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
         yield Violation("stages", what, f"Use at most {s.layers} stages together.")
     kind = traits(x.schedule)
     if x.pp > 1 and not kind.pipelined:
         what = f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule."
-        yield Violation(
-            "schedule",
-            what,
-            f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}.",
+        way_out = (
+            f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}."
         )
+        yield Violation("schedule", what, way_out)
     if x.pp == 1 and kind.pipelined:
         what = f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
         yield Violation("schedule", what, f"Write {ACCUM}:{x.microbatches}, or add pp2.")
@@ -133,11 +127,8 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
             f"ulysses={ulysses} does not divide the {heads} heads of a rank"
             f" (heads={s.heads}, tp={x.tp})."
         )
-        yield Violation(
-            "ulysses",
-            what,
-            f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring.",
-        )
+        way_out = f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
+        yield Violation("ulysses", what, way_out)
     if sequence < 2 * x.cp:
         what = (
             f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
@@ -152,12 +143,11 @@ def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation
             f"a batch of {batch} gives dp={x.dp} x {x.microbatches} microbatches less than"
             " one sequence each."
         )
-        yield Violation(
-            "batch",
-            what,
+        way_out = (
             f"Use a batch of {x.dp * x.microbatches} or more, or at most"
-            f" {max(1, batch // x.dp)} microbatches with dp={min(x.dp, batch)}.",
+            f" {max(1, batch // x.dp)} microbatches with dp={min(x.dp, batch)}."
         )
+        yield Violation("batch", what, way_out)
 
 
 def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:

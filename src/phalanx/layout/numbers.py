@@ -106,9 +106,9 @@ def parse_count(text: str, most: int = 10**18) -> int:
     """`4M`, `1T`, `131072`: a number with a letter for thousands, millions, ..."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
     if not match or float(match[1]) == 0:
-        raise NumberError(f"{text[:60]!r} is not a number such as 4M, 512k or 4194304.")
+        raise NumberError(f"is {text[:60]!r}; write a number such as 4M, 512k or 4194304.")
     power = {"": 0, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}[match[2].upper()]
     number = int(float(match[1]) * 10**power)
     if number > most:
-        raise NumberError(f"{text[:60]} is more than {most:,}. Write less.")
+        raise NumberError(f"is {text[:60]}; write {most:,} or less.")
     return number

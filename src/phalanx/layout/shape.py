@@ -5,13 +5,13 @@ The weights themselves are in a model's own module and rule table.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .choices import no_such
 from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
 from .mesh import LayoutError
 
@@ -171,10 +171,8 @@ class Shape:
         if known:
             path = _FOLDER / f"{known}.toml"
             return cls.parse(path.read_text(encoding="utf-8"), known)
-        near = difflib.get_close_matches(name[:60], cls.names(), n=1, cutoff=0.3)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise LayoutError(
-            f"there is no shape {name[:60]!r}.{hint} Shapes are {', '.join(cls.names())};"
+            f"{no_such('shape', name, cls.names(), 0.3)} Shapes are {', '.join(cls.names())};"
             " or name a .toml file with the same keys."
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from ..layout.choices import BF16
+from ..layout.choices import BF16, near_word, no_such
 from ..layout.codec import decode
 from .device import MACHINES, Device, MachineError, MachineFileError, device
 
@@ -111,8 +110,7 @@ def links() -> dict[str, Link]:
 def link(name: str) -> Link:
     """The link of that name."""
     if name not in links():
-        near = difflib.get_close_matches(name, links(), 1, 0)
-        raise MachineError(f"there is no link {name!r}. Did you mean {near[0]!r}?")
+        raise MachineError(no_such("link", name, links(), cutoff=0.0))
     return links()[name]
 
 
@@ -133,10 +131,8 @@ def cluster(name: str) -> Cluster:
     if name in known:
         family, count = name, 0
     if family not in known:
-        near = difflib.get_close_matches(family, known, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise MachineError(
-            f"there is no cluster {name!r}.{hint} Families are {', '.join(known)};"
+            f"there is no cluster {name[:60]!r}.{near_word(family, known)} Families are {', '.join(known)};"
             " write h100x64 for 64 devices of one."
         )
     whole = known[family]

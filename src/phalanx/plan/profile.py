@@ -6,13 +6,13 @@ Every fitted number says how far software is from what the machine could do: 1 i
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from ..layout.choices import no_such
 from ..layout.codec import decode, key, load
 from .device import MachineError, MachineFileError
 
@@ -88,9 +88,7 @@ def profile(name: str) -> SoftwareProfile:
         return load(SoftwareProfile, name, "profile file", MachineFileError)
     known = profiles()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise MachineError(f"there is no profile {name!r}.{hint} Profiles are {', '.join(known)}.")
+        raise MachineError(f"{no_such('profile', name, known)} Profiles are {', '.join(known)}.")
     return known[name]
 
 

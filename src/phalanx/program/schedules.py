@@ -8,7 +8,6 @@ and name it `file.py:function` where a schedule's name is expected.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -22,6 +21,7 @@ from ..layout.choices import (
     ZB_H1,
     ZB_H2,
     ZB_V,
+    no_such,
     traits,
 )
 from ..layout.choices import SCHEDULES as NAMES
@@ -253,9 +253,7 @@ def _function(name: str) -> Schedule:
     if path:
         (own,) = load_source(path, (attribute,), ProgramError)
         return own  # type: ignore[no-any-return]
-    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     raise ProgramError(
-        f"there is no schedule {name!r}.{hint} Schedules are {', '.join(NAMES)};"
+        f"{no_such('schedule', name, NAMES)} Schedules are {', '.join(NAMES)};"
         " your own is named file.py:function."
     )

@@ -278,13 +278,7 @@ def zero_1(lab: Lab) -> None:
 
     state = [*adam.m, *adam.v]
     lab.train(
-        train_step,
-        weights,
-        slice_of,
-        update=update_slice,
-        of_weights=list,
-        adam=True,
-        state=state,
+        train_step, weights, slice_of, update=update_slice, of_weights=list, adam=True, state=state
     )
     kept, total = sum(x.numel() for x in state), count + -count % n
     lab.claim("it has 2/n numbers of state for each weight", kept, 2 * total / n)
