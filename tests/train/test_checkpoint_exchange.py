@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from checkpoint_worlds import SHAPE, trained
+from checkpoint_worlds import trained
 from torch import Tensor, nn
 
 from phalanx.cli.checkpoint import run as command
@@ -21,11 +21,13 @@ from phalanx.cli.train import run as train_command
 from phalanx.cli.usage import UsageError
 from phalanx.layout import Shape
 from phalanx.layout.codec import toml_value
+from phalanx.layout.families import FAMILIES, config_of, family_of, sources
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models import Decoder, RopeScaling
+from phalanx.parallel import build_model
 from phalanx.train import checkpoint_exchange
-from phalanx.train.checkpoint_exchange import export_weights, family_of, import_weights
+from phalanx.train.checkpoint_exchange import export_weights, import_weights
 from phalanx.train.checkpoint_format import (
     CheckpointError,
     read_manifest,
@@ -210,24 +212,30 @@ def test_what_is_exported_and_imported_is_the_same_to_the_bit(family: str, tmp_p
 
 
 def test_a_shape_that_is_none_of_theirs_is_refused_with_all_reasons() -> None:
-    with pytest.raises(CheckpointError, match=r"not rms; positions .* rope; .* not gated; all lin"):
-        family_of(SHAPE)
-    with pytest.raises(CheckpointError, match="norms and biases"):
+    wrong = replace(SHAPES["gpt"], bias="none", qk_norm=True)
+    with pytest.raises(
+        ValueError, match=r'for gpt2 bias would be "all", not "none"; qk_norm would'
+    ):
+        family_of(wrong)
+    with pytest.raises(ValueError, match=r"for qwen2 qk_norm would be false, not true"):
         family_of(SHAPES["qwen"])
-    with pytest.raises(CheckpointError, match="is a qwen3, not a llama"):
+    with pytest.raises(ValueError, match=r"is no llama: qk_norm would be false, not true"):
         family_of(LIKE["qwen3"], "llama")
+    assert family_of(SHAPES["gpt"]) == "gpt2"
+    assert family_of(SHAPES["olmo"]) == "olmo2"
+    with pytest.raises(ValueError, match="windows would have one size"):
+        family_of(SHAPES["gemma"])
 
 
 def hub(folder: Path) -> Path:
     """A folder as theirs, of one file, without their library."""
     shape = replace(BASE, layers=1)
-    names = {
-        checkpoint_exchange.their_name(name): torch.zeros(weight.shape)
-        for name, weight in checkpoint_exchange.build_model(shape).weights.items()
-    }
+    ours = build_model(shape).weights
+    where = sources(FAMILIES["llama"], ours)
+    names = {where[name].name: torch.zeros(weight.shape) for name, weight in ours.items()}
     folder.mkdir()
     write_file(folder / "model.safetensors", names)
-    config = checkpoint_exchange.config_of(shape, "llama", "float32")
+    config = config_of(shape, "llama", "float32")
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -255,9 +263,16 @@ def linked(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another model": (config(model_type="gpt2"), "'model_type' is 'gpt2'"),
-    "stretched rope": (config(rope_parameters={"rope_type": "yarn"}), "rope is stretched by 'yarn'"),
-    "scaled rope": (config(rope_parameters=None, rope_scaling={"type": "linear"}), "stretched"),
+    "another model": (config(model_type="mixtral"), "'model_type' is 'mixtral'; llama, mistral, qw"),
+    "a model with code": (
+        config(model_type="own", auto_map={"AutoConfig": "hostile.Config"}),
+        r"'own'; .* Code that it names \(auto_map\) is not run",
+    ),
+    "quantized weights": (config(quantization_config={"bits": 4}), "its weights are quantized"),
+    "stretched rope": (config(rope_parameters={"rope_type": "longrope"}), "stretched by 'longrope'"),
+    "scaled rope": (
+        config(rope_parameters=None, rope_scaling={"type": "linear"}), "linear rope has no number for f",
+    ),
     "llama3 rope without numbers": (
         config(rope_parameters={"rope_type": "llama3"}), "no number for factor, low_freq_factor, hi",
     ),
@@ -265,9 +280,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         config(rope_parameters={"partial_rotary_factor": 0.5}), "turns a part of each head",
     ),
     "windowed layers": (config(layer_types=["sliding_attention"]), "sliding window"),
-    "a window": (config(model_type="mistral", sliding_window=8), "sliding window"),
+    "other layers": (config(layer_types=["chunked_attention"]), "has blocks of chunked_attention"),
+    "too many layers": (config(layer_types=["full_attention"] * 2), "names 2 of 1 blocks"),
+    "other windows": (config(model_type="gemma3_text", use_bidirectional_attention=True), "later"),
     "biases": (config(attention_bias=True), "biases in attention"),
-    "another activation": (config(hidden_act="gelu"), "hidden_act is not silu"),
+    "another activation": (config(hidden_act="gelu"), "its activation is 'gelu'"),
     "no size": (config(hidden_size=None), "hidden_size = null is nothing"),
     "a text for a size": (config(vocab_size="61"), 'vocab_size = "61" is text'),
     "a text for a number": (config(rope_theta="x"), 'rope_theta = "x" is text'),

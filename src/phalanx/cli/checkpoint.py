@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 from ..draw import text_table
-from ..layout.choices import FAMILIES, STORED
+from ..layout.choices import STORED
+from ..layout.families import FAMILIES
 from ..layout.run import CHECKPOINTS
 from .usage import Parser, UsageError, chosen, refuse_irregular, result, say
 

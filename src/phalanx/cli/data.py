@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..draw import text_table
 from .usage import Parser, UsageError, chosen, real, result
+
+if TYPE_CHECKING:
+    from ..train.data import Vocabulary
 
 _EPILOG = """\
   phalanx data prepare books/ --out data/books
@@ -48,25 +52,32 @@ def _prepare(argv: list[str]) -> int:
     share = real(lambda x: 0 <= x < 1, "from 0 to below 1")
     parser.add("--held-out", type=share, default=0.05, metavar="SHARE", help="for validation")
     args = _read(parser, argv)
+    from ..train.data import open_vocabulary
+
+    vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
+    prepare_shown(args.source, args.out, vocabulary, args.field, args.held_out)
+    return _shown(args.out, args)
+
+
+def prepare_shown(source: str, out: str, vocabulary: Vocabulary, field: str, share: float) -> None:
+    """Make token files of text, with a bar that says how far it is."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..train.data import open_vocabulary, prepare
+    from ..train.data import prepare
 
-    vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
     words = TextColumn("{task.description}")
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
         prepare(
-            Path(args.source),
-            Path(args.out),
+            Path(source),
+            Path(out),
             vocabulary,
-            share=args.held_out,
-            field=args.field,
+            share=share,
+            field=field,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    return _shown(args.out, args)
 
 
 def _show(argv: list[str]) -> int:

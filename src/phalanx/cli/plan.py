@@ -71,7 +71,7 @@ def _plan(request: Request, args: argparse.Namespace) -> int:
         write(args.page, {".html": lambda p: page(request, p, beside)}, plan, "--page")
     if args.out:
         run = Run.parse(
-            f'model = "{request.name}"\nlayout = "{plan.layouts[0].layout}"\n'
+            f'model = "{args.model}"\nlayout = "{plan.layouts[0].layout}"\n'
             f"batch = {request.batch}\nsequence = {request.sequence}\n",
             args.out,
         )

@@ -64,6 +64,7 @@ def run(argv: list[str]) -> int:
             say(config, end="")
             return 0
         _refuse_misfit(config, args.ranks)
+        config = _prepared(config)
         refuse_before(config)
     except (ValueError, OSError) as error:
         if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
@@ -91,6 +92,34 @@ def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
 
     run = Run.load(files[0] if files else "", tuple(overrides), adopt)
     return run, "".join(notices)
+
+
+def _prepared(run: Run) -> Run:
+    """Text becomes tokens of the model's own tokenizer, in the run's folder; the run with these."""
+    tokens = ("index.json", "train.bin")
+    path = Path(run.data)
+    held = path.suffix in (".bin", ".idx") or any((path / name).is_file() for name in tokens)
+    if not run.hub or held:
+        return run
+    if run.data == "python":
+        raise UsageError(
+            f"data = 'python' is bytes, and model = {run.model!r} has a tokenizer. Name a text,"
+            " .jsonl or .parquet file, or a folder of these."
+        )
+    from ..train.data import HELD_OUT, hub_vocabulary
+    from .data import prepare_shown
+
+    vocabulary, out = hub_vocabulary(Path(run.hub)), str(Path(run.out, "tokens"))
+    if (
+        any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
+        and not Path(out, tokens[0]).is_file()
+    ):
+        raise UsageError(
+            f"data = {run.data!r} is text, and many processes have been started. Prepare it first:"
+            f" phalanx data prepare {run.data} --tokenizer {run.hub}/tokenizer.json --out {out}"
+        )
+    prepare_shown(run.data, out, vocabulary, "text", HELD_OUT)
+    return replace(run, data=out)
 
 
 def _adopted(run: Run) -> tuple[Run, str]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..layout import Layout, LayoutError, Shape
 from ..layout.cases import AXES, SHAPES, covering, every_layout
 from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, OPTIMIZERS, THREADS
+from ..layout.shape import HUB
 from ..layout.source import names_source
 from .before import misfit, model_of
 from .usage import (
@@ -204,7 +205,8 @@ def _enough(
 def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     if name in SHAPES:
         return SHAPES[name], None
-    if name not in Shape.names() and not name.endswith(".toml") and not names_source(name):
+    file = name.endswith(".toml") or name.startswith(HUB) or names_source(name)
+    if name not in Shape.names() and not file:
         raise UsageError(
             f"there is no model {name!r}. Small ones with awkward traits are {', '.join(SHAPES)};"
             f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."

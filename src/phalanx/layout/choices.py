@@ -73,8 +73,6 @@ BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
 OPTIMIZERS = ("adamw", "sgd")
-# Models of Hugging Face that are read and written, and what they are called there.
-FAMILIES = {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 
 
 def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:

@@ -20,7 +20,7 @@ from .files import read_text
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
-from .shape import Shape, ShapeError
+from .shape import HUB, Shape, ShapeError
 from .source import names_source, split_name, syntax_error
 
 BYTES = 256  # the vocabulary of the built-in data
@@ -97,7 +97,9 @@ class Run:
     """One training run. `shape` and `layout_of` resolve the names in it."""
 
     model: str | dict[str, Any] = key(
-        "tiny", "a shape's name, a .toml file, a table of sizes, or your own as FILE.py:Class"
+        "tiny",
+        "a shape's name, a .toml file, a table of sizes, hf:FOLDER with a model of Hugging Face, or"
+        " your own as FILE.py:Class",
     )
     layout: str = key("auto", "how the ranks share the work, as dp2 pp2 zero1 1f1b:4; or auto")
     precision: str = key(
@@ -172,6 +174,12 @@ class Run:
     def own(self) -> str:
         """FILE.py:Class when the model is the user's own, else empty."""
         return self.model if isinstance(self.model, str) and names_source(self.model) else ""
+
+    @property
+    def hub(self) -> str:
+        """The folder of the model of Hugging Face that the run begins with, else empty."""
+        named = isinstance(self.model, str) and self.model.startswith(HUB)
+        return str(self.model).removeprefix(HUB) if named else ""
 
     @cached_property
     def shape(self) -> Shape:

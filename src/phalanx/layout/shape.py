@@ -15,6 +15,7 @@ from .choices import no_such
 from .codec import FileError, Mistake, decode, key, load, out_of_bounds, parse
 from .mesh import LayoutError
 
+HUB = "hf:"  # what stands before a folder that holds a model of Hugging Face
 _FOLDER = Path(__file__).parent / "shapes"
 
 # Names under which the shapes that ship with phalanx are published.
@@ -164,7 +165,12 @@ class Shape:
 
     @classmethod
     def load(cls, name: str) -> Shape:
-        """The shape of a name that ships with phalanx, or of somebody's TOML file."""
+        """The shape of a name that ships with phalanx, of somebody's TOML file, or of a model of
+        Hugging Face as hf:FOLDER."""
+        if name.startswith(HUB):
+            from .families import hub_shape
+
+            return hub_shape(name.removeprefix(HUB))
         if name.endswith(".toml"):
             return load(cls, name, "shape", ShapeError, name=Path(name).stem)
         known = cls._known(name)
@@ -173,7 +179,7 @@ class Shape:
             return cls.parse(path.read_text(encoding="utf-8"), known)
         raise LayoutError(
             f"{no_such('shape', name, cls.names(), 0.3)} Shapes are {', '.join(cls.names())};"
-            " or name a .toml file with the same keys."
+            " or name a .toml file with the same keys, or hf:FOLDER."
         )
 
     @classmethod

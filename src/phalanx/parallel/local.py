@@ -46,12 +46,12 @@ def build_local(
     model: Model,
     program: Program,
     *,
-    seed: int = 0,
+    seed: int | None = 0,
     precision: Precision | None = None,
     poison: bool = False,
     prefix: str = "",
 ) -> LocalModel:
-    """This rank's part of a model, with the weights of the run's start.
+    """This rank's part of a model, with the weights of the run's start; zeros without a seed.
 
     Every rank calls it; the model's modules are changed and belong to this rank from here on.
     """
@@ -80,7 +80,8 @@ def build_local(
         for number in held
     }
     _place(model, units, mine, layout, at, world.device)
-    _fill(model, units, weights, seed)
+    if seed is not None:
+        _fill(model, units, weights, seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
     pieces = {p: _piece(model, p, program, units, kinds, layout, world.device) for p in mine}
 

@@ -86,12 +86,30 @@ def load(
     for work in (check, fill):
         if errors := _alike(group, work)[1]:
             raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(errors))
+    _refresh(local)
+    notices = () if identity is None else tuple(identity.notices(manifest))
+    return Loaded(manifest.progress, path, damaged, notices)
+
+
+def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Updates) -> None:
+    """Fill this rank's weights from elsewhere, before the first step; every rank calls it."""
+
+    def fill() -> None:
+        with source() as reader:
+            if wrong := _misfits(reader.manifest, local, updates):
+                raise CheckpointError("; ".join(wrong))
+            _fill(reader, local, updates)
+
+    if errors := _alike(local.groups.everyone, fill)[1]:
+        raise CheckpointError("the weights cannot be read. " + "; ".join(errors))
+    _refresh(local)
+
+
+def _refresh(local: LocalModel) -> None:
     for unit in local.units.values():  # ranks gather here, so all must come
         unit.refresh()
         if unit.resident and unit.groups.gather.size > 1:
             unit.gather().wait()
-    notices = () if identity is None else tuple(identity.notices(manifest))
-    return Loaded(manifest.progress, path, damaged, notices)
 
 
 def _alike(group: Group, work: Callable[[], T]) -> tuple[T | None, list[str]]:

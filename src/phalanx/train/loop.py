@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -26,8 +27,9 @@ from ..layout.run import Run
 from ..parallel.compile import graphs
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver
+from .checkpoint_exchange import HubReader
 from .checkpoint_format import Progress
-from .checkpoint_load import load
+from .checkpoint_load import begin, load
 from .executor import StepResult
 from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run
@@ -192,6 +194,9 @@ class _Loop:
             self.run_.checkpoints, self.rank.local, self.rank.updates, identity=self.rank.identity
         )
         if loaded is None:
+            if hub := self.run_.hub:
+                begin(partial(HubReader, Path(hub)), self.rank.local, self.rank.updates)
+                self.log.notice("model", f"the weights are those of {hub}")
             return 0
         at, batches = loaded.progress, self.rank.batches
         if at.seed != self.run_.seed:

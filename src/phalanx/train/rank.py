@@ -79,7 +79,12 @@ class Rank:
             facts |= facts_of(run, layout, self.shape, self.batches.corpus, self.model, program)
         self.program: Program = program or self._fitting_program()
         self.local: LocalModel = build_local(
-            world, layout, self.model, self.program, seed=run.seed, precision=self.precision
+            world,
+            layout,
+            self.model,
+            self.program,
+            seed=None if run.hub else run.seed,
+            precision=self.precision,
         )
         self.trainer = Trainer(
             self.local,

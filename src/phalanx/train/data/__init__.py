@@ -1,7 +1,7 @@
 """What there is to learn from: text to token files, token files to the batches of steps."""
 
 from .batches import Batches, Permutation
-from .prepare import Bytes, Tokenizer, Vocabulary, open_vocabulary, prepare
+from .prepare import Bytes, Tokenizer, Vocabulary, hub_vocabulary, open_vocabulary, prepare
 from .token_files import (
     HELD_OUT,
     Corpus,
@@ -23,6 +23,7 @@ __all__ = [
     "Stream",
     "Tokenizer",
     "Vocabulary",
+    "hub_vocabulary",
     "open_corpus",
     "open_library",
     "open_prepared",

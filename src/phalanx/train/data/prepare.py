@@ -362,15 +362,33 @@ class Tokenizer:
         self.name = f"tokenizer.json sha256:{hashlib.sha256(text.encode()).hexdigest()}"
         # Ids may have gaps, so the highest one counts and not how many there are.
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        self.end = None if end is None else self._tokenizer.token_to_id(end)
+        self.end = None if end is None else self.id_of(end)
         if end is not None and self.end is None:
             raise DataError(f"{path}: knows no token {end!r} to close a document with.")
+
+    def id_of(self, token: str) -> int | None:
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
         decoded = [text.decode("utf-8", "replace") for text in texts]
         encoded = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
         closing = [] if self.end is None else [self.end]
         return [np.array(each.ids + closing, np.int64) for each in encoded]
+
+
+def hub_vocabulary(folder: Path) -> Vocabulary:
+    """The tokenizer of a model of Hugging Face; its end-of-text token closes each document."""
+    vocabulary, end = Tokenizer(folder / "tokenizer.json", None), None
+    for name, word in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
+        if end is None and (folder / name).is_file():
+            end = Folder(folder, DataError).json(name, TOKENIZER).get(word)
+            end = end.get("content") if isinstance(end, dict) else end
+            end = end[0] if isinstance(end, list) and end else end
+    vocabulary.end = vocabulary.id_of(end) if isinstance(end, str) else end
+    if not isinstance(vocabulary.end, int) or not 0 <= vocabulary.end < vocabulary.size:
+        raise DataError(f"{folder}: names no end-of-text token (eos_token) that its tokenizer has.")
+    return vocabulary
 
 
 def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:

@@ -1,0 +1,486 @@
+"""Models of Hugging Face: the shape that a config.json describes, its text for a shape, and what the
+weights are called there. A family is data, a row of `FAMILIES`.
+
+What theirs can express and ours cannot is refused by name and never dropped. Nothing that a folder
+names is run: of a configuration only the keys of `_Config` are read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .codec import FileError, decode, key
+from .files import parse_json, read_text
+from .mesh import LayoutError
+from .shape import Shape
+
+CONFIG = "config.json"
+LIMIT = 64 << 20  # bytes of a configuration or an index
+
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_proj": "attn.wq",
+    "self_attn.k_proj": "attn.wk",
+    "self_attn.v_proj": "attn.wv",
+    "self_attn.o_proj": "attn.wo",
+    "self_attn.q_norm": "attn.q_norm",
+    "self_attn.k_norm": "attn.k_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+}
+_BEHIND = {
+    "post_attention_layernorm": "attn_post_norm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
+_GEMMA = _BLOCK | _BEHIND | {"pre_feedforward_layernorm": "mlp_norm"}
+_WIDE = {"self_attn.q_norm": "attn.q_wide_norm", "self_attn.k_norm": "attn.k_wide_norm"}
+_PACKED = {"self_attn.qkv_proj": "attn.wq attn.wk attn.wv", "mlp.gate_up_proj": "mlp.gate mlp.up"}
+_GPT2_BLOCK = {
+    "ln_1": "attn_norm",
+    "ln_2": "mlp_norm",
+    "attn.c_attn": "attn.wq attn.wk attn.wv",
+    "attn.c_proj": "attn.wo",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}
+_OUTER = {"model.embed_tokens": "embed.tokens", "model.norm": "head.norm", "lm_head": "head.output"}
+_GPT2_OUTER = {
+    "transformer.wte": "embed.tokens",
+    "transformer.wpe": "embed.positions",
+    "transformer.ln_f": "head.norm",
+    "lm_head": "head.output",
+}
+# Keys of a configuration by the names that GPT-2 has for them.
+_GPT2_KEYS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "activation_function": "hidden_act",
+}
+_GEMMA_SHAPE = {"norm": "rms1", "norms": "both", "activation": "gelu"}
+_GEMMA_CONFIG = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+ANY = object()  # a key of a shape that a family leaves open
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of their model types. `shape` are the keys of ours that make a decoder one of it, where
+    these are not a shape's defaults; `config` are defaults of its configuration. `block` says for a
+    module of a block which of ours are in it, one below another, and `outer` the same for the rest.
+    """
+
+    architecture: str
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    block: Mapping[str, str] = field(default_factory=lambda: _BLOCK)
+    outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
+    layers: str = "model.layers"
+    keys: Mapping[str, str] = field(default_factory=dict)  # other names of a configuration's keys
+    windows: str = ""  # in no block, in "all" blocks alike, or in "some"
+    pattern: int = 0  # every so many blocks, one without a window
+    transposed: bool = False  # linears hold (in, out)
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "mistral": Family("MistralForCausalLM", windows="all"),
+    "qwen2": Family("Qwen2ForCausalLM", {"bias": "qkv"}, windows="some"),
+    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, windows="some"),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA_SHAPE | dict.fromkeys(("softcap", "logit_softcap", "query_scalar"), ANY),
+        _GEMMA_CONFIG
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
+        _GEMMA,
+        windows="some",
+        pattern=2,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _GEMMA_SHAPE
+        | {"qk_norm": True}
+        | dict.fromkeys(("softcap", "logit_softcap", "query_scalar", "rope_local_theta"), ANY),
+        _GEMMA_CONFIG | {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        _GEMMA,
+        windows="some",
+        pattern=6,
+    ),
+    "phi3": Family("Phi3ForCausalLM", block=_BLOCK | _PACKED, windows="all"),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        {"norms": "post", "qk_norm": True, "qk_norm_wide": True},
+        block=_BLOCK | _BEHIND | _WIDE,
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {"norm": "layer", "positions": "learned", "gated": False, "bias": "all"},
+        {"hidden_act": "gelu_new", "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+        _GPT2_BLOCK,
+        _GPT2_OUTER,
+        "transformer.h",
+        _GPT2_KEYS,
+        transposed=True,
+    ),
+}
+_SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the root of their width
+# Keys of a shape that say which family it is.
+_TRAITS = (
+    "kind norm norms positions gated activation bias qk_norm qk_norm_wide softcap logit_softcap"
+    " query_scalar rope_local_theta"
+)
+# Sizes that are copied as they are, both ways.
+_SIZES = {
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "sequence",
+    "rms_norm_eps": "eps",
+    "rope_theta": "rope_theta",
+    "tie_word_embeddings": "tied",
+}
+# Numbers of each stretch of rope, by the names of theirs and of ours.
+_LONG = {"factor": "rope_factor", "original_max_position_embeddings": "rope_original"}
+_ROPE = {
+    "linear": {"factor": "rope_factor"},
+    "dynamic": _LONG,
+    "llama3": _LONG | {"low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
+    "yarn": _LONG
+    | {"beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_attention"},
+}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a weight of ours is in theirs: the tensor's name, and the weights of ours that it is made
+    of, in order."""
+
+    name: str
+    packed: tuple[str, ...]
+
+
+def sources(family: Family, names: Iterable[str]) -> dict[str, Source]:
+    """Where each of these weights of ours is."""
+    wanted = set(names)
+    found: dict[str, Source] = {}
+    for name in wanted:
+        path, _, last = name.rpartition(".")
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", path)
+        inner = layer[2] if layer else path
+        ours, theirs = (
+            (f"layers.{layer[1]}.", f"{family.layers}.{layer[1]}.") if layer else ("", "")
+        )
+        # The last that names it: a family's own rows stand behind those that it shares.
+        table = family.block if layer else family.outer
+        module = [each for each, mine in table.items() if inner in mine.split()][-1]
+        packed = tuple(f"{ours}{each}.{last}" for each in table[module].split())
+        found[name] = Source(f"{theirs}{module}.{last}", packed)
+    return found
+
+
+# ---- from theirs
+
+
+@dataclass(frozen=True)
+class _Config:
+    """What is read of a config.json. Most of its keys are for other models."""
+
+    model_type: str
+    vocab_size: int = key(minimum=1)
+    hidden_size: int = key(minimum=1)
+    intermediate_size: int = key(minimum=1)
+    num_hidden_layers: int = key(minimum=1)
+    num_attention_heads: int = key(minimum=1)
+    num_key_value_heads: int | None = key(None, minimum=1)
+    head_dim: int | None = key(None, minimum=1)
+    max_position_embeddings: int | None = key(None, minimum=1)
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_local_base_freq: float | None = None
+    tie_word_embeddings: bool | None = False
+    rope_parameters: Mapping[str, Any] | None = None
+    rope_scaling: Mapping[str, Any] | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    query_pre_attn_scalar: float | None = key(None, above=0)
+    attn_logit_softcapping: float | None = key(None, minimum=0)
+    final_logit_softcapping: float | None = key(None, minimum=0)
+    sliding_window: int | None = key(None, minimum=0)
+    use_sliding_window: bool | None = None
+    max_window_layers: int | None = None
+    sliding_window_pattern: int | None = key(None, minimum=1)
+    layer_types: tuple[str, ...] | None = None
+    # What ours cannot do.
+    attention_bias: bool | None = False
+    mlp_bias: bool | None = False
+    partial_rotary_factor: float | None = None
+    use_bidirectional_attention: bool | None = None
+    scale_attn_weights: bool | None = True
+    scale_attn_by_inverse_layer_idx: bool | None = False
+    add_cross_attention: bool | None = False
+    quantization_config: Mapping[str, Any] | None = None
+
+
+def hub_shape(folder: str) -> Shape:
+    """The shape of the model in a folder of theirs, from its config.json."""
+    path = Path(folder) / CONFIG
+    return shape_of(
+        parse_json(read_text(path, "configuration", LayoutError, LIMIT), str(path), LayoutError),
+        str(path),
+    )
+
+
+def shape_of(table: Mapping[str, Any], where: str) -> Shape:
+    """The shape that a config.json of theirs describes; what we cannot do is refused by name."""
+    name = table.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        own = " Code that it names (auto_map) is not run." if "auto_map" in table else ""
+        raise LayoutError(
+            f"{where}: 'model_type' is {str(name)[:40]!r}; {', '.join(FAMILIES)} are read.{own}"
+        )
+    family = FAMILIES[name]
+    table = {**family.config, **{family.keys.get(k, k): value for k, value in table.items()}}
+    if name == "gpt2" and table.get("intermediate_size") is None:
+        table["intermediate_size"] = 4 * int(table.get("hidden_size") or 1)
+    read = {each.name for each in fields(_Config)}
+    try:
+        config = decode(_Config, {k: x for k, x in table.items() if k in read}, where, FileError)
+    except FileError as error:
+        raise LayoutError(str(error)) from None
+    rope, local = _ropes(config)
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
+    theta = rope.get("rope_theta", config.rope_theta or 10000.0)
+    activation = config.hidden_activation or config.hidden_act or "silu"
+    activation = (
+        "gelu_pytorch_tanh" if name in _SCALED and not config.hidden_activation else activation
+    )
+    reasons = {
+        f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
+        "it has biases in attention or feed-forward": config.attention_bias or config.mlp_bias,
+        f"its rope is stretched by {kind[:20]!r}": kind != "default" and kind not in _ROPE,
+        "rope of its windows is stretched": local.get("rope_type", "default") != "default",
+        "rope turns a part of each head": config.partial_rotary_factor not in (None, 1)
+        or rope.get("partial_rotary_factor") not in (None, 1),
+        "rope_theta is no number": type(theta) not in (int, float),
+        "yarn's range is not truncated": rope.get("truncate") is False,
+        "tokens attend to later ones": config.use_bidirectional_attention,
+        "its attention scores are scaled by the layer, or not at all": not config.scale_attn_weights
+        or config.scale_attn_by_inverse_layer_idx,
+        "it has cross-attention": config.add_cross_attention,
+        "its weights are quantized": config.quantization_config,
+    }
+    windows = tuple(_windows(config, family, reasons))
+    stretch = _stretch(config, rope, kind, reasons)
+    if wrong := [reason for reason, holds in reasons.items() if holds]:
+        raise LayoutError(f"{where}: {'; '.join(wrong)}: this model cannot do that.")
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    given = {ours: getattr(config, their) for their, ours in _SIZES.items()}
+    given |= {k: x for k, x in family.shape.items() if x is not ANY} | stretch
+    gated = family.shape.get("gated", True)
+    plain = _ACTIVATIONS[activation] == ("silu" if gated else "gelu")
+    given |= {
+        "kv_heads": config.num_key_value_heads or heads,
+        "head_dim": config.head_dim or hidden // heads,
+        "sequence": config.max_position_embeddings or 2048,
+        "rope_theta": float(theta),
+        "tied": config.tie_word_embeddings is True,
+        "windows": windows,
+        "activation": "" if plain else _ACTIVATIONS[activation],
+        "softcap": config.attn_logit_softcapping or 0.0 if name in _SCALED else 0.0,
+        "logit_softcap": config.final_logit_softcapping or 0.0 if name in _SCALED else 0.0,
+    }
+    if name in _SCALED:
+        given["embed_scale"] = math.sqrt(hidden)
+        scalar = float(config.query_pre_attn_scalar or given["head_dim"])
+        given["query_scalar"] = 0.0 if scalar == given["head_dim"] else scalar
+    if name == "gemma3_text":
+        given["rope_local_theta"] = float(local.get("rope_theta", config.rope_local_base_freq))
+    try:
+        return Shape(name, **given)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
+
+
+def _ropes(config: _Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Rope's numbers, and those of blocks with a window, where the family has its own."""
+    rope = config.rope_parameters or config.rope_scaling or {}
+    if "full_attention" not in rope:
+        return rope, {}
+    full, local = (rope.get(each) for each in ("full_attention", "sliding_attention"))
+    return full if isinstance(full, dict) else {}, local if isinstance(local, dict) else {}
+
+
+def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterator[int]:
+    """The window of each block, as few as repeat."""
+    count, types = config.num_hidden_layers, config.layer_types
+    off = config.use_sliding_window is False or not (family.windows and config.sliding_window)
+    if config.model_type.startswith("qwen") and config.use_sliding_window is None:
+        off = True
+    first = config.max_window_layers or 0
+    pattern = config.sliding_window_pattern or family.pattern
+    if types is None:
+        windowed = [
+            not off and n >= first and (not pattern or (n + 1) % pattern > 0) for n in range(count)
+        ]
+    else:
+        windowed = [each == "sliding_attention" for each in types[:count]]
+        known = {"full_attention", "sliding_attention"}
+        others = ", ".join(sorted({each[:30] for each in types} - known))
+        reasons[f"it has blocks of {others}"] = others
+        reasons[f"layer_types names {len(types)} of {count} blocks"] = len(types) != count
+        lost = any(windowed) and not (family.windows and config.sliding_window)
+        reasons["it attends within a sliding window"] = lost
+    if not any(windowed):
+        return
+    period = next(
+        p
+        for p in range(1, count + 1)
+        if all(windowed[n] == windowed[n % p] for n in range(len(windowed)))
+    )
+    yield from (int(config.sliding_window or 0) * each for each in windowed[:period])
+
+
+def _stretch(
+    config: _Config, rope: Mapping[str, Any], kind: str, reasons: dict[str, Any]
+) -> dict[str, Any]:
+    """The keys of a shape that say how rope is stretched."""
+    if kind not in _ROPE:
+        return {}
+    # Theirs takes the longest sequence where the first training's is not given.
+    longest = config.max_position_embeddings
+    rope = {k: x for k, x in rope.items() if x is not None}
+    given = {"original_max_position_embeddings": longest, **rope}
+    if kind == "dynamic":
+        given["original_max_position_embeddings"] = longest
+    if kind == "yarn":
+        original = given["original_max_position_embeddings"]
+        if type(original) is int and longest:
+            given.setdefault("factor", longest / original)
+        given = {"beta_fast": 32.0, "beta_slow": 1.0} | given
+        given.setdefault("attention_factor", _attention_factor(given))
+    lost = [name for name in _ROPE[kind] if type(given.get(name)) not in (int, float)]
+    reasons[f"its {kind} rope has no number for {', '.join(lost)}"] = lost
+    if lost:
+        return {}
+    keys: dict[str, Any] = {ours: float(given[name]) for name, ours in _ROPE[kind].items()}
+    if "rope_original" in keys:
+        keys["rope_original"] = int(keys["rope_original"])
+    return keys | {"rope_scaling": kind}
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    """What yarn multiplies cosine and sine by, where the configuration does not say."""
+    factor, up, down = (rope.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
+    if type(factor) not in (int, float) or not isinstance(factor, int | float) or factor <= 1:
+        return 1.0
+    if isinstance(up, int | float) and isinstance(down, int | float) and up and down:
+        return (0.1 * up * math.log(factor) + 1) / (0.1 * down * math.log(factor) + 1)
+    return 0.1 * math.log(factor) + 1
+
+
+# ---- to theirs
+
+
+def family_of(shape: Shape, wanted: str = "") -> str:
+    """Which of their models this shape is; where it is none, why not the nearest."""
+    reasons = {name: list(_differences(shape, name)) for name in FAMILIES}
+    if wanted:
+        if reasons[wanted]:
+            raise LayoutError(f"shape {shape.name!r} is no {wanted}: {'; '.join(reasons[wanted])}.")
+        return wanted
+    fits = [name for name, wrong in reasons.items() if not wrong]
+    if not fits:
+        near = min(reasons, key=lambda name: len(reasons[name]))
+        raise LayoutError(
+            f"shape {shape.name!r} is none of {', '.join(FAMILIES)}; for {near}"
+            f" {'; '.join(reasons[near])}."
+        )
+    return shape.name if shape.name in fits else fits[0]
+
+
+def _differences(shape: Shape, name: str) -> Iterator[str]:
+    family, plain = FAMILIES[name], {f.name: f.default for f in fields(Shape)}
+    for trait in _TRAITS.split():
+        has, wants = getattr(shape, trait), family.shape.get(trait, plain[trait])
+        if trait == "activation":
+            has = has or ("silu" if shape.gated else "gelu")
+            wants = wants or ("silu" if family.shape.get("gated", True) else "gelu")
+        if wants is not ANY and has != wants:
+            yield f"{trait} would be {json.dumps(wants)}, not {json.dumps(has)}"
+    scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
+    if not math.isclose(shape.embed_scale, scale):
+        yield f"embed_scale would be {scale:g}, not {shape.embed_scale:g}"
+    if shape.windows and (
+        not family.windows or (family.windows == "all" and len(shape.windows) > 1)
+    ):
+        yield f"windows would be in {'all' if family.windows else 'no'} blocks"
+    if len({*shape.windows} - {0}) > 1:
+        yield "windows would have one size"
+    if name == "gpt2" and (
+        shape.kv_heads != shape.heads or shape.head_dim * shape.heads != shape.hidden
+    ):
+        yield "heads would share no keys and be hidden / heads wide"
+
+
+def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
+    """Their config.json for a shape."""
+    data = FAMILIES[family]
+    config: dict[str, Any] = {"architectures": [data.architecture], "model_type": family}
+    config |= {name: getattr(shape, ours) for name, ours in _SIZES.items()}
+    config["torch_dtype"] = dtype
+    if family == "gpt2":
+        back = {ours: theirs for theirs, ours in _GPT2_KEYS.items()}
+        dropped = ("num_key_value_heads", "head_dim", "rope_theta")
+        config = {back.get(k, k): x for k, x in config.items() if k not in dropped}
+        return config | {"activation_function": "gelu_new"}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+    if shape.rope_factor != 1:
+        rope["rope_type"] = shape.rope_scaling
+        rope |= {k: getattr(shape, ours) for k, ours in _ROPE[shape.rope_scaling].items()}
+        config["rope_scaling"] = {k: x for k, x in rope.items() if k != "rope_theta"}
+    if shape.rope_scaling == "dynamic" and shape.rope_factor != 1:
+        config["max_position_embeddings"] = shape.rope_original
+    # Newer readers take rope from here, older ones from `rope_theta` and `rope_scaling`.
+    config["rope_parameters"] = rope
+    activation = shape.activation or "silu"
+    config["hidden_act"] = "silu" if activation == "silu" else "gelu_pytorch_tanh"
+    if family != "qwen2":
+        config["attention_bias"] = False
+    windows = [
+        shape.windows[n % len(shape.windows)] for n in range(shape.layers * bool(shape.windows))
+    ]
+    if data.windows:
+        config["sliding_window"] = max(windows, default=0) or None
+    if data.windows == "some":
+        config["use_sliding_window"] = bool(windows)
+        each = windows or [0] * shape.layers
+        config["layer_types"] = ["sliding_attention" if n else "full_attention" for n in each]
+    if family in _SCALED:
+        scalar = shape.query_scalar or shape.head_dim
+        config |= {
+            "hidden_activation": config["hidden_act"],
+            # Theirs is declared a whole number.
+            "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+            "attn_logit_softcapping": shape.softcap or None,
+            "final_logit_softcapping": shape.logit_softcap or None,
+        }
+    if family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
+        config["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+        config["rope_local_base_freq"] = local["rope_theta"]
+    return config

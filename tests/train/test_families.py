@@ -1,0 +1,228 @@
+"""Models of Hugging Face in our own decoder, against `transformers` itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from phalanx.comm import launch
+from phalanx.layout import Shape
+from phalanx.layout.run import Run
+from phalanx.parallel import build_model
+from phalanx.train.checkpoint_exchange import HubReader, export_weights
+from phalanx.train.loop import train
+from phalanx.train.rank import batches_of
+
+VOCAB, TIME = 61, 24
+_PLAIN = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-6, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LONG = {"rope_theta": 5000.0, "factor": 4.0}
+# By name: their model type, and what of its configuration is not as in `_PLAIN`.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
+    "smollm": ("llama", {"num_attention_heads": 4, "tie_word_embeddings": True, "rope_theta": 1e5}),
+    "llama3": ("llama", {"rope_parameters": _LONG | {
+        "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }}),
+    "linear": ("llama", {"rope_parameters": _LONG | {"rope_type": "linear"}}),
+    "dynamic": ("llama", {
+        "rope_parameters": _LONG | {"rope_type": "dynamic"}, "max_position_embeddings": 12,
+    }),
+    "yarn": ("qwen3", {"head_dim": 16, "rope_parameters": _LONG | {
+        "rope_type": "yarn", "original_max_position_embeddings": 128,
+    }}),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {
+        "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1,
+    }),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {
+        "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, "hidden_size": 64,
+    }),
+    "gemma3": ("gemma3_text", {
+        "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16, "hidden_size": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    }),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "olmo2": ("olmo2", {}),
+    "gpt2": ("gpt2", {
+        "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCAB,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }),
+}  # fmt: skip
+
+
+def theirs(name: str, **more: Any) -> Any:
+    """A small random model of theirs, every weight of it moved off its start."""
+    kind, changed = FAMILIES[name]
+    plain = {} if kind == "gpt2" else _PLAIN
+    config = transformers.AutoConfig.for_model(kind, **plain | changed | more)
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    )
+    model = model.float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    return model
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, VOCAB, (2, TIME + 1), generator=torch.Generator().manual_seed(1))
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def ours(folder: Path, **changed: Any) -> Any:
+    """The pieces of our model with a folder's weights."""
+    model = build_model(replace(Shape.load(f"hf:{folder}"), **changed))
+    with HubReader(folder) as reader:
+        whole = {t.name: reader.whole(t).float() for t in reader.manifest.tensors}
+    names = {parameter: name for name, parameter in model.weights.items()}
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[key] = nn.Parameter(whole[names[parameter]])
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    pieces = [piece for _, piece in model.pieces]
+    x = pieces[0](tokens, positions)
+    for block in pieces[1:-1]:
+        x = block(x, positions=positions)
+    return pieces[-1].logits(x)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    folder = saved(model, tmp_path / "hub")
+    tokens, targets = batch()
+    with torch.no_grad():
+        wanted = model(tokens).logits
+        found = logits(ours(folder, **({"sequence": TIME} if name == "dynamic" else {})), tokens)
+    assert wanted.std() > 0.1
+    assert (found - wanted).abs().max() < 2e-6 * wanted.abs().max()
+    losses = [
+        torch.nn.functional.cross_entropy(x.double().flatten(0, 1), targets.flatten())
+        for x in (found, wanted)
+    ]
+    assert abs(losses[0] / losses[1] - 1) < 1e-6
+
+
+# ---- training
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """What theirs computes in float32 whatever the model's dtype, it computes in float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float32", "float"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float)
+
+
+def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and the weights at the end, of theirs under torch's AdamW on one process."""
+    batches, o = batches_of(run, run.shape), run.optimizer
+    with widened():
+        wide: Any = transformers.AutoModelForCausalLM.from_config(
+            model.config, attn_implementation="eager"
+        )
+        wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
+        weights = list(wide.parameters())
+        groups = [
+            {"params": [w for w in weights if w.dim() > 1], "weight_decay": o.weight_decay},
+            {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+        ]
+        update = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+        losses = []
+        for step in range(run.steps):
+            batch = batches.batch(step)
+            scores = wide(batch["tokens"]).logits
+            loss = nn.functional.cross_entropy(scores.flatten(0, 1), batch["targets"].flatten())
+            update.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(weights, o.clip)
+            update.step()
+            losses.append(float(loss.detach()))
+    return losses, {name: x.detach() for name, x in wide.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "tokens.bin"
+    draw = torch.Generator().manual_seed(3)
+    torch.randint(0, VOCAB, (4000,), generator=draw).numpy().astype("<u2").tofile(path)
+    return path
+
+
+# Five sequences of 23 tokens: no axis divides either.
+LAYOUTS = (
+    "dp2 tp2 seq zero3 fp64",
+    "pp2 cp2 zero1 1f1b:2 fp64",
+    "dp2 cp2:ulysses zero2 accum:2 fp64",
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_four_steps_in_three_layouts_are_those_of_transformers(
+    name: str, tmp_path: Path, corpus: Path
+) -> None:
+    model = theirs(name)
+    folder = saved(model, tmp_path / "hub")
+    words = (
+        f"model=hf:{folder}", f"data={corpus}", "batch=5", "sequence=23", "steps=4",
+        "document_masks=false", "optimizer.lr=1e-2", "optimizer.schedule=constant",
+        "optimizer.eps=1e-3", "validation.batches=0",
+    )  # fmt: skip
+    wanted = None
+    for number, layout in enumerate(LAYOUTS):
+        run = Run.parse("", "run", (*words, f"layout={layout}", f"out={tmp_path}/{number}"))
+        if run.shape.positions == "learned":
+            assert run.shape.sequence == 32
+        losses, weights = wanted = wanted or their_steps(model, run)
+        outcomes = launch(train, 4, run, layout, True, backend="threads")
+        assert outcomes[0].loss == pytest.approx(losses[-1], rel=1e-9)
+        path = run.checkpoints / "step-00000004"
+        exported = tmp_path / f"exported-{number}"
+        export_weights(path, exported)
+        again = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
+        for key, weight in again.named_parameters():
+            error = (weight - weights[key]).abs().max() / weights[key].abs().max()
+            assert error < 1e-9, (layout, key, error)
+            assert (weights[key] - model.get_parameter(key)).abs().max() > 1e-3, "it was trained"
