@@ -59,7 +59,7 @@ def test_a_run_its_saves_and_one_save_are_all_verified(
 def test_a_run_its_saves_and_one_save_are_all_exported_and_a_run_begins_with_them(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _said(capsys, "export", source, "--out", tmp_path / "hub")
+    _said(capsys, "export", source, "--to", tmp_path / "hub")
     assert json.loads((tmp_path / "hub" / "config.json").read_text())["hidden_size"] == 16
     second = tmp_path / "second"
     _said(capsys, "import", tmp_path / "hub", "--out", second)

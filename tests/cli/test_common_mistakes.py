@@ -260,11 +260,11 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     (["plan", "--profile", "pipe.toml"], ("pipe.toml", "a named pipe")),
     (["plan", "calibrate", "missing", "--cluster", "h100x8"], ("missing/metrics.jsonl", "no such file")),
     (
-        ["checkpoint", "export", "folder.svg", "--out", "x", "--dtype", "int8"],
+        ["checkpoint", "export", "folder.svg", "--to", "x", "--dtype", "int8"],
         ("--dtype", "'INT8'", "'BF16'"),
     ),
     (
-        ["checkpoint", "export", "folder.svg", "--out", "x", "--family", "bert"],
+        ["checkpoint", "export", "folder.svg", "--to", "x", "--family", "bert"],
         ("--family", "'bert'", "'llama'"),
     ),
     (
@@ -346,8 +346,8 @@ ROWS: list[tuple[list[str], tuple[str, ...]]] = [
     ),
     (["checkpoint", "import", "folder.svg", "--out", "afile/x"], ("--out: cannot write into afile/x",)),
     (
-        ["checkpoint", "export", "folder.svg", "--out", "nul\0"],
-        ("--out: cannot write into", "no folder can have this name"),
+        ["checkpoint", "export", "folder.svg", "--to", "nul\0"],
+        ("--to: cannot write into", "no folder can have this name"),
     ),
     (["demo", "--out", "afile/x"], ("--out: cannot write into afile/x", "another folder")),
 ]  # fmt: skip
@@ -464,7 +464,7 @@ def _run(*argv: str, **more: object) -> subprocess.CompletedProcess[str]:
         ["train", "layout=recompute:fit"], ["train", "model=405b", "layout=dp2"],
         ["draw", "1f1b", "--stages", "999999999"], ["check", "fsdp8", "--model", "Llama-3-8B"],
         ["checkpoint", "show", "missing"], ["checkpoint", "verify", "fifo-manifest"],
-        ["checkpoint", "export", "folder.svg", "--out", "x", "--dtype", "int8"],
+        ["checkpoint", "export", "folder.svg", "--to", "x", "--dtype", "int8"],
         ["checkpoint", "import", "folder.svg", "--out", "x"],
         ["data", "show", "missing"], ["data", "show", "afile"], ["data", "verify", "afile"],
         ["data", "prepare", "text.txt", "--out", "afile/x"],

@@ -322,7 +322,7 @@ def test_the_command_shows_verifies_exports_and_imports(
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["shape"], told["parameters"]) == (0, "llama", BASE_ONE)
     assert command(["verify", run]) == 0
-    assert command(["export", run, "--out", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
+    assert command(["export", run, "--to", str(tmp_path / "bf16"), "--dtype", "bf16"]) == 0
     again = read_manifest(import_weights(tmp_path / "bf16", tmp_path / "again"))
     assert {tensor.dtype for tensor in again.tensors} == {"BF16"}
     file = next((tmp_path / "run" / "checkpoints" / "step-00000000").glob("rank-*"))
@@ -330,7 +330,7 @@ def test_the_command_shows_verifies_exports_and_imports(
     capsys.readouterr()
     assert command(["verify", run]) == 1
     assert "has 900 bytes" in capsys.readouterr().out
-    assert command(["export", run, "--out", str(tmp_path / "none")]) == 1
+    assert command(["export", run, "--to", str(tmp_path / "none")]) == 1
     assert not (tmp_path / "none").exists()
     with pytest.raises(UsageError, match="holds no checkpoint"):
         command(["show", folder])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,15 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch import Tensor, nn
 
+from phalanx.cli.main import main
+from phalanx.cli.train import run as main_train
+from phalanx.cli.usage import UsageError
 from phalanx.comm import launch
 from phalanx.layout import Shape
+from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.parallel import build_model
-from phalanx.train.checkpoint_exchange import HubReader, export_weights
+from phalanx.train import checkpoint_exchange, checkpoint_load
+from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
+from phalanx.train.checkpoint_format import read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_load import hash_tensors
+from phalanx.train.data import open_prepared
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of
 
@@ -226,3 +238,206 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
             error = (weight - weights[key]).abs().max() / weights[key].abs().max()
             assert error < 1e-9, (layout, key, error)
             assert (weights[key] - model.get_parameter(key)).abs().max() > 1e-3, "it was trained"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_exported_and_read_again_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = theirs(name)
+    folder = saved(model, tmp_path / "hub")
+    first = import_weights(folder, tmp_path / "run")
+    assert verify_checkpoint(first) == []
+    export_weights(first, tmp_path / "exported")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", attn_implementation="eager"
+    ).eval()
+    assert type(again) is type(model)
+    for key, weight in again.state_dict().items():
+        assert torch.equal(weight, model.state_dict()[key]), key
+    tokens, _ = batch()
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+    back = import_weights(tmp_path / "exported", tmp_path / "back")
+    assert hash_tensors(back) == hash_tensors(first)
+    assert read_manifest(back).shape == read_manifest(first).shape
+
+
+def test_a_rank_reads_the_bytes_that_it_keeps(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(theirs("phi3"), tmp_path / "hub")
+    read: list[int] = []
+    plain = checkpoint_load.read_into
+
+    def counted(file: Any, offset: int, out: Tensor) -> None:
+        read.append(out.numel() * out.element_size())
+        plain(file, offset, out)
+
+    for module in (checkpoint_load, checkpoint_exchange):
+        monkeypatch.setattr(module, "read_into", counted)
+    run = Run.parse("", "run", (
+        f"model=hf:{folder}", f"data={corpus}", "batch=4", "steps=1", "sequence=8",
+        "layout=dp4 zero3", f"out={tmp_path}/run", "validation.batches=0",
+    ))  # fmt: skip
+    launch(train, 4, run, "dp4 zero3", True, backend="threads")
+    total = 4 * run.shape.total
+    # Whole rows are read: the first and the last of a shard are read by two ranks.
+    assert total <= sum(read) < 1.1 * total
+    assert max(read) < total / 4
+
+
+# ---- the command line
+
+
+def tokenizer(folder: Path) -> None:
+    """Words, and a token that closes a text."""
+    words = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(VOCAB - 3))]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "<unk>")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def test_one_line_from_a_folder_to_training_and_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = theirs("gemma2")
+    folder, out = saved(model, tmp_path / "hub"), tmp_path / "run"
+    tokenizer(folder)
+    draw = random.Random(0)
+    texts = [" ".join(f"w{draw.randrange(VOCAB - 3)}" for _ in range(30)) for _ in range(200)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    words = [
+        f"model=hf:{folder}", f"data={tmp_path}/texts.jsonl", f"out={out}", "sequence=16", "batch=4",
+        "layout=dp2 zero3", "optimizer.lr=1e-9", "validation.batches=0",
+    ]  # fmt: skip
+    assert main(["train", *words, "steps=1"]) == 0
+    assert main(["train", *words, "steps=2"]) == 0, "it goes on"
+    corpus = open_prepared(out / "tokens")
+    tokens, documents = corpus.train.read(0, 93)
+    assert corpus.vocab == VOCAB
+    assert set(tokens[30::31]) == {2}, "each text is closed"
+    assert list(documents[::31]) == [0, 1, 2]
+    # The loss of the first step is transformers' own.
+    run = Run.parse("", "run", (*words, f"data={out}/tokens"))
+    rows = batches_of(run, run.shape).batch(0)
+    same = rows["documents"].unsqueeze(-1) == rows["documents"].unsqueeze(-2)
+    both = same.tril(), same.tril().triu(-5)  # a window of 6
+    masks = [torch.zeros(x.shape).masked_fill(~x, -torch.inf).unsqueeze(1) for x in both]
+    with torch.no_grad():
+        scores = model(
+            rows["tokens"], position_ids=rows["positions"],
+            attention_mask=dict(zip(("full_attention", "sliding_attention"), masks, strict=True)),
+        ).logits  # fmt: skip
+    loss = nn.functional.cross_entropy(scores.flatten(0, 1), rows["targets"].flatten())
+    step = next(r for r in read_journal(out / "metrics.jsonl") if r["event"] == "step")
+    assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
+    # And back: what transformers loads, with its tokenizer.
+    assert main(["checkpoint", "export", str(out), "--to", str(tmp_path / "new")]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new").eval()
+    assert again.config.max_position_embeddings == 32
+    assert again.config.eos_token_id == 2
+    probe, _ = batch()
+    with torch.no_grad():
+        wanted = model(probe).logits
+        assert (again(probe).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    words_of = transformers.AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert words_of("w3 w4")["input_ids"] == [6, 7]
+    assert words_of.eos_token == "</s>"
+    capsys.readouterr()
+    with pytest.raises(UsageError, match="'python' is bytes"):
+        main_train([words[0], f"out={tmp_path}/other"])
+
+
+@pytest.mark.parametrize("command", [
+    "check dp2 --model {}", "cost --model {}", "verify --model {} --layouts tp2 --steps 1",
+    "plan --model {} --cluster h100x8 --seq 32 --batch-tokens 256 --top 1",
+])  # fmt: skip
+def test_other_commands_take_the_folder(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(theirs("olmo2"), tmp_path / "hub")
+    assert main(command.format(f"hf:{folder}").split()) == 0
+    assert "olmo2" in capsys.readouterr().out
+
+
+# ---- folders from elsewhere
+
+
+def pickled(folder: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return Path.touch, (folder / "ran",)
+
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Hostile()))
+
+
+def with_code(folder: Path) -> None:
+    table = json.loads((folder / "config.json").read_text())
+    table |= {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Config"}}
+    (folder / "config.json").write_text(json.dumps(table))
+
+
+def with_header(change: Any) -> Any:
+    def write(folder: Path) -> None:
+        path = min(folder.glob("*.safetensors"))
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = change(json.loads(content[8 : 8 + length]))
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return write
+
+
+def overlapping(header: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in header if name != "__metadata__"]
+    for name in names[1:]:
+        header[name]["data_offsets"] = header[names[0]]["data_offsets"]
+        header[name] |= {key: header[names[0]][key] for key in ("shape", "dtype")}
+    return header
+
+
+def oversized(folder: Path) -> None:
+    path = min(folder.glob("*.safetensors"))
+    path.write_bytes((1 << 62).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def climbing(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    table = json.loads(path.read_text())
+    name = next(iter(table["weight_map"]))
+    table["weight_map"][name] = "../outside.safetensors"
+    path.write_text(json.dumps(table))
+
+
+HOSTILE = {
+    "pickled weights": (pickled, "pickled weights (.bin, .pt) are not opened"),
+    "code names": (with_code, "Code that it names (auto_map) is not run"),
+    "an oversized header": (oversized, "is no safetensors file"),
+    "overlapping tensors": (with_header(overlapping), "shares bytes with"),
+    "a path that climbs": (climbing, "is not plain"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_folders_run_nothing_and_give_one_sentence(
+    kind: str, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoil, words = HOSTILE[kind]
+    folder = saved(theirs("qwen3"), tmp_path / "hub")
+    (folder / "hostile.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    spoil(folder)
+    code = main([
+        "train", f"model=hf:{folder}", f"data={corpus}", f"out={tmp_path}/run", "batch=2", "steps=1",
+        "layout=", "sequence=8",
+    ])  # fmt: skip
+    told = capsys.readouterr().err
+    assert code in (1, 2)
+    assert words in told
+    assert "Traceback" not in told
+    assert not (folder / "ran").exists()

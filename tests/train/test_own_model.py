@@ -75,7 +75,7 @@ def test_a_model_of_one_s_own_is_not_exported_under_names_of_others(
     tmp_path: Path, alone: Path
 ) -> None:
     with pytest.raises(ValueError, match="is none of llama"):
-        checkpoint_verb.run(["export", str(alone), "--out", str(tmp_path / "a")])
+        checkpoint_verb.run(["export", str(alone), "--to", str(tmp_path / "a")])
     # Even when its sizes are those of a llama: what its weights are is in its own code.
     text = Path(STRANGER.rpartition(":")[0]).read_text()
     text = text.replace('positions="learned", gated=False', 'positions="rope", gated=True')
@@ -84,7 +84,7 @@ def test_a_model_of_one_s_own_is_not_exported_under_names_of_others(
     out = tmp_path / "run"
     trained(own(out, "steps=1", "batch=2", "sequence=12", model=f"{file}:Stranger"), "")
     with pytest.raises(ValueError, match=r"embed.words.weight is no weight of the built-in"):
-        checkpoint_verb.run(["export", str(out), "--out", str(tmp_path / "b")])
+        checkpoint_verb.run(["export", str(out), "--to", str(tmp_path / "b")])
 
 
 def test_the_command_trains_it_and_tells_how_many_parameters_it_has(

@@ -17,12 +17,12 @@ from .usage import Parser, UsageError, chosen, refuse_irregular, result, say
 _EPILOG = """\
   phalanx checkpoint show runs/first
   phalanx checkpoint verify runs/first/checkpoints/step-00000100
-  phalanx checkpoint export runs/first --out exported --dtype BF16
+  phalanx checkpoint export runs/first --to exported --dtype BF16
   phalanx checkpoint import Llama-3.2-1B --out runs/second
 
 DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
 checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins, with its model.
-Exported and imported are Llama, Mistral, Qwen2 and Qwen3 in the layout of Hugging Face.
+Exported and imported are models of Hugging Face: those that `phalanx train model=hf:FOLDER` trains.
 Exit code 1: damage was found."""
 
 
@@ -116,9 +116,10 @@ def _verify(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    parser = _parser("export", "Writes the weights as Hugging Face has them.")
-    parser.add_output("--out", folder=True, required=True, help="where the weights go")
-    parser.add("--family", default="", choices=FAMILIES, help="mistral, where llama is meant")
+    parser = _parser("export", "Writes a folder that transformers loads.")
+    parser.add_output("--to", folder=True, required=True, help="where the model goes")
+    named = "the model_type where several fit, as mistral for llama"
+    parser.add("--family", default="", choices=FAMILIES, metavar="NAME", help=named)
     parser.add("--dtype", default="", type=str.upper, choices=STORED, help="of the numbers")
     args = parser.read(argv)
     path = _checkpoints(args.source)[0]
@@ -128,9 +129,7 @@ def _export(argv: list[str]) -> int:
     if faults := verify_checkpoint(path):
         say("\n".join(faults))
         return 1
-    return _written(
-        args, export_weights(path, Path(args.out), family=args.family, dtype=args.dtype)
-    )
+    return _written(args, export_weights(path, Path(args.to), family=args.family, dtype=args.dtype))
 
 
 def _import(argv: list[str]) -> int:

@@ -166,7 +166,7 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "g
 
 
 @dataclass(frozen=True)
-class Source:
+class HubTensor:
     """Where a weight of ours is in theirs: the tensor's name, and the weights of ours that it is made
     of, in order."""
 
@@ -174,10 +174,10 @@ class Source:
     packed: tuple[str, ...]
 
 
-def sources(family: Family, names: Iterable[str]) -> dict[str, Source]:
+def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
     """Where each of these weights of ours is."""
     wanted = set(names)
-    found: dict[str, Source] = {}
+    found: dict[str, HubTensor] = {}
     for name in wanted:
         path, _, last = name.rpartition(".")
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", path)
@@ -189,7 +189,7 @@ def sources(family: Family, names: Iterable[str]) -> dict[str, Source]:
         table = family.block if layer else family.outer
         module = [each for each, mine in table.items() if inner in mine.split()][-1]
         packed = tuple(f"{ours}{each}.{last}" for each in table[module].split())
-        found[name] = Source(f"{theirs}{module}.{last}", packed)
+        found[name] = HubTensor(f"{theirs}{module}.{last}", packed)
     return found
 
 

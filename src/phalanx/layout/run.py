@@ -354,7 +354,7 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.positions == "learned" and run.sequence > shape.sequence:
         what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
         yield Mistake("sequence", what, f"Write sequence = {shape.sequence} or less")
-    if run.data == "python" and shape.vocab < BYTES:
+    if run.data == "python" and not run.hub and shape.vocab < BYTES:
         what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"
         yield Mistake("model", what, f"Give it vocab = {BYTES} or more")
 

@@ -362,13 +362,9 @@ class Tokenizer:
         self.name = f"tokenizer.json sha256:{hashlib.sha256(text.encode()).hexdigest()}"
         # Ids may have gaps, so the highest one counts and not how many there are.
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        self.end = None if end is None else self.id_of(end)
+        self.end = None if end is None else self._tokenizer.token_to_id(end)
         if end is not None and self.end is None:
             raise DataError(f"{path}: knows no token {end!r} to close a document with.")
-
-    def id_of(self, token: str) -> int | None:
-        number: int | None = self._tokenizer.token_to_id(token)
-        return number
 
     def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
         decoded = [text.decode("utf-8", "replace") for text in texts]
@@ -379,15 +375,15 @@ class Tokenizer:
 
 def hub_vocabulary(folder: Path) -> Vocabulary:
     """The tokenizer of a model of Hugging Face; its end-of-text token closes each document."""
-    vocabulary, end = Tokenizer(folder / "tokenizer.json", None), None
-    for name, word in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
-        if end is None and (folder / name).is_file():
-            end = Folder(folder, DataError).json(name, TOKENIZER).get(word)
-            end = end.get("content") if isinstance(end, dict) else end
-            end = end[0] if isinstance(end, list) and end else end
-    vocabulary.end = vocabulary.id_of(end) if isinstance(end, str) else end
-    if not isinstance(vocabulary.end, int) or not 0 <= vocabulary.end < vocabulary.size:
-        raise DataError(f"{folder}: names no end-of-text token (eos_token) that its tokenizer has.")
+    vocabulary = Tokenizer(folder / "tokenizer.json", None)
+    end = Folder(folder, DataError).json("config.json", TOKENIZER).get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end  # the others end a turn of a chat
+    if type(end) is not int or not 0 <= end < vocabulary.size:
+        raise DataError(
+            f"{folder / 'config.json'}: 'eos_token_id' is no token of tokenizer.json. Prepare the data"
+            f" with another: phalanx data prepare --tokenizer {folder}/tokenizer.json --end TOKEN."
+        )
+    vocabulary.end = end
     return vocabulary
 
 
