@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -290,7 +291,7 @@ def main() -> None:
     parser.add_argument("--accum", type=int, default=0, help="microbatches: 1, of pipelines 8")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
-    parser.add_argument("--only", nargs="+", default=(), help="those whose names have such a word")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN", help="those it matches")
     parser.add_argument("--base", help="the contender that ratios are to")
     parser.add_argument("--memory", action="store_true", help="count bytes, not seconds")
     parser.add_argument("--beside", type=Path, metavar="SRC", help="another checkout's src too")
@@ -313,8 +314,11 @@ def main() -> None:
             if name.startswith("phalanx") and "compile" not in kind
         }
     if args.only:
-        words = (next(iter(kinds)), args.base or "", *args.only)
-        kinds = {n: k for n, k in kinds.items() if any(w and w in n for w in words)}
+        always = (next(iter(kinds)), args.base)
+        kinds = {
+            name: kind for name, kind in kinds.items()
+            if name in always or any(re.search(pattern, name) for pattern in args.only)
+        }  # fmt: skip
     load = os.getloadavg()[0]
     print(f"{args.set}, {args.size}, accum {args.accum}, load {load:.1f}\n", flush=True)
     measured(kinds, args) if args.memory else timed(kinds, args)
