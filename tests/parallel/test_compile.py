@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, LayoutError
-from phalanx.parallel import Precision, build_model
+from phalanx.parallel import Precision, build_model, load_model
 from phalanx.parallel import compile as compiling
 from phalanx.parallel.compile import graphs, refuse_uncompiled
 from phalanx.parallel.data import storage_of
@@ -116,6 +117,15 @@ def test_compiled_layouts_give_what_one_process_gives(text: str) -> None:
 @pytest.mark.parametrize("name", ["gpt", "qwen", "mlp"])
 def test_every_kind_of_model_compiles(name: str) -> None:
     (verdict,) = verify(SHAPES[name], [Layout.parse("compile fp64")], steps=1)
+    assert verdict.passed, verdict
+
+
+def test_a_model_of_ones_own_compiles() -> None:
+    path = Path(__file__).parents[2] / "examples" / "stranger.py"
+    make = partial(load_model, f"{path}:Stranger")
+    shape = make().shape
+    assert shape is not None
+    (verdict,) = verify(shape, [Layout.parse("compile fp64")], steps=1, make=make)
     assert verdict.passed, verdict
 
 

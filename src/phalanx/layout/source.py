@@ -11,8 +11,10 @@ import ast
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +24,7 @@ from .files import open_regular, reason
 Refusal = Callable[[str], Exception]
 OWN = r"[^;]+\.py:\w+"  # FILE.py:NAME; a `;` separates layouts
 LIMIT = 1 << 24  # bytes of a source file
+_loads = count()
 
 
 def split_name(text: str) -> tuple[str, str]:
@@ -39,10 +42,12 @@ def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tup
     """What a user's file defines by these names; the file is run once for each call."""
     name = names[0]
     _refuse_unreadable(path, name, error)
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    # A name of its own, as dataclasses and torch's compiler look for a module by its name.
+    known = f"{Path(path).stem}_{next(_loads)}"
+    spec = importlib.util.spec_from_file_location(known, path)
     if spec is None or spec.loader is None:
         raise error(f"{path} is no Python file. Write FILE.py:{name}.")
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[known] = module = importlib.util.module_from_spec(spec)
     with running(path, error):
         spec.loader.exec_module(module)
     return tuple(_named(module, name, path, error) for name in names)
