@@ -111,7 +111,7 @@ BAD = {
     "bench collectives --repeats 0": "--repeats is 0; write 1 to",
     "bench collectives --backend smoke": "invalid choice: 'smoke' (choose from",
     "bench matmul --device cpu --dtype tf32": "tf32 is how GPUs multiply",
-    "bench matmul --sizes big": "--sizes: big: write 512",
+    "bench matmul --sizes big": "--sizes: 'big' is not a size",
     "bench matmul --threads 0": "--threads is 0",
     "bench mfu --width 0 --layers 0": "--width is 0",
     "bench overlap --copy 3Q": "'3Q' is not a size",

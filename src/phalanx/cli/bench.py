@@ -423,19 +423,10 @@ def _dtypes(text: str) -> tuple[str, ...]:
     return names
 
 
-def _lengths(text: str) -> list[int]:
-    first, colon, last = text.partition(":")
-    parts = [first, last] if colon else text.split(",")
-    # A limit on digits: Python itself refuses to read very many.
-    if not all(re.fullmatch("[0-9]{1,7}", part) and 0 < int(part) <= LONGEST for part in parts):
-        raise UsageError(
-            f"{text[:60]}: write 512:32768 or 512,768,4096, numbers of 1 to {LONGEST:,}."
-        )
-    if not colon:
-        return sorted({int(part) for part in parts})
-    lengths = [int(first)]
-    while lengths[-1] * 2 <= int(last):
-        lengths.append(lengths[-1] * 2)
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = parse_byte_sizes(text, step=2)
+    if max(lengths) > LONGEST:
+        raise UsageError(f"{text[:60]}: write 512:32768 or 512,768, numbers of 1 to {LONGEST:,}.")
     return lengths
 
 

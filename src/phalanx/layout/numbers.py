@@ -84,13 +84,13 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) << 10 * " KMGT".index(match[2] or " ")
 
 
-def parse_byte_sizes(text: str) -> tuple[int, ...]:
+def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
     """`1K:64M` from one to the other in steps of 4, `1K:64M:2` in steps of 2, or a list `1K,8M`."""
     if ":" not in text:
         return tuple(sorted({parse_bytes(part) for part in text.split(",")}))
-    first, last, *step = text.split(":")
+    first, last, *steps = text.split(":")
     low, high = parse_bytes(first), parse_bytes(last)
-    word = ":".join(step) if step else "4"
+    word = ":".join(steps) if steps else str(step)
     factor = int(word) if re.fullmatch("[0-9]{1,9}", word) else 0
     if low > high or factor < 2:
         raise NumberError(

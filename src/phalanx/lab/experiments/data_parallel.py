@@ -3,8 +3,8 @@ weights, gradients and the optimizer's state are sharded over ranks or swapped t
 
 import os
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -116,30 +116,22 @@ def threads_data_parallel(lab: Lab) -> None:
 
 def replicated(lab: Lab, weights: list[Tensor], x: Tensor) -> tuple[float, list[Tensor], int]:
     """Loss, gradients, and the bytes that left or entered the first device."""
-    answers: dict[int, Result] = {}
     gpus, moved = torch.cuda.device_count(), 0
-
-    def drive(i: int, replica: list[Tensor], rows: Tensor) -> None:
-        answers[i] = gradients_of(replica, rows)
-
-    threads = []
+    replicas, parts = [], []
     for i in range(lab.n):
         device = torch.device("cuda", i % gpus) if gpus > 1 else torch.device("cpu")
         rows = x[lab.size.part("batch", i, lab.n)].to(device)
         # A copy even where source and device are one memory: a replica is a replica.
-        replica = [w.to(device, copy=True) for w in weights] if i else weights
+        replicas.append([w.to(device, copy=True) for w in weights] if i else weights)
+        parts.append(rows)
         moved += sum(w.nbytes for w in (*weights, rows)) if i else 0
-        threads.append(threading.Thread(target=drive, args=(i, replica, rows)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(lab.n) as threads:
+        losses, found = zip(*threads.map(gradients_of, replicas, parts), strict=True)
     gradients = []
-    for layer, w in enumerate(weights):
-        parts = [answers[i][1][layer].to(w.device) for i in range(lab.n)]
-        gradients.append(torch.stack(parts).mean(0))
-        moved += sum(part.nbytes for part in parts[1:])
-    return sum(loss.item() for loss, _ in answers.values()) / lab.n, gradients, moved
+    for w, *of_devices in zip(weights, *found, strict=True):
+        gradients.append(torch.stack([g.to(w.device) for g in of_devices]).mean(0))
+        moved += w.nbytes * (lab.n - 1)
+    return sum(loss.item() for loss in losses) / lab.n, gradients, moved
 
 
 EPOCHS = 2

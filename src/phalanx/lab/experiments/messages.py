@@ -5,7 +5,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -41,45 +41,44 @@ def collectives(lab: Lab) -> None:
     # Row r is what rank r starts with: (ranks, numbers).
     table = torch.arange(n).double() + 10 * torch.arange(n)[:, None]
 
-    def begin(name: str) -> Tensor:
+    def show(name: str, call: Callable[[Tensor], object], want: Tensor) -> None:
         x = table[rank].clone()
         lab.step(name, x=x)
-        return x
-
-    def end(result: Tensor, want: Tensor) -> None:
+        result = call(x)
+        result = result if isinstance(result, Tensor) else x
         lab.after(result=result)
-        lab.claim(f"{lab.now.title} is what one process computes", result, want)
+        lab.claim(f"{name} is what one process computes", result, want)
 
-    x = begin("all-reduce")  # everyone gets the sum
-    group.all_reduce(x)
-    end(x, table.sum(0))
-    x = begin("reduce")  # only rank 0 gets it
-    group.reduce(x, root=0)
-    end(x, table[rank] if rank else table.sum(0))
-    x = begin("broadcast")  # everyone gets what the last rank has
-    group.broadcast(x, root=n - 1)
-    end(x, table[n - 1])
-    end(gathered(group, begin("all-gather")), table.flatten())  # everyone gets everything
-    end(scattered(group, begin("reduce-scatter")), table.sum(0)[rank])  # one part of the sum
-    x = begin("all-to-all")  # part j goes to rank j: a transpose over ranks
-    out = torch.empty_like(x)
-    group.all_to_all(out, x)
-    end(out, table[:, rank])
-    x = begin("gather")  # rank 0 gets everything
-    parts = [torch.empty_like(x) for _ in range(n)] if rank == 0 else None
-    group.gather(parts, x, root=0)
-    end(torch.cat(parts) if parts else x, table[rank] if rank else table.flatten())
-    x = begin("scatter")  # rank 0 hands out its parts
-    out = torch.empty(1, dtype=x.dtype)
-    group.scatter(out, [x[i : i + 1].clone() for i in range(n)] if rank == 0 else None, root=0)
-    end(out, table[0, rank])
+    def transposed(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        group.all_to_all(out, x)
+        return out
 
+    def collected(x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(n)] if rank == 0 else None
+        group.gather(parts, x, root=0)
+        return torch.cat(parts) if parts else x
+
+    def handed_out(x: Tensor) -> Tensor:
+        out = torch.empty(1, dtype=x.dtype)
+        group.scatter(out, [x[i : i + 1].clone() for i in range(n)] if rank == 0 else None, root=0)
+        return out
+
+    total, first = table.sum(0), rank == 0
+    show("all-reduce", group.all_reduce, total)  # everyone gets the sum
+    show("reduce", lambda x: group.reduce(x, root=0), total if first else table[rank])
+    show("broadcast", lambda x: group.broadcast(x, root=n - 1), table[n - 1])
+    show("all-gather", lambda x: gathered(group, x), table.flatten())  # everyone gets everything
+    show("reduce-scatter", lambda x: scattered(group, x), total[rank])  # one part of the sum
+    show("all-to-all", transposed, table[:, rank])  # part j goes to rank j: a transpose over ranks
+    show("gather", collected, table.flatten() if first else table[rank])
+    show("scatter", handed_out, table[0, rank])  # rank 0 hands out its parts
     # The loss is the sum over ranks of weight_r . all_gather(x): its gradient comes back summed.
-    begin("the gradient of an all-gather is a reduce-scatter")
     weights = torch.cos(torch.arange(n * n) + torch.arange(n)[:, None].double())  # (ranks, n n)
     leaves = [row.clone().requires_grad_() for row in table]
     want = torch.autograd.grad((weights @ torch.cat(leaves)).sum(), leaves)
-    end(scattered(group, weights[rank].clone()), want[rank])
+    title = "the gradient of an all-gather is a reduce-scatter"
+    show(title, lambda _: scattered(group, weights[rank].clone()), want[rank])
 
 
 def point_to_point(lab: Lab) -> None:
