@@ -92,6 +92,7 @@ class Watching(TorchDispatchMode):
         self.waits: list[tuple[str, str]] = []
         self.copies = 0
         self.attention: set[str] = set()  # the kernels that are asked for
+        self.products: set[str] = set()  # and the products of weight gradients
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -99,6 +100,10 @@ class Watching(TorchDispatchMode):
         if name in WITHIN:  # what it does, and not only what it puts out
             with self:
                 return WITHIN[name](*args)
+        if name in ("addmm.dtype_out", "mm.dtype_out"):  # they have no fake form
+            assert kwargs["out"].dtype == torch.float32 != args[0 if name[0] == "m" else 1].dtype
+            self.products.add(name)
+            return kwargs["out"]
         if "attention" in name:
             self.attention.add(name)
         if name == "_local_scalar_dense":
@@ -189,7 +194,9 @@ def main() -> None:
                     EXECUTORS[executor.removeprefix("packed ")], OPTIMIZERS[optimizer],
                     executor.startswith("packed "),
                 )  # fmt: skip
-                results.append([watching.waits, watching.copies, [*watching.attention]])
+                results.append(
+                    [watching.waits, watching.copies, [*watching.attention], [*watching.products]]
+                )
             except RuntimeError as error:
                 results.append(str(error))
     print(json.dumps(results))

@@ -19,11 +19,49 @@ from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.program import Program, ProgramError, Recorded, check
 from phalanx.train import AdamW, Executor, Sgd, StepResult
+from phalanx.train.moments import HostClock
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 
 GQA = SHAPES["gqa"]
+
+
+class Late(HostClock):
+    """Moments that are known, as those of events are, once the step's numbers have been read."""
+
+    def __init__(self) -> None:
+        self.counted, self.read = 0, False
+
+    def begin(self) -> None:
+        self.counted, self.read = 0, False
+
+    def moment(self) -> list[int]:
+        assert not self.read, "the step is over"
+        self.counted += 1
+        return [self.counted]
+
+    def seconds(self, moment: list[int]) -> float:
+        self.read = True
+        return float(moment[0])
+
+
+def test_spans_come_from_moments_that_are_read_after_the_step() -> None:
+    def both(world: World) -> list[tuple[str, float, float]]:
+        performer, own = performer_of(world, Layout.parse("dp2 zero3"))
+        performer.clock = Late()
+        performer.step(own, 1e-3)
+        spans = performer.step(own, 1e-3).timeline.spans
+        assert len(spans) == len(performer.row)
+        return [(str(s.op), s.start, s.end) for s in spans]
+
+    for spans in launch(both, 2, backend="threads"):
+        ends = [end for _, _, end in spans]
+        assert all(start < end for _, start, end in spans)
+        assert ends == sorted(ends)
+        assert len({*ends}) == len(ends)
+
+
 F64 = Precision(torch.float64, torch.float64, torch.float64)
 
 

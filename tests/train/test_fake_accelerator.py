@@ -50,7 +50,7 @@ def results() -> dict[tuple[str, ...], Any]:
 def test_the_host_waits_once_a_step_and_after_its_last_operation(
     layout: str, results: dict[tuple[str, ...], Any]
 ) -> None:
-    waits, copies, _ = results[layout, "bf16", "Executor", "adamw"]
+    waits, copies, *_ = results[layout, "bf16", "Executor", "adamw"]
     allowed = {READ}
     if "offload:optimizer" in layout:
         # The update runs on the host, so it waits for the gradient and for what all agreed on.
@@ -63,7 +63,7 @@ def test_the_host_waits_once_a_step_and_after_its_last_operation(
 
 @pytest.mark.parametrize("case", RUNS, ids="-".join)
 def test_a_run_waits_no_more(case: tuple[str, ...], results: dict[tuple[str, ...], Any]) -> None:
-    waits, copies, _ = results[case]
+    waits, copies, *_ = results[case]
     assert ({*map(tuple, waits)}, copies) == ({READ}, 0)
 
 
@@ -73,7 +73,7 @@ def test_documents_are_kept_apart_without_masks_or_waits(
 ) -> None:
     """In 16 bits all documents of a batch are one call of flash attention for variable lengths; a ring
     has other calls for the blocks that visit. In 32 bits no kernel for scores in memory is asked for."""
-    waits, _, attention = results[case]
+    waits, _, attention, _ = results[case]
     assert {*map(tuple, waits)} == {READ}
     ways = ("", "_backward")
     kernels = {f"_flash_attention_{way}" for way in ("forward", "backward")}
@@ -82,6 +82,14 @@ def test_documents_are_kept_apart_without_masks_or_waits(
     if case[1] == "fp32":
         kernels = {f"_scaled_dot_product_efficient_attention{way}" for way in ways}
     assert {*attention} == kernels
+
+
+@pytest.mark.parametrize("layout", ["", "accum:4", "pp2 zb-h1:4"])
+def test_gradients_of_16_bits_are_added_in_float32_as_they_are_computed(
+    layout: str, results: dict[tuple[str, ...], Any]
+) -> None:
+    products = {"mm.dtype_out"} if layout == "" else {"mm.dtype_out", "addmm.dtype_out"}
+    assert {*results[layout, "bf16", "Executor", "adamw"][3]} == products
 
 
 def test_a_read_and_a_mix_of_devices_would_be_seen(results: dict[tuple[str, ...], Any]) -> None:

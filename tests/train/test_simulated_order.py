@@ -28,6 +28,7 @@ from phalanx.parallel.local import build_local
 from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
 from phalanx.train import AdamW, Executor
+from phalanx.train.moments import HostClock
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 
@@ -157,7 +158,9 @@ def timed_step(
     assert known >= set(GROUPS) - {"norms"}
     executor = Executor(held, program, world.rank, AdamW(), clip=float(agree))
     executor.out, executor.back = (Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD))
-    executor.checked, executor.clock = True, lambda: clock.now
+    moments = HostClock()
+    moments.moment = lambda: clock.now  # type: ignore[method-assign]
+    executor.checked, executor.clock = True, moments
     for kind, plain in list(executor.handlers.items()):
         if ops.KINDS[kind].lane == ops.COMPUTE:
 

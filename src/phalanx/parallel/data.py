@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm import Work
+from ..comm.base import HALVES
 from .groups import UnitGroups
 from .tensor import Weight
 
@@ -352,7 +353,14 @@ class Unit:
         assert grad is not None
         first = name in self.fresh
         self.fresh.discard(name)
-        if self.precision.matmul or grad.dtype != a.dtype:
+        if not self.precision.matmul and grad.dtype == torch.float32 and _sums_wide(a):
+            # In float32 as it comes out of the product: a rounding to 16 bits between is as large as
+            # what a microbatch of many adds.
+            if first:
+                _aten.mm.dtype_out(a, b, grad.dtype, out=grad)
+            else:
+                _aten.addmm.dtype_out(grad, a, b, grad.dtype, out=grad)
+        elif self.precision.matmul or grad.dtype != a.dtype:
             product = (self.precision.matmul or torch.mm)(a, b)
             grad.copy_(product) if first else grad.add_(product)
         elif first:
@@ -410,6 +418,16 @@ class Unit:
         assert self.gradient is not None
         self.pool.give(self.gradient)
         self.gradient = None
+
+
+_aten: Any = torch.ops.aten
+
+
+def _sums_wide(a: Tensor) -> bool:
+    """Whether a product of these 16-bit numbers can be added in float32: newer builds have that for
+    GPUs."""
+    gpu = a.device.type not in ("cpu", "meta")
+    return gpu and a.dtype in HALVES and hasattr(_aten.addmm, "dtype_out")
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -9,7 +9,6 @@ these are the edges that `program/state.py` gives, the same that `simulate` read
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ..parallel.recompute import Selected
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
+from .moments import clock_of
 from .optimizer import MatrixUpdate, Optimizer, Scale
 from .precision import LossScale
 
@@ -64,7 +64,6 @@ class Executor:
     """
 
     checked = False
-    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Executor:
             for op, needs in state.walk()
         }
         self.updates = {n: optimizer.of(u) for n, u in local.units.items()}
-        self.clip, self.scaling = clip, scaling
+        self.clip, self.scaling, self.clock = clip, scaling, clock_of(local.pool.device)
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
@@ -121,12 +120,13 @@ class Executor:
         self.selected: dict[Key, Selected] = {}  # what else is kept, for recomputing a part
         self.away: dict[Key, tuple[Any, ...]] = {}  # both in boxes, where they are on the host
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
-        self.under_way: dict[Op, tuple[Work, float]] = {}  # begun and not waited for, and when
+        self.under_way: dict[Op, tuple[Work, Any]] = {}  # begun and not waited for, and when
         number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
         self.loss, self.count = number(0.0), number(1.0)
         self.norm: Tensor | None = None
         self.scale: Scale | None = None
-        self.spans: list[Span] = []
+        self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
+        self.clock.begin()
         state = State(self.program, self.number)
         for op in self.row:
             self._perform(op)
@@ -139,8 +139,10 @@ class Executor:
             group.flush()
         named = self._numbers()
         read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        at = self.clock.seconds
+        spans = (Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments)
         result = StepResult(
-            read["loss"], read["count"], read.get("norm"), Timeline(tuple(self.spans)), read
+            read["loss"], read["count"], read.get("norm"), Timeline(tuple(spans)), read
         )
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
@@ -155,7 +157,7 @@ class Executor:
         try:
             for need in self.waits[op]:
                 self._wait(need)
-            start = self.clock()
+            start = self.clock.moment()
             work = self.handlers[op.kind](op)
         except CommError as error:
             # Every rank says for itself at which operation it lost the others.
@@ -165,7 +167,7 @@ class Executor:
             error.add_note(f"rank {self.rank} was at {op}.")
             raise
         if work is None:
-            self.spans.append(Span(self.rank, self.lanes[op], op, start, self.clock()))
+            self.moments.append((op, start, self.clock.moment()))
         else:
             self.under_way[op] = work, start
 
@@ -174,7 +176,7 @@ class Executor:
         if op in self.under_way:
             work, start = self.under_way.pop(op)
             work.wait()
-            self.spans.append(Span(self.rank, self.lanes[op], op, start, self.clock()))
+            self.moments.append((op, start, self.clock.moment()))
 
     def _compare(self, state: State, op: Op) -> None:
         """Raise if what this rank holds after an operation is not what the program says."""

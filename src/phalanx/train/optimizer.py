@@ -85,7 +85,12 @@ class Update:
         assert gradient is not None, f"unit {self.unit.number} is updated without a gradient"
         scale = scale and scale.on(self.unit.home.device)
         for (run, view), decay in zip(self.runs, self.decays, strict=True):
-            own = gradient[run].to(view.device, view.dtype)
+            own = gradient[run].to(view.dtype)
+            if view.device != own.device:
+                # The update waits for it here, so it comes by the fastest way, to pinned memory, of
+                # which torch keeps what is let go.
+                room = torch.empty_like(own, device=view.device, pin_memory=own.is_cuda)
+                own = room.copy_(own)
             common: dict[str, Any] = {"lr": lr, "weight_decay": decay, "maximize": False}
             if scale is not None:
                 common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}

@@ -16,7 +16,7 @@ from ..layout.choices import FP16
 from ..layout.run import Run
 from ..parallel import Model, Unit, microbatches, on_device, share
 from ..parallel.local import LocalModel, build_local
-from ..plan import Machine
+from ..plan import Machine, device_named
 from ..program import Program
 from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
@@ -155,6 +155,10 @@ class Rank:
         file, precision = self.run.machine, self.layout.precision
         if file and (known := _peak(Machine.load(file), precision)):
             return known * self.world.size, f"{file} for each rank"
+        device = self.world.device
+        entry = device_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        if entry is not None and (known := entry.peak(precision)):
+            return known * self.world.size / self.world.sharing, f"{entry.name} as its maker states"
         return measured_peak(self.local.groups.everyone, self.precision.compute), "measured"
 
     def memory(self) -> dict[str, dict[str, float]]:
