@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from ..plan import (
     read_topology,
 )
 from .bench import of_peak
-from .usage import Parser, read, result, say, whole, write
+from .usage import Parser, read, result, save, say, whole, write
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
@@ -49,15 +49,25 @@ Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wron
 
 def run(argv: list[str]) -> int:
     """Show this machine, or one of the catalogue."""
-    subjects = {
-        "topology": _topology,
-        "devices": _devices,
-        "links": _links,
-        "clusters": _clusters,
-        "hierarchy": _hierarchy,
+    # What each is, how its name or file is written, and what shows it.
+    subjects: dict[str, tuple[str, dict[str, str], Callable[[argparse.Namespace], Shown]]] = {
+        "topology": ("Who is linked to whom.", _FILE, _topology),
+        "devices": ("What makers of devices state, with sources.", _NAME, _devices),
+        "links": ("Every link, one direction and both.", {}, _links),
+        "clusters": ("Levels and totals of clusters.", _NAME, _clusters),
+        "hierarchy": ("From registers to the network: size and speed.", _DEVICE, _hierarchy),
     }
     if argv and argv[0] in subjects:
-        return subjects[argv[0]](argv[1:])
+        description, name, show = subjects[argv[0]]
+        parser = Parser(f"phalanx doctor {argv[0]}", description)
+        if name:
+            parser.add("name", **name)
+        if show is _hierarchy:
+            parser.add_output("--out", ".svg", help="the same as a picture")
+        parser.add("--json")
+        args = parser.read(argv[1:])
+        result(args, *show(args))
+        return 0
     parser = Parser(
         "phalanx doctor", "What this machine is and how fast; what others are.", _EPILOG
     )
@@ -78,6 +88,11 @@ def run(argv: list[str]) -> int:
     here = local_device(args.device)
     return _measure(args, here) if args.out else _look(args, here)
 
+
+Shown = tuple[Mapping[str, object], str]  # figures, and the text of them
+_FILE = {"nargs": "?", "metavar": "FILE", "help": "what nvidia-smi topo -m printed; default: here"}
+_NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
+_DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
 
 # ---- this machine
 
@@ -158,14 +173,8 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
         )
 
 
-def _topology(argv: list[str]) -> int:
-    parser = Parser("phalanx doctor topology", "Who is linked to whom.")
-    parser.add(
-        "file", nargs="?", metavar="FILE", help="the output of nvidia-smi topo -m; default: here"
-    )
-    parser.add("--json")
-    args = parser.read(argv)
-    topology = parse_topology(read(args.file, "topology")) if args.file else read_topology()
+def _topology(args: argparse.Namespace) -> Shown:
+    topology = parse_topology(read(args.name, "topology")) if args.name else read_topology()
     figures = {
         "devices": list(topology.devices),
         "names": list(topology.names),
@@ -175,29 +184,16 @@ def _topology(argv: list[str]) -> int:
         "cpus": [list(c) for c in topology.cpus],
         "numa": list(topology.numa),
     }
-    result(args, figures, "\n".join(topology.lines()))
-    return 0
+    return figures, "\n".join(topology.lines())
 
 
 # ---- the catalogue
 
 
-def _named(
-    subject: str, description: str, argv: list[str], nargs: str | None = "?"
-) -> argparse.Namespace:
-    parser = Parser(f"phalanx doctor {subject}", description)
-    parser.add("name", nargs=nargs, metavar="NAME", help="one of them; default all")
-    parser.add("--json")
-    return parser.read(argv)
-
-
-def _devices(argv: list[str]) -> int:
-    args = _named("devices", "What makers of devices state, with sources.", argv)
+def _devices(args: argparse.Namespace) -> Shown:
     chosen = [device(args.name)] if args.name else list(devices().values())
     figures = {d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen}
-    text = "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(chosen)
-    result(args, figures, text)
-    return 0
+    return figures, "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(chosen)
 
 
 def _devices_text(chosen: Sequence[Device]) -> str:
@@ -250,10 +246,7 @@ def _device_lines(device: Device) -> Iterator[str]:
             yield f"    {line}".replace("\xa0", " ")
 
 
-def _links(argv: list[str]) -> int:
-    parser = Parser("phalanx doctor links", "Every link, one direction and both.")
-    parser.add("--json")
-    args = parser.read(argv)
+def _links(args: argparse.Namespace) -> Shown:
     rows = []
     for name, x in links().items():
         factor = x.all_reduce_factor
@@ -263,16 +256,13 @@ def _links(argv: list[str]) -> int:
     four = links()["nvlink4"].bandwidth
     for other in (links()["infiniband-ndr"], links()["infiniband-xdr"]):
         text += f"NVLink 4 is {four / other.bandwidth:.2g} times one port of {other.title}.\n"
-    result(args, {n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()}, text)
-    return 0
+    return {n: asdict(x) | {"bandwidth": x.bandwidth} for n, x in links().items()}, text
 
 
-def _clusters(argv: list[str]) -> int:
-    args = _named("clusters", "Levels and totals of clusters.", argv)
+def _clusters(args: argparse.Namespace) -> Shown:
     chosen = [cluster(args.name)] if args.name else list(clusters().values())
     figures = {c.name: asdict(c) | {"totals": c.totals()} for c in chosen}
-    result(args, figures, "\n\n".join(map(_cluster_text, chosen)))
-    return 0
+    return figures, "\n\n".join(map(_cluster_text, chosen))
 
 
 def _cluster_text(c: Cluster) -> str:
@@ -294,18 +284,11 @@ def _cluster_text(c: Cluster) -> str:
     return f"{text}  {c.source}"
 
 
-def _hierarchy(argv: list[str]) -> int:
-    parser = Parser("phalanx doctor hierarchy", "From registers to the network: size and speed.")
-    parser.add("name", metavar="NAME", help="a device, as h100")
-    parser.add_output("--out", ".svg", help="the same as a picture")
-    parser.add("--json")
-    args = parser.read(argv)
+def _hierarchy(args: argparse.Namespace) -> Shown:
     title = device(args.name).title
     levels = hierarchy(device(args.name))
     if args.out:
-        write(
-            args.out, {".svg": lambda x: _hierarchy_svg(f"{title}, from the inside out", x)}, levels
-        )
+        save(args.out, _hierarchy_svg(f"{title}, from the inside out", levels))
     rows = [
         (
             p.name,
@@ -317,8 +300,7 @@ def _hierarchy(argv: list[str]) -> int:
         for p in levels
     ]
     table = text_table(("level", "size", "bandwidth", "to read all", ""), rows, left="lrrrl")
-    result(args, {"places": [asdict(level) for level in levels]}, f"{title}\n\n{table}")
-    return 0
+    return {"places": [asdict(level) for level in levels]}, f"{title}\n\n{table}"
 
 
 def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
