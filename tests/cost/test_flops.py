@@ -92,3 +92,12 @@ def test_the_hardware_does_also_what_is_recomputed(recompute: str, again: set[in
 def test_half_of_the_pairs_are_causal_and_the_rest_is_the_same() -> None:
     for op in forward_flops(TINY, 2, 63):
         assert op.causal == (op.full * 32 / 63 if op.attends else op.full)
+
+
+def test_a_window_counts_the_pairs_that_it_sees() -> None:
+    """Of 7 tokens with a window of 3: 1, 2 and 3, then 3 for each of the last four."""
+    plain = Shape("w", layers=3, hidden=8, heads=2, vocab=10, sequence=7, windows=(3, 0))
+    attention = [op for op in forward_flops(plain, 1, 7) if op.attends]
+    per_pair = 4 * 4 * 2
+    assert [op.causal for op in attention] == [18 * per_pair, 28 * per_pair, 18 * per_pair]
+    assert [op.full for op in attention] == [49 * per_pair] * 3

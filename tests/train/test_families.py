@@ -351,16 +351,17 @@ def test_one_line_from_a_folder_to_training_and_back(
         main_train([words[0], f"out={tmp_path}/other"])
 
 
+@pytest.mark.parametrize("name", ["olmo2", "gemma3"])
 @pytest.mark.parametrize("command", [
     "check dp2 --model {}", "cost --model {}", "verify --model {} --layouts tp2 --steps 1",
     "plan --model {} --cluster h100x8 --seq 32 --batch-tokens 256 --top 1",
 ])  # fmt: skip
 def test_other_commands_take_the_folder(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = saved(theirs("olmo2"), tmp_path / "hub")
+    folder = saved(theirs(name), tmp_path / "hub")
     assert main(command.format(f"hf:{folder}").split()) == 0
-    assert "olmo2" in capsys.readouterr().out
+    assert name in capsys.readouterr().out
 
 
 # ---- folders from elsewhere

@@ -96,7 +96,7 @@ def _place() -> Path:
 def _key(model: Shape | str, sequence: int, target: str) -> str:
     """A name for all that the cuts of one file have in common."""
     if isinstance(model, Shape):
-        sizes = asdict(replace(model, name="", layers=1, batch=1, source=""))
+        sizes = asdict(replace(_repeated(model), name="", batch=1, source=""))
         if model.positions == "rope":
             sizes["sequence"] = 0  # then it is only the default of the one that is asked for
         key = {"shape": sizes, "sequence": sequence or model.sequence}
@@ -106,6 +106,11 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
         key = {"file": text, "class": name, "sequence": sequence}
     key |= {"target": target, "source": _source()}
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _repeated(shape: Shape) -> Shape:
+    """The shape with as few blocks as repeat: one, or as many as have windows of their own."""
+    return replace(shape, layers=max(1, len(shape.windows)))
 
 
 @cache
@@ -140,9 +145,7 @@ def _costed(
     from ..parallel import build_model, load_model
     from .pieces import alike, cost_kinds
 
-    made: Model = (
-        build_model(replace(model, layers=1)) if isinstance(model, Shape) else load_model(model)
-    )
+    made: Model = build_model(_repeated(model)) if isinstance(model, Shape) else load_model(model)
     entries, outputs = {}, dict[Any, Any]()
     for cut in cuts:
         all_rows = cost_kinds(
@@ -159,8 +162,10 @@ def _costed(
 def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> Pieces:
     kinds = tuple(_at(_whole(one), _whole(two), float(many)) for one, two, many in entry["kinds"])
     which = tuple(entry["which"])
-    if isinstance(model, Shape):  # costed with one block
-        which = (which[0], *which[1:2] * model.layers, which[2])
+    if isinstance(model, Shape):
+        blocks = which[1:-1]
+        every = (blocks[n % len(blocks)] for n in range(model.layers))
+        which = (which[0], *every, which[-1])
     return Pieces(kinds, which)
 
 

@@ -53,12 +53,19 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
         if shape.kind == "decoder":
             # Two products, q k and p v, each of head_dim multiply-adds for each pair and head.
             per_pair = 4.0 * shape.head_dim * shape.heads * batch
-            pairs = sequence * (sequence + 1) / 2
+            pairs = _pairs(shape, piece, sequence)
             found.append(OpFlops(piece, "attention", per_pair * pairs, per_pair * sequence**2))
     if shape.kind == "decoder":
         logits = 2.0 * rows * shape.hidden * shape.vocab
         found.append(OpFlops(shape.layers + 1, "output", logits, logits))
     return tuple(found)
+
+
+def _pairs(shape: Shape, piece: int, sequence: int) -> float:
+    """Of tokens that meet: each with itself and all before it, or as many as a window has."""
+    window = shape.windows[(piece - 1) % len(shape.windows)] if shape.windows else 0
+    seen = min(window or sequence, sequence)
+    return seen * (seen + 1) / 2 + (sequence - seen) * seen
 
 
 def _products(shape: Shape) -> list[tuple[str, int, int]]:
