@@ -1,25 +1,25 @@
-"""Predictions against tables of published runs, source by source.
+"""Predictions against tables of published runs, family by family of sources.
 
 python benchmarks/planner_score.py TABLE.csv..."""
 
 from __future__ import annotations
 
+import csv
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.cli.usage import Parser, print_json
 from phalanx.cost import cached_costs
-from phalanx.plan.profile import SoftwareProfile, profile
-from published.predict import PublishedRun, runs_of
-from published.score import Errors, Score, hold_out, score
-from published.table import Row, read_table
+from phalanx.plan.profile import profile
+from published.predict import runs_of
+from published.score import Score, hold_out, score
+from published.table import read_table
 
 _EXAMPLES = """\
   planner_score.py measured/*.csv
   planner_score.py runs.csv --profile default --json
   planner_score.py scan.csv --most-ranks 64 --no-held-out"""
-_LEAST = 5  # timed rows of a source before its absence from a fit says anything
 
 
 def run(argv: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         "planner_score.py",
         "Predicts every run of tables in the format of published measurements, and says how far"
-        " off it is: per source, never pooled.",
+        " off it is: per family of sources, never pooled.",
         _EXAMPLES,
     )
     parser.add_argument("tables", nargs="+", metavar="TABLE.csv")
@@ -36,19 +36,24 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--most-ranks", type=int, default=0, help="leave larger runs out")
     parser.add_argument(
-        "--no-held-out", action="store_true", help="skip fitting without each source: faster"
+        "--no-held-out", action="store_true", help="skip fitting without each family: faster"
     )
     parser.add_argument("--each", action="store_true", help="every run, with the parts of its step")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--out", metavar="FILE.csv", help="measured and predicted seconds of all runs"
+    )
     said = parser.read(list(argv))
     chosen = profile(said.profile) if said.profile else None
     rows = [row for path in said.tables for row in read_table(path, chosen)]
     published, refused = runs_of(rows, cached_costs)
-    held = {} if said.no_held_out else _held(published, rows)
+    held = {} if said.no_held_out else hold_out(published)
     found = score(published, refused, rows, most_ranks=said.most_ranks, held=held)
+    if said.out:
+        _write(said.out, found)
     if said.json:
-        runs = {each.source: [run.plain() for run in each.runs] for each in found if said.each}
-        told = {"sources": [each.plain() for each in found]}
+        runs = {each.family: [run.plain() for run in each.runs] for each in found if said.each}
+        told = {"families": [each.plain() for each in found]}
         print_json(told | ({"runs": runs} if said.each else {}))
     else:
         print(_table(found))
@@ -57,52 +62,50 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _held(
-    published: Sequence[PublishedRun], rows: Sequence[Row]
-) -> Mapping[str, Callable[[SoftwareProfile], SoftwareProfile]]:
-    """For each source with enough runs, its profile as it is without it. A table that no profile was
-    fitted on is held out as it stands; it needs another beside it to be fitted without."""
-    timed: dict[str, int] = {}
-    for each in published:
-        timed[each.row.source] = timed.get(each.row.source, 0) + (each.measured > 0)
-    if len([source for source in timed if timed[source]]) < 2:
-        return {}
-    return {
-        source: hold_out(published, source)
-        for source in dict.fromkeys(row.source for row in rows)
-        if timed.get(source, 0) >= _LEAST
-    }
+def _write(path: str, found: Sequence[Score]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        lines.writerow(("family", "run", "measured", "held", "fitted", "after"))
+        for each in found:
+            for run in each.runs:
+                if run.row.step:
+                    times = (run.row.step, run.held, run.step, run.after)
+                    lines.writerow((each.family, run.row.name, *(f"{x:.4g}" for x in times)))
 
 
 def _table(found: Sequence[Score]) -> str:
     lines = [
-        "Relative error of step time. 'held' is with the source left out of the fit; 'scaled' after",
-        "one scalar. tau is within groups of equal model, devices and sequence.",
+        "Median relative error of step time. 'held': with numbers fitted on all other families; 'five':",
+        "after five rows of its own; 'fitted': with its profile's numbers, which have seen it.",
         "",
-        f"{'source':28} {'rows':>5} {'median':>7} {'mean':>6} {'p90':>6} {'<5%':>5} {'<10%':>5}"
-        f" {'held':>6} {'scaled':>6}",
+        f"{'family':14} {'rows':>5} {'held':>7} {'p80':>7} {'<10%':>6} {'five':>7} {'fitted':>7}",
     ]
     lines += [_error_line(each) for each in found]
-    lines += ["", f"{'source':28} {'groups':>6} {'tau':>6} {'top-1':>7} {'top-3':>7} {'top-5':>7}"
-              f" {'rule':>7} {'random':>7}"]  # fmt: skip
+    head = ("top-1", "top-3", "top-5", "rule", "random")
+    lines += [
+        "",
+        "Order and loss of the first picks, held out, within groups of equal model, devices, sequence.",
+        "",
+        f"{'family':14} {'groups':>6} {'tau':>6} " + " ".join(f"{name:>7}" for name in head),
+    ]
     lines += [_order(each) for each in found if each.tau is not None or each.regret]
-    with_memory = [each for each in found if each.memory_error is not None or each.oom]
-    if with_memory:
-        lines += [
-            "",
-            f"{'source':28} {'memory':>7} {'precision':>10} {'recall':>7} {'accuracy':>9}",
-        ]
-        lines += [_memory(each) for each in with_memory]
-    left = [(each.source, why, count) for each in found for why, count in each.left_out.items()]
+    lines += [
+        "",
+        "Memory has no fitted numbers. 'refused': of the runs that ran.",
+        "",
+        f"{'family':14} {'memory':>7} {'precision':>10} {'recall':>7} {'accuracy':>9} {'refused':>8}",
+    ]
+    lines += [_memory(each) for each in found if each.memory_error is not None or each.oom]
+    left = [(each.family, why, count) for each in found for why, count in each.left_out.items()]
     if left:
         lines += ["", "Left out:"]
-        lines += [f"  {count:5} of {source[:28]}: {why}" for source, why, count in left]
+        lines += [f"  {count:5} of {family}: {why}" for family, why, count in left]
     return "\n".join(lines)
 
 
 def _runs(each: Score) -> Iterator[str]:
     """Two lines a run: how far off it is, and its layout with the parts of its step."""
-    yield f"{each.source}"
+    yield f"{each.family}"
     yield f"  {'run':28} {'devices':>7} {'measured':>9} {'predicted':>9} {'off':>7} {'held out':>9}"
     for run in each.runs:
         row, measured = run.row, run.row.step
@@ -118,22 +121,14 @@ def _runs(each: Score) -> Iterator[str]:
 
 
 def _error_line(each: Score) -> str:
-    held, scaled = each.held_out, each.scaled
-    return (
-        f"{each.source[:28]:28} {each.predicted:5}"
-        + _errors(each.errors)
-        + _percent(held and held.median, 7)
-        + _percent(scaled and scaled.median, 7)
-    )
-
-
-def _errors(errors: Errors | None) -> str:
-    if errors is None:
-        return f" {'-':>7} {'-':>6} {'-':>6} {'-':>5} {'-':>5}"
-    return (
-        f" {100 * errors.median:6.1f}% {100 * errors.mean:5.0f}% {100 * errors.p90:5.0f}%"
-        f" {100 * errors.within_5:4.0f}% {100 * errors.within_10:4.0f}%"
-    )
+    held, five, errors = each.held_out, each.after_five, each.errors
+    return f"{each.family[:14]:14} {each.predicted:5}" + "".join(
+        _percent(value, width)
+        for value, width in (
+            (held and held.median, 8), (held and held.p80, 8), (held and held.within_10, 7),
+            (five and five.median, 8), (errors and errors.median, 8),
+        )
+    )  # fmt: skip
 
 
 def _percent(value: Any, width: int) -> str:
@@ -148,19 +143,20 @@ def _order(each: Score) -> str:
     tau = "-" if each.tau is None else f"{each.tau:.2f}"
     best = min(rules.values()) if rules else None
     columns = [regret.get(1), regret.get(3), regret.get(5), best, random]
-    return f"{each.source[:28]:28} {each.groups:6} {tau:>6}" + "".join(
+    return f"{each.family[:14]:14} {each.groups:6} {tau:>6}" + "".join(
         _percent(x, 8) for x in columns
     )
 
 
 def _memory(each: Score) -> str:
     oom = each.oom or {}
-    names = ("precision", "recall", "accuracy")
+    names = ("precision", "recall", "accuracy", "refused")
     return (
-        f"{each.source[:28]:28}"
+        f"{each.family[:14]:14}"
         + _percent(each.memory_error, 8)
         + "".join(
-            _percent(oom.get(name), width) for name, width in zip(names, (11, 8, 10), strict=True)
+            _percent(oom.get(name), width)
+            for name, width in zip(names, (11, 8, 10, 9), strict=True)
         )
     )
 

@@ -10,12 +10,17 @@ from typing import Any
 from phalanx.layout import Layout, LayoutError, Shape, piece_layout
 from phalanx.plan.calibrate import CostedRun, Measured
 from phalanx.plan.fit import Path
-from phalanx.plan.profile import SoftwareProfile
+from phalanx.plan.profile import FITTED, SoftwareProfile
 from phalanx.plan.step import Choice, CostFunction, PieceKinds, parts_of
 
 from .table import Row
 
-__all__ = ["PublishedRun", "logged", "runs_of"]
+__all__ = ["MOST", "PublishedRun", "logged", "runs_of"]
+
+# Families with a pathological tail: the most devices of a run that is judged, and the part of a
+# device's memory above which its allocator thrashes.
+MOST = {"ultrascale": 64}
+FULL = 0.8
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,24 @@ class PublishedRun:
     def measured(self) -> float:
         return self.row.step
 
-    def choice(self, profile: SoftwareProfile) -> Choice:
-        return self.costed.choice(profile)
+    @property
+    def counts(self) -> bool:
+        """Whether it tells of its software: it ended, and was not starved of memory or network."""
+        row = self.row
+        if row.step <= 0 or row.hardware is None or row.ranks > MOST.get(row.family, row.ranks):
+            return False
+        return row.memory < FULL * row.hardware.memory or row.family not in MOST
 
-    def longest(self, profile: SoftwareProfile) -> Path:
-        return self.costed.longest(profile)
+    def under(self, numbers: SoftwareProfile) -> SoftwareProfile:
+        """The facts of its own software, with the fitted numbers of another."""
+        return replace(self.row.profile, **{name: getattr(numbers, name) for name in FITTED})
+
+    def choice(self, numbers: SoftwareProfile) -> Choice:
+        return self.costed.choice(self.under(numbers))
+
+    def longest(self, numbers: SoftwareProfile) -> Path:
+        path = self.costed.longest(self.under(numbers))
+        return lambda other: path(self.under(other))
 
 
 def logged(choice: Choice, profile: SoftwareProfile) -> float:

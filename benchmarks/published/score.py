@@ -1,34 +1,36 @@
-"""How far predictions are from published runs, source by source: errors, order, regret, memory.
+"""How far predictions are from published runs, family by family: errors, order, regret, memory.
 
-Sources are never pooled: their conventions, their noise and their software differ. Beside the error
-of the one set of constants stand the error with the source held out of the fit, and the error after
-one scalar, which is what is left when only a source's overall speed is unknown.
+A family is the sources that are siblings; families are never pooled, since their conventions, their
+noise and their software differ. Each is predicted with numbers that were fitted on all others
+(held out), with those of its own profile (fitted), and after five of its own rows (calibrated).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.fit import fit
-from phalanx.plan.profile import FITTED, SoftwareProfile
+from phalanx.plan.fit import Path, fit
+from phalanx.plan.profile import SoftwareProfile, profile
 
-from .predict import PublishedRun, logged
+from .predict import MOST, PublishedRun, logged
 from .rules import RULES
 from .table import Row
 
-__all__ = ["Errors", "Run", "Score", "hold_out", "score", "some"]
+__all__ = ["Errors", "Held", "Run", "Score", "hold_out", "score", "shared", "some"]
 
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
-NOISE = {"llm-foundry": 0.015, "ultrascale": 0.12}
+NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
-_FULL = 0.85  # of a device's memory: above it an allocator may fail, and a plan is refused
-_ROWS = 24  # of a profile on a device
+_FULL = 0.95  # of a device's memory: above it a run is told to fail
+_ROWS = 8  # of a profile on a device that a fit takes
+_FIVE = 5  # rows of its own that a family is calibrated with
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -38,6 +40,7 @@ class Errors:
 
     median: float
     mean: float
+    p80: float
     p90: float
     within_5: float
     within_10: float
@@ -49,9 +52,19 @@ class Errors:
             return None
         off = np.abs(ratios - 1)
         return cls(
-            float(np.median(off)), float(np.mean(off)), float(np.quantile(off, 0.9)),
+            float(np.median(off)), float(np.mean(off)), float(np.quantile(off, 0.8)),
+            float(np.quantile(off, 0.9)),
             float(np.mean(off <= 0.05)), float(np.mean(off <= 0.10)),
         )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """The numbers of a family that has not been seen, and after five rows of it."""
+
+    numbers: SoftwareProfile
+    after: SoftwareProfile
+    seen: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
@@ -62,8 +75,9 @@ class Run:
     step: float
     memory: float  # of the fullest rank
     told: float  # of the rank whose memory the software tells
-    parts: Mapping[str, float]  # of the step, with the source held out where it was
-    held: float = 0.0  # the step with the source held out of the fit; 0: it was not
+    parts: Mapping[str, float]  # of the step, with the family held out where it was
+    held: float = 0.0  # the step with the family held out of the fit; 0: it was not
+    after: float = 0.0  # the step after five other rows of the family; 0: it is one of them
 
     @property
     def per_token(self) -> float:
@@ -72,8 +86,9 @@ class Run:
 
     @property
     def predicted_per_token(self) -> float:
+        """Held out, where it was."""
         assert self.row.case is not None
-        return self.step / self.row.case.tokens
+        return (self.held or self.step) / self.row.case.tokens
 
     @property
     def fits(self) -> bool:
@@ -97,14 +112,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Score:
-    """One source. What a table has no data for is None."""
+    """One family. What its tables have no data for is None. Order and regret are of predictions with
+    the family held out, where it was."""
 
-    source: str
-    profile: str
+    family: str
     rows: int
     predicted: int
     errors: Errors | None = None
     held_out: Errors | None = None
+    after_five: Errors | None = None
     scaled: Errors | None = None
     tau: float | None = None
     groups: int = 0
@@ -112,20 +128,21 @@ class Score:
     misses: int = 0  # first picks that ran out of memory
     rule_regrets: Mapping[str, float] | None = None
     memory_error: float | None = None
-    oom: Mapping[str, float] | None = None  # precision, recall, accuracy
+    oom: Mapping[str, float] | None = None  # precision, recall, accuracy, and `refused` of what ran
     left_out: Mapping[str, int] = field(default_factory=dict)  # why, and how many
     runs: tuple[Run, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """The score as JSON has it."""
         regret = self.regret or {}
-        said: dict[str, Any] = {"source": self.source, "profile": self.profile, "rows": self.rows}
+        said: dict[str, Any] = {"family": self.family, "rows": self.rows}
         said["predicted"] = self.predicted
         for name in ("median", "mean", "p90"):
             said[f"{name}_error"] = getattr(self.errors, name) if self.errors else None
         for name in ("within_5", "within_10"):
             said[name] = getattr(self.errors, name) if self.errors else None
         said["held_out"] = asdict(self.held_out) if self.held_out else None
+        said["after_five"] = asdict(self.after_five) if self.after_five else None
         said["after_one_scalar"] = asdict(self.scaled) if self.scaled else None
         said["tau"], said["groups"] = self.tau, self.groups
         said |= {f"regret_top{k}": regret.get(k) for k in (1, 3, 5)}
@@ -133,7 +150,9 @@ class Score:
         said["rule_regrets"] = dict(self.rule_regrets) if self.rule_regrets else None
         said["memory_error"] = self.memory_error
         oom = self.oom or {}
-        said |= {f"oom_{name}": oom.get(name) for name in ("precision", "recall", "accuracy")}
+        said |= {
+            f"oom_{name}": oom.get(name) for name in ("precision", "recall", "accuracy", "refused")
+        }
         said["left_out"] = dict(self.left_out)
         return said
 
@@ -144,56 +163,66 @@ def score(
     rows: Sequence[Row],
     *,
     most_ranks: int = 0,
-    held: Mapping[str, Callable[[SoftwareProfile], SoftwareProfile]] | None = None,
+    held: Mapping[str, Held] | None = None,
 ) -> tuple[Score, ...]:
-    """Every source of the rows. `held` gives the profile that a source's is replaced by when the
-    source is held out; `most_ranks` leaves larger runs out."""
-    told: dict[str, list[Run]] = defaultdict(list)
-    for each in published:
-        row, profile = each.row, each.row.profile
-        if most_ranks and row.ranks > most_ranks:
-            told[row.source].append(Run(row, 0.0, 0.0, 0.0, {}))
-            continue
-        choice = each.choice(profile)
-        other = each.choice(held[row.source](profile)) if held and row.source in held else None
-        told[row.source].append(
-            Run(row, choice.step, choice.bytes, logged(choice, profile),
-                (other or choice).parts, other.step if other else 0.0)
-        )  # fmt: skip
-    sources = list(dict.fromkeys(row.source for row in rows))
-    return tuple(_score(source, told[source], rows, refused, most_ranks) for source in sources)
-
-
-def _score(
-    source: str,
-    told: list[Run],
-    rows: Sequence[Row],
-    refused: Mapping[int, str],
-    most_ranks: int,
-) -> Score:
-    mine = [row for row in rows if row.source == source]
-    left: dict[str, int] = defaultdict(int)
+    """Every family of the rows. `held` are the numbers of each without it; `most_ranks` leaves
+    larger runs out."""
+    told: dict[str, dict[int, Run]] = defaultdict(dict)
+    left: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for i, why in refused.items():
-        if rows[i].source == source:
-            left[why] += 1
-    if most_ranks:
-        more = [x for x in told if x.row.ranks > most_ranks]
-        told = [x for x in told if x.row.ranks <= most_ranks]
-        if more:
-            left[f"more than {most_ranks} devices"] += len(more)
+        left[rows[i].family][why] += 1
+    # Runs of one program one after the other: it is built once.
+    order = sorted(range(len(published)), key=lambda n: _program(published[n].row))
+    for n in order:
+        each = published[n]
+        row = each.row
+        most = most_ranks or MOST.get(row.family, row.ranks)
+        if row.ranks > most:
+            left[row.family][f"more than {most} devices"] += 1
+            continue
+        choice = each.choice(row.profile)
+        told[row.family][n] = Run(
+            row, choice.step, choice.bytes, logged(choice, row.profile), choice.parts
+        )
+        if held and row.family in held and row.step:
+            without, after = held[row.family].numbers, held[row.family].after
+            other = each.choice(without)
+            own = each.row not in held[row.family].seen
+            told[row.family][n] = replace(
+                told[row.family][n], parts=other.parts, held=other.step,
+                after=each.choice(after).step if own else 0.0,
+            )  # fmt: skip
+    families = list(dict.fromkeys(row.family for row in rows))
+    return tuple(
+        _score(
+            name,
+            [told[name][n] for n in sorted(told[name])],
+            sum(row.family == name for row in rows),
+            left[name],
+        )
+        for name in families
+    )
+
+
+def _program(row: Row) -> Any:
+    assert row.case is not None
+    x = row.case.layout
+    return x.pp, row.case.shape.layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
+
+
+def _score(family: str, told: list[Run], rows: int, left: Mapping[str, int]) -> Score:
     timed = [x for x in told if x.row.step > 0]
     ratios = np.array([x.step / x.row.step for x in timed])
-    held = np.array([x.held / x.row.step for x in timed if x.held])
     regret, misses, rules, count = _regrets(told)
     return Score(
-        source=source,
-        profile=mine[0].profile.name,
-        rows=len(mine),
+        family=family,
+        rows=rows,
         predicted=len(told),
         errors=Errors.of(ratios),
-        held_out=Errors.of(held),
+        held_out=Errors.of(np.array([x.held / x.row.step for x in timed if x.held])),
+        after_five=Errors.of(np.array([x.after / x.row.step for x in timed if x.after])),
         scaled=Errors.of(ratios / np.median(ratios)) if len(ratios) else None,
-        tau=_tau(timed, _noise(source)),
+        tau=_tau(timed, _noise(family)),
         groups=count,
         regret=regret,
         misses=misses,
@@ -205,8 +234,8 @@ def _score(
     )
 
 
-def _noise(source: str) -> float:
-    return next((v for k, v in NOISE.items() if source.startswith(k)), _USUAL_NOISE)
+def _noise(family: str) -> float:
+    return next((v for k, v in NOISE.items() if k == family), _USUAL_NOISE)
 
 
 def _by_group(told: Sequence[Run]) -> list[list[Run]]:
@@ -271,45 +300,59 @@ def _memory_error(told: Sequence[Run]) -> float | None:
 
 def _oom(told: Sequence[Run]) -> dict[str, float] | None:
     """Out of memory, as said before and as it was."""
-    was = np.array([x.row.out_of_memory for x in told], bool)
-    if not was.any():
+    if not told:
         return None
+    # A figure's memory that no device has was computed by its authors.
+    told = [x for x in told if x.row.hardware and x.row.memory < x.row.hardware.memory]
+    was = np.array([x.row.out_of_memory for x in told], bool)
     said = np.array([not x.fits for x in told], bool)
     both = float(np.sum(was & said))
     return {
         "precision": both / max(1.0, float(said.sum())),
         "recall": both / max(1.0, float(was.sum())),
         "accuracy": float(np.mean(was == said)),
+        "refused": float(np.sum(said & ~was)) / max(1.0, float(np.sum(~was))),
     }
 
 
-def hold_out(
-    published: Sequence[PublishedRun], source: str
-) -> Callable[[SoftwareProfile], SoftwareProfile]:
-    """How a source's profile looks when the source has not been seen: the numbers fitted on other
-    sources of the same profile and device, or, where there are none, on all other profiles."""
-    name = next(x.row.profile.name for x in published if x.row.source == source)
-    others = some([x for x in published if x.row.source != source and x.measured])
-    same = [x for x in others if x.row.profile.name == name]
-    known = same if len(same) >= 8 else others
-    sizes: dict[str, int] = defaultdict(int)
-    for each in known:
-        sizes[each.row.source] += 1
-    # Every source counts one, however many rows it has.
-    found = fit(
-        SoftwareProfile(), known, weights=[1 / sizes[x.row.source] for x in known], moves=50
-    )
-    numbers = {each: getattr(found, each) for each in FITTED}
-    return lambda each: replace(each, **numbers)
+def shared(
+    runs: Sequence[PublishedRun], met: dict[int, list[Path]], base: SoftwareProfile
+) -> SoftwareProfile:
+    """One set of numbers for runs of many profiles; every family counts one, however many rows."""
+    sizes = Counter(run.row.family for run in runs)
+    weights = [1 / sizes[run.row.family] for run in runs]
+    return fit(base, runs, weights=weights, moves=30, met=met)
+
+
+def hold_out(published: Sequence[PublishedRun]) -> dict[str, Held]:
+    """For each family the numbers of `default` as they are without it, and then with five rows."""
+    met: dict[int, list[Path]] = {}
+    known = some(published)
+    base = shared(known, met, profile("default"))
+    found = {}
+    for family in dict.fromkeys(run.row.family for run in known):
+        others = [run for run in known if run.row.family != family]
+        own = [run for run in published if run.row.family == family and run.counts]
+        if not others:
+            continue
+        without = shared(others, met, base)
+        five = _even(own, _FIVE)
+        after = fit(without, five, met=met, clip=math.inf)
+        found[family] = Held(without, after, tuple(run.row for run in five))
+    return found
 
 
 def some(published: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Some rows of every profile on every device, evenly taken: more tell a fit little that is new."""
+    """Some rows of every profile on every device: more tell a fit little that is new."""
     kinds: dict[Any, list[PublishedRun]] = defaultdict(list)
-    for each in published:
-        kinds[each.row.profile.name, each.row.device].append(each)
-    found = []
-    for those in kinds.values():
-        picked = np.linspace(0, len(those) - 1, min(_ROWS, len(those))).round().astype(int)
-        found += [those[i] for i in picked]
-    return found
+    for run in published:
+        if run.counts and run.row.case is not None:
+            kinds[run.row.family, run.row.profile.name, run.row.device, run.row.case.dtype].append(
+                run
+            )
+    return [run for those in kinds.values() for run in _even(those, _ROWS)]
+
+
+def _even(runs: Sequence[PublishedRun], count: int) -> list[PublishedRun]:
+    picked = np.linspace(0, len(runs) - 1, min(count, len(runs))).round().astype(int)
+    return [runs[i] for i in picked]

@@ -57,6 +57,12 @@ class Row:
     empty: bool = False  # a stage would hold nothing
 
     @property
+    def family(self) -> str:
+        """Sources that are siblings have one: the first word of their name."""
+        found = re.match(r"[A-Za-z]+", self.source)
+        return found[0].lower() if found else self.source
+
+    @property
     def group(self) -> tuple[str, str, str, int, int]:
         """Runs that answer the same question: which layout is best for it."""
         sequence = self.case.sequence if self.case else 0
@@ -96,7 +102,7 @@ def _row(said: Mapping[str, str], chosen: SoftwareProfile | None) -> Row:
     return Row(
         source=said["source"], name=said.get("row_id", ""), model=said.get("model", ""),
         device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
-        profile=profile.on(kind.name) if kind else profile,
+        profile=profile,
         step=step if status == "ok" else 0.0,
         memory=_number(said, "peak_mem_gb") * unit if status == "ok" else 0.0,
         out_of_memory="oom" in status, why=why, notes=said.get("notes", ""),
@@ -149,12 +155,12 @@ def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
     )  # fmt: skip
     layout = Layout(
         mesh=mesh, seq=said.get("sp") == "1" and n["tp"] > 1, zero=min(zero, 3), schedule=schedule,
-        chunks=chunks, microbatches=count, recompute=_recompute(said.get("act_ckpt", "")),
+        chunks=chunks, microbatches=count, recompute=_recompute(said.get("act_ckpt") or profile.recompute),
         precision="fp16" if "fp16" in said.get("precision", "") else "bf16",
         offload=("optimizer",) if "optim" in said.get("offload", "") else (),
     )  # fmt: skip
     if zero == 3 and n["pp"] > 1:
-        layout = replace(layout, gather="micro")
+        layout = replace(layout, reduce="step")
     less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
     if profile.balanced and not less:
         first, last = _filled(shape, n["pp"])
@@ -218,7 +224,7 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
 
 
 def _recompute(text: str) -> str:
-    if text.startswith("full"):
+    if text.startswith(("full", "all")):
         return "all"
     return "selective" if text.startswith("selective") else "none"
 

@@ -103,8 +103,8 @@ def test_the_table_names_each_run_with_its_error_before_and_after(
     assert lines[1].startswith(run)
     assert f"{before:+7.0%}" in lines[1]
     assert lines[1].endswith("dp2")
-    assert [line.split()[0] for line in lines[3:7]] == list(FITTED)
-    assert "1 runs for 4 numbers" in lines[-1]
+    assert [line.split()[0] for line in lines[3:6]] == list(FITTED)
+    assert "1 runs for 3 numbers" in lines[-1]
     assert not (tmp_path / "profile.toml").exists()
 
 

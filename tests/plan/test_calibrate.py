@@ -69,7 +69,7 @@ def _off(profile: SoftwareProfile, runs: Iterable[CostedRun]) -> float:
 
 
 def test_the_profile_that_made_the_runs_is_neared_and_predicts_runs_that_it_has_not_seen() -> None:
-    truth = SoftwareProfile(speed=0.6, attention=0.4, traffic=1.5, host=1.0)
+    truth = SoftwareProfile(speed=0.6, traffic=1.5, host=1.0)
     seen, unseen = _timed(LAYOUTS[::2], truth), _timed(LAYOUTS[1::2], truth)
     begin = SoftwareProfile(speed=0.95, traffic=0.3)
     after = calibrated(begin, seen)
@@ -78,9 +78,9 @@ def test_the_profile_that_made_the_runs_is_neared_and_predicts_runs_that_it_has_
 
 
 def test_runs_that_are_all_far_slower_than_predicted_are_followed_all_the_same() -> None:
-    truth = SoftwareProfile(speed=0.5, attention=0.25, traffic=2.2, host=6.0)
+    truth = SoftwareProfile(speed=0.5, traffic=2.2, host=6.0)
     seen = _timed(LAYOUTS, truth, slower=1.6)
-    begin = SoftwareProfile(speed=1.0, attention=1.5, traffic=0.2, host=0.0)
+    begin = SoftwareProfile(speed=1.0, traffic=0.2, host=0.0)
     assert _off(begin, seen) > 0.3
     assert _off(calibrated(begin, seen), seen) < 0.6 * _off(begin, seen)
 
@@ -90,7 +90,7 @@ def test_the_longest_path_is_as_long_as_the_simulated_step() -> None:
     for run in _timed(LAYOUTS, profile):
         assert run.longest(profile)(profile) == pytest.approx(run.step(profile))
         # Under other numbers another path may be longer, and none is longer than the step.
-        other = SoftwareProfile(speed=0.5, attention=2.0, traffic=0.2, host=5.0)
+        other = SoftwareProfile(speed=0.5, traffic=0.2, host=5.0)
         assert run.longest(profile)(other) <= run.step(other) * (1 + 1e-9)
 
 
@@ -101,7 +101,7 @@ def test_without_a_measured_run_nothing_is_refitted() -> None:
 
 
 def test_a_stack_file_reads_back_as_the_stack_that_was_written(tmp_path: Path) -> None:
-    said = SoftwareProfile(speed=0.7, by_device={"h100-sxm": {"host": 2.0}}, fused_attention=False)
+    said = SoftwareProfile(speed=0.7, attention="scores")
     (tmp_path / "profile.toml").write_text(dump(said))
     assert profile(str(tmp_path / "profile.toml")) == said
     (tmp_path / "profile.toml").write_text("sped = 0.7\n")

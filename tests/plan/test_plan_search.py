@@ -343,7 +343,7 @@ def test_plain_rules_stand_beside_and_none_is_faster() -> None:
 
 
 def test_a_profile_that_keeps_scores_is_planned_too() -> None:
-    plain = replace(profile("phalanx"), fused_attention=False)
+    plain = replace(profile("phalanx"), attention="scores")
     kept = search(request("h100x8", batch=16, software=plain), top=1)
     fused = search(request("h100x8", batch=16), top=1)
     assert kept.layouts[0].step > fused.layouts[0].step

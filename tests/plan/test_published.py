@@ -79,7 +79,7 @@ def measured_by(path: Path, truth, *, noise: float = 0.0) -> Path:
 
 
 def test_a_profile_that_made_the_times_is_found_again(tmp_path: Path) -> None:
-    truth = replace(profile("default"), speed=0.7, by_device={})
+    truth = replace(profile("default"), speed=0.7)
     rows = read_table(measured_by(tmp_path / "t.csv", truth), replace(truth, speed=0.9))
     runs, _ = runs_of(rows, piece_costs)
     found = fit(runs[0].row.profile, runs)
@@ -89,7 +89,7 @@ def test_a_profile_that_made_the_times_is_found_again(tmp_path: Path) -> None:
 
 
 def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) -> None:
-    truth = replace(profile("default"), by_device={})
+    truth = profile("default")
     path = measured_by(tmp_path / "t.csv", truth)
     perfect = _score(path, truth)
     assert perfect["median_error"] == pytest.approx(0, abs=1e-3)
@@ -107,7 +107,7 @@ def _score(path: Path, by) -> dict:
 
 
 def test_a_first_pick_that_ran_out_of_memory_is_a_miss(tmp_path: Path) -> None:
-    truth = replace(profile("default"), by_device={})
+    truth = profile("default")
     path = measured_by(tmp_path / "t.csv", truth)
     with open(path, newline="") as file:
         said = list(csv.DictReader(file))
@@ -137,7 +137,7 @@ def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
 def test_memory_is_compared_as_the_software_tells_it(tmp_path: Path) -> None:
     pipeline = {"gpus": 8, "tp": 1, "pp": 2, "dp": 4, "micro_batch": 1, "global_batch": 4,
                 "schedule": "1f1b", "vocab": "256000", "step_time_s": 1, "mem_unit": "GB"}  # fmt: skip
-    plain = replace(profile("default"), by_device={})
+    plain = profile("default")
     first = replace(plain, logs_first_rank=True)
     # One microbatch: the last rank has the head and as many forwards, the first is the emptier.
     rows = read_table(table(tmp_path / "t.csv", [{**pipeline, "peak_mem_gb": 10}]), first)
@@ -173,7 +173,7 @@ def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
     rows = [{**row, "step_time_s": 2.0} for row in layouts()[:3]]
     words = [str(table(tmp_path / "runs.csv", rows)), "--each", "--no-held-out"]
     assert planner_score.run([*words, "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]["made-up"]
+    runs = json.loads(capsys.readouterr().out)["runs"]["made"]
     assert [run["measured_s"] for run in runs] == [2.0] * 3
     assert all(sum(run["parts"].values()) == pytest.approx(run["predicted_s"]) for run in runs)
     assert planner_score.run(words) == 0

@@ -54,7 +54,7 @@ def _planned(
     wanted: Run, shape: Shape, hardware: Hardware, precision: str
 ) -> tuple[Layout, str] | None:
     request = Request(
-        shape, hardware, profile_for(hardware, "", None, precision),
+        shape, hardware, profile_for(hardware, None, precision),
         partial(cached_costs, target=hardware.target), wanted.tokens(shape), shape.batch,
         precision, model=wanted.own,
     )  # fmt: skip

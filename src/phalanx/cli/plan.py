@@ -163,7 +163,7 @@ def request_of(args: argparse.Namespace) -> Request:
     precision = args.precision or (FP32 if hardware.cores else BF16)
     return Request(
         shape=shape, hardware=hardware, sequence=sequence, batch=batch, precision=precision,
-        profile=profile_for(hardware, at.device, args.profile, precision), limit=args.limit,
+        profile=profile_for(hardware, args.profile, precision), limit=args.limit,
         piece_costs=partial(cached_costs, target=hardware.target), model=args.model if make else "",
         cluster="" if args.cluster == "this" else args.cluster,
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,10 +51,8 @@ def run(argv: Sequence[str]) -> int:
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
     places = [_where(args, group) for group in groups]
-    # Where the fit begins: what was named, else ours, as it is on such a device.
     precision = runs[0].case.layout.precision
-    first = profile_for(places[0].hardware, places[0].device, args.profile, precision)
-    before = replace(first, by_device={})
+    before = profile_for(places[0].hardware, args.profile, precision)
     costed_runs = [
         run
         for group, at in zip(groups, places, strict=True)

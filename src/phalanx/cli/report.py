@@ -93,7 +93,7 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
             f"the run was on {step.device}, and {args.cluster or args.machine} is {at.names[0]}. Name"
             " the machine it ran on: phalanx doctor --out machine.toml writes it there."
         )
-    profile = profile_for(at.hardware, at.device, args.profile, step.layout.precision)
+    profile = profile_for(at.hardware, args.profile, step.layout.precision)
     if args.profile or not at.hardware.cores:
         # A file of calibrate still has the name of the profile with which its fit began.
         profile = replace(profile, name=args.profile or profile.name)

@@ -79,7 +79,8 @@ class Device:
     links: tuple[str, ...] = ()  # names in links.toml, the fastest first
     peak_tflops: Mapping[str, float] = field(default_factory=dict)  # where no chip gives it
     reached_tflops: Mapping[str, float] = field(default_factory=dict)  # best product measured
-    flash_tflops: float = 0.0  # attention kernel, forward and backward, causal FLOPs, heads of 128
+    # Attention kernels by generation: forward and backward, causal FLOPs, long, heads of 128.
+    attention_tflops: Mapping[str, float] = field(default_factory=dict)
     chip: Chip | None = None
     pod: int = 0  # devices that its own links join
     note: str = ""

@@ -17,9 +17,8 @@ from .profile import FITTED, SoftwareProfile
 # Seconds of the operations on one path through a run's program, under a profile.
 Path = Callable[[SoftwareProfile], float]
 _CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
-_PRIOR = 0.05  # how much a number is held where the runs do not decide it
-_AT_REST = SoftwareProfile()  # a number that nothing decides stays where a new profile has it
-_ROUNDS = 4  # of simulating all runs
+_HELD = 0.5  # how much one run less moves a number than many do: the weight of where it starts
+_ROUNDS = 3  # of simulating all runs
 
 
 class TimedRun(Protocol):
@@ -38,11 +37,14 @@ def fit(
     weights: Sequence[float] = (),
     moves: int = 80,
     clip: float = _CLIP,
+    met: dict[int, list[Path]] | None = None,
 ) -> SoftwareProfile:
     """The profile whose numbers come nearest to the measured steps: mean absolute log error.
 
-    `weights` are of the runs, one each if left out; `moves` is how many the search makes in a
-    round; `clip` is how far off a run still pulls.
+    Numbers are held where `base` has them, the more the fewer runs there are. `weights` are of the
+    runs, one each if left out; `moves` is how many the search makes in a round; `clip` is how far off
+    a run still pulls; `met`, the paths of each run that earlier fits met: with it nothing is
+    simulated where paths are known.
     """
     known = [
         (run, weight)
@@ -53,7 +55,7 @@ def fit(
         return base
     low = [span[0] for span in FITTED.values()]
     wide = [span[1] - span[0] for span in FITTED.values()]
-    rest = [(getattr(_AT_REST, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)]
+    rest = [(getattr(base, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)]
 
     def at(x: Sequence[float]) -> SoftwareProfile:
         numbers = {
@@ -62,7 +64,9 @@ def fit(
         }
         return replace(base, **numbers)  # type: ignore[arg-type]
 
-    paths: list[list[Path]] = [[] for _ in known]
+    met = {} if met is None else met
+    paths = [met.setdefault(id(run), []) for run, _ in known]
+    held = _HELD / len(known)
 
     def loss(x: Sequence[float]) -> float:
         profile, total, count = at(x), 0.0, 0.0
@@ -71,14 +75,15 @@ def fit(
             total += weight * min(abs(math.log(step / run.measured)), clip)
             count += weight
         outside = sum(max(each - 1, 0.0) + max(-each, 0.0) for each in x)
-        held = math.fsum((a - b) * (a - b) for a, b in zip(x, rest, strict=True)) / len(rest)
-        return total / count + outside + _PRIOR * held
+        apart = math.fsum((a - b) * (a - b) for a, b in zip(x, rest, strict=True))
+        return total / count + outside + held * apart
 
     best = [min(max(each, 0.05), 0.95) for each in rest]
-    for number in range(_ROUNDS):
-        for (run, _), those in zip(known, paths, strict=True):
-            path = run.longest(at(best))
-            those += [path] * (path not in those)
+    simulated = not all(paths)
+    for number in range(_ROUNDS if simulated else 1):
+        if simulated:
+            for (run, _), those in zip(known, paths, strict=True):
+                those.append(run.longest(at(best)))
         best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
     return at(best)
 

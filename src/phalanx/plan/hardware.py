@@ -28,7 +28,8 @@ _TILES = ((128, 256), (128, 128), (64, 128))  # of a product, and how well each 
 _TILE_RATE = (1.0, 0.97, 0.8)
 _TO_HOST = ("pcie", "nvlink-c2c")
 HOST_LINK = 25e9  # bytes a second to a host, where the catalogue names no link to it
-_DEPTH = 160.0  # k at which a product's start and end cost as much as its middle
+_RAMP = 512.0  # keys at which causal attention has half its rate (Dao 2023, figures 4 and 7)
+_DEPTH = 80.0  # k at which a product's start and end cost as much as its middle
 
 
 class Rates(Protocol):
@@ -36,7 +37,7 @@ class Rates(Protocol):
 
     def product(self, p: Product, dtype: str) -> float: ...
 
-    def attention(self, a: AttentionLoad, dtype: str) -> float: ...
+    def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float: ...
 
     def move(self, size: float) -> float: ...
 
@@ -78,11 +79,13 @@ class Roofline:
             best = max(best, rate * filled * waves / math.ceil(waves))
         return float(best * p.k / (p.k + _DEPTH))
 
-    def attention(self, a: AttentionLoad, dtype: str) -> float:
-        said = self.device.flash_tflops * 1e12
-        rate = said or FLASH * self.reached(BF16)
+    def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float:
+        # The newest generation that the device has, of those up to the one that is asked for.
+        said = [rate for name, rate in self.device.attention_tflops.items() if name <= kernel]
+        rate = max(said) * 1e12 if said else FLASH * self.reached(BF16)
         narrow = min(1.0, (a.head_dim / 128) ** 0.35)  # a narrow head feeds the tensor cores worse
-        return float(a.flops / (rate * narrow))
+        short = _RAMP * (1.0 if a.causal else 0.5)
+        return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))
 
     def move(self, size: float) -> float:
         return size / (STREAM * self.device.memory.bandwidth)

@@ -62,7 +62,7 @@ class MeasuredRates:
     def product(self, p: Product, dtype: str) -> float:
         return float(p.flops / self.rate(dtype, p.m, p.n, p.k))
 
-    def attention(self, a: AttentionLoad, dtype: str) -> float:
+    def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float:
         rate = self.rate(dtype, a.queries, a.keys, a.head_dim)
         return float(a.flops / (_ATTENTION * rate))
 
@@ -129,7 +129,6 @@ def local_profile(precision: str = FP32) -> SoftwareProfile:
     copy = 4.0 if width < 4 else 0.0  # in full, beside narrow weights
     return replace(
         profile("phalanx"),
-        by_device={},
         weight_bytes=width,
         gathered_bytes=width,
         gradient_bytes=max(width, 4.0),
@@ -141,9 +140,9 @@ def local_profile(precision: str = FP32) -> SoftwareProfile:
 
 
 def profile_for(
-    hardware: Hardware, device: str, name: str | None = None, precision: str = FP32
+    hardware: Hardware, name: str | None = None, precision: str = FP32
 ) -> SoftwareProfile:
-    """The named software as it is on a device; ours where none is named."""
+    """The named software; ours where none is named."""
     if hardware.cores and not name:
         return local_profile(precision)
-    return profile(name or "phalanx").on(device)
+    return profile(name or "phalanx")

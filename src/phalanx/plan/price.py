@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..layout import Layout
-from ..program import AttentionLoad, Load, MessageLoad, PieceCost
+from ..layout.choices import DTYPES
+from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product
 from .hardware import Hardware
-from .profile import SoftwareProfile
+from .profile import SCORES, SoftwareProfile
 
-# Bytes that scores cost in memory when attention keeps them, for each pair and head: written,
-# softened, masked, read (forward), and back.
-_SCORES = {True: 12.0, False: 16.0}
+# Bytes that attention which keeps its scores moves for each of them beside its products: one kernel
+# scales, masks and softens them, one drops some out; and both again in the backward.
+_SCORES = {True: 9.0, False: 11.0}
+FUSED = 0.5  # of the bytes that operations move one by one, where neighbours are one kernel
 _STARTS = 4.0  # operations that start as slowly as one message does
 _OVERLAP = 0.9  # of computing that messages sent beside it may take
+SLOWED = 0.25  # of their time: what computing loses to them, units and memory
 KEPT_SCORES = 5.0  # Korthikanti et al. 2022: two halves and a mask
 
 
@@ -76,18 +79,18 @@ class OpParts:
 
     def under(self, profile: SoftwareProfile, slower: float = 1.0) -> OpTime:
         """Its times. `slower`: how much slower starting kernels is than the profile says."""
-        device = self.products / profile.speed + self.attention / profile.attention
-        device += self.moved * profile.traffic
+        device = self.products / profile.speed + self.attention
+        device += self.moved * profile.traffic * (FUSED if profile.fused else 1.0)
         inside = 0.0 if profile.overlaps_tensor else self.messages
-        seen = inside + max(0.0, self.ring + self.messages - inside - _OVERLAP * device)
+        beside = self.ring + self.messages - inside
+        hidden = min(beside, _OVERLAP * device)
+        seen = inside + beside - hidden + (0.0 if self.serial else SLOWED * hidden)
         host = slower * (self.host * profile.host + self.members * profile.member_host)
         return OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
 
 
-def op_parts(
-    load: Load, hardware: Hardware, cut: Layout, dtype: str, *, fused: bool = True
-) -> OpParts:
-    """The parts of one operation on one rank. `fused`: attention keeps no scores."""
+def op_parts(load: Load, hardware: Hardware, cut: Layout, dtype: str, kernel: str) -> OpParts:
+    """The parts of one operation on one rank, with that kernel of attention."""
     ring, messages = _messages(load, hardware, cut)
     if hardware.cores and hardware.ranks >= hardware.cores:
         # No core is left to carry a ring's messages, and each carries what comes and what goes.
@@ -96,7 +99,7 @@ def op_parts(
     rates = hardware.rates
     return OpParts(
         products=sum(rates.product(p, dtype) for p in load.products),
-        attention=sum(_attention(a, hardware, dtype, fused) for a in load.attention),
+        attention=sum(_attention(a, hardware, dtype, kernel) for a in load.attention),
         moved=rates.move(load.moved),
         host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
         ring=ring,
@@ -106,17 +109,18 @@ def op_parts(
     )
 
 
-def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, fused: bool) -> float:
-    if fused:
-        return hardware.rates.attention(a, dtype)
-    pairs = a.batch * a.heads * a.queries * a.keys
+def _attention(a: AttentionLoad, hardware: Hardware, dtype: str, kernel: str) -> float:
+    if kernel != SCORES:
+        return hardware.rates.attention(a, dtype, kernel)
     forward = a.products <= 2
-    products = 2 if forward else 4  # nothing is computed again where scores are kept
-    flops = 2.0 * products * pairs * a.head_dim
-    rate = hardware.rates.attention(a, dtype) / max(a.flops, 1.0)
+    products = (
+        Product(a.queries, a.head_dim, a.keys, a.batch * a.heads),
+        Product(a.queries, a.keys, a.head_dim, a.batch * a.heads),
+    )
+    time = sum(hardware.rates.product(p, dtype) for p in products) * (1 if forward else 2)
+    time += hardware.rates.move(_SCORES[forward] * a.batch * a.heads * a.queries * a.keys)
     # Tensor cores take 16 bytes at a time: eight numbers. What is no multiple goes round them.
-    uneven = 1.0 if a.head_dim % 64 == 0 else 1.25 if a.head_dim % 8 == 0 else 6.0
-    return (flops * rate + hardware.rates.move(_SCORES[forward] * pairs)) * uneven
+    return time * (1.0 if a.head_dim % 64 == 0 else 1.25 if a.head_dim % 8 == 0 else 6.0)
 
 
 def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
@@ -155,13 +159,13 @@ class PieceParts:
             inputs,
             weights,
             again,
-            kept=c.kept * profile.kept + self.scores,
-            kept_after_i=c.kept_after_i * profile.kept,
+            kept=c.kept + self.scores,
+            kept_after_i=c.kept_after_i,
             input=c.input,
-            temporary=c.temporary * profile.scratch + 2 * self.scores,
+            temporary=c.temporary + 2 * self.scores,
             weights=c.weights,
             edge=c.edge,
-            selected=c.selected * profile.kept,
+            selected=c.selected,
         )
 
 
@@ -180,11 +184,13 @@ def piece_parts(
         )
     loads = (cost.forward, cost.input_gradient, cost.weight_gradient, again)
     forward, inputs, weights, repeated = (
-        op_parts(load, hardware, cut, dtype, fused=fused) for load in loads
+        op_parts(load, hardware, cut, dtype, profile.attention) for load in loads
     )
     if fused and cut.recompute == "selective":
         more = profile.repeats * forward.products
         repeated = replace(repeated, products=repeated.products + more)
+        made = sum(p.batch * p.m * p.n for p in cost.forward.products) * DTYPES[dtype].bytes
+        cost = replace(cost, selected=max(0.0, cost.selected - profile.repeats * made))
     if profile.regathers and cut.seq:
         # Kept in shards, and gathered while the gradient of a column's input is computed.
         taken = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]

@@ -7,8 +7,7 @@ Every fitted number says how far software is from what the machine could do: 1 i
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -16,10 +15,12 @@ from ..layout.choices import no_such
 from ..layout.codec import decode, key, load
 from .device import MachineError, MachineFileError
 
+SCORES = "scores"  # attention as products with a softmax between them
+KERNELS = (SCORES, "flash-1", "flash-2", "flash-3")  # each generation of fused ones is faster
+
 # The numbers that a fit may change, with the range it may use.
 FITTED: dict[str, tuple[float, float]] = {
     "speed": (0.45, 1.05),
-    "attention": (0.2, 2.0),
     "traffic": (0.1, 2.5),
     "host": (0.0, 9.0),
 }
@@ -27,15 +28,13 @@ FITTED: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class SoftwareProfile:
-    """One software profile. The first four numbers are fitted on runs, the others are facts of it."""
+    """One software profile. The first three numbers are fitted on runs, the others are facts of it."""
 
-    speed: float = key(0.85, "of the best product's rate", minimum=0)
-    attention: float = key(1.0, "of the flash kernel's rate", minimum=0)
-    traffic: float = key(0.6, "of the bytes that operations move when nothing is fused", minimum=0)
-    host: float = key(1.0, "of the time to start every operation on its own", minimum=0)
-    by_device: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    speed: float = key(0.845, "of the best product's rate", minimum=0)
+    traffic: float = key(1.03, "of the bytes that operations move when nothing is fused", minimum=0)
+    host: float = key(0.55, "of the time to start every operation on its own", minimum=0)
     frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
-    fused_attention: bool = key(True, "no scores in memory")
+    attention: str = key("flash-2", "its kernel", choices=KERNELS)
     float_logits: bool = key(
         True, "the loss keeps its softmax in float32, and makes its gradient so"
     )
@@ -44,11 +43,16 @@ class SoftwareProfile:
     )
     repeats: float = key(0.0, "part of the products that `selective` computes again too")
     member_host: float = key(0.0, "seconds to start a message, for each rank of its group")
-    pipe_host: float = key(1.0, "how much slower a pipeline starts its operations")
+    pipe_host: float = key(0.55, "how much slower a pipeline starts its operations")
     strain: float = key(0.0, "part of the step that is added where memory is nearly full")
+    recompute: str = key("none", "what it computes again where a table says nothing of it")
+    fused: bool = key(False, "norms, activations and rotary are compiled, or kernels of their own")
     overlaps_data: bool = key(True, "data-parallel messages travel while the device computes")
     overlaps_tensor: bool = key(False, "tensor-parallel messages travel beside their products")
     overlaps_sends: bool = key(True, "sends between stages travel while the device computes")
+    scatters_sends: bool = key(
+        False, "each tensor-parallel rank sends its part to the next stage, which gathers them"
+    )
     balanced: bool = key(False, "stages count embedding and head as blocks; else blocks are even")
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")
@@ -57,17 +61,16 @@ class SoftwareProfile:
     gathered_bytes: float = key(2.0, "of a weight on the group")
     logs_first_rank: bool = key(False, "its log has the memory of a pipeline's first rank")
     logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
-    kept: float = key(1.0, "of the costed bytes that forward keeps")
-    scratch: float = key(1.0, "of the costed bytes that come and go")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")
     reserve: float = key(1.04, "what an allocator holds for each byte in use")
     error: float = key(0.12, "of step time: the median over runs that no fit saw")
     source: str = ""
     name: str = ""
 
-    def on(self, device: str) -> SoftwareProfile:
-        """The profile with what is different on one device."""
-        return replace(self, **dict(self.by_device.get(device, {})))  # type: ignore[arg-type]
+    @property
+    def fused_attention(self) -> bool:
+        """Whether attention keeps no scores in memory."""
+        return self.attention != SCORES
 
 
 @cache

@@ -28,6 +28,9 @@ MEMORY = tuple(_MEMORY.split())
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
 FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+# Bytes moved for a logit, forward and backward, where a loss makes float32 of it and back: beside
+# what a loss that stays narrow moves.
+_WIDENED = (8.0, 12.0)
 _NUMBER = 8.0  # bytes of one number that ranks agree on
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 _BUILT = 48  # programs that are kept
@@ -213,6 +216,10 @@ def parts_of(
             head,
             kept=head.kept + logits * max(0, 4 - width),
             temporary=head.temporary + logits * 8,
+            forward=replace(head.forward, moved=head.forward.moved + logits * _WIDENED[0]),
+            input_gradient=replace(
+                head.input_gradient, moved=head.input_gradient.moved + logits * _WIDENED[1]
+            ),
         )
     costs = kinds.embed(case.rows), kinds.block(case.rows), head
     e, b, h = (piece_parts(cost, hardware, profile, cut, dtype) for cost in costs)
@@ -300,7 +307,10 @@ def costs_of(
     # Ranks of tp have parts of the gradients of norms: two to a block.
     norms = 2 * case.shape.hidden * profile.reduce_bytes
     parts = network.seconds("all_reduce", norms, x.tp, 1) * alone
-    sent = network.seconds("send", three[1].edge, x.pp, distance(x, "pp")) * alone
+    edge, gathered = three[1].edge, 0.0
+    if profile.scatters_sends and not x.seq and x.tp > 1:
+        edge, gathered = edge / x.tp, network.seconds("all_gather", edge, x.tp, 1)
+    sent = (network.seconds("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
     for piece in range(last + 1):
         t = three[0 if piece == 0 else 2 if piece == last else 1]
         unit = of(t.weights)
