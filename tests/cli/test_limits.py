@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.cli import bench, draw, plan, usage
 from phalanx.cli import verify as verify_command
-from phalanx.layout import Shape, choices, files, journal, layout, mesh, source
+from phalanx.layout import Shape, choices, files, journal, layout, mesh, numbers, source
 from phalanx.report import page
 from phalanx.train import checkpoint_format as manifest
 from phalanx.train.data import token_files
@@ -29,7 +29,7 @@ LIMITS = {
     "steps of `verify`": verify_command.STEPS,
     "side of a product of `bench matmul`": bench.LONGEST,
     "sequences of a step in `plan`": plan.SEQUENCES,
-    "tokens of a run in `plan cost`": plan.TOKENS,
+    "tokens of a run in `plan cost`": numbers.MOST,
     "tables or lists inside each other, in TOML and JSON": files.DEPTH,
     "whole number in TOML and JSON": files.INTEGER - 1,
     "bytes of a TOML file": files.SMALL,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+MOST = 10**18  # that is counted
 _SI = ("", "k", "M", "G", "T", "P", "E")
 _BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 
@@ -60,8 +61,7 @@ def rate_text(per_second: float) -> str:
 def flops_text(per_second: float) -> str:
     """Operations a second in TFLOP/s; GFLOP/s where there are few, EFLOP/s where many."""
     for power, unit in ((1e18, "E"), (1e12, "T")):
-        x = per_second / power
-        if x >= 0.1:
+        if (x := per_second / power) >= 0.1:
             return f"{x:.1f} {unit}FLOP/s" if x >= 100 else f"{x:.3g} {unit}FLOP/s"
     return f"{per_second / 1e9:.3g} GFLOP/s"
 
@@ -102,13 +102,13 @@ def parse_byte_sizes(text: str, step: int = 4) -> tuple[int, ...]:
     return (*sizes, high) if sizes[-1] < high else tuple(sizes)
 
 
-def parse_count(text: str, most: int = 10**18) -> int:
+def parse_count(text: str) -> int:
     """`4M`, `1T`, `131072`: a number with a letter for thousands, millions, ..."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)([kKMGBT]?)", text)
     if not match or float(match[1]) == 0:
         raise NumberError(f"is {text[:60]!r}; write a number such as 4M, 512k or 4194304.")
     power = {"": 0, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12}[match[2].upper()]
     number = int(float(match[1]) * 10**power)
-    if number > most:
-        raise NumberError(f"is {text[:60]}; write {most:,} or less.")
+    if number > MOST:
+        raise NumberError(f"is {text[:60]}; write {MOST:,} or less.")
     return number
