@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from adversary import late, late_worlds
-from phalanx.comm import RankFailed
+from phalanx.comm import Group, RankFailed
 from phalanx.layout import Layout
+from phalanx.parallel import Unit
+from phalanx.parallel.data import Then
 from phalanx.program import ops
 from phalanx.train.executor import Executor
 from phalanx.verify import SHAPES, verify
@@ -130,3 +132,95 @@ def test_a_norm_read_before_the_tied_sum_has_come_is_caught_over_threads():
         with swapped(Executor, "_perform", without_ties):
             (seen,) = verify(SHAPES["gpt"], [Layout.parse(text)], worlds=late_worlds)
         assert not seen.passed
+
+
+def without_waits(before, awaited):
+    """Operations of one kind go on without what they need of another."""
+    right = Executor._perform
+
+    def perform(self, op):
+        if op.kind in before:
+            left = tuple(w for w in self.waits[op] if w.kind not in awaited)
+            self.waits = {**self.waits, op: left}
+        right(self, op)
+
+    return swapped(Executor, "_perform", perform)
+
+
+def cleared_after_sending():
+    """A buffer is used anew as soon as its sending has begun."""
+    right = Group.send
+
+    def send(self, x, to, *, wait=True):
+        work = right(self, x, to, wait=wait)
+        x.detach().zero_()
+        return work
+
+    return swapped(Group, "send", send)
+
+
+def updated_while_gathered():
+    """The own part, which others read where it lies, is written to once this rank has all."""
+    right = Unit.gather
+
+    def gather(self):
+        work = right(self)
+        return Then(work, lambda: self.home.mul_(1.5)) if self.groups.gather.size > 1 else work
+
+    return swapped(Unit, "gather", gather)
+
+
+def used_at_once(name):
+    """What a call gives is copied before its wait, as if shared memory held it already."""
+    right = getattr(Group, name)
+
+    def call(self, out, *args, **kwargs):
+        work = right(self, out, *args, **kwargs)
+        early = out.detach().clone()
+        return Then(work, lambda: out.copy_(early)) if self.size > 1 else work
+
+    return swapped(Group, name, call)
+
+
+MISTAKES = {
+    "the norm does not wait for a sum": (
+        "dp2",
+        lambda: without_waits({ops.AGREE}, {ops.REDUCE}),
+    ),
+    "an update does not wait for the norm": (
+        "dp2 zero1",
+        lambda: without_waits({ops.UPDATE}, {ops.AGREE}),
+    ),
+    "a forward does not wait for its weights": (
+        "dp2 zero3",
+        lambda: without_waits({ops.FORWARD}, {ops.GATHER}),
+    ),
+    "a forward does not wait for its input": (
+        "pp2 1f1b:3",
+        lambda: without_waits({ops.FORWARD}, {ops.RECEIVE}),
+    ),
+    "what is sent is written to before it has left": ("pp2 1f1b:3", cleared_after_sending),
+    "weights are written to while others read them": ("dp2 zero3", updated_while_gathered),
+    "a gather's result is read before it is there": (
+        "dp2 zero3",
+        lambda: used_at_once("all_gather"),
+    ),
+    "a sum's result is read before it is there": (
+        "dp2 zero3",
+        lambda: used_at_once("reduce_scatter"),
+    ),
+}
+
+
+def test_without_a_mistake_nothing_is_caught():
+    layouts = [Layout.parse(text) for text in sorted({layout for layout, _ in MISTAKES.values()})]
+    for seen in verify(SHAPES["gqa"], layouts, worlds=late_worlds, steps=2):
+        assert seen.passed, seen
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wait_that_is_missing_or_a_tensor_used_too_early_is_caught(mistake):
+    layout, broken = MISTAKES[mistake]
+    with broken():
+        (seen,) = verify(SHAPES["gqa"], [Layout.parse(layout)], worlds=late_worlds, steps=2)
+    assert not seen.passed
