@@ -14,7 +14,7 @@ import torch.distributed as dist
 from as_nccl import nccl_worlds, use_every_group
 
 from phalanx.comm import AloneWorld, CommMisuse, World, choose
-from phalanx.comm.devices import Devices
+from phalanx.comm.devices import Devices, set_up
 from phalanx.comm.join import Rendezvous, meet, offer
 from phalanx.comm.launch import used_gpus
 from phalanx.comm.process import ProcessWorld, apart
@@ -39,6 +39,15 @@ class Machine(Devices):
 
     def has(self, backend: str) -> bool:
         return backend == "gloo" or self._nccl
+
+
+def test_what_is_set_in_the_environment_is_left_and_the_rest_is_set() -> None:
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
+    environment = dict(own)
+    set_up(environment)
+    assert environment == own | {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

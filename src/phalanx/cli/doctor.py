@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -136,10 +137,20 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
         if here.entry and store.name in ("copy", "read", "write"):
             of = f" ({of_peak(store.bandwidth, here.entry.memory.bandwidth)})"
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
-    lines += topology.lines() if here.kind == "cuda" else []
+    if here.kind == "cuda":
+        lines += [*topology.lines(), *_settings(os.environ)]
     lines.append("For everything else: phalanx doctor --out machine.toml")
     result(args, figures, "\n".join(lines))
     return 0
+
+
+def _settings(environment: Mapping[str, str]) -> Iterator[str]:
+    """What runs on a GPU have in their environment."""
+    from ..comm.devices import SETTINGS
+
+    for name, value in SETTINGS.items():
+        own = environment.get(name)
+        yield f"{name}: {value}, set when a run starts" if own is None else f"{name}: {own}"
 
 
 def _identity(here: LocalDevice) -> list[str]:

@@ -4,10 +4,34 @@ Whatever depends on CUDA when ranks start asks an object of this class, so that 
 that describes another machine.
 """
 
+from collections.abc import MutableMapping
+
 import torch
 import torch.distributed as dist
 
 from ..layout.choices import GLOO, NCCL
+
+# What CUDA, torch's allocator and NCCL read from the environment when they start, and what for.
+SETTINGS = {
+    # With 8, the default, streams of communicators and copies share queues and wait for each other.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    # Buffers of many sizes come and go: segments that grow leave fewer gaps.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # NCCL's calls are kept, and written down where one does not end.
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+_OTHER_NAMES = {
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
+}
+
+
+def set_up(environment: MutableMapping[str, str]) -> None:
+    """Set what is not set. Before the first thing is done on a GPU."""
+    for name, value in SETTINGS.items():
+        if _OTHER_NAMES.get(name) not in environment:
+            environment.setdefault(name, value)
 
 
 class Devices:

@@ -22,7 +22,7 @@ import torch.distributed
 from phalanx.comm.agree import FAILED, differences, not_alike
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommError, CommMisuse, World, named
-from phalanx.comm.devices import Devices
+from phalanx.comm.devices import Devices, set_up
 from phalanx.comm.process import ProcessWorld
 from phalanx.layout.choices import GLOO, NCCL
 
@@ -76,6 +76,8 @@ def join(
     `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and for calls.
     """
     devices = devices or Devices()
+    if devices.gpus:
+        set_up(os.environ)
     at = rendezvous(environment)
     size = 1 if at is None else at.size
     if ranks is not None and ranks != size:

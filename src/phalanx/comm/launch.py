@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
-from phalanx.comm.devices import Devices
+from phalanx.comm.devices import Devices, set_up
 from phalanx.comm.pool import Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
@@ -55,6 +55,8 @@ def workers(
     After a run that failed, the next one starts new ranks.
     """
     kind = choose(backend, ranks)
+    if used_gpus(kind, ranks):
+        set_up(os.environ)
     if backend == "auto" and kind == GLOO and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
     if kind == "alone":
