@@ -93,8 +93,8 @@ class _TappedProduct(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
         bias: Tensor | None,
+        weight: Tensor,
         x_tap: Tensor,
         y_tap: Tensor,
         transposed: bool,
@@ -109,7 +109,7 @@ class _TappedProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=ctx.matmul)
         bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
-        return into, None, bias, x, gradient, None, None
+        return into, bias, None, x, gradient, None, None
 
 
 class _Taps(torch.autograd.Function):
@@ -137,7 +137,7 @@ def _product(
     """What a compiled forward calls for a product with the weight of a module."""
     if owner.taps is None:
         return multiply(x, owner.weight, bias, transposed=transposed, matmul=matmul)
-    args = x, owner.weight.detach(), bias, *owner.taps, transposed, matmul
+    args = x, bias, *owner.taps, transposed, matmul
     y: Tensor = _TappedProduct.apply(*args)  # type: ignore[no-untyped-call]
     return y
 
@@ -186,9 +186,9 @@ class CompiledModule:
             leaf = torch.zeros((), device=self.device, requires_grad=True)
             shapes = [shape for each in tapped for shape in each.shapes]
             taps = _Taps.apply(leaf, taken, shapes)  # type: ignore[no-untyped-call]
-            for number, each in enumerate(tapped):
-                # Past nn.Module's own way to set something, which takes longer than the rest here.
-                vars(each.owner)["taps"] = taps[2 * number], taps[2 * number + 1]
+            for each, *pair in zip(tapped, taps[::2], taps[1::2], strict=True):
+                # Of a parameter the graph would return zeros as gradient. `vars`: it takes less time.
+                vars(each.owner)["taps"] = each.owner.weight.detach(), *pair
         try:
             y = self.function(self.module, x, named)
         finally:
