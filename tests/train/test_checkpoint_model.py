@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,6 +81,28 @@ def test_the_command_refuses_another_model_before_any_rank_starts(
     assert "- eps: 1e-05 in the checkpoint, 1e-06 in the run\n" in said
     assert "Leave `model` out" in said
     assert (saved / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_sizes_are_adopted_if_asked_for_and_changed_settings_are_told(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(saved, out)
+    run = small(out, "steps=5", "optimizer.lr=1e-9")
+    words = [f"model={toml_value(PLAIN | {'rope_theta': 5e5})}", f"out={out}", "steps=5"]
+    words += [f"batch={run.batch}", "optimizer.lr=1e-9", "layout="]
+    with pytest.raises(CheckpointError, match="--adopt to go on"):
+        train_verb.run(words)
+    assert train_verb.run([*words, "--adopt"]) == 0
+    told = [each["text"] for each in records(out, "model")]
+    assert told == ["adopted: rope_theta: 10000.0 in the checkpoint, 500000.0 in the run"]
+    settings = [each["text"] for each in records(out, "settings")]
+    assert "steps was 4, is 5" in settings
+    assert any(text.startswith("optimizer.lr was ") and "is 1e-09" in text for text in settings)
+    # Weights of another shape are no matter of adopting.
+    other = f"model={toml_value(PLAIN | {'ffn': 32})}"
+    assert train_verb.run([other, *words[1:], "steps=6", "--adopt"]) == 1
+    assert "cannot be loaded" in capsys.readouterr().err
 
 
 def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None:

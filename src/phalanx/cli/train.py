@@ -50,6 +50,7 @@ def run(argv: list[str]) -> int:
         "--ranks", type=whole(1, RANKS), help="local processes; default one a GPU, or 2 without any"
     )
     add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
+    add("--adopt", action="store_true", help="go on with a checkpoint of other sizes")
     add("--backend")
     add("--print-config", action="store_true", help="print the whole run file and end")
     add("--schema", action="store_true", help="print the run file's JSON Schema and end")
@@ -83,6 +84,8 @@ def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
     overrides = [word for word in args.words if "=" in word]
     if args.layout is not None:
         overrides.append(f"layout={args.layout}")
+    if args.adopt:
+        overrides.append("checkpoint.adopt=true")
     notices: list[str] = []
 
     def adopt(plain: Run) -> Run:
@@ -239,7 +242,8 @@ def _refuse_other_model(config: Run, shape: Shape) -> None:
     from ..train.checkpoint_load import ModelIdentity, newest, refuse_other
     from ..train.program import maker_of
 
-    if saved := newest(config.checkpoints):
+    saved = newest(config.checkpoints)
+    if saved and not config.checkpoint.adopt:
         refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
 
 

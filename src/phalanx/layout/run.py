@@ -62,6 +62,7 @@ class Checkpoints:
     every: int = key(0, "steps between checkpoints; 0: only at the end", minimum=0)
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
+    adopt: bool = key(False, "go on also where the model's sizes differ, if weights fit")
     on_disk_full: str = key("stop", "stop, or go on without saving", choices=("stop", "go-on"))
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import broadcast_text, errors_of
 from ..layout import Shape
+from ..layout.run import Run
 from ..layout.source import split_name
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
@@ -61,18 +62,24 @@ class Loaded:
 
 
 def load(
-    folder: Path, local: LocalModel, updates: Updates, *, identity: ModelIdentity | None = None
+    folder: Path,
+    local: LocalModel,
+    updates: Updates,
+    *,
+    identity: ModelIdentity | None = None,
+    adopt: bool = False,
 ) -> Loaded | None:
     """Go on from the newest sound checkpoint of a run, in this layout. None when there is none.
 
     Every rank calls it. Nothing is changed before all ranks have found the files sound and the
-    model to be that of `identity`, or at least the tensors to be those of the model.
+    model to be that of `identity`, or at least the tensors to be those of the model: that is all
+    with `adopt`.
     """
     group = local.groups.everyone
     path, manifest, damaged = choose(folder, group)
     if path is None or manifest is None:
         return None
-    if identity is not None:
+    if identity is not None and not adopt:
         refuse_other(path, manifest, identity)
 
     def check() -> None:
@@ -88,6 +95,8 @@ def load(
             raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(errors))
     _refresh(local)
     notices = () if identity is None else tuple(identity.notices(manifest))
+    if identity is not None and adopt:
+        notices += tuple(f"adopted: {each}" for each in identity.differences(manifest))
     return Loaded(manifest.progress, path, damaged, notices)
 
 
@@ -256,8 +265,30 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
         lines = "\n- ".join(wrong)
         raise CheckpointError(
             f"{path} is of another model than the run's.\n- {lines}\n{way_out}; or write another"
-            " `out` to begin anew."
+            " `out` to begin anew, or --adopt to go on with other sizes and these weights."
         )
+
+
+def changed_settings(manifest: Progress, run: Run) -> list[str]:
+    """What a run trains with, where that is not as its checkpoint was: each key with both values."""
+    was = manifest.config.get("run")
+    old, new = (
+        _flat(was if isinstance(was, dict) else {}),
+        _flat(json.loads(json.dumps(asdict(run)))),
+    )
+    return [
+        f"{key} was {_short(old[key])}, is {_short(value)}"
+        for key, value in new.items()
+        if key in old and old[key] != value and key.partition(".")[0] in _SETTINGS
+    ]
+
+
+_SETTINGS = ("batch", "microbatch", "sequence", "steps", "data", "document_masks", "optimizer")
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {f"{k}.{n}": x for k, v in table.items() if isinstance(v, dict) for n, x in v.items()}
+    return {k: v for k, v in table.items() if not isinstance(v, dict)} | inner
 
 
 def weight_differences(manifest: Manifest, weights: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -29,7 +29,7 @@ from ..program import Span, Timeline
 from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import Progress
-from .checkpoint_load import begin, load
+from .checkpoint_load import begin, changed_settings, load
 from .executor import StepResult
 from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run
@@ -191,7 +191,11 @@ class _Loop:
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
         loaded = load(
-            self.run_.checkpoints, self.rank.local, self.rank.updates, identity=self.rank.identity
+            self.run_.checkpoints,
+            self.rank.local,
+            self.rank.updates,
+            identity=self.rank.identity,
+            adopt=self.run_.checkpoint.adopt,
         )
         if loaded is None:
             if hub := self.run_.hub:
@@ -212,6 +216,8 @@ class _Loop:
             self.log.notice("damaged", damaged)
         for text in loaded.notices:
             self.log.notice("model", text)
+        for text in changed_settings(at, self.run_):
+            self.log.notice("settings", text)
         if at.data != batches.corpus.fingerprint:
             self.log.notice("data", f"the data is not what {loaded.path} was trained on")
         self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
