@@ -135,7 +135,7 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
 ) -> None:
     chosen = Pricer.choose
 
-    def full(pricer: Pricer, layout: Layout) -> Choice:
+    def full(pricer: Pricer, layout: Layout, _: float) -> Choice:
         choice = chosen(pricer, layout)
         return replace(choice, memory={kind: 1e3 * held for kind, held in choice.memory.items()})
 

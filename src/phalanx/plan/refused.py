@@ -20,6 +20,7 @@ _PARTS = {
     "compute": "computing", "tensor": "messages inside blocks", "data": "gathering and summing",
     "pipe": "sends between stages", "bubble": "the bubble", "update": "the update",
 }  # fmt: skip
+_MISSES, _EMPTIER = 4, 0.8
 Mask = NDArray[np.bool_]
 
 
@@ -42,19 +43,29 @@ def refusals(
     fits = screened.bytes <= room
     least = screened.step.copy()  # what is known of each candidate: its step, or its bound
     for i, choice in screened.choices.items():
-        least[i] = choice.step
         fits[i] &= choice.bytes <= room
-    limit = screened.spent + budget
+        if choice.parts:
+            least[i] = choice.step
     found = []
-    for family, mask in _families(screened):
-        if not mask.any() or (best and mask[best[0]]):
-            continue
-        able = np.flatnonzero(mask & fits)
-        if len(able) and best:
+    lost = [f for f in _families(screened) if f[1].any() and not (best and f[1][best[0]])]
+    for family, mask in lost:
+        limit, misses = screened.spent + budget // len(lost), 0
+        while best and len(able := np.flatnonzero(mask & fits)):
             i = int(able[np.argmin(least[able])])
-            if screened.spent < limit and not screened.costs(i):
-                least[i] = screened.simulate(i).step
+            if screened.spent < limit and i not in screened.choices:
+                if screened.costs(i):
+                    np.maximum(least, screened.step, out=least)
+                    fits &= screened.bytes <= room
+                elif screened.simulate(i).parts:
+                    least[i] = screened.choices[i].step
+                else:
+                    misses += 1
+                    fits[i] = False
+                    if misses == _MISSES:  # the fast ones hold too much: of those that hold less
+                        fits[mask] &= screened.bytes[mask] <= _EMPTIER * room
+                continue
             found.append(_slower(family, screened, i, float(least[i]), best[0]))
+            break
         else:
             rows = np.flatnonzero(mask)
             i = int(rows[np.argmin(screened.bytes[rows])])

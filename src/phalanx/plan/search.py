@@ -20,7 +20,7 @@ from .step import Choice, Pricer, Request
 _OPS = 2_000_000  # operations simulated in all
 _MISSES = 300_000  # of these while too few fit, before those that hold less are tried
 _ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill
-_MORE = 300_000  # to say of families that lost by how much
+_MORE = 80_000  # to say of families that lost by how much
 _EMPTIEST = 60  # tried where the fast ones do not fit
 
 
@@ -101,10 +101,9 @@ class Screened:
     def simulate(self, i: int) -> Choice:
         if i not in self.choices:
             layout = self.layout(i)
-            self.spent += (
-                3 * (self.pricer.request.shape.pieces) * min(layout.microbatches, 8 * layout.pp)
-            )
-            self.choices[i] = self.pricer.choose(layout)
+            pieces = self.pricer.request.shape.pieces
+            self.spent += 3 * pieces * min(layout.microbatches, 3 * layout.pp + 2)
+            self.choices[i] = self.pricer.choose(layout, self.space.request.room)
         return self.choices[i]
 
     def best(self, top: int, room: float) -> list[int]:

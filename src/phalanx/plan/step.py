@@ -6,7 +6,8 @@ of them stands for all, and programs that differ only in these sizes are built o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -14,10 +15,12 @@ from typing import Protocol
 from ..layout import Axis, Layout, Mesh, Shape, piece_layout, stage_pieces
 from ..layout.choices import BF16, DTYPES, FP32, SCHEDULES, traits
 from ..layout.stages import partial_pieces
-from ..program import KINDS, Costs, Op, PieceCost, Sizes, Timeline, build, ops
+from ..program import KINDS, Costs, Op, PieceCost, Program, Sizes, Timeline, build, ops
 from ..program.memory import peaks
+from ..program.program import uncollected
 from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
 from ..program.simulate import timeline as spans
+from ..program.state import State
 from .hardware import Hardware
 from .price import PieceParts, PieceTimes, piece_parts
 from .profile import SoftwareProfile
@@ -115,7 +118,8 @@ def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout with what it takes: seconds of a step in parts, bytes of the fullest rank."""
+    """One layout with what it takes: seconds of a step in parts, bytes of the fullest rank. It has no
+    parts where it holds more than a search has room for."""
 
     layout: Layout
     case: Case
@@ -178,12 +182,12 @@ class Pricer:
             )
         return self._times[cut, rows, piped]
 
-    def choose(self, layout: Layout) -> Choice:
-        """What a layout takes for the request's batch."""
+    def choose(self, layout: Layout, room: float = math.inf) -> Choice:
+        """What a layout takes for the request's batch; its memory only if that is beyond the room."""
         r = self.request
         case = case_of(r.shape, layout, batch=r.batch, sequence=r.sequence)
         three = self.three(piece_layout(layout), case.rows, layout.pp > 1)
-        return choice(case, three, r.hardware, r.profile)
+        return choice(case, three, r.hardware, r.profile, room)
 
     def costs(self, layout: Layout) -> Costs:
         """Seconds of every operation of a layout's step, as they take beside those of all ranks."""
@@ -388,41 +392,76 @@ def _representative(layout: Layout) -> Layout:
     return replace(layout, mesh=Mesh(used), seq=False, precision=FP32)
 
 
+@dataclass(frozen=True)
+class _Built:
+    """A program with what is read of it, each when it is first asked for."""
+
+    program: Program
+    in_place: bool  # gradients have no shards
+    blocking: Collection[str]
+
+    @cached_property
+    def walked(self) -> list[State]:
+        rows = range(len(self.program.rows))
+        states = [State(self.program, n, in_place=self.in_place) for n in rows]
+        with uncollected():
+            for state in states:
+                state.follow()
+        return states
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        return compiled(self.program, self.blocking, self.walked)
+
+    @cached_property
+    def repeats(self) -> dict[tuple[int, int], Repeat | None]:
+        return {}
+
+    def repeat(self, period: int, tail: int) -> Repeat | None:
+        if (period, tail) not in self.repeats:
+            self.repeats[period, tail] = repeating(self.compiled, period, tail)
+        return self.repeats[period, tail]
+
+
 @lru_cache(maxsize=_BUILT)
-def _compiled(
+def _built(
     layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
-    parts: tuple[int, ...], overlaps: bool, more: tuple[int, int] | None,
-) -> tuple[Compiled, Repeat | None]:  # fmt: skip
+    parts: tuple[int, ...], overlaps: bool,
+) -> _Built:  # fmt: skip
     program = build(layout, stages, tied, agree=True, parts=parts)
-    made = compiled(program, () if overlaps else _UNIT_LANES, in_place=layout.shards == 1)
-    return made, repeating(made, *more) if more else None
+    return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 
-def _program(
-    case: Case,
-    costs: Costs,
-    sizes: Sizes,
-    hardware: Hardware,
-    profile: SoftwareProfile,
-    more: tuple[int, int] | None = None,
-) -> tuple[Compiled, Repeat | None]:
-    """A case's program; with `more` (a period, a tail), what of it further microbatches repeat."""
+def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile) -> _Built:
     layout, shape = _representative(case.layout), case.shape
     stages = stage_pieces(case.layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     parts = partial_pieces(case.layout, shape)
     if not traits(layout.schedule).searched and layout.recompute != "fit":
-        return _compiled(layout, stages, tied, parts, profile.overlaps_data, more)
-    limit = (hardware.memory - profile.context) / profile.reserve
+        return _built(layout, stages, tied, parts, profile.overlaps_data)
     program = build(
-        layout, stages, tied, agree=True, parts=parts, costs=costs, sizes=sizes, limit=limit
+        layout,
+        stages,
+        tied,
+        agree=True,
+        parts=parts,
+        costs=costs_of(case, three, hardware, profile),
+        sizes=sizes_of_case(case, three, profile),
+        limit=(hardware.memory - profile.context) / profile.reserve,
     )
     blocking = () if profile.overlaps_data else _UNIT_LANES
-    return compiled(program, blocking, in_place=layout.shards == 1), None
+    return _Built(program, layout.shards == 1, blocking)
 
 
-def choice(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile) -> Choice:
-    """What a case takes: its program built, measured and simulated.
+def choice(
+    case: Case,
+    three: Three,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    room: float = math.inf,
+) -> Choice:
+    """What a case takes: its program built, measured and simulated; only measured if it holds more
+    bytes than there is room for.
 
     Once a pipeline is full, further microbatches take the same time each. Where fewer of them show
     exactly this, the others are not simulated.
@@ -430,9 +469,9 @@ def choice(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfil
     layout = case.layout
     for count, period, tail in _fewer(layout) if not hardware.cores else ():
         few = replace(case, layout=replace(layout, microbatches=count))
-        if found := _simulated(few, three, hardware, profile, (period, tail, layout)):
+        if found := _simulated(few, three, hardware, profile, room, (period, tail, layout)):
             return found
-    whole = _simulated(case, three, hardware, profile)
+    whole = _simulated(case, three, hardware, profile, room)
     assert whole
     return whole
 
@@ -458,18 +497,24 @@ def _simulated(
     three: Three,
     hardware: Hardware,
     profile: SoftwareProfile,
+    room: float,
     more: tuple[int, int, Layout] | None = None,
 ) -> Choice | None:
     """A case with all its microbatches; with `more`, that of a layout with more of them, if these
     repeat what is simulated."""
     sizes = sizes_of_case(case, three, profile)
-    costs = costs_of(case, three, hardware, profile)
-    layout = case.layout
-    made, part = _program(case, costs, sizes, hardware, profile, more[:2] if more else None)
+    layout = more[2] if more else case.layout
+    built = _program(case, three, hardware, profile)
+    followed = [state.steps for state in built.walked]
+    held = [_held(p.then, hardware, profile) for p in peaks(built.program, sizes, followed)]
+    memory = max(held, key=lambda kinds: sum(kinds.values()))
+    stages = tuple(held) if layout.pp > 1 else ()
+    if sum(memory.values()) > room:  # more microbatches never hold less
+        return Choice(layout, replace(case, layout=layout), {}, memory, stages)
+    part = built.repeat(*more[:2]) if more else None
     if more and not part:
         return None
-    held = [_held(p.then, hardware, profile) for p in peaks(made.program, sizes, made.followed)]
-    memory = max(held, key=lambda kinds: sum(kinds.values()))
+    made, costs = built.compiled, costs_of(case, three, hardware, profile)
     full = (sum(memory.values()) / hardware.memory - FULL[0]) / (FULL[1] - FULL[0])
     if profile.strain and full > 0:
         slower = 1 + profile.strain * min(1.0, full)
@@ -477,16 +522,13 @@ def _simulated(
     starts, ends = times(made, costs, _cores(case.layout, hardware))
     weight, longer = [1.0] * len(ends), 0.0
     if more and part:
-        layout = more[2]
         again = (layout.microbatches - case.layout.microbatches) / more[0]
         weight = [1.0 + again * inside for inside in part.inside]
         longer = again * shift(made, part, ends)
-        case = replace(case, layout=layout)
     parts = _parts(made, starts, ends, _inside(case, three), weight)
     if part and abs(sum(parts.values()) - max(ends) - longer) > 1e-9 * max(ends):
         return None
-    stages = tuple(held) if layout.pp > 1 else ()
-    return Choice(layout, case, parts, memory, stages)
+    return Choice(layout, replace(case, layout=layout), parts, memory, stages)
 
 
 def _cores(layout: Layout, hardware: Hardware) -> float:
@@ -532,12 +574,10 @@ def _parts(
 ) -> dict[str, float]:
     """The step of the rank that computes most: what it computes, and what it waits for. An event
     counts as often as `weight` says."""
-    graph, makespan = made.graph, max(ends, default=0.0)
-    rows: list[list[tuple[int, Op]]] = [[] for _ in made.program.rows]
-    for i, (row, op) in enumerate(graph.ops):
-        if graph.lanes[i] == ops.COMPUTE:
-            rows[row].append((made.place[graph.event[i]], op))
-    busiest = max(rows, key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row))
+    makespan = max(ends, default=0.0)
+    busiest = max(
+        made.computing, key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row)
+    )
     parts, now = dict.fromkeys(PARTS, 0.0), 0.0
 
     def waited(since: float, until: float, cause: int, times: float) -> None:
@@ -572,9 +612,8 @@ def predicted(
     layout = case.layout
     if most and layout.microbatches > most:
         case = replace(case, layout=replace(layout, microbatches=most))
-    sizes = sizes_of_case(case, three, profile)
     costs = costs_of(case, three, hardware, profile)
-    made, _ = _program(case, costs, sizes, hardware, profile)
+    made = _program(case, three, hardware, profile).compiled
     return spans(made, *times(made, costs, _cores(layout, hardware))), costs
 
 
@@ -582,9 +621,8 @@ def longest(
     case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile
 ) -> dict[tuple[int, Op], int]:
     """How often each (rank, operation) stands on the path that the step is the length of."""
-    sizes = sizes_of_case(case, three, profile)
     costs = costs_of(case, three, hardware, profile)
-    made, _ = _program(case, costs, sizes, hardware, profile)
+    made = _program(case, three, hardware, profile).compiled
     _, ends = times(made, costs)
     prices = made.prices(costs)
     slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from . import ops
 from .graph import Graph, graph, possible
-from .memory import Followed, Sizes, changes
+from .memory import Sizes, changes
 from .program import Op, Program, ProgramError, uncollected
 from .schedules import refuse_vast
 from .state import State
@@ -89,7 +89,7 @@ class Compiled(NamedTuple):
     place: list[int]  # of each event of the graph in this order
     price: list[int]  # which of `priced` an event takes the time of
     priced: list[tuple[tuple[int, Op], ...]]  # (rank, operation): the slowest is the event's time
-    followed: list[Followed]  # what the operations of each row take and give back
+    computing: list[list[tuple[int, Op]]]  # of each row: what it computes, with its place
 
     def prices(self, costs: Costs) -> list[float]:
         """Seconds of each of `priced`."""
@@ -98,15 +98,14 @@ class Compiled(NamedTuple):
 
 @uncollected()
 def compiled(
-    program: Program, blocking: Collection[str] = (), *, in_place: bool = True
+    program: Program, blocking: Collection[str] = (), walked: Sequence[State] = ()
 ) -> Compiled:
     """A program ready to be timed. One that can never end is refused; `check` says why.
 
     `blocking` names lanes that do not overlap: what a rank computes next waits for them.
-    `in_place`: gradients have no shards.
+    `walked` are the states of its rows, if they have been walked already.
     """
-    rows = [State(program, n, in_place=in_place) for n in range(len(program.rows))]
-    made = graph(program, rows)
+    made = graph(program, walked)
     if blocking:
         _block(made, blocking)
     order = possible(made)
@@ -139,7 +138,11 @@ def compiled(
         if number == len(priced):
             priced.append(tuple((first[row], op) for row, op in (made.ops[i] for i in members)))
         price.append(number)
-    return Compiled(program, made, before, place, price, priced, [row.steps for row in rows])
+    computing: list[list[tuple[int, Op]]] = [[] for _ in program.rows]
+    for i, (row, op) in enumerate(made.ops):
+        if made.lanes[i] == ops.COMPUTE:
+            computing[row].append((at[i], op))
+    return Compiled(program, made, before, place, price, priced, computing)
 
 
 def _block(made: Graph, lanes: Collection[str]) -> None:
