@@ -18,6 +18,7 @@ from phalanx.comm import RankFailed
 from phalanx.layout import Layout
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import OptimizerChoice
+from phalanx.parallel import local
 from phalanx.program import Sizes, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
@@ -43,6 +44,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
     trained(small(out, "validation.every=2"), "fp64")
     return out
+
+
+def test_a_run_that_goes_on_draws_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 70B weights that takes minutes."""
+    out, drawn = tmp_path / "run", []
+    right = local.start
+    monkeypatch.setattr(local, "start", lambda *args: drawn.append(args[1]) or right(*args))
+    trained(small(out), "fp64")
+    assert drawn
+    drawn.clear()
+    trained(small(out, "steps=7"), "fp64")
+    assert not drawn
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

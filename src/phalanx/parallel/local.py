@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ class LocalModel:
     pool: BufferPool
     coordinates: dict[str, int]  # where the rank sits on each axis
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
+    draw: Callable[[int], None]  # gives the weights of a seed's start
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
@@ -51,7 +53,8 @@ def build_local(
     poison: bool = False,
     prefix: str = "",
 ) -> LocalModel:
-    """This rank's part of a model, with the weights of the run's start; zeros without a seed.
+    """This rank's part of a model, with the weights of the run's start. Without a seed they are zeros,
+    until they are read or drawn.
 
     Every rank calls it; the model's modules are changed and belong to this rank from here on.
     """
@@ -80,8 +83,9 @@ def build_local(
         for number in held
     }
     _place(model, units, mine, layout, at, world.device)
+    draw = partial(_fill, model, units, weights)
     if seed is not None:
-        _fill(model, units, weights, seed)
+        draw(seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
     pieces = {p: _piece(model, p, program, units, kinds, layout, world.device) for p in mine}
 
@@ -94,7 +98,7 @@ def build_local(
             like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
         return {name: torch.empty_like(x, device=world.device) for name, x in like.items()}
 
-    return LocalModel(pieces, units, groups, pool, at, edge)
+    return LocalModel(pieces, units, groups, pool, at, edge, draw)
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:

@@ -62,7 +62,7 @@ def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool =
     `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
     """
     with _only_run(world, run, held=held), hold_as_rank(Path(run.out), run.checkpoints):
-        rank = Rank(world, run, Layout.parse(layout))
+        rank = Rank(world, run, Layout.parse(layout), drawn=False)
         with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
             rank.trainer.wants_to_stop = requested
             loop = _Loop(rank, quiet=quiet)
@@ -201,6 +201,8 @@ class _Loop:
             if hub := self.run_.hub:
                 begin(partial(HubReader, Path(hub)), self.rank.local, self.rank.updates)
                 self.log.notice("model", f"the weights are those of {hub}")
+            else:
+                self.rank.local.draw(self.run_.seed)
             return 0
         at, batches = loaded.progress, self.rank.batches
         if at.seed != self.run_.seed:

@@ -63,9 +63,10 @@ def memory_limit(run: Run, world: World) -> float:
 
 
 class Rank:
-    """One rank of a run in a layout. `batches` is put behind what was taken when a run goes on."""
+    """One rank of a run in a layout. `batches` is put behind what was taken when a run goes on. Weights
+    that are not `drawn` are zeros, to be read or drawn."""
 
-    def __init__(self, world: World, run: Run, layout: Layout) -> None:
+    def __init__(self, world: World, run: Run, layout: Layout, *, drawn: bool = True) -> None:
         self.world, self.run, self.layout = world, run, layout
         with agreement(world) as facts:
             self.shape = shape_of(run)
@@ -83,7 +84,7 @@ class Rank:
             layout,
             self.model,
             self.program,
-            seed=None if run.hub else run.seed,
+            seed=run.seed if drawn and not run.hub else None,
             precision=self.precision,
         )
         self.trainer = Trainer(
