@@ -28,7 +28,7 @@ __all__ = ["Errors", "Held", "Run", "Score", "hold_out", "score", "shared", "som
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
-_FULL = 0.95  # of a device's memory: above it a run is told to fail
+_FULL = 0.9  # of a device's memory: above it a run is told to fail
 _ROWS = 8  # of a profile on a device that a fit takes
 _FIVE = 5  # rows of its own that a family is calibrated with
 _MISS = 1.0  # regret of a pick that ran out of memory

@@ -1,0 +1,49 @@
+"""What the docs say of the planner's errors, against the runs that it is said of."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+
+from phalanx.plan.profile import profile, profiles
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def off() -> dict[str, dict[str, list[float]]]:
+    """Relative errors by family, of each way to predict."""
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with open(ROOT / "benchmarks/published/scored.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            for way in ("held", "fitted", "after"):
+                if float(row[way]):  # 0: a row that the fit has seen
+                    error = abs(float(row[way]) / float(row["measured"]) - 1)
+                    found[row["family"]][way].append(error)
+    return found
+
+
+def test_the_shown_interval_holds_four_of_five_runs_that_no_fit_saw() -> None:
+    error = profile("default").error
+    assert {each.error for each in profiles().values()} == {error}
+    held = [each["held"] for each in off().values()]
+    by_family = fmean(fmean(x <= error for x in each) for each in held)
+    assert 0.8 <= by_family < 0.9
+    assert 0.8 <= fmean(x <= error for each in held for x in each) < 0.9
+
+
+def test_the_table_of_the_docs_is_that_of_the_runs() -> None:
+    text = (ROOT / "docs/scored.md").read_text()
+    said = re.findall(
+        r"^\| (\w+) \| (\d+) \| ([\d.]+) % \| [\d.]+ % \| ([\d.]+) % \| ([\d.]+) % \|$", text, re.M
+    )
+    families = off()
+    assert [name for name, *_ in said] == sorted(families)
+    for name, rows, *errors in said:
+        assert int(rows) == len(families[name]["held"])
+        for way, error in zip(("held", "after", "fitted"), errors, strict=True):
+            assert 100 * median(families[name][way]) == pytest.approx(float(error), abs=0.051)
