@@ -32,6 +32,8 @@ VERIFIED = (
     " dp2 tp2 seq zero3 recompute:all; dp2 pp2 1f1b:4 recompute:selective;"
     " dp2 zero3 offload:activations; dp2 zero1 offload:optimizer; pp2 tp2 seq zb-h1:4"
 )
+# Documents have a kernel for each dtype, and a ring another for the blocks that visit.
+PACKED = "cp2; cp2:ulysses; dp2 zero3; tp2 seq recompute:selective; cp4:2x2"
 # A decoder with the blocks of an 8B model, and only so many that AdamW's state fits one GPU.
 WIDE = (
     '{name="8b-width", layers=4, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32768,'
@@ -166,10 +168,13 @@ def cases(device: str, gpus: int, folder: Path) -> list[Case]:
     gpu = device == "cuda"
     phalanx = (sys.executable, "-m", "phalanx")
 
-    def verify(dtype: str, layouts: str = VERIFIED, backend: str = "threads") -> Case:
+    def verify(
+        dtype: str, layouts: str = VERIFIED, backend: str = "threads", *, packed: bool = False
+    ) -> Case:
         few = layouts if gpu else "; ".join(layouts.split("; ")[:2])
         words = ("verify", "--backend", backend, "--dtype", dtype, "--layouts", few, "--json")
-        name = f"verify over {backend}, {dtype}"
+        name = f"verify over {backend}, {dtype}{', packed' if packed else ''}"
+        words = (*words, "--packed") if packed else words
         return Case(name, (*phalanx, *words), agreement, "all agree with one process", 90.0)
 
     def training(name: str, model: str, layout: str, goal: float, steps: int = 12) -> Case:
@@ -193,6 +198,7 @@ def cases(device: str, gpus: int, folder: Path) -> list[Case]:
             tests, "all pass", 120.0, ("pytest",),
         ),
         verify("float64"), verify("bfloat16"), verify("float16"),
+        *(verify(dtype, PACKED, packed=True) for dtype in ("float64", "float32", "bfloat16")),
         Case(
             "matrix products",
             (*phalanx, "bench", "matmul", *sizes, "--limit", "40" if gpu else "3", "--device", device,
