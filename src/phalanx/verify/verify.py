@@ -96,8 +96,9 @@ def verify(
     """
     worlds = worlds or partial(workers, backend=backend)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
+    known, model = _logged(log), make()
     for layout in layouts:
-        refuse_unfit(make(), layout)
+        refuse_unfit(model, layout)
     precision = precision_named(dtype)
     setting = Setting(
         partial(
@@ -106,7 +107,6 @@ def verify(
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
-    known = _logged(log)
     truth = truth_of(make, setting)
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
