@@ -34,6 +34,8 @@ class Utilization:
     mfu: float
     hfu: float
     mfu_full: float
+    flops: float  # of the model, a second and device
+    flops_full: float
 
 
 def utilization(request: Request, choice: Choice) -> Utilization:
@@ -46,6 +48,8 @@ def utilization(request: Request, choice: Choice) -> Utilization:
         mfu=flops.model / peak if peak else 0.0,
         hfu=(flops.hardware + _again(request, choice.layout)) / peak if peak else 0.0,
         mfu_full=flops.full / peak if peak else 0.0,
+        flops=flops.model / choice.step / ranks,
+        flops_full=flops.full / choice.step / ranks,
     )
 
 
@@ -71,6 +75,8 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
         "mfu": found.mfu,
         "hfu": found.hfu,
         "mfu_attention_in_full": found.mfu_full,
+        "model_flops_per_s_per_device": found.flops,
+        "model_flops_per_s_per_device_attention_in_full": found.flops_full,
         "memory_gb": choice.bytes / 1e9,
         "memory_by_kind_gb": {kind: held / 1e9 for kind, held in choice.memory.items()},
         "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
@@ -156,8 +162,18 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     best = utilization(request, plan.layouts[0])
     yield from wrapped(
         "Everything from MFU on is in percent, except GB. MFU counts causal attention; with full"
-        f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation.",
+        f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation. The first"
+        f" makes {_rates(request, best)}.",
         _WIDTH,
+    )
+
+
+def _rates(request: Request, found: Utilization) -> str:
+    """Those that papers print, as the MFU is counted and with all pairs of attention."""
+    whole = [x * request.hardware.ranks / 1e15 for x in (found.flops, found.flops_full)]
+    return (
+        f"{found.flops / 1e12:.3g} TFLOP/s a device ({found.flops_full / 1e12:.3g} with full attention),"
+        f" {whole[0]:.3g} PFLOP/s in all ({whole[1]:.3g})"
     )
 
 
@@ -198,7 +214,7 @@ def choice_text(request: Request, choice: Choice) -> Iterator[str]:
     yield from wrapped(
         f"step {seconds_text(choice.step)} ({seconds_text(low)} to {seconds_text(high)}),"
         f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
-        f" ({found.mfu_full:.1%} with all pairs of attention), HFU {found.hfu:.1%}",
+        f" ({found.mfu_full:.1%} with full attention), HFU {found.hfu:.1%}; {_rates(request, found)}",
         _WIDTH,
     )
     yield ""
