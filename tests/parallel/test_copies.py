@@ -163,7 +163,7 @@ def covered(world: World, layout: Layout, shape: Shape) -> tuple[list[Span], ...
     counts, updates, held = list[Span](), list[Span](), list[Span]()
     for number, unit in local.units.items():
         home = program.host[number] == program.owner[world.rank]
-        counted = unit.counted_runs() if home and unit.groups.replica.rank == 0 else []
+        counted = unit.counted_runs if home and unit.groups.replica.rank == 0 else []
         segments = unit.own_segments()
         for weight, start, stop, offset in unit.entries():
             known, end = (weight.name, weight.box, weight.local), offset + stop - start

@@ -73,6 +73,14 @@ def test_bytes_per_rank_are_the_formula_to_within_padding(zero: int) -> None:
         assert 0 <= told["optimizer"] - 8 * parameters / shards <= 8 * spare
 
 
+@pytest.mark.parametrize("text", ["", "accum:3", "tp2", "recompute:all accum:2"])
+def test_a_gradient_that_is_nobody_elses_leaves_its_memory_to_the_next_forward(text: str) -> None:
+    layout = Layout.parse(text)
+    for told in launch(train, layout.ranks, layout, Precision(), 2, backend="threads"):
+        # In place the weights are no buffers of the pool; of the gradients none is left.
+        assert set(told["made"].values()) == {0}
+
+
 def test_stage_3_holds_a_few_gathered_units_and_not_the_model() -> None:
     deep = replace(GQA, layers=12)
     for told in launch(

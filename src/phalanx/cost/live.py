@@ -1,4 +1,4 @@
-"""Which tensors' storages are alive, counted as operations make them. Works on meta tensors too.
+"""Which tensors' storages are alive, counted as operations make them.
 
 Neither the allocator nor the process's size is asked: both round, cache and hold what is not used.
 Nor the profiler: with its memory events, ranks over gloo end with a corrupted heap.
@@ -31,8 +31,8 @@ class Live(TorchDispatchMode):
         given = {storage_of(x) for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
-            # A view of, or a write into, what was there before is nothing new.
-            if isinstance(tensor, Tensor) and storage_of(tensor) not in given:
+            # A view of, or a write into, what was there before is nothing new; meta holds nothing.
+            if isinstance(tensor, Tensor) and not (tensor.is_meta or storage_of(tensor) in given):
                 self._note(tensor.untyped_storage())
         return out
 

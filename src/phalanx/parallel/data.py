@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,9 +72,9 @@ class Entry(NamedTuple):
 class BufferPool:
     """A small set of flat buffers, taken and given back; what was once made is used again.
 
-    `check` proves how many are out at once. `empty` makes them: where ranks share memory, in what
-    they share, so that the others read and write them where they lie. With `poison` a buffer is
-    filled with NaN when it is given back, so that a use after the drop shows.
+    `check` proves how many are out at once; `most` is how many there were. `empty` makes them: where
+    ranks share memory, in what they share, so that the others read and write them where they lie.
+    With `poison` a buffer is filled with NaN when it is given back, so that a use after the drop shows.
     """
 
     def __init__(
@@ -88,18 +88,24 @@ class BufferPool:
         self.empty = empty or (lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
         self.free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self.made: Counter[tuple[int, torch.dtype]] = Counter()
+        self.most: Counter[tuple[int, torch.dtype]] = Counter()
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         waiting = self.free.setdefault((numel, dtype), [])
         if waiting:
             return waiting.pop()
         self.made[numel, dtype] += 1
+        self.most |= self.made
         return self.empty(numel, dtype)
 
-    def give(self, buffer: Tensor) -> None:
+    def give(self, buffer: Tensor, *, keep: bool = True) -> None:
+        """Give a buffer back: to be used again, or to `keep` nothing of it, to the allocator."""
         if self.poison:
             buffer.fill_(float("nan"))
-        self.free[buffer.numel(), buffer.dtype].append(buffer)
+        if keep:
+            self.free[buffer.numel(), buffer.dtype].append(buffer)
+        else:
+            self.made[buffer.numel(), buffer.dtype] -= 1
 
 
 class Then(Work):
@@ -158,15 +164,19 @@ class Unit:
             total += _numel(weight)
         self.used = total
         shards = groups.gather.size
+        # Nobody else's gradient: its memory is the activations' in the next forward.
+        self.alone = groups.reduce.size == groups.replica.size == 1
         self.numel = -(-total // shards) * shards
         self.part = self.numel // shards
         self.start = self.part * groups.gather.rank
         self.parameters = {
             w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
         }
-        for weight in self.order:
-            parameter: Any = self.parameters[weight.name]  # its stubs are not typed
-            parameter.register_hook(partial(self._before_adding, weight.name))
+        self._like = [torch.empty(w.local, device="meta") for w in self.order]
+        self._matrices = {w.name for w in self.order if len(w.shape) == 2}
+        for name in self._matrices:
+            parameter: Any = self.parameters[name]  # its stubs are not typed
+            parameter.register_hook(partial(self._before_adding, name))
         # At home on the host, the master weights and the optimizer's state stay there; a gather or a
         # refresh brings what is computed with. Without a GPU that is a copy all the same.
         self.buffer: Tensor | None = None  # the whole weights
@@ -178,7 +188,6 @@ class Unit:
         self.loaded = False  # the own part is in the buffer, from the host
         inside = resident and not at_host and precision.compute == precision.master
         self.same = inside and shards == 1
-        self._bound: dict[int, tuple[Tensor, list[Tensor]]] = {}
         if at_host and pool.device.type != "cpu":
             pinned = pool.device.type == "cuda"
             self.home = torch.zeros(self.part, dtype=precision.master, pin_memory=pinned)
@@ -225,6 +234,7 @@ class Unit:
             if start < stop:
                 yield Entry(weight, start - offset, stop - offset, start - self.start)
 
+    @cached_property
     def counted_runs(self) -> list[slice]:
         """The runs of this rank's part that the gradient norm counts here."""
         runs: list[slice] = []
@@ -292,9 +302,7 @@ class Unit:
             self.buffer.copy_(self.home)
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        index = next(i for i, w in enumerate(self.order) if w.name == name)
-        weight, offset = self.order[index], self.offsets[index]
-        return flat[offset : offset + _numel(weight)].view(weight.local)
+        return self._views(flat)[[*self.parameters].index(name)]
 
     def _new_buffer(self) -> Tensor:
         return self.pool.take(self.numel, self.precision.compute)
@@ -303,18 +311,12 @@ class Unit:
         # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
         # shares the version counter, and a later gather raises "modified by an inplace operation".
         self.buffer = buffer
-        for weight, view in zip(self.order, self._views(buffer), strict=True):
-            self.parameters[weight.name].data = view
+        for parameter, view in zip(self.parameters.values(), self._views(buffer), strict=True):
+            parameter.data = view
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        """Each weight's view of a flat buffer. A pool has few, so they are kept."""
-        if id(flat) not in self._bound:
-            views = [
-                flat[offset : offset + _numel(weight)].view(weight.local)
-                for weight, offset in zip(self.order, self.offsets, strict=True)
-            ]
-            self._bound[id(flat)] = flat, views  # with the buffer, so that no other has its id
-        return self._bound[id(flat)][1]
+    def _views(self, flat: Tensor) -> Sequence[Tensor]:
+        """Each weight's view of a flat buffer."""
+        return torch._utils._unflatten_dense_tensors(flat, self._like)  # type: ignore[no-any-return, no-untyped-call]
 
     # ---- gradients
 
@@ -326,15 +328,14 @@ class Unit:
         if self.full is not None:
             return
         self.full = self.pool.take(self.numel, self.precision.reduce)
-        for weight, view in zip(self.order, self._views(self.full), strict=True):
-            parameter = self.parameters[weight.name]
-            if parameter.dtype != self.precision.reduce:
-                parameter.grad_dtype = self.precision.reduce
-            parameter.grad = view
-            if len(weight.shape) == 2:
-                self.fresh.add(weight.name)
-            else:
+        wide = self.precision.reduce != self.precision.compute
+        for name, view in zip(self.parameters, self._views(self.full), strict=True):
+            if wide:
+                self.parameters[name].grad_dtype = self.precision.reduce
+            self.parameters[name].grad = view
+            if name not in self._matrices:
                 view.zero_()
+        self.fresh |= self._matrices
         self.full[self.used :].zero_()
 
     def _before_adding(self, name: str, gradient: Tensor) -> None:
@@ -345,10 +346,9 @@ class Unit:
             assert grad is not None
             grad.zero_()
 
-    @torch.no_grad()
     def contribute(self, name: str, a: Tensor, b: Tensor) -> None:
         """Add the product of two matrices to the gradient of a weight: without a temporary, and
-        the first one without zeros to add it to."""
+        the first one without zeros to add it to. Called where gradients are off."""
         grad = self.parameters[name].grad
         assert grad is not None
         first = name in self.fresh
@@ -411,12 +411,12 @@ class Unit:
             self.gradient = part
         else:
             self.gradient += part
-            self.pool.give(part)
+            self.pool.give(part, keep=not self.alone)
 
     def spend(self) -> None:
         """The gradient has been used by an update."""
         assert self.gradient is not None
-        self.pool.give(self.gradient)
+        self.pool.give(self.gradient, keep=not self.alone)
         self.gradient = None
 
 

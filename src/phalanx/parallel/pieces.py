@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ class _Due(NamedTuple):
     def contribute(self) -> None:
         x, gradient = self.x.flatten(0, -2), self.gradient.flatten(0, -2)
         a, b = (x, gradient) if self.transposed else (gradient, x)
-        self.unit.contribute(self.name, a.T, b)
+        self.unit.contribute(self.name, a.mT, b)
 
 
 @dataclass
@@ -159,14 +159,16 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         unit, name = ctx.owner
         (x,) = ctx.saved_tensors
-        weight, matmul = unit.parameters[name].detach(), unit.precision.matmul
+        weight, matmul = unit.parameters[name], unit.precision.matmul
         if matmul is None:
-            into = gradient @ (weight.T if ctx.transposed else weight)
+            into = gradient @ (weight.mT if ctx.transposed else weight)
         else:
             into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=matmul)
-        # Detached: an input with its graph would lead back to the list, and neither would be freed.
-        due = _Due(unit, name, x.detach(), gradient.detach(), ctx.transposed)
-        due.contribute() if ctx.due is None else ctx.due.append(due)
+        if ctx.due is None:
+            _Due(unit, name, x, gradient, ctx.transposed).contribute()
+        else:
+            # Detached: an input with its graph would lead back to the list, and neither be freed.
+            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), ctx.transposed))
         bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
         return into, None, bias, None, None, None
 
@@ -255,15 +257,12 @@ class Piece:
             with torch.no_grad():
                 return past | self._call(mine, named)
         kept = _Kept({}, torch.empty(0), past=tuple(past))
-        with ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(self._packing(kept.boxes))
-            if selected is not None:
-                stack.enter_context(giving(selected) if keep else keeping(selected))
-            self.due = kept.due if self.splits else None
-            # Kept here, the list would keep what it holds after its weight gradients are done.
-            stack.callback(setattr, self, "due", None)
+        mode = giving if keep else keeping
+        again = nullcontext() if selected is None else mode(selected)
+        self.due = kept.due if self.splits else None
+        with torch.enable_grad(), self._packing(kept.boxes), again:
             out = self._call(self._edges(mine, kept.into), named)
+        self.due = None  # the list would keep what it holds after its weight gradients are done
         if keep:
             kept.roots = {name: get_gradient_edge(y) for name, y in out.items() if y.requires_grad}
             if self.last:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Weight:
     adds: str = ""
     counted: bool = True
 
-    @property
+    @cached_property
     def local(self) -> tuple[int, ...]:
         return tuple(cut.length for cut in self.cuts)
 

@@ -78,7 +78,8 @@ class Executor:
         self.local, self.program, self.rank = local, program, rank
         self.number = program.owner[rank]
         state = State(program, self.number)
-        self.row, self.at, self.again = state.ops, state.at, state.again
+        self.row, self.again = state.ops, state.again
+        self.restarting = {key for key in state.again if restarts(state.at, *key)}
         self.lanes = {op: lane(op, program, self.number) for op in self.row}
         # What each operation waits for: the operations on other lanes that it needs.
         self.waits: dict[Op, tuple[Op, ...]] = {
@@ -205,7 +206,7 @@ class Executor:
             ),
             "kept activations": ({*kept}, {*there} - inputs),
             "inputs of segments": (
-                {k for k in (*self.segments, *self.away) if restarts(self.at, *k)} - copied,
+                {k for k in (*self.segments, *self.away) if k in self.restarting} - copied,
                 inputs - copied,
             ),
             "selected outputs": ({*self.selected}, parts - {*state.away} - copied),
@@ -266,7 +267,7 @@ class Executor:
         p, m = op.piece, op.index
         piece = self.local.pieces[p]
         taken = {} if piece.first else self.inputs.pop((p, m))
-        if restarts(self.at, p, m) and taken:
+        if taken and (p, m) in self.restarting:
             self.segments[p, m] = taken
         again = self.again.get((p, m))
         keep = self._trains and again is None
@@ -294,7 +295,7 @@ class Executor:
         taken = {} if piece.first else self.segments.pop((p, m))
         selected = self.selected.pop((p, m), None)
         out = piece.forward(m, taken, self.batches[m], keep=True, selected=selected)
-        if Op(ops.RECOMPUTE, p + 1, m) in self.at and not restarts(self.at, p + 1, m):
+        if (p + 1, m) in self.again and (p + 1, m) not in self.restarting:
             self.segments[p + 1, m] = out
 
     def _backward(self, op: Op) -> None:
@@ -419,10 +420,11 @@ def _squares(unit: Unit) -> Tensor:
     assert gradient is not None
     total = torch.zeros(1, dtype=torch.float64, device=gradient.device)
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    for run in unit.counted_runs():
+    for run in unit.counted_runs:
         x = gradient[run]
         whole = len(x) // _SHORT * _SHORT
         for part in (x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)):
-            norms = torch.linalg.vector_norm(part, dim=1, dtype=wide)
-            total += norms.double().square().sum()
+            if part.numel():
+                norms = torch.linalg.vector_norm(part, dim=1, dtype=wide)
+                total += norms.double().square_().sum()
     return total

@@ -168,9 +168,7 @@ class Rank:
         state = {n: _state(self.updates[n]) for n in units}
         row = self.program.owner[self.world.rank]
         promised = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
-        pool = sum(
-            count * numel * dtype.itemsize for (numel, dtype), count in self.local.pool.made.items()
-        )
+        pool = sum(n * size * dtype.itemsize for (size, dtype), n in self.local.pool.most.items())
         measured = {
             "weights": float(sum(_bytes(u.home) for u in units.values())),
             "optimizer": float(sum(state.values())),
