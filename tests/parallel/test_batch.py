@@ -62,7 +62,7 @@ def test_the_shares_of_all_places_are_the_batch(text, length):
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
-def test_every_tensor_with_a_number_for_each_token_is_cut_alike(text):
+def test_every_tensor_with_a_number_for_each_token_is_cut_alike_but_documents(text):
     layout, length = Layout.parse(text), 13
     for dp, cp in _places(layout):
         for part in microbatches(_batch(7, length), layout, dp, cp):
@@ -71,12 +71,16 @@ def test_every_tensor_with_a_number_for_each_token_is_cut_alike(text):
             expected = {
                 "targets": (tokens + 1000).where(real, torch.tensor(-100)),
                 "positions": ((tokens - 1) % length).where(real, torch.tensor(0)),
-                "documents": (tokens // 5).where(real, torch.tensor(-1)),
                 "noise": tokens * 7,
                 "vectors": tokens.unsqueeze(-1) * torch.tensor([1.0, 2.0]),
             }
             for name, x in expected.items():
                 assert torch.equal(part[name], x), name
+            # Every rank has those of all tokens of its rows: attention asks whose keys it sees.
+            first = 1 + (part["weight"] - 0.5).long().unsqueeze(1) * length
+            documents = part["documents"]
+            assert torch.equal(documents[:, :length], (first + torch.arange(length)) // 5)
+            assert (documents[:, length:] == -1).all()
             assert part["weight"].shape == tokens.shape[:1]
             assert all(x.is_contiguous() for x in part.values())
 
