@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from phalanx.layout import Axis, Layout, LayoutError, Mesh, Shape
+from phalanx.layout import Axis, Layout, LayoutError, Mesh, Shape, legal
 from phalanx.plan import MachineError
 from phalanx.plan.device import Device, device, devices
 from phalanx.plan.hardware import Hardware, hardware_of
@@ -29,11 +30,59 @@ _DEVICES = (
     (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"), (r"trainium ?2|trn2", "trainium2"),
     (r"gaudi ?3", "gaudi-3"),
 )  # fmt: skip
-_SCHEDULES = {
-    "": "1f1b", "none": "1f1b", "1f1b": "1f1b", "1f1b-i": "interleaved", "gpipe": "gpipe",
-    "interleaved-1f1b": "interleaved", "interleaved": "interleaved", "afab": "gpipe",
-    "zb-1p": "zb-h1", "zb-h1": "zb-h1", "zb-2p": "zb-h2", "zb-h2": "zb-h2", "zb-v": "zb-v",
+_NO = ("", "-", "0", "none", "no", "false", "off", "n/a")
+_YES = ("1", "yes", "true", "on")
+# What the words of a column mean; others are not guessed. They are compared in lower case, with `-`
+# for blanks, and without what is in brackets unless it is listed.
+_MEANINGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "status": {
+        "ok": ("", "ok", "success", "completed", "passed"),
+        "oom": ("oom", "oom-or-crash", "out-of-memory", "cuda-oom", "cuda-out-of-memory"),
+        "failed": ("crash", "crashed", "failed", "fail", "error", "timeout", "diverged"),
+    },
+    "schedule": {
+        "1f1b": (*_NO, "1f1b", "1f1b-flexible"),
+        "interleaved": ("1f1b-i", "interleaved", "interleaved-1f1b", "1f1b-interleaved", "1f1b-vpp"),
+        "gpipe": ("gpipe", "afab", "all-forward-all-backward"),
+        "zb-h1": ("zb-1p", "zb1p", "zb-h1", "zbh1"),
+        "zb-h2": ("zb-2p", "zb2p", "zb-h2", "zbh2"),
+        "zb-v": ("zb-v", "zbv"),
+    },
+    "precision": {
+        "bf16": ("", "bf16", "bfloat16", "bf16-mixed", "mixed-bf16", "amp-bf16",
+                 # With a scale for every row products gain nothing over bf16 in what is published.
+                 "fp8-rowwise"),
+        "fp16": ("fp16", "float16", "half", "fp16-mixed", "mixed-fp16", "amp-fp16", "fp16/bf16"),
+        "fp8": ("fp8", "mxfp8", "fp8-mx", "fp8-tensorwise", "fp8-blockwise", "fp8-hybrid",
+                "fp8-cs", "fp8-ds", "bf16/fp8", "fp8/bf16", "amp-fp8"),
+        "fp4": ("fp4", "nvfp4", "mxfp4"),
+        "tf32": ("tf32",),
+        "fp32": ("fp32", "float32"),
+    },
+    "zero": {
+        "0": (*_NO, "ddp"),
+        "3": ("fsdp", "fsdp2", "full-shard"),
+        "2": ("shard-grad-op",),
+        "1": ("distributed-optimizer", "dist-opt"),
+    },
+    "act_ckpt": {
+        "none": _NO[1:],
+        "all": (*_YES, "full", "all", "full-uniform"),
+        "selective": ("selective", "selective-op", "core-attn", "core-attention"),
+        "": ("",),
+    },
+    "flag": {"": _NO, "1": (*_YES, "swiglu", "geglu")},
+    "offload": {"": _NO, "optimizer": ("optim", "optimizer", "optimizer-states")},
 }  # fmt: skip
+_ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
+_EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
+
+
+class CellError(MachineError):
+    """A cell of a table that says nothing that can be true, by its column."""
+
+    def __init__(self, column: str, text: str, why: str) -> None:
+        super().__init__(f"{column}: {text[:40]!r} {why}")
 
 
 @dataclass(frozen=True)
@@ -72,51 +121,109 @@ class Row:
 def read_table(path: str | Path, profile: SoftwareProfile | None = None) -> tuple[Row, ...]:
     """All rows of a table in the format of the published measurements."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            said = list(csv.DictReader(file))
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            lines = csv.reader(file)
+            columns = [name.strip().lower() for name in next(lines, [])]
+            said = [(lines.line_num, [cell.strip() for cell in line]) for line in lines if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise MachineError(f"cannot read the table {path}: {error}.") from None
     need = {"source", "hardware", "gpus", "layers", "hidden", "seq"}
-    if not said or not need <= set(said[0]):
-        lacks = sorted(need - set(said[0] if said else ()))
+    if not said or not need <= set(columns):
+        lacks = sorted(need - set(columns)) or ["rows"]
         raise MachineError(f"{path} is no table of runs: it lacks {', '.join(lacks)}.")
-    return tuple(
-        _row({k: (v or "").strip() for k, v in each.items() if k}, profile) for each in said
-    )
+    return tuple(_row(number, columns, cells, profile, Path(path).stem) for number, cells in said)
 
 
-def _row(said: Mapping[str, str], chosen: SoftwareProfile | None) -> Row:
+def _row(
+    number: int, columns: list[str], cells: list[str], chosen: SoftwareProfile | None, stem: str
+) -> Row:
+    said = dict.fromkeys(columns, "") | dict(zip(columns, cells, strict=False))
     profile = chosen or profile_named(said.get("framework", ""))
-    ranks = int(_number(said, "gpus"))
+    kind, case, hardware, why = None, None, None, ""
+    ranks, step, memory, batch, status = 0, 0.0, 0.0, 0.0, ""
     try:
+        if any(cells[len(columns) :]):
+            raise CellError("cells", str(len(cells)), f"in a row, the table has {len(columns)}")
+        status = _status(said)
+        ranks = _count(said, "gpus", 0)
+        batch = _number(said, "global_batch")
+        _without_experts(said)
         kind = _device(said["hardware"])
-        case = _case(said, profile)
-        hardware = _hardware(kind.name, ranks, said.get("inter_link", ""), said["hardware"],
-                     int(_number(said, "gpus_per_node") or 8))  # fmt: skip
-        why = ""
+        made = _case(said, profile)
+        if made.dtype and made.dtype not in kind.dtypes:
+            raise CellError("precision", said["precision"], f"is not what {kind.name} computes in")
+        hardware = _hardware(
+            kind.name, ranks, said.get("inter_link", ""), _count(said, "gpus_per_node", 8)
+        )
+        if status == "ok":
+            unit = 2**30 if "gib" in said.get("mem_unit", "").lower() or profile.logs_gib else 1e9
+            memory = _number(said, "peak_mem_gb") * unit
+            step = _seconds(said, made)
+        case = made
+    except CellError as error:
+        why = f"line {number}, {error}"
     except (LayoutError, MachineError, ValueError) as error:
-        kind, case, hardware, why = None, None, None, str(error)
-    status = said.get("status", "ok")
-    step = _seconds(said, case) if case else 0.0
-    unit = 2**30 if "GiB" in said.get("mem_unit", "") or profile.logs_gib else 1e9
+        why = str(error)
     return Row(
-        source=said["source"], name=said.get("row_id", ""), model=said.get("model", ""),
+        source=said["source"] or stem, name=said.get("row_id", ""), model=said.get("model", ""),
         device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
-        profile=profile,
-        step=step if status == "ok" else 0.0,
-        memory=_number(said, "peak_mem_gb") * unit if status == "ok" else 0.0,
-        out_of_memory="oom" in status, why=why, notes=said.get("notes", ""),
-        batch=_number(said, "global_batch"),
+        profile=profile, step=step, memory=memory,
+        out_of_memory=status == "oom", why=why, notes=said.get("notes", ""), batch=batch,
         empty=case is not None and _empty(case, profile),
     )  # fmt: skip
 
 
 def _number(said: Mapping[str, str], key: str) -> float:
+    """The number of a cell, 0 where it says none."""
     text = said.get(key, "")
+    if text.lower() in ("", "-", "n/a", "none"):
+        return 0.0
+    plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
     try:
-        return float(text) if text else 0.0
+        number = float(plain)
     except ValueError:
-        raise MachineError(f"{key}={text!r} is no number.") from None
+        raise CellError(key, text, "is no number") from None
+    if not math.isfinite(number) or number < 0:
+        raise CellError(key, text, "is not finite, or is below 0")
+    return number
+
+
+def _count(said: Mapping[str, str], key: str, usual: int = 1) -> int:
+    """The whole number of a cell, `usual` where it says none; 0: it has to."""
+    number, text = _number(said, key), said.get(key, "")
+    none = not number and (not usual or (text.startswith("0") and key in ("tp", "pp", "dp")))
+    if none or number != int(number):
+        raise CellError(key, text, "is no whole number above 0")
+    return int(number) or usual
+
+
+def _meaning(said: Mapping[str, str], key: str, kind: str = "") -> str:
+    """What the word of a cell means."""
+    text, known = said.get(key, ""), _MEANINGS[kind or key]
+    lower = re.sub(r"\.0$", "", text.lower())
+    for said_so in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
+        word = re.sub(r"[\s_-]+", "-", said_so.strip())
+        for meaning, words in known.items():
+            if word in words:
+                return meaning
+        if key == "zero" and (found := re.fullmatch(_ZERO, word)):
+            return found[1]
+    listed = ", ".join(word for words in known.values() for word in words if len(word) > 1)
+    raise CellError(key, text, f"is not known: write one of {listed}")
+
+
+def _status(said: Mapping[str, str]) -> str:
+    """How a run ended; one that ran out of memory may say so in place of what it measured."""
+    measured = (said.get(key, "") for key in ("step_time_s", "tok_s_gpu", "tflops_gpu"))
+    memory = said.get("peak_mem_gb", "")
+    ended = any(text.lower() in _MEANINGS["status"]["oom"] for text in (*measured, memory))
+    return "oom" if ended else _meaning(said, "status")
+
+
+def _without_experts(said: Mapping[str, str]) -> None:
+    experts = any(_number(said, key) > 1 for key in ("ep", "experts", "num_experts"))
+    if experts or re.search(_EXPERTS, said.get("model", ""), re.IGNORECASE):
+        raise MachineError("it has experts (MoE, or ep > 1), which are not planned")
 
 
 def _device(hardware: str) -> Device:
@@ -129,24 +236,28 @@ def _device(hardware: str) -> Device:
 def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
     """The row as a layout. What it does not say is taken as its profile's default."""
     shape = _shape(said)
-    n = {key: int(_number(said, key) or 1) for key in ("gpus", "tp", "pp", "cp", "vpp")}
+    n = {key: _count(said, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
     if not said.get("tp") and not said.get("pp") and not said.get("dp"):
         raise MachineError("the row does not say its layout")
-    dp = int(_number(said, "dp") or max(1, n["gpus"] // (n["tp"] * n["pp"] * n["cp"])))
+    inner = n["tp"] * n["pp"] * n["cp"]
+    dp = _count(said, "dp", max(1, n["gpus"] // inner))
+    if dp * inner != n["gpus"]:
+        product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
+        raise CellError("gpus", said["gpus"], f"is not dp x tp x pp x cp = {product}")
     batch = _number(said, "global_batch")
     if said["source"].endswith("-layer"):
         raise MachineError("the row is the time of one layer, not of a step")
     if not batch:
         raise MachineError("the row does not say its batch")
-    schedule = _SCHEDULES.get(said.get("schedule", "").lower(), "1f1b") if n["pp"] > 1 else "accum"
+    schedule = _meaning(said, "schedule") if n["pp"] > 1 else "accum"
     rows = _number(said, "micro_batch") or _rows(batch / dp, n["pp"])
     count = max(1, round(batch / dp / rows))
-    zero = int(_number(said, "zero"))
+    zero, precision = int(_meaning(said, "zero")), _meaning(said, "precision")
     if (n["vpp"] > 1 and schedule == "1f1b") or schedule == "interleaved":
         schedule, chunks = "interleaved", max(2, n["vpp"] if said.get("vpp") else _chunks(shape, n))
     else:
         chunks = 2 if schedule == "zb-v" else 1
-    shard = int(_number(said, "hsdp_shard") or dp)
+    shard = _count(said, "hsdp_shard", dp)
     if zero == 0 or dp % shard:
         shard = dp
     mesh = Mesh(
@@ -154,11 +265,15 @@ def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
          Axis("tp", (n["tp"],)))
     )  # fmt: skip
     layout = Layout(
-        mesh=mesh, seq=said.get("sp") == "1" and n["tp"] > 1, zero=min(zero, 3), schedule=schedule,
-        chunks=chunks, microbatches=count, recompute=_recompute(said.get("act_ckpt") or profile.recompute),
-        precision="fp16" if "fp16" in said.get("precision", "") else "bf16",
-        offload=("optimizer",) if "optim" in said.get("offload", "") else (),
+        mesh=mesh, seq=bool(_meaning(said, "sp", "flag")) and n["tp"] > 1, zero=zero,
+        schedule=schedule, chunks=chunks, microbatches=count,
+        recompute=_meaning(said, "act_ckpt") or profile.recompute,
+        precision="bf16" if precision in ("fp8", "fp4") else precision,
+        offload=tuple(filter(None, (_meaning(said, "offload"),))),
     )  # fmt: skip
+    for broken in legal(layout, shape):
+        if broken.rule in ("heads", "kv", "ffn"):
+            raise CellError("tp", str(n["tp"]), f"is impossible: {broken.what}")
     if zero == 3 and n["pp"] > 1:
         layout = replace(layout, reduce="step")
     less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
@@ -168,10 +283,8 @@ def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
         first, last = _ends(shape.layers, n["pp"]) if less else (0, 0)
     if n["pp"] > 1:
         layout = replace(layout, stages=_stages(shape.layers, n["pp"], chunks, first, last))
-    # With a scale for every row the products gain nothing over bf16 in what is published.
-    fast = "fp8" in said.get("precision", "") and "rowwise" not in said.get("precision", "")
-    dtype = "fp8" if fast else ""
-    return Case(shape, layout, batch / dp / count, int(_number(said, "seq")), dtype)
+    dtype = precision if precision in ("fp8", "fp4") else ""
+    return Case(shape, layout, batch / dp / count, _count(said, "seq", 0), dtype)
 
 
 def _rows(batch: float, pp: int) -> float:
@@ -223,30 +336,23 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
     return pp > shape.layers or head > 2 * (shape.layers + head) / pp
 
 
-def _recompute(text: str) -> str:
-    if text.startswith(("full", "all")):
-        return "all"
-    return "selective" if text.startswith("selective") else "none"
-
-
 def _head(size: float) -> int:
     """A head's size; one that is no whole number was derived wrongly, and is taken as usual."""
     return int(size) if size == int(size) else 8 * round(size / 8)
 
 
 def _shape(said: Mapping[str, str]) -> Shape:
-    heads = int(_number(said, "heads") or 1)
-    hidden = int(_number(said, "hidden"))
-    gated = said.get("glu") == "1"
-    if not _number(said, "layers") or not hidden:
+    gated = bool(_meaning(said, "glu", "flag"))
+    if not _number(said, "layers") or not _number(said, "hidden"):
         raise MachineError("the row does not say its model's layers or width")
+    heads, hidden = _count(said, "heads"), _count(said, "hidden")
     return Shape(
-        name=said.get("model", ""), layers=int(_number(said, "layers")), hidden=hidden, heads=heads,
-        kv_heads=int(_number(said, "kv_heads") or heads),
+        name=said.get("model", ""), layers=_count(said, "layers"), hidden=hidden, heads=heads,
+        kv_heads=_count(said, "kv_heads", heads),
         head_dim=_head(_number(said, "head_dim") or hidden / heads),
-        ffn=int(_number(said, "ffn") or 4 * hidden), vocab=int(_number(said, "vocab") or 51200),
-        sequence=int(_number(said, "seq")), gated=gated, norm="rms" if gated else "layer",
-        positions="rope" if gated else "learned", tied=said.get("tied", "") == "1",
+        ffn=_count(said, "ffn", 4 * hidden), vocab=_count(said, "vocab", 51200),
+        sequence=_count(said, "seq", 0), gated=gated, norm="rms" if gated else "layer",
+        positions="rope" if gated else "learned", tied=bool(_meaning(said, "tied", "flag")),
         bias="none" if gated else "all",
     )  # fmt: skip
 
@@ -278,12 +384,12 @@ def _formula(said: Mapping[str, str], case: Case) -> float:
 
 
 @lru_cache(maxsize=256)
-def _hardware(name: str, ranks: int, link: str, hardware: str, node: int) -> Hardware:
+def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     """The cluster of a row: its device's family, with the network that the row tells of."""
     family = {"a100-80": "a100-80", "a100-40": "a100-40", "h100-sxm": "h100", "h200": "h200",
               "h100-96": "h100-96",              "b200": "b200", "gb200": "gb200", "mi300x": "mi300x",
               "tpu-v5p": "tpu-v5p", "trainium2": "trainium2"}.get(name)  # fmt: skip
-    if "EFA" in link and name == "h100-sxm":
+    if "efa" in link.lower() and name == "h100-sxm":
         family = "h100-efa"
     if family is None:
         raise MachineError(f"no cluster of {name} is in the catalogue")
@@ -291,7 +397,7 @@ def _hardware(name: str, ranks: int, link: str, hardware: str, node: int) -> Har
     whole = cluster(f"{family}x{-(-ranks // node) * node if ranks > node else ranks}")
     port = _port(link, size)
     levels = tuple(_with_port(level, port) if i else level for i, level in enumerate(whole.levels))
-    if "Omni-Path" in link:
+    if "omni-path" in link.lower():
         levels = tuple(replace(x, latency_us=8.0) if i else x for i, x in enumerate(levels))
     made: Cluster = replace(whole, levels=levels)
     return hardware_of(made, ranks)

@@ -189,3 +189,97 @@ def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
         read_table(tmp_path / "x.csv")
     with pytest.raises(MachineError, match="cannot read"):
         read_table(tmp_path / "none.csv")
+
+
+GOOD: dict[str, object] = {
+    "gpus": 16,
+    "tp": 2,
+    "pp": 2,
+    "dp": 4,
+    "micro_batch": 1,
+    "step_time_s": 2,
+}
+
+
+def test_words_in_other_case_and_spelling_mean_what_a_person_reads(tmp_path: Path) -> None:
+    said: list[dict[str, object]] = [
+        {"precision": "FP8", "status": "OK", "sp": "True", "act_ckpt": "Full"},
+        {"precision": "MXFP8", "status": "", "zero": "ZeRO-3", "act_ckpt": "Selective (op)"},
+        {"schedule": "1F1B (flexible)", "precision": "BF16", "zero": "none", "tp": "2.0"},
+        {"schedule": "Interleaved 1F1B", "vpp": 2, "global_batch": "1,024"},
+        {"schedule": "ZB-V", "precision": "FP8 (rowwise)", "offload": "None"},
+        {"pp": 1, "dp": 8, "schedule": "whatever"},
+    ]
+    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
+    assert [row.why for row in rows] == [""] * 6
+    cases = [row.case for row in rows if row.case]
+    assert [case.dtype for case in cases] == ["fp8", "fp8", "", "", "", ""]
+    assert [case.layout.schedule for case in cases[2:5]] == ["1f1b", "interleaved", "zb-v"]
+    assert [case.layout.recompute for case in cases[:3]] == ["all", "selective", "none"]
+    assert [case.layout.zero for case in cases[:3]] == [1, 3, 0]
+    assert [case.layout.seq for case in cases[:2]] == [True, False]
+    assert rows[3].batch == 1024
+    assert {row.step for row in rows} == {2.0}
+
+
+def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(tmp_path: Path) -> None:
+    said = ({"status": "OOM", "step_time_s": ""}, {"status": "CUDA out of memory"},
+            {"status": "", "step_time_s": "OOM"}, {"status": "crashed", "step_time_s": ""})  # fmt: skip
+    rows = read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said]))
+    assert [row.out_of_memory for row in rows] == [True, True, True, False]
+    assert [(row.step, row.why) for row in rows] == [(0.0, "")] * 4
+    assert all(row.case for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("cells", "column", "why"),
+    [
+        ({"micro_batch": "one"}, "micro_batch", "'one' is no number"),
+        ({"step_time_s": "nan"}, "step_time_s", "'nan' is not finite"),
+        ({"peak_mem_gb": "inf"}, "peak_mem_gb", "is not finite"),
+        ({"hidden": "-2048"}, "hidden", "below 0"),
+        ({"gpus": ""}, "gpus", "no whole number above 0"),
+        ({"tp": "0"}, "tp", "no whole number above 0"),
+        ({"tp": "1.5"}, "tp", "no whole number above 0"),
+        ({"tp": "3", "gpus": 24}, "tp", "does not divide heads=16"),
+        ({"dp": "8"}, "gpus", "dp x tp x pp x cp = 8 x 2 x 2 x 1 = 32"),
+        ({"dp": "", "gpus": 18}, "gpus", "4 x 2 x 2 x 1 = 16"),
+        ({"precision": "int3"}, "precision", "not known: write one of"),
+        ({"precision": "FP8", "hardware": "A100-SXM-80GB"}, "precision", "not what a100-80"),
+        ({"schedule": "magic"}, "schedule", "interleaved"),
+        ({"zero": "4"}, "zero", "not known"),
+        ({"status": "perhaps"}, "status", "oom"),
+    ],
+)
+def test_a_bad_cell_is_told_by_line_and_column_and_the_rest_is_read(
+    tmp_path: Path, cells: dict[str, object], column: str, why: str
+) -> None:
+    rows = read_table(table(tmp_path / "t.csv", [GOOD, {**GOOD, **cells}, GOOD]))
+    assert [row.case is None for row in rows] == [False, True, False]
+    assert rows[1].why.startswith(f"line 3, {column}: ")
+    assert why in rows[1].why
+
+
+def test_rows_with_experts_are_left_out_and_counted(tmp_path: Path) -> None:
+    said: list[dict[str, object]] = [
+        {}, {"ep": 8}, {"model": "Mixtral 8x7B"}, {"model": "Qwen3-30B-A3B"}, {"ep": 1},
+    ]  # fmt: skip
+    path = table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])
+    found = _score(path, profile("default"))
+    assert found["predicted"] == 2
+    assert found["left_out"] == {"it has experts (MoE, or ep > 1), which are not planned": 3}
+
+
+def test_a_byte_order_mark_and_columns_in_capitals_are_read(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [GOOD])
+    head, rest = path.read_text().split("\n", 1)
+    path.write_text(head.upper() + "\n" + rest, encoding="utf-8-sig")
+    (row,) = read_table(path)
+    assert (row.source, row.step, row.why) == ("made-up", 2.0, "")
+
+
+def test_a_row_with_a_cell_too_many_is_not_read_shifted(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [GOOD, GOOD])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], lines[2] + ",x"]) + "\n")
+    assert [row.why[:13] for row in read_table(path)] == ["", "line 3, cells"]
