@@ -138,11 +138,12 @@ def test_the_lower_levels_never_load_torch() -> None:
     [
         ["draw", "1f1b", "--stages", "2", "--microbatches", "2"],
         ["draw", "mesh", "dp2 pp2"],
-        ["check", "dp2 pp2", "--model", "tiny"],
+        ["check", "dp2 tp3", "--model", "tiny"],
     ],
 )
-def test_drawing_and_checking_never_load_torch(argv: list[str]) -> None:
-    loaded = _loaded(f"from phalanx.cli.main import main\nassert main({argv!r}) == 0")
+def test_drawing_and_refusing_never_load_torch(argv: list[str]) -> None:
+    code = int(argv[0] == "check")
+    loaded = _loaded(f"from phalanx.cli.main import main\nassert main({argv!r}) == {code}")
     assert "torch" not in loaded
 
 
@@ -300,9 +301,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 3386, "program": 3193, "draw": 1421, "plan": 3644, "models": 1225, "comm": 4438,
+    "layout": 3386, "program": 3193, "draw": 1421, "plan": 3653, "models": 1225, "comm": 4438,
     "parallel": 2884, "cost": 1236, "bench": 1195, "train": 5023, "verify": 1231, "report": 594,
-    "lab": 2884, "cli": 4715,
+    "lab": 2884, "cli": 4820,
 }  # fmt: skip
 
 

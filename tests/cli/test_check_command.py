@@ -46,6 +46,43 @@ def test_a_legal_layout_says_what_its_ranks_hold(capsys: Capture) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weights(
+    capsys: Capture,
+) -> None:
+    asked = ["--model", "8b", "--json", "--seq", "8192"]
+    layout = "dp2 pp4 tp2 1f1b:8"
+    assert main(["check", layout, *asked, "--batch", "16", "--cluster", "h100x64"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    plan = ["plan", "--cluster", "h100x16", "--batch-tokens", str(16 * 8192), "--explain", layout]
+    assert main([*plan, *asked]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    for key in ("memory_gb", "memory_by_kind_gb"):
+        assert told[key] == explained[key]
+    assert told["fits"]
+    assert told["limit_gb"] == 0.85 * 80 * 2**30 / 1e9
+    # Eight blocks and the embedding are on stage 0, cut over tp2; norms are on both of its ranks.
+    kinds, shape = told["memory_by_kind_gb"], Shape.load("8b")
+    cut = sum(shape.parameters(piece) for piece in range(9)) / 2 / 1e9
+    assert kinds["weights"] == pytest.approx(2 * cut, rel=1e-4)
+    assert kinds["gradients"] == pytest.approx(4 * cut, rel=1e-4)
+    assert kinds["optimizer"] == pytest.approx(12 * cut, rel=1e-4)
+
+
+def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None:
+    asked = ["check", "dp2 pp4 tp2 1f1b:8", "--model", "8b", "--batch", "16"]
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert "it needs 50.7 GB on the fullest rank" in " ".join(told.split())
+    assert "fit" not in told
+    assert main([*asked, "--device", "h100"]) == 0
+    assert "It fits on h100-sxmx16: 73 GB of a device may be used." in capsys.readouterr().out
+    assert main([*asked, "--device", "rtx-4090"]) == 1
+    assert "It does not fit on rtx-4090x16: 21.9 GB" in capsys.readouterr().out
+    assert main([*asked, "--device", "h100", "--cluster", "h100x16"]) == 2
+    assert main([*asked, "--cluster", "h100x8"]) == 2
+    assert "16 ranks, and h100x8 has 8 devices" in capsys.readouterr().err
+
+
 def test_a_tied_weight_is_counted_on_both_stages_that_hold_it(capsys: Capture) -> None:
     assert main(["check", "pp2 1f1b:2", "--model", "124m", "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["stages"]

@@ -25,7 +25,7 @@ PAGES = [
         "docs/add-a-way-to-split.md", "docs/bring-your-model.md", "docs/recomputation.md",
     )
 ]  # fmt: skip
-# These need no torch, and print the same on every machine.
+# These print the same on every machine.
 _SAME = re.compile(r"\.venv/bin/phalanx (draw|check) |cat |sed |grep ")
 
 

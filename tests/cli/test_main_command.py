@@ -159,10 +159,13 @@ def test_our_own_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) 
         main(["draw", "1f1b"])
 
 
-def test_drawing_and_checking_load_no_torch() -> None:
+def test_drawing_and_checking_load_no_torch_but_where_a_model_is_costed(tmp_path: Path) -> None:
+    step = str(tmp_path / "step.txt")
+    layout = ["check", "dp2", "--model", "tiny"]
+    assert main(layout) == 0  # its costs are cached now
     asked = (
-        "import sys; from phalanx.cli import main;"
-        "assert main(['draw', '1f1b']) == 0; assert main(['check', 'dp2', '--model', 'tiny']) == 0;"
+        f"import sys; from phalanx.cli import main; assert main(['draw', '1f1b', '--out', {step!r}]) == 0;"
+        f"assert main(['check', {step!r}]) == 0; assert main({layout!r}) == 0;"
         "print(sorted(m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)

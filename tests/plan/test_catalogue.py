@@ -113,6 +113,12 @@ def test_a_cluster_is_the_first_devices_of_its_family() -> None:
     assert [x.size for x in cluster("llama3x3072").levels] == [8, 2, 192]
 
 
+def test_devices_without_a_cluster_are_joined_by_their_own_fastest_link() -> None:
+    pair = cluster("rtx-4090x2")
+    assert (pair.size, pair.kind.name, pair.name) == (2, "rtx-4090", "rtx-4090x2")
+    assert pair.levels[0].bandwidth == pytest.approx(31.5e9, rel=1e-3)  # PCIe 4 x16
+
+
 def test_a_group_crosses_the_level_that_its_last_rank_lies_beyond() -> None:
     llama = cluster("llama3")
     crossed = {(8, 1): "server", (2, 4): "server", (2, 8): "rack", (16, 1): "rack", (2, 16): "pod",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from ..cost import cached_costs
 from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..layout.choices import BF16, FP32
 from ..plan import Machine, MachineError, cluster, clusters, device_named
 from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine, profile_for
+from ..plan.local import hardware_of_machine
 from ..plan.search import search
-from ..plan.step import Request
+from .memory import request_for
 
 
 def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
@@ -53,11 +50,9 @@ def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
 def _planned(
     wanted: Run, shape: Shape, hardware: Hardware, precision: str
 ) -> tuple[Layout, str] | None:
-    request = Request(
-        shape, hardware, profile_for(hardware, None, precision),
-        partial(cached_costs, target=hardware.target), wanted.tokens(shape), shape.batch,
-        precision, model=wanted.own,
-    )  # fmt: skip
+    request = request_for(
+        shape, hardware, sequence=wanted.tokens(shape), precision=precision, model=wanted.own
+    )
     plan = search(request, top=1)
     if not plan.layouts:
         return None

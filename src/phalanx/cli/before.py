@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,12 @@ def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: in
     """Raise with every reason why a layout does not fit a model."""
     if wrong := misfit(layout, shape, batch=batch, sequence=sequence):
         raise LayoutError(wrong)
+
+
+def in_precision(words: str, precision: str) -> Layout:
+    """A layout that somebody typed, in this precision unless it names its own."""
+    layout = Layout.parse(words)
+    return layout if "precision" in Layout.written(words) else replace(layout, precision=precision)
 
 
 def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from ..draw import text_table
+from ..draw.words import wrapped
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
-from ..layout.numbers import count_text
+from ..layout.numbers import bytes_text, count_text
 from ..layout.stages import partial_pieces
+from ..plan.hardware import hardware_of
+from ..plan.link import joined
+from ..plan.step import Request
 from ..program import Program, Proof, build, check, faults
-from .before import misfit
+from .before import in_precision, misfit, where
+from .memory import held, held_text, request_for
 from .usage import Parser, UsageError, read, result
 
+_WIDTH = 80
 _EPILOG = """\
-Exit code 0: it fits and its program is proved; 1: it does not, with every reason; 2: wrong usage.
+Exit code 0: its program is proved, and fits in the memory of --device or --cluster; 1: it does not,
+with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU fp32, unless
+the layout says otherwise. A model that nobody has costed yet loads torch.
 
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
+  phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
   phalanx check step.txt"""
 
 
@@ -35,12 +45,16 @@ def run(argv: list[str]) -> int:
     parser.add("--model")
     parser.add("--batch")
     parser.add("--seq")
+    parser.add("--device", default=None, choices=None, metavar="NAME", help="fits in it, as h100")
+    parser.add("--cluster", metavar="NAME", help="fits there, as h100x64, or this")
     parser.add("--clip", action="store_true", help="with the agreement of clipping")
     parser.add("--json")
     args = parser.read(argv)
     text = " ".join(args.what)
     if args.model is not None:
-        return _layout(Layout.parse(text), Shape.load(args.model), args)
+        return _layout(text, Shape.load(args.model), args)
+    if args.device or args.cluster:
+        raise UsageError("what a device has to hold is known of a layout: add --model.")
     if text.endswith(".txt") or Path(text).is_file():
         return _file(text, args)
     Layout.parse(text)
@@ -49,7 +63,8 @@ def run(argv: list[str]) -> int:
     )
 
 
-def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
+def _layout(text: str, shape: Shape, args: argparse.Namespace) -> int:
+    layout = Layout.parse(text)
     sizes = {"batch": args.batch or 0, "sequence": args.seq or 0}
     if wrong := misfit(layout, shape, **sizes):
         reasons = [
@@ -59,6 +74,7 @@ def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
         near = list(map(str, nearest(layout, shape, **sizes)))
         result(args, {"legal": False, "violations": reasons, "nearest": near}, wrong)
         return 1
+    request = _request(layout, shape, args)
     stages = stage_pieces(layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.
@@ -67,7 +83,7 @@ def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
     parts = partial_pieces(layout, shape)
     program = build(built, stages, tied, agree=args.clip, parts=parts)
     proof = check(program)
-    figures = {
+    figures: dict[str, Any] = {
         "legal": True,
         "layout": str(layout),
         "model": shape.name,
@@ -76,9 +92,39 @@ def _layout(layout: Layout, shape: Shape, args: argparse.Namespace) -> int:
         "operations": sum(map(len, program.rows)),
         "virtual_stages": [[stage.start, stage.stop] for stage in stages],
         "stages": [_held(layout, shape, program, proof, row) for row in range(layout.pp)],
-    }
+    } | _memory(request, text)
     result(args, figures, _text(layout, shape, figures))
-    return 0
+    return 0 if figures.get("fits", True) else 1
+
+
+def _request(layout: Layout, shape: Shape, args: argparse.Namespace) -> Request:
+    """What a plan of the layout would be asked; of memory without end where no device is named."""
+    if args.cluster and args.device:
+        raise UsageError("--cluster and --device both say where it runs; name one.")
+    if args.cluster:
+        hardware = where(args.cluster, None, layout.ranks).hardware
+    else:
+        hardware = hardware_of(joined(args.device or "h100", layout.ranks))
+    if not (args.cluster or args.device):
+        hardware = replace(hardware, name="", memory=math.inf)
+    return request_for(shape, hardware, batch=args.batch or 0, sequence=args.seq or 0)
+
+
+def _memory(request: Request, text: str) -> dict[str, Any]:
+    """Of the fullest rank, and whether a device has it."""
+    layout = in_precision(text, request.precision)
+    kinds = held(request, layout)
+    figures: dict[str, Any] = {
+        "precision": layout.precision,
+        "batch": request.batch,
+        "sequence": request.sequence,
+        "memory_gb": sum(kinds.values()) / 1e9,
+        "memory_by_kind_gb": {kind: size / 1e9 for kind, size in kinds.items()},
+    }
+    if request.hardware.name:
+        figures |= {"device": request.hardware.name, "limit_gb": request.room / 1e9}
+        figures["fits"] = sum(kinds.values()) <= request.room
+    return figures
 
 
 def _held(
@@ -116,13 +162,26 @@ def _text(layout: Layout, shape: Shape, figures: dict[str, Any]) -> str:
         for stage, held in enumerate(figures["stages"])
     ]
     head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
-    return (
-        f"{layout} fits {shape.name} ({count_text(shape.total)} parameters); its program is proved."
+    size = count_text(shape.total)
+    proved = f"{layout} is legal for {shape.name} ({size} parameters); its program is proved."
+    needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
+    return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
         f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head."
         "\nAt most so many at once: held microbatches, gathered units of weights."
     )
+
+
+def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The bytes of the fullest rank, and what a device has."""
+    kinds = {kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()}
+    step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
+    yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
+    if "fits" in figures:
+        fits = "It fits" if figures["fits"] else "It does not fit"
+        limit = bytes_text(1e9 * figures["limit_gb"])
+        yield f"{fits} on {figures['device']}: {limit} of a device may be used."
 
 
 def _spans(numbers: Iterable[int]) -> str:

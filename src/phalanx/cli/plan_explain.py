@@ -4,16 +4,15 @@ timeline that is predicted for it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from ..draw import Picture, text, text_table
-from ..layout import Layout, stage_pieces
+from ..layout import stage_pieces
 from ..layout.numbers import bytes_text
 from ..plan.search import judge
 from ..plan.step import MEMORY, Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
-from .before import refuse_illegal
+from .before import in_precision, refuse_illegal
 from .plan_text import choice_figures, choice_text
 from .usage import UsageError, print_json, say, screen
 
@@ -23,9 +22,7 @@ _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats
 
 def named(words: str, request: Request, flag: str) -> Choice:
     """A layout that somebody typed, in the precision that was asked for unless it names its own."""
-    layout = Layout.parse(words)
-    if layout.precision not in words.split():
-        layout = replace(layout, precision=request.precision)
+    layout = in_precision(words, request.precision)
     if layout.ranks != request.hardware.ranks:
         raise UsageError(
             f"{flag}: {layout} is for {layout.ranks:,} ranks, {request.hardware.name} has"

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..layout.choices import BF16, near_word, no_such
 from ..layout.codec import decode
-from .device import MACHINES, Device, MachineError, MachineFileError, device
+from .device import MACHINES, Device, MachineError, MachineFileError, device, devices
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ def cluster(name: str) -> Cluster:
     known = clusters()
     if name in known:
         family, count = name, 0
+    if family not in known and family in devices() and count:
+        return joined(family, count)
     if family not in known:
         raise MachineError(
             f"there is no cluster {name[:60]!r}.{near_word(family, known)} Families are {', '.join(known)};"
@@ -139,6 +141,13 @@ def cluster(name: str) -> Cluster:
     if not count and not whole.size:
         raise MachineError(f"how many devices has {name!r}? Write {family}x64 for 64.")
     return replace(whole, name=name, levels=_filled(whole, count or whole.size))
+
+
+def joined(name: str, count: int) -> Cluster:
+    """So many of a device over its fastest link, where no cluster of them is catalogued."""
+    kind = device(name)
+    level = Level("devices", kind.links[0], count)
+    return Cluster(kind.name, f"the links of {kind.name}", (level,), f"{kind.name}x{count}")
 
 
 def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
