@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -106,6 +107,27 @@ def test_the_table_names_each_run_with_its_error_before_and_after(
     assert [line.split()[0] for line in lines[3:6]] == list(FITTED)
     assert "1 runs for 3 numbers" in lines[-1]
     assert not (tmp_path / "profile.toml").exists()
+
+
+def test_with_rows_the_other_runs_tell_how_far_off_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        run_of(tmp_path / str(n), text, [9.0, *[seconds(text, TRUTH)] * 2])
+        for n, text in enumerate(LAYOUTS)
+    ]
+    words = ["plan", "calibrate", *runs, "--machine", machine_of(tmp_path), "--rows", "2"]
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["runs"]
+    assert sum(row["used"] for row in rows) == 2
+    unseen = [row for row in rows if not row["used"]]
+    before, after = (median(abs(row[when]) for row in unseen) for when in ("before", "after"))
+    assert after < before / 2
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    line = f"Median error of the 3 runs that were not used: {before:.0%} before, {after:.0%} after."
+    assert line in told
+    assert "2 runs for 3 numbers" in told
 
 
 def test_what_is_no_run_or_no_machine_is_refused_in_a_sentence(

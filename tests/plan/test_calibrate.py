@@ -21,6 +21,7 @@ from phalanx.plan.calibrate import (
     calibrated,
     costed,
     read_run,
+    spread_over,
 )
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.profile import SoftwareProfile, profile
@@ -75,6 +76,25 @@ def test_the_profile_that_made_the_runs_is_neared_and_predicts_runs_that_it_has_
     after = calibrated(begin, seen)
     assert _off(after, seen) < min(0.1, _off(begin, seen) / 2)
     assert _off(after, unseen) < min(0.15, _off(begin, unseen) / 2)
+
+
+def test_from_two_runs_all_of_computing_is_slower_by_one_factor() -> None:
+    begin = SoftwareProfile(speed=0.9, traffic=0.9, host=1.5)
+    truth = SoftwareProfile(speed=0.9 / 1.6, traffic=0.9 * 1.6, host=1.5 * 1.6)
+    after = calibrated(begin, _timed(LAYOUTS[:2], truth))
+    # Two runs do not decide traffic and host, which go along with products.
+    assert after.speed == pytest.approx(truth.speed, rel=0.1)
+    assert after.traffic == pytest.approx(truth.traffic, rel=0.2)
+    assert after.host == pytest.approx(truth.host, rel=0.2)
+    assert _off(after, _timed(LAYOUTS[2:], truth)) < 0.05
+
+
+def test_some_of_the_runs_are_spread_evenly_over_them() -> None:
+    runs = _timed(LAYOUTS, SoftwareProfile())
+    names = [run.run.name for run in spread_over(runs, 4)]
+    assert names == [LAYOUTS[0], LAYOUTS[3], LAYOUTS[6], LAYOUTS[9]]
+    assert spread_over(runs, 0) == spread_over(runs, 99) == runs
+    assert spread_over(runs, 1) == runs[:1]
 
 
 def test_runs_that_are_all_far_slower_than_predicted_are_followed_all_the_same() -> None:

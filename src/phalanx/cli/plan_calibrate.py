@@ -6,20 +6,30 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout.codec import dump
-from ..plan.calibrate import CostedRun, Measured, by_model, calibrated, costed, read_run
+from ..plan.calibrate import (
+    CostedRun,
+    Measured,
+    by_model,
+    calibrated,
+    costed,
+    read_run,
+    spread_over,
+)
 from ..plan.local import profile_for
 from ..plan.profile import FITTED, SoftwareProfile
 from .before import Where, where
-from .usage import Parser, print_json, say, write
+from .usage import Parser, print_json, say, whole, write
 
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
   phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
-  phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx
+  phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx --rows 5
 
 A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
 The numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not decide stays as it was.
@@ -45,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
         help="whose curves of the machine file: gloo, shm",
     )
     add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
+    add("--rows", type=whole(), metavar="N", help="fit on so many runs, test on the others")
     parser.add_output("--out", ".toml", help="a profile for phalanx plan --profile FILE")
     add("--json")
     args = parser.read(argv)
@@ -59,10 +70,11 @@ def run(argv: Sequence[str]) -> int:
         for hardware in [at.hardware]
         for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
     ]
-    after = calibrated(before, costed_runs)
+    used = spread_over(costed_runs, args.rows or 0)
+    after = calibrated(before, used)
     if args.out:
         write(args.out, {".toml": partial(dump, short=True)}, after)
-    rows = _rows(costed_runs, before, after)
+    rows = _rows(costed_runs, used, before, after)
     if args.json:
         print_json({"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}})
     else:
@@ -75,8 +87,11 @@ def _where(args: Namespace, runs: Sequence[Measured]) -> Where:
 
 
 def _rows(
-    runs: Sequence[CostedRun], before: SoftwareProfile, after: SoftwareProfile
-) -> list[dict[str, object]]:
+    runs: Sequence[CostedRun],
+    used: Sequence[CostedRun],
+    before: SoftwareProfile,
+    after: SoftwareProfile,
+) -> list[dict[str, Any]]:
     return [
         {
             "run": run.run.name,
@@ -84,26 +99,36 @@ def _rows(
             "seconds": run.measured,
             "before": run.step(before) / run.measured - 1,
             "after": run.step(after) / run.measured - 1,
+            "used": run in used,
         }
         for run in runs
     ]
 
 
 def _text(
-    rows: Sequence[dict[str, object]],
+    rows: Sequence[dict[str, Any]],
     before: SoftwareProfile,
     after: SoftwareProfile,
     out: str | None,
 ) -> str:
     runs = [
-        (r["run"], f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}", r["layout"])
+        (
+            *(r["run"], f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}"),
+            *("fit" if r["used"] else "test", r["layout"]),
+        )
         for r in rows
     ]
     fitted = [(n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}") for n in FITTED]
     lines = [
-        text_table(("run", "step", "before", "after", "layout"), runs, left="lrrrl"),
+        text_table(("run", "step", "before", "after", "for", "layout"), runs, left="lrrrll"),
         text_table((), fitted, left="lrll").rstrip("\n"),
     ]
-    if len(rows) < len(FITTED):
-        lines.append(f"{len(rows)} runs for {len(FITTED)} numbers: use them near these runs only.")
+    unseen = [r for r in rows if not r["used"]]
+    if unseen:
+        off = [f"{median(abs(r[when]) for r in unseen):.0%} {when}" for when in ("before", "after")]
+        lines.append(
+            f"Median error of the {len(unseen)} runs that were not used: {', '.join(off)}."
+        )
+    if (used := len(rows) - len(unseen)) < len(FITTED):
+        lines.append(f"{used} runs for {len(FITTED)} numbers: use them near these runs only.")
     return "\n".join([*lines, *([f"written: {out}"] if out else [])])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +34,8 @@ from .step import (
     longest,
     parts_of,
 )
+
+_BIAS_STEP, _BIAS_STEPS = 0.05, 14  # of the factor's logarithm: from a half to twice
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,38 @@ def costed(
 
 
 def calibrated(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
-    """The profile whose fitted numbers come nearest to the runs. What few runs do not decide stays
-    near where a new profile has it."""
+    """The profile whose fitted numbers come nearest to the runs: first all of computing slower or
+    faster by one factor, then each number by itself. What few runs do not decide stays near there."""
+    timed = [run for run in runs if run.measured > 0]
+    if not timed:
+        return base
     # No run of one's own is clipped: on a machine file that is twice too fast all of them are far off.
-    return fit(base, runs, clip=math.inf)
+    return fit(_biased(base, timed), timed, clip=math.inf)
+
+
+def _biased(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
+    paths = [(run.longest(base), run.measured) for run in runs]
+    factors = [math.exp(_BIAS_STEP * k) for k in range(-_BIAS_STEPS, _BIAS_STEPS + 1)]
+
+    def off(factor: float) -> float:
+        profile = _slower(base, factor)
+        return math.fsum(abs(math.log(path(profile) / seconds)) for path, seconds in paths)
+
+    return _slower(base, min(sorted(factors, key=lambda factor: abs(math.log(factor))), key=off))
+
+
+def _slower(base: SoftwareProfile, factor: float) -> SoftwareProfile:
+    """The profile with products, memory traffic and the host slower by one factor."""
+    return replace(
+        base, speed=base.speed / factor, traffic=base.traffic * factor, host=base.host * factor
+    )
+
+
+def spread_over(runs: Sequence[CostedRun], count: int) -> list[CostedRun]:
+    """So many of the runs, evenly over their order; all where `count` is 0 or there are no more."""
+    if not 0 < count < len(runs):
+        return list(runs)
+    return [runs[round(i * (len(runs) - 1) / max(count - 1, 1))] for i in range(count)]
 
 
 # ---- run folders
