@@ -668,7 +668,7 @@ def test_a_run_replaces_a_link_in_place_of_its_run_file(tmp_path: Path) -> None:
 def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> None:
     for name in ("8B", "llama3-8b", "Llama-3-8B", "meta-llama/Llama-3.1-8B-Instruct"):
         assert main(["check", "dp2", "--model", name]) == 0
-        assert "fits 8b" in capsys.readouterr().out
+        assert "is legal for 8b" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3])

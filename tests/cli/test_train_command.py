@@ -14,7 +14,9 @@ import pytest
 
 from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
+from phalanx.cli.memory import estimated
 from phalanx.cli.usage import UsageError
+from phalanx.layout import Layout
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
 
@@ -84,6 +86,36 @@ def test_a_run_on_one_process_ends_in_the_terminal_s_words_and_a_page(
     # The same command again has nothing to do, and says where it is.
     assert train_verb.run([*SMALL, f"out={out}", "steps=3", "--ranks", "1", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["step"] == 3
+
+
+def test_a_run_begins_with_its_memory_and_refuses_what_a_rank_has_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [*SMALL, f"out={tmp_path / 'run'}", "steps=1", "--ranks", "1"]
+    # Two blocks of 4 x 16 x 16 and 3 x 16 x 24 with two norms, two tables of 256 x 16, a norm.
+    numbers = 2 * (4 * 16 * 16 + 3 * 16 * 24 + 2 * 16) + 2 * 256 * 16 + 16
+    assert train_verb.run(argv) == 0
+    told = capfd.readouterr().out.partition("; each has ")[0]
+    assert f"weights {4 * numbers / 1e3:.3g} kB" in told
+    assert f"optimizer {8 * numbers / 1e3:.3g} kB" in told
+    assert train_verb.run([*argv, f"out={tmp_path / 'sgd'}", "optimizer.name=sgd"]) == 0
+    assert "optimizer" not in capfd.readouterr().out.partition("; each has ")[0]
+    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 4.0 * numbers)
+    with pytest.raises(UsageError, match=r"on the fullest rank: .* Each of 1 ranks has .*--force"):
+        train_verb.run(argv)
+    assert train_verb.run([*argv, "--force", "steps=2"]) == 0
+    assert f"; each has {4 * numbers / 1e3:.3g} kB" in capfd.readouterr().out
+
+
+def test_on_gpus_what_no_tensor_holds_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.parse("", "run", (*SMALL[:3], "layout=dp2 bf16"))
+    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.6e9)
+    asked = (run, run.shape, Layout.parse("dp2 bf16"), 2)
+    assert "other 1.5 GB; each has 1.6 GB" in estimated(*asked, force=False)
+    monkeypatch.setattr("phalanx.cli.memory.device_memory", lambda gpus, ranks: 1.5e9)
+    with pytest.raises(UsageError, match=r"dp2 bf16 needs 1\.5 GB on the fullest rank"):
+        estimated(*asked, force=False)
+    assert "each has 1.5 GB" in estimated(*asked, force=True)
 
 
 CODE = "import sys; from phalanx.cli.train import run; sys.exit(run(sys.argv[1:]))"

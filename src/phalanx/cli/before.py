@@ -161,7 +161,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
     zero = 3 if layout is None else layout.zero
     copies = 1 if layout is None else layout.copies
     dtype = DTYPES[(layout.precision if layout else "") or FP32]
-    kept = {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.name]
+    kept = moments(run)
     # ZeRO cuts optimizer state from stage 1 on, gradients from 2, weights from 3.
     numbers = sum(
         count * (1 if zero >= stage else copies) for stage, count in ((1, kept), (2, 1), (3, 1))
@@ -188,6 +188,11 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         )
         return [Mistake("batch", what, "Write a smaller batch, or more microbatches: accum:16")]
     return []
+
+
+def moments(run: Run) -> int:
+    """Numbers that the optimizer keeps of each weight."""
+    return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.name]
 
 
 def machine_memory() -> float:

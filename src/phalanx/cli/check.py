@@ -113,7 +113,7 @@ def _request(layout: Layout, shape: Shape, args: argparse.Namespace) -> Request:
 def _memory(request: Request, text: str) -> dict[str, Any]:
     """Of the fullest rank, and whether a device has it."""
     layout = in_precision(text, request.precision)
-    kinds = held(request, layout)
+    kinds = held(request, layout).memory
     figures: dict[str, Any] = {
         "precision": layout.precision,
         "batch": request.batch,

@@ -51,6 +51,7 @@ def run(argv: list[str]) -> int:
     )
     add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
     add("--adopt", action="store_true", help="go on with a checkpoint of other sizes")
+    add("--force", action="store_true", help="also what needs more memory than there is")
     add("--backend")
     add("--print-config", action="store_true", help="print the whole run file and end")
     add("--schema", action="store_true", help="print the run file's JSON Schema and end")
@@ -173,6 +174,7 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
     ranks = args.ranks or (named.ranks if named else Devices().gpus or 2)
     gpus = used_gpus(choose(args.backend, ranks), ranks)
     layout = _layout_that_fits(config, ranks, gpus, notice, quiet=args.json)
+    _say_memory(config, layout, gpus, args)
     return _local(config, layout, args)
 
 
@@ -196,6 +198,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
             layout = _layout_that_fits(
                 config, at.size, gpus, notice, quiet=args.json or at.rank > 0
             )
+            if gpus and not at.rank:  # how many ranks share a host's memory is not known
+                _say_memory(config, layout, gpus, args)
     except Exception as error:
         if isinstance(error, ValueError) or not isinstance(error, CommError):
             world.close()  # all ranks are here
@@ -235,6 +239,15 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     if config.own:
         refuse_unfit(maker_of(config)(), layout)
     return layout
+
+
+def _say_memory(config: Run, layout: Layout, gpus: int, args: argparse.Namespace) -> None:
+    from ..train.program import shape_of
+    from .memory import estimated
+
+    line = estimated(config, shape_of(config), layout, gpus, force=args.force)
+    if not args.json:
+        progress(line)
 
 
 def _refuse_other_model(config: Run, shape: Shape) -> None:
