@@ -4,6 +4,7 @@ what is impossible."""
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -88,11 +89,28 @@ def test_the_run_file_and_the_page_are_written(capsys: Capture, tmp_path: Path) 
     best = json.loads(capsys.readouterr().out)["layouts"][0]
     made = Run.load(str(run))
     assert (made.layout, made.batch, made.sequence) == (best["layout"], 64, 1024)
+    assert made.precision == "bf16"
     html = page.read_text()
     assert best["layout"] in html
     assert not re.search(
         r"""(src|href)="(?!data:,")|https?://(?!www\.w3\.org/2000/svg)|<script""", html
     )
+
+
+def test_a_run_of_so_many_tokens_is_whole_and_train_takes_it(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run.toml")
+    assert main([*SMALL, "--json", "--out", run, "--tokens", "1B"]) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"][0]
+    assert main(["train", run, "--print-config"]) == 0
+    made = Run.parse(capsys.readouterr().out)
+    assert made.steps == math.ceil(1e9 / (64 * 1024))
+    # A second to save; one of 8 devices fails in 50,700 / 8 hours: Young's sqrt(2 x 1 x that).
+    every = math.sqrt(2 * 3600 * 50_700 / 8) / best["step_time_s"]
+    assert made.checkpoint.every == pytest.approx(min(made.steps, every), rel=0.01)
+    assert main([*SMALL, "--tokens", "1B"]) == 2
+    assert "add --out run.toml" in capsys.readouterr().err
 
 
 def test_somebody_s_own_model_is_planned(capsys: Capture) -> None:

@@ -16,7 +16,8 @@ from ..layout.numbers import bytes_text, parse_count
 from ..plan import MachineError
 from ..plan.local import profile_for
 from ..plan.search import Plan, baselines, search
-from ..plan.step import Request
+from ..plan.spend import MTBF_HOURS, interval, saving_seconds
+from ..plan.step import Choice, Request
 from .before import model_of, where
 from .plan_text import plan_figures, plan_text
 from .usage import Parser, UsageError, print_json, real, say, whole, write
@@ -24,13 +25,14 @@ from .usage import Parser, UsageError, print_json, real, say, whole, write
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
 _MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
+_DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
 _MORE_DEVICES = (2, 4, 8, 16)
 _EPILOG = """\
 Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
 
   phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4M
   phalanx plan --model 8b --cluster h100x64 --explain "dp32 tp2 seq zero1 accum:16 bf16"
-  phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml
+  phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml --tokens 1T
   phalanx plan cost --model 8b --cluster h100x64 --tokens 1T --price 2.5"""
 
 
@@ -45,9 +47,12 @@ def run(argv: list[str]) -> int:
     parser.add("--top", type=whole(), default=10, metavar="N", help="layouts in the table")
     parser.add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
     parser.add_output("--out", ".toml", help="a run file with the best layout, for train")
+    parser.add("--tokens", type=parse_count, metavar="N", help="of the run in --out, as 1T")
     parser.add_output("--page", ".html", help="memory over throughput of all candidates")
     parser.add("--json")
     args = parser.read(argv)
+    if args.tokens and not args.out:
+        raise UsageError("--tokens says how many steps the run in --out has: add --out run.toml.")
     request = request_of(args)
     if args.explain is not None:
         from .plan_explain import explain
@@ -70,13 +75,24 @@ def _plan(request: Request, args: argparse.Namespace) -> int:
 
         write(args.page, {".html": lambda p: page(request, p, beside)}, plan, "--page")
     if args.out:
-        run = Run.parse(
-            f'model = "{args.model}"\nlayout = "{plan.layouts[0].layout}"\n'
-            f"batch = {request.batch}\nsequence = {request.sequence}\n",
-            args.out,
-        )
-        write(args.out, {".toml": str}, run)
+        write(args.out, {".toml": _DATA.__add__}, str(_run(request, plan.layouts[0], args)))
     return 0
+
+
+def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
+    """A whole run with the best layout: its steps, and checkpoints as often as loses least."""
+    ranks, words = request.hardware.ranks, []
+    if args.tokens:
+        steps = math.ceil(args.tokens / request.tokens)
+        saving = saving_seconds(request.shape.total, ranks)
+        every = round(interval(saving, 3600 * MTBF_HOURS / ranks) / best.step)
+        words = [f"steps={steps}", f"checkpoint.every={min(max(1, every), steps)}"]
+    text = (
+        f'model = "{args.model}"\nlayout = "{best.layout}"\n'
+        f'precision = "{best.layout.precision}"\n'
+        f"batch = {request.batch}\nsequence = {request.sequence}\n"
+    )
+    return Run.parse(text, args.out, tuple(words))
 
 
 def _nothing(request: Request, plan: Plan, *, as_json: bool) -> int:

@@ -9,16 +9,13 @@ from dataclasses import asdict
 from ..draw import text_table
 from ..layout.numbers import bytes_text, count_text, parse_count, seconds_text
 from ..plan.search import search
-from ..plan.spend import MTBF_HOURS, Spending, spending
+from ..plan.spend import MTBF_HOURS, SAVED, Spending, saving_seconds, spending
 from ..plan.step import Choice, Request
 from .plan import request_flags, request_of
 from .plan_explain import named
 from .plan_text import utilization
 from .usage import POSITIVE, Parser, print_json, real, say
 
-# float32 weights and two averages: what a checkpoint holds of each parameter.
-_SAVED = 12.0
-_DISK = 1e9  # bytes a second that each device writes, when nothing is args
 _EPILOG = f"""\
 Failures: one device fails once in {MTBF_HOURS:,.0f} hours unless --mtbf says otherwise, from the 419
 unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts (section 3.3.4).
@@ -48,7 +45,7 @@ def run(argv: list[str]) -> int:
             f"No layout of {request.shape.name} fits on {request.hardware.name}: see `phalanx plan`."
         )
         return 1
-    saving = args.saving or max(1.0, _SAVED * request.shape.total / request.hardware.ranks / _DISK)
+    saving = args.saving or saving_seconds(request.shape.total, request.hardware.ranks)
     spent = spending(
         tokens=args.tokens,
         batch_tokens=request.tokens,
@@ -101,7 +98,7 @@ def _lines(
         (
             "checkpoints",
             f"{spent.saving:,.1f}",
-            f"hours: {saved}, {bytes_text(_SAVED * request.shape.total)}",
+            f"hours: {saved}, {bytes_text(SAVED * request.shape.total)}",
         ),
         (
             "failures",

@@ -47,6 +47,16 @@ class Spending:
         return self.computing / self.hours
 
 
+# float32 weights and two averages: what a checkpoint holds of each parameter.
+SAVED = 12.0
+_DISK = 1e9  # bytes a second that each device is assumed to write
+
+
+def saving_seconds(parameters: float, devices: int) -> float:
+    """For how long a checkpoint holds training up where nobody has measured it."""
+    return max(1.0, SAVED * parameters / devices / _DISK)
+
+
 def interval(saving: float, between: float) -> float:
     """Seconds from one checkpoint to the next that lose least: Daly 2006, eq. 37."""
     if saving >= 2 * between:
