@@ -182,8 +182,8 @@ class _Spoiled(Rank):
         self.now = step
         return super().batch(step)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.spoiled: set[int] = set()
         piece = self.local.pieces.get(self.piece)
         if piece is None or self.world.rank != self.rank:

@@ -285,11 +285,12 @@ def test_a_seed_that_is_ignored_is_caught() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_draw_of_the_comparison_has_the_spread_that_the_docs_say(name: str) -> None:
     described = build_model(replace(SHAPES[name], hidden=128, heads=4, head_dim=32, ffn=256))
-    layers = described.shape.layers if described.shape else 0
+    assert described.shape is not None
+    layers, norm = described.shape.layers, 0.0 if described.shape.norm == "rms1" else 1.0
     drawn = {n: draw(described, n, 0) for n in described.weights}
     for weight, x in drawn.items():
         if x.dim() < 2:
-            assert (x == (0.0 if weight.endswith("bias") else 1.0)).all()
+            assert (x == (0.0 if weight.endswith("bias") else norm)).all()
             continue
         spread = 0.02
         if name == "mlp":
