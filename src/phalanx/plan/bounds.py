@@ -8,6 +8,7 @@ forwards that its schedule has open at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -250,9 +251,10 @@ def _stages(shape: Shape, pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
 @lru_cache(maxsize=4096)
 def in_flight(
     name: str, pp: int, chunks: int, count: int, blocks: tuple[int, ...]
-) -> tuple[tuple[tuple[float, float], ...], ...]:
+) -> tuple[tuple[tuple[float, float, float], ...], ...]:
     """For each rank, what its schedule has open at four moments: blocks whose forwards wait for
-    their backward, and blocks whose input gradient waits for the weights'.
+    their backward, blocks whose input gradient waits for the weights', and 1 if weights that are
+    gathered once a step are there of all its stages.
 
     The moments with the most of the first and of both; then the same once every stage of the rank
     has begun a gradient.
@@ -260,22 +262,28 @@ def in_flight(
     found = []
     for row in schedule(name, pp, count, chunks).rows:
         split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
-        missing = {op.piece for op in row}
+        uses = Counter(op.piece for op in row if op.kind in ops.USES_WEIGHTS)
+        unused, missing = set(uses), set(uses)
+        ended = False
         opened = waiting = 0
-        most: list[tuple[float, float]] = [(0.0, 0.0)] * 4
+        most: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * 4
         for op in row:
             size = blocks[op.piece]
             if op.kind == ops.FORWARD:
                 opened += size
+                unused.discard(op.piece)
             elif op.kind in ops.PROPAGATES:
                 opened -= size
                 waiting += size * split
                 missing.discard(op.piece)
             else:
                 waiting -= size
-            now = float(opened), float(waiting)
+            if op.kind in ops.USES_WEIGHTS:
+                uses[op.piece] -= 1
+                ended = ended or not uses[op.piece]
+            now = float(opened), float(waiting), float(not unused and not ended)
             for n in (0, 1) if missing else (0, 1, 2, 3):
-                more = now[0] - most[n][0] if n % 2 == 0 else sum(now) - sum(most[n])
+                more = now[0] - most[n][0] if n % 2 == 0 else sum(now[:2]) - sum(most[n][:2])
                 if more > 0:
                     most[n] = now
         found.append(tuple(most))
@@ -283,7 +291,7 @@ def in_flight(
 
 
 def _flights(space: Space, x: Options, pipes: Sequence[Pipeline], s: _Stages) -> Array:
-    """`in_flight` as an array (moments, two kinds, microbatches, pipelines, 1, ranks). More
+    """`in_flight` as an array (moments, three kinds, microbatches, pipelines, 1, ranks). More
     microbatches never have less open."""
     pp = x.grid.pp
     counts = [2 * pp if c >= 2 * pp else min(c, pp) for c in x.counts]
@@ -301,11 +309,10 @@ def _memory(
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     p, cores = space.request.profile, space.request.hardware.cores
     # Kept whole; or the inputs of segments, one of which has been computed again.
-    opened, waiting = flight[:, 0], flight[:, 1]
+    opened, waiting, there = flight[:, 0], flight[:, 1], flight[:, 2]
     inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + n.segment * n.kept
     kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept)
     kept = kept + waiting * n.kept_after_i + n.temporary
-    early = np.maximum(kept[0], kept[1])
     begun = opened[2:] + waiting[2:] > 0  # every unit has a gradient
     numbers = s.blocks * n.weights[1] + s.embed * n.weights[0] + s.head * n.weights[2]
     held = []
@@ -315,10 +322,13 @@ def _memory(
         always = numbers * (optimizer + (0.0 if zero.stage == 3 else p.weight_bytes))
         shards = numbers * p.gradient_bytes / part
         gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
+        then = kept
         if zero.stage == 3:
-            gathered = numbers if zero.gather == "step" and x.grid.pp == 1 else min(n.weights)
-            always = always + gathered * p.gathered_bytes
-        late = (kept[2:] + begun * gradients).max(axis=0)
-        held.append((always + np.maximum(np.maximum(early, late), shards)).max(axis=-1))
-    most = np.array(held)
-    return most if cores else np.asarray(p.context + p.reserve * most)
+            always = always + min(n.weights) * p.gathered_bytes
+            if zero.gather == "step":
+                then = kept + there * (numbers - min(n.weights)) * p.gathered_bytes
+        late = (then[2:] + begun * gradients).max(axis=0)
+        most = np.maximum(then[:2].max(axis=0), late)
+        held.append((always + np.maximum(most, shards)).max(axis=-1))
+    fullest = np.array(held)
+    return fullest if cores else np.asarray(p.context + p.reserve * fullest)
