@@ -240,7 +240,9 @@ def test_a_bound_never_exceeds_what_is_simulated_and_screening_never_loses_the_b
         assert plan.layouts[0].step <= min(step.values()) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("name", "batch", "layers", "limit"), WORLDS[:2])
+@pytest.mark.parametrize(
+    ("name", "batch", "layers", "limit"), [*WORLDS[:2], ("h100x4", 16, 8, 0.85)]
+)
 def test_bounds_hold_when_every_piece_is_costed_too(
     name: str, batch: int, layers: int, limit: float
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from ..layout import Layout, Shape
 from ..layout.choices import traits
 from ..program import ops, schedule
+from ..program.state import IN_FLIGHT
 from .price import OpTime
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
 from .step import Pricer, Three, Units
@@ -248,50 +250,77 @@ def _stages(shape: Shape, pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
     return _Stages(ranks, *(each[:, None].astype(float) for each in numbers))
 
 
+class Moment(NamedTuple):
+    """What a rank's schedule has open at once, in blocks."""
+
+    opened: float = 0.0  # their forwards wait for their backward
+    waiting: float = 0.0  # their input gradient waits for the weights'
+    there: bool = False  # weights that are gathered once a step, of all stages
+    whole: float = 0.0  # gradients that further contributions will be added to
+    summing: float = 0.0  # units whose gradient is used or on its way, if summed every microbatch
+
+
 @lru_cache(maxsize=4096)
 def in_flight(
     name: str, pp: int, chunks: int, count: int, blocks: tuple[int, ...]
-) -> tuple[tuple[tuple[float, float, float], ...], ...]:
-    """For each rank, what its schedule has open at four moments: blocks whose forwards wait for
-    their backward, blocks whose input gradient waits for the weights', and 1 if weights that are
-    gathered once a step are there of all its stages.
-
-    The moments with the most of the first and of both; then the same once every stage of the rank
-    has begun a gradient.
-    """
+) -> tuple[tuple[Moment, ...], ...]:
+    """For each rank the moments with the most blocks opened, with the most opened or waiting, and
+    with the most waiting; then the same once every stage of the rank has begun a gradient."""
     found = []
     for row in schedule(name, pp, count, chunks).rows:
         split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
         uses = Counter(op.piece for op in row if op.kind in ops.USES_WEIGHTS)
-        unused, missing = set(uses), set(uses)
-        ended = False
-        opened = waiting = 0
-        most: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)] * 4
+        unused, missing, whole = set(uses), set(uses), set[int]()
+        ended, latest = False, -1
+        opened = waiting = under_way = 0
+        most = [Moment()] * 6
         for op in row:
-            size = blocks[op.piece]
+            size, current = blocks[op.piece], 0
+            if op.kind in ops.USES_WEIGHTS:
+                uses[op.piece] -= 1
+            # In a pipeline the head's are dropped before the last backward of its stage's blocks.
+            left = uses[op.piece] - (op.kind == ops.FORWARD)
+            dropped = pp > 1 and op.piece == len(blocks) - 1 and left < 1
+            begun = not missing
             if op.kind == ops.FORWARD:
                 opened += size
                 unused.discard(op.piece)
             elif op.kind in ops.PROPAGATES:
-                opened -= size
+                # Before it gives back what its forward kept; or, if split, after it.
+                opened -= size * split
                 waiting += size * split
+                current = int(not split)
                 missing.discard(op.piece)
+                whole |= {op.piece} if split else set()
+                begun = begun if not split else not missing
             else:
                 waiting -= size
-            if op.kind in ops.USES_WEIGHTS:
-                uses[op.piece] -= 1
-                ended = ended or not uses[op.piece]
-            now = float(opened), float(waiting), float(not unused and not ended)
-            for n in (0, 1) if missing else (0, 1, 2, 3):
-                more = now[0] - most[n][0] if n % 2 == 0 else sum(now[:2]) - sum(most[n][:2])
-                if more > 0:
-                    most[n] = now
+                whole.discard(op.piece)
+            there = not (unused or ended or dropped)
+            gradients = float(sum(blocks[piece] for piece in whole))
+            now = Moment(opened, waiting, there, gradients, under_way + current)
+            factored = split and op.kind in ops.PROPAGATES  # then nothing is computed again
+            for n, size_ in enumerate((opened, opened + waiting, waiting)):
+                if factored and n < 2:
+                    continue
+                for at in (n, n + 3) if begun else (n,):
+                    m = most[at]
+                    other = (m.opened, m.opened + m.waiting, m.waiting)[n]
+                    if (size_, *now[2:]) > (other, *m[2:]):
+                        most[at] = now
+            if op.kind in ops.PROPAGATES and not split:
+                opened -= size
+            if op.kind in ops.CONTRIBUTES:
+                # The third sum waits for the first, and one of the same unit for that before it.
+                under_way = min(IN_FLIGHT, max(size, 1) + (latest not in (-1, op.piece)))
+                latest = op.piece
+            ended = ended or not uses[op.piece]
         found.append(tuple(most))
     return tuple(found)
 
 
 def _flights(space: Space, x: Options, pipes: Sequence[Pipeline], s: _Stages) -> Array:
-    """`in_flight` as an array (moments, three kinds, microbatches, pipelines, 1, ranks). More
+    """`in_flight` as an array (moments, its five fields, microbatches, pipelines, 1, ranks). More
     microbatches never have less open."""
     pp = x.grid.pp
     counts = [2 * pp if c >= 2 * pp else min(c, pp) for c in x.counts]
@@ -309,11 +338,12 @@ def _memory(
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     p, cores = space.request.profile, space.request.hardware.cores
     # Kept whole; or the inputs of segments, one of which has been computed again.
-    opened, waiting, there = flight[:, 0], flight[:, 1], flight[:, 2]
-    inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + n.segment * n.kept
+    opened, waiting, there, whole, summing = flight.swapaxes(0, 1)
+    again = np.array([1.0, 1.0, 0.0] * 2).reshape(-1, *[1] * (opened.ndim - 1))
+    inputs = np.maximum(opened / n.segment - 1, 0.0) * n.input + again * n.segment * n.kept
     kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept)
     kept = kept + waiting * n.kept_after_i + n.temporary
-    begun = opened[2:] + waiting[2:] > 0  # every unit has a gradient
+    begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
     numbers = s.blocks * n.weights[1] + s.embed * n.weights[0] + s.head * n.weights[2]
     held = []
     for zero, unit in zip(x.zeros, units, strict=True):
@@ -323,12 +353,17 @@ def _memory(
         shards = numbers * p.gradient_bytes / part
         gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
         then = kept
+        if zero.stage >= 2 and part > 1:
+            # Beside the shards, which are there from a unit's first sum.
+            beside = max(0.0, p.reduce_bytes - p.gradient_bytes / part)
+            sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
+            then = then + (whole * n.weights[1] + sums * min(n.weights)) * beside
         if zero.stage == 3:
             always = always + min(n.weights) * p.gathered_bytes
             if zero.gather == "step":
-                then = kept + there * (numbers - min(n.weights)) * p.gathered_bytes
-        late = (then[2:] + begun * gradients).max(axis=0)
-        most = np.maximum(then[:2].max(axis=0), late)
+                then = then + there * (numbers - min(n.weights)) * p.gathered_bytes
+        late = (then[3:] + begun * gradients).max(axis=0)
+        most = np.maximum(then[:3].max(axis=0), late)
         held.append((always + np.maximum(most, shards)).max(axis=-1))
     fullest = np.array(held)
     return fullest if cores else np.asarray(p.context + p.reserve * fullest)
