@@ -157,6 +157,7 @@ def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) ->
 @contextmanager
 def widened() -> Iterator[None]:
     """What theirs computes in float32 whatever the model's dtype, it computes in float64."""
+    before = torch.get_default_dtype()  # as a value: inside, torch.float is another
     with pytest.MonkeyPatch.context() as patch:
         for name in ("float32", "float"):
             patch.setattr(torch, name, torch.float64)
@@ -165,7 +166,7 @@ def widened() -> Iterator[None]:
         try:
             yield
         finally:
-            torch.set_default_dtype(torch.float)
+            torch.set_default_dtype(before)
 
 
 def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
