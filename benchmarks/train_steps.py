@@ -38,7 +38,7 @@ from typing import Any
 
 TREE = Path(__file__).parent.parent
 SIZES = {
-    "5m": {"layers": 8, "hidden": 192, "heads": 6, "kv_heads": 3, "ffn": 544, "vocab": 1024},
+    "5m": {"layers": 8, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn": 544, "vocab": 1024},
     "tiny": {"layers": 6, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 256},
     "27m": {"layers": 8, "hidden": 480, "heads": 8, "kv_heads": 4, "ffn": 1312, "vocab": 4096},
 }
