@@ -28,7 +28,7 @@ __all__ = ["Errors", "Held", "Run", "Score", "hold_out", "score", "shared", "som
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
-_FULL = 0.9  # of a device's memory: above it a run is told to fail
+_FULL = 0.9  # of a device's memory: above it a run is predicted to fail
 _ROWS = 8  # of a profile on a device that a fit takes
 _FIVE = 5  # rows of its own that a family is calibrated with
 _MISS = 1.0  # regret of a pick that ran out of memory
@@ -74,7 +74,7 @@ class Run:
     row: Row
     step: float
     memory: float  # of the fullest rank
-    told: float  # of the rank whose memory the software tells
+    reported: float  # of the rank whose memory the software reports
     parts: Mapping[str, float]  # of the step, with the family held out where it was
     held: float = 0.0  # the step with the family held out of the fit; 0: it was not
     after: float = 0.0  # the step after five other rows of the family; 0: it is one of them
@@ -104,7 +104,7 @@ class Run:
             "layout": str(row.case.layout), "sequence": row.case.sequence,
             "measured_s": row.step or None, "predicted_s": self.step,
             "held_out_s": self.held or None, "parts": dict(self.parts),
-            "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.told / 1e9,
+            "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.reported / 1e9,
             "fullest_gb": self.memory / 1e9,
             "out_of_memory": row.out_of_memory, "fits": self.fits,
         }  # fmt: skip
@@ -135,26 +135,26 @@ class Score:
     def plain(self) -> dict[str, Any]:
         """The score as JSON has it."""
         regret = self.regret or {}
-        said: dict[str, Any] = {"family": self.family, "rows": self.rows}
-        said["predicted"] = self.predicted
+        figures: dict[str, Any] = {"family": self.family, "rows": self.rows}
+        figures["predicted"] = self.predicted
         for name in ("median", "mean", "p90"):
-            said[f"{name}_error"] = getattr(self.errors, name) if self.errors else None
+            figures[f"{name}_error"] = getattr(self.errors, name) if self.errors else None
         for name in ("within_5", "within_10"):
-            said[name] = getattr(self.errors, name) if self.errors else None
-        said["held_out"] = asdict(self.held_out) if self.held_out else None
-        said["after_five"] = asdict(self.after_five) if self.after_five else None
-        said["after_one_scalar"] = asdict(self.scaled) if self.scaled else None
-        said["tau"], said["groups"] = self.tau, self.groups
-        said |= {f"regret_top{k}": regret.get(k) for k in (1, 3, 5)}
-        said["misses"] = self.misses if self.regret else None
-        said["rule_regrets"] = dict(self.rule_regrets) if self.rule_regrets else None
-        said["memory_error"] = self.memory_error
+            figures[name] = getattr(self.errors, name) if self.errors else None
+        figures["held_out"] = asdict(self.held_out) if self.held_out else None
+        figures["after_five"] = asdict(self.after_five) if self.after_five else None
+        figures["after_one_scalar"] = asdict(self.scaled) if self.scaled else None
+        figures["tau"], figures["groups"] = self.tau, self.groups
+        figures |= {f"regret_top{k}": regret.get(k) for k in (1, 3, 5)}
+        figures["misses"] = self.misses if self.regret else None
+        figures["rule_regrets"] = dict(self.rule_regrets) if self.rule_regrets else None
+        figures["memory_error"] = self.memory_error
         oom = self.oom or {}
-        said |= {
+        figures |= {
             f"oom_{name}": oom.get(name) for name in ("precision", "recall", "accuracy", "refused")
         }
-        said["left_out"] = dict(self.left_out)
-        return said
+        figures["left_out"] = dict(self.left_out)
+        return figures
 
 
 def score(
@@ -167,7 +167,7 @@ def score(
 ) -> tuple[Score, ...]:
     """Every family of the rows. `held` are the numbers of each without it; `most_ranks` leaves
     larger runs out."""
-    told: dict[str, dict[int, Run]] = defaultdict(dict)
+    scored: dict[str, dict[int, Run]] = defaultdict(dict)
     left: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for i, why in refused.items():
         left[rows[i].family][why] += 1
@@ -181,22 +181,22 @@ def score(
             left[row.family][f"more than {most} devices"] += 1
             continue
         choice = each.choice(row.profile)
-        told[row.family][n] = Run(
+        scored[row.family][n] = Run(
             row, choice.step, choice.bytes, logged(choice, row.profile), choice.parts
         )
         if held and row.family in held and row.step:
             without, after = held[row.family].numbers, held[row.family].after
             other = each.choice(without)
             own = each.row not in held[row.family].seen
-            told[row.family][n] = replace(
-                told[row.family][n], parts=other.parts, held=other.step,
+            scored[row.family][n] = replace(
+                scored[row.family][n], parts=other.parts, held=other.step,
                 after=each.choice(after).step if own else 0.0,
             )  # fmt: skip
     families = list(dict.fromkeys(row.family for row in rows))
     return tuple(
         _score(
             name,
-            [told[name][n] for n in sorted(told[name])],
+            [scored[name][n] for n in sorted(scored[name])],
             sum(row.family == name for row in rows),
             left[name],
         )
@@ -210,14 +210,14 @@ def _program(row: Row) -> Any:
     return x.pp, row.case.shape.layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
 
 
-def _score(family: str, told: list[Run], rows: int, left: Mapping[str, int]) -> Score:
-    timed = [x for x in told if x.row.step > 0]
+def _score(family: str, runs: list[Run], rows: int, left: Mapping[str, int]) -> Score:
+    timed = [x for x in runs if x.row.step > 0]
     ratios = np.array([x.step / x.row.step for x in timed])
-    regret, misses, rules, count = _regrets(told)
+    regret, misses, rules, count = _regrets(runs)
     return Score(
         family=family,
         rows=rows,
-        predicted=len(told),
+        predicted=len(runs),
         errors=Errors.of(ratios),
         held_out=Errors.of(np.array([x.held / x.row.step for x in timed if x.held])),
         after_five=Errors.of(np.array([x.after / x.row.step for x in timed if x.after])),
@@ -227,10 +227,10 @@ def _score(family: str, told: list[Run], rows: int, left: Mapping[str, int]) -> 
         regret=regret,
         misses=misses,
         rule_regrets=rules,
-        memory_error=_memory_error(told),
-        oom=_oom(told),
+        memory_error=_memory_error(runs),
+        oom=_oom(runs),
         left_out=dict(left),
-        runs=tuple(told),
+        runs=tuple(runs),
     )
 
 
@@ -238,10 +238,10 @@ def _noise(family: str) -> float:
     return next((v for k, v in NOISE.items() if k == family), _USUAL_NOISE)
 
 
-def _by_group(told: Sequence[Run]) -> list[list[Run]]:
+def _by_group(runs: Sequence[Run]) -> list[list[Run]]:
     """Rows of equal model, devices and sequence."""
     found: dict[Any, list[Run]] = defaultdict(list)
-    for x in told:
+    for x in runs:
         found[x.row.group].append(x)
     return list(found.values())
 
@@ -261,14 +261,14 @@ def _tau(timed: Sequence[Run], noise: float) -> float | None:
 
 
 def _regrets(
-    told: Sequence[Run],
+    runs: Sequence[Run],
 ) -> tuple[dict[int, float] | None, int, dict[str, float] | None, int]:
     """Mean loss of the first pick, and of the best of the first 3 and 5, over groups of three
     layouts or more; how many first picks ran out of memory; and the same of plain rules."""
     mine: dict[int, list[float]] = {1: [], 3: [], 5: []}
     rules: dict[str, list[float]] = {name: [] for name in (*RULES, "random")}
     misses = count = 0
-    for group in _by_group([x for x in told if x.row.step > 0 or x.row.out_of_memory]):
+    for group in _by_group([x for x in runs if x.row.step > 0 or x.row.out_of_memory]):
         ran = [x.per_token for x in group if x.row.step > 0]
         if len(ran) < 3:
             continue
@@ -291,27 +291,27 @@ def _regrets(
     return mean, misses, {k: float(np.mean(v)) for k, v in rules.items()}, count
 
 
-def _memory_error(told: Sequence[Run]) -> float | None:
+def _memory_error(runs: Sequence[Run]) -> float | None:
     """Median relative error of peak memory."""
-    known = [x for x in told if x.row.memory > 0]
-    off = [abs(x.told / x.row.memory - 1) for x in known]
+    known = [x for x in runs if x.row.memory > 0]
+    off = [abs(x.reported / x.row.memory - 1) for x in known]
     return float(np.median(off)) if off else None
 
 
-def _oom(told: Sequence[Run]) -> dict[str, float] | None:
-    """Out of memory, as said before and as it was."""
-    if not told:
+def _oom(runs: Sequence[Run]) -> dict[str, float] | None:
+    """Out of memory, as predicted and as it was."""
+    if not runs:
         return None
     # A figure's memory that no device has was computed by its authors.
-    told = [x for x in told if x.row.hardware and x.row.memory < x.row.hardware.memory]
-    was = np.array([x.row.out_of_memory for x in told], bool)
-    said = np.array([not x.fits for x in told], bool)
-    both = float(np.sum(was & said))
+    runs = [x for x in runs if x.row.hardware and x.row.memory < x.row.hardware.memory]
+    was = np.array([x.row.out_of_memory for x in runs], bool)
+    failing = np.array([not x.fits for x in runs], bool)
+    both = float(np.sum(was & failing))
     return {
-        "precision": both / max(1.0, float(said.sum())),
+        "precision": both / max(1.0, float(failing.sum())),
         "recall": both / max(1.0, float(was.sum())),
-        "accuracy": float(np.mean(was == said)),
-        "refused": float(np.sum(said & ~was)) / max(1.0, float(np.sum(~was))),
+        "accuracy": float(np.mean(was == failing)),
+        "refused": float(np.sum(failing & ~was)) / max(1.0, float(np.sum(~was))),
     }
 
 

@@ -124,58 +124,62 @@ def read_table(path: str | Path, profile: SoftwareProfile | None = None) -> tupl
         with open(path, newline="", encoding="utf-8-sig") as file:
             lines = csv.reader(file)
             columns = [name.strip().lower() for name in next(lines, [])]
-            said = [(lines.line_num, [cell.strip() for cell in line]) for line in lines if line]
+            numbered = [(lines.line_num, [cell.strip() for cell in line]) for line in lines if line]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise MachineError(f"cannot read the table {path}: {error}.") from None
     need = {"source", "hardware", "gpus", "layers", "hidden", "seq"}
-    if not said or not need <= set(columns):
+    if not numbered or not need <= set(columns):
         lacks = sorted(need - set(columns)) or ["rows"]
         raise MachineError(f"{path} is no table of runs: it lacks {', '.join(lacks)}.")
-    return tuple(_row(number, columns, cells, profile, Path(path).stem) for number, cells in said)
+    return tuple(
+        _row(number, columns, cells, profile, Path(path).stem) for number, cells in numbered
+    )
 
 
 def _row(
     number: int, columns: list[str], cells: list[str], chosen: SoftwareProfile | None, stem: str
 ) -> Row:
-    said = dict.fromkeys(columns, "") | dict(zip(columns, cells, strict=False))
-    profile = chosen or profile_named(said.get("framework", ""))
+    fields = dict.fromkeys(columns, "") | dict(zip(columns, cells, strict=False))
+    profile = chosen or profile_named(fields.get("framework", ""))
     kind, case, hardware, why = None, None, None, ""
     ranks, step, memory, batch, status = 0, 0.0, 0.0, 0.0, ""
     try:
         if any(cells[len(columns) :]):
             raise CellError("cells", str(len(cells)), f"in a row, the table has {len(columns)}")
-        status = _status(said)
-        ranks = _count(said, "gpus", 0)
-        batch = _number(said, "global_batch")
-        _without_experts(said)
-        kind = _device(said["hardware"])
-        made = _case(said, profile)
+        status = _status(fields)
+        ranks = _count(fields, "gpus", 0)
+        batch = _number(fields, "global_batch")
+        _without_experts(fields)
+        kind = _device(fields["hardware"])
+        made = _case(fields, profile)
         if made.dtype and made.dtype not in kind.dtypes:
-            raise CellError("precision", said["precision"], f"is not what {kind.name} computes in")
+            raise CellError(
+                "precision", fields["precision"], f"is not what {kind.name} computes in"
+            )
         hardware = _hardware(
-            kind.name, ranks, said.get("inter_link", ""), _count(said, "gpus_per_node", 8)
+            kind.name, ranks, fields.get("inter_link", ""), _count(fields, "gpus_per_node", 8)
         )
         if status == "ok":
-            unit = 2**30 if "gib" in said.get("mem_unit", "").lower() or profile.logs_gib else 1e9
-            memory = _number(said, "peak_mem_gb") * unit
-            step = _seconds(said, made)
+            unit = 2**30 if "gib" in fields.get("mem_unit", "").lower() or profile.logs_gib else 1e9
+            memory = _number(fields, "peak_mem_gb") * unit
+            step = _seconds(fields, made)
         case = made
     except CellError as error:
         why = f"line {number}, {error}"
     except (LayoutError, MachineError, ValueError) as error:
         why = str(error)
     return Row(
-        source=said["source"] or stem, name=said.get("row_id", ""), model=said.get("model", ""),
+        source=fields["source"] or stem, name=fields.get("row_id", ""), model=fields.get("model", ""),
         device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
         profile=profile, step=step, memory=memory,
-        out_of_memory=status == "oom", why=why, notes=said.get("notes", ""), batch=batch,
+        out_of_memory=status == "oom", why=why, notes=fields.get("notes", ""), batch=batch,
         empty=case is not None and _empty(case, profile),
     )  # fmt: skip
 
 
-def _number(said: Mapping[str, str], key: str) -> float:
+def _number(fields: Mapping[str, str], key: str) -> float:
     """The number of a cell, 0 where it says none."""
-    text = said.get(key, "")
+    text = fields.get(key, "")
     if text.lower() in ("", "-", "n/a", "none"):
         return 0.0
     plain = text.replace(",", "") if re.fullmatch(r"\d{1,3}(,\d{3})+(\.\d+)?", text) else text
@@ -188,18 +192,18 @@ def _number(said: Mapping[str, str], key: str) -> float:
     return number
 
 
-def _count(said: Mapping[str, str], key: str, usual: int = 1) -> int:
+def _count(fields: Mapping[str, str], key: str, usual: int = 1) -> int:
     """The whole number of a cell, `usual` where it says none; 0: it has to."""
-    number, text = _number(said, key), said.get(key, "")
+    number, text = _number(fields, key), fields.get(key, "")
     none = not number and (not usual or (text.startswith("0") and key in ("tp", "pp", "dp")))
     if none or number != int(number):
         raise CellError(key, text, "is no whole number above 0")
     return int(number) or usual
 
 
-def _meaning(said: Mapping[str, str], key: str, kind: str = "") -> str:
+def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
     """What the word of a cell means."""
-    text, known = said.get(key, ""), _MEANINGS[kind or key]
+    text, known = fields.get(key, ""), _MEANINGS[kind or key]
     lower = re.sub(r"\.0$", "", text.lower())
     for said_so in (re.sub(r"[()]", " ", lower), re.sub(r"\(.*?\)", " ", lower)):
         word = re.sub(r"[\s_-]+", "-", said_so.strip())
@@ -212,17 +216,17 @@ def _meaning(said: Mapping[str, str], key: str, kind: str = "") -> str:
     raise CellError(key, text, f"is not known: write one of {listed}")
 
 
-def _status(said: Mapping[str, str]) -> str:
+def _status(fields: Mapping[str, str]) -> str:
     """How a run ended; one that ran out of memory may say so in place of what it measured."""
-    measured = (said.get(key, "") for key in ("step_time_s", "tok_s_gpu", "tflops_gpu"))
-    memory = said.get("peak_mem_gb", "")
+    measured = (fields.get(key, "") for key in ("step_time_s", "tok_s_gpu", "tflops_gpu"))
+    memory = fields.get("peak_mem_gb", "")
     ended = any(text.lower() in _MEANINGS["status"]["oom"] for text in (*measured, memory))
-    return "oom" if ended else _meaning(said, "status")
+    return "oom" if ended else _meaning(fields, "status")
 
 
-def _without_experts(said: Mapping[str, str]) -> None:
-    experts = any(_number(said, key) > 1 for key in ("ep", "experts", "num_experts"))
-    if experts or re.search(_EXPERTS, said.get("model", ""), re.IGNORECASE):
+def _without_experts(fields: Mapping[str, str]) -> None:
+    experts = any(_number(fields, key) > 1 for key in ("ep", "experts", "num_experts"))
+    if experts or re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE):
         raise MachineError("it has experts (MoE, or ep > 1), which are not planned")
 
 
@@ -233,31 +237,34 @@ def _device(hardware: str) -> Device:
     raise MachineError(f"{hardware!r} is not in the catalogue of devices.")
 
 
-def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
+def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     """The row as a layout. What it does not say is taken as its profile's default."""
-    shape = _shape(said)
-    n = {key: _count(said, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
-    if not said.get("tp") and not said.get("pp") and not said.get("dp"):
+    shape = _shape(fields)
+    n = {key: _count(fields, key) for key in ("gpus", "tp", "pp", "cp", "vpp")}
+    if not fields.get("tp") and not fields.get("pp") and not fields.get("dp"):
         raise MachineError("the row does not say its layout")
     inner = n["tp"] * n["pp"] * n["cp"]
-    dp = _count(said, "dp", max(1, n["gpus"] // inner))
+    dp = _count(fields, "dp", max(1, n["gpus"] // inner))
     if dp * inner != n["gpus"]:
         product = f"{dp} x {n['tp']} x {n['pp']} x {n['cp']} = {dp * inner}"
-        raise CellError("gpus", said["gpus"], f"is not dp x tp x pp x cp = {product}")
-    batch = _number(said, "global_batch")
-    if said["source"].endswith("-layer"):
+        raise CellError("gpus", fields["gpus"], f"is not dp x tp x pp x cp = {product}")
+    batch = _number(fields, "global_batch")
+    if fields["source"].endswith("-layer"):
         raise MachineError("the row is the time of one layer, not of a step")
     if not batch:
         raise MachineError("the row does not say its batch")
-    schedule = _meaning(said, "schedule") if n["pp"] > 1 else "accum"
-    rows = _number(said, "micro_batch") or _rows(batch / dp, n["pp"])
+    schedule = _meaning(fields, "schedule") if n["pp"] > 1 else "accum"
+    rows = _number(fields, "micro_batch") or _rows(batch / dp, n["pp"])
     count = max(1, round(batch / dp / rows))
-    zero, precision = int(_meaning(said, "zero")), _meaning(said, "precision")
+    zero, precision = int(_meaning(fields, "zero")), _meaning(fields, "precision")
     if (n["vpp"] > 1 and schedule == "1f1b") or schedule == "interleaved":
-        schedule, chunks = "interleaved", max(2, n["vpp"] if said.get("vpp") else _chunks(shape, n))
+        schedule, chunks = (
+            "interleaved",
+            max(2, n["vpp"] if fields.get("vpp") else _chunks(shape, n)),
+        )
     else:
         chunks = 2 if schedule == "zb-v" else 1
-    shard = _count(said, "hsdp_shard", dp)
+    shard = _count(fields, "hsdp_shard", dp)
     if zero == 0 or dp % shard:
         shard = dp
     mesh = Mesh(
@@ -265,18 +272,18 @@ def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
          Axis("tp", (n["tp"],)))
     )  # fmt: skip
     layout = Layout(
-        mesh=mesh, seq=bool(_meaning(said, "sp", "flag")) and n["tp"] > 1, zero=zero,
+        mesh=mesh, seq=bool(_meaning(fields, "sp", "flag")) and n["tp"] > 1, zero=zero,
         schedule=schedule, chunks=chunks, microbatches=count,
-        recompute=_meaning(said, "act_ckpt") or profile.recompute,
+        recompute=_meaning(fields, "act_ckpt") or profile.recompute,
         precision="bf16" if precision in ("fp8", "fp4") else precision,
-        offload=tuple(filter(None, (_meaning(said, "offload"),))),
+        offload=tuple(filter(None, (_meaning(fields, "offload"),))),
     )  # fmt: skip
     for broken in legal(layout, shape):
         if broken.rule in ("heads", "kv", "ffn"):
             raise CellError("tp", str(n["tp"]), f"is impossible: {broken.what}")
     if zero == 3 and n["pp"] > 1:
         layout = replace(layout, reduce="step")
-    less = "one layer less" in said.get("inferred", "") + said.get("notes", "")
+    less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
     if profile.balanced and not less:
         first, last = _filled(shape, n["pp"])
     else:
@@ -284,7 +291,7 @@ def _case(said: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if n["pp"] > 1:
         layout = replace(layout, stages=_stages(shape.layers, n["pp"], chunks, first, last))
     dtype = precision if precision in ("fp8", "fp4") else ""
-    return Case(shape, layout, batch / dp / count, _count(said, "seq", 0), dtype)
+    return Case(shape, layout, batch / dp / count, _count(fields, "seq", 0), dtype)
 
 
 def _rows(batch: float, pp: int) -> float:
@@ -341,40 +348,40 @@ def _head(size: float) -> int:
     return int(size) if size == int(size) else 8 * round(size / 8)
 
 
-def _shape(said: Mapping[str, str]) -> Shape:
-    gated = bool(_meaning(said, "glu", "flag"))
-    if not _number(said, "layers") or not _number(said, "hidden"):
+def _shape(fields: Mapping[str, str]) -> Shape:
+    gated = bool(_meaning(fields, "glu", "flag"))
+    if not _number(fields, "layers") or not _number(fields, "hidden"):
         raise MachineError("the row does not say its model's layers or width")
-    heads, hidden = _count(said, "heads"), _count(said, "hidden")
+    heads, hidden = _count(fields, "heads"), _count(fields, "hidden")
     return Shape(
-        name=said.get("model", ""), layers=_count(said, "layers"), hidden=hidden, heads=heads,
-        kv_heads=_count(said, "kv_heads", heads),
-        head_dim=_head(_number(said, "head_dim") or hidden / heads),
-        ffn=_count(said, "ffn", 4 * hidden), vocab=_count(said, "vocab", 51200),
-        sequence=_count(said, "seq", 0), gated=gated, norm="rms" if gated else "layer",
-        positions="rope" if gated else "learned", tied=bool(_meaning(said, "tied", "flag")),
+        name=fields.get("model", ""), layers=_count(fields, "layers"), hidden=hidden, heads=heads,
+        kv_heads=_count(fields, "kv_heads", heads),
+        head_dim=_head(_number(fields, "head_dim") or hidden / heads),
+        ffn=_count(fields, "ffn", 4 * hidden), vocab=_count(fields, "vocab", 51200),
+        sequence=_count(fields, "seq", 0), gated=gated, norm="rms" if gated else "layer",
+        positions="rope" if gated else "learned", tied=bool(_meaning(fields, "tied", "flag")),
         bias="none" if gated else "all",
     )  # fmt: skip
 
 
-def _seconds(said: Mapping[str, str], case: Case) -> float:
-    """Measured seconds of a step: said, or from tokens a second, or from the FLOP rate that a
+def _seconds(fields: Mapping[str, str], case: Case) -> float:
+    """Measured seconds of a step: fields, or from tokens a second, or from the FLOP rate that a
     source states by a formula that it names."""
-    if step := _number(said, "step_time_s"):
+    if step := _number(fields, "step_time_s"):
         return step
-    ranks = _number(said, "gpus")
-    if rate := _number(said, "tok_s_gpu"):
+    ranks = _number(fields, "gpus")
+    if rate := _number(fields, "tok_s_gpu"):
         return case.tokens / (rate * ranks)
-    if rate := _number(said, "tflops_gpu"):
-        return _formula(said, case) / (rate * 1e12 * ranks)
+    if rate := _number(fields, "tflops_gpu"):
+        return _formula(fields, case) / (rate * 1e12 * ranks)
     return 0.0
 
 
-def _formula(said: Mapping[str, str], case: Case) -> float:
+def _formula(fields: Mapping[str, str], case: Case) -> float:
     """FLOPs of a step as the row's source counts them."""
     s, l = case.sequence, case.shape.layers  # noqa: E741
     h, v, tokens = case.shape.hidden, case.shape.vocab, case.tokens
-    text = said.get("mfu_formula", "")
+    text = fields.get("mfu_formula", "")
     if text.startswith(("96", "Megatron-DeepSpeed")):
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
     model = 6.0 * case.shape.total * tokens + 12.0 * l * h * s * tokens

@@ -31,7 +31,7 @@ def request_for(
     precision: str = "",
     model: str = "",
 ) -> Request:
-    """What is planned with our own software; in bf16 on a GPU unless it is said otherwise."""
+    """What is planned with our own software; in bf16 on a GPU unless `precision` names another."""
     precision = precision or (FP32 if hardware.cores else BF16)
     sequence = sequence or shape.sequence
     if shape.positions != "learned":
@@ -87,11 +87,11 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
         if not run.own:
             raise
         return f"memory: not known, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
-    told = held_text(choice.memory)
+    needs = held_text(choice.memory)
     every = sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp or choice.bytes
     if not force and (choice.bytes > memory if gpus else every > _CLEARLY * memory):
         raise UsageError(
-            f"{layout} needs {told}. Each of {ranks} ranks has {bytes_text(memory)}. `phalanx plan`"
+            f"{layout} needs {needs}. Each of {ranks} ranks has {bytes_text(memory)}. `phalanx plan`"
             " finds layouts that fit; write --force to try this one."
         )
-    return f"memory: {told}; each has {bytes_text(memory)}"
+    return f"memory: {needs}; each has {bytes_text(memory)}"
