@@ -300,7 +300,7 @@ def environment_of(device: str) -> tuple[list[str], int]:
         about.append(f"{gpus} x {torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
     about += [
         f"no module {name}: what only shows with it is left out"
-        for name in ("rich", "safetensors", "numpy", "pytest")
+        for name in ("rich", "safetensors", "xxhash", "numpy", "pytest")
         if importlib.util.find_spec(name) is None
     ]
     return about, gpus

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import xxhash
 from checkpoint_worlds import Run, run, saved_twice
 
 from phalanx.train import checkpoint
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_format import CheckpointError, Manifest, verify_checkpoint
+from phalanx.train.checkpoint_format import (
+    CHUNK,
+    CheckpointError,
+    Manifest,
+    read_manifest,
+    verify_checkpoint,
+    write_file,
+)
 from phalanx.train.checkpoint_load import hash_tensors
 
 FIRST = "rank-00000.safetensors"
@@ -113,6 +124,50 @@ def test_when_none_is_sound_the_run_does_not_begin_anew_without_a_word(folder: P
 def test_a_manifest_is_a_value_and_reads_back(two: Path) -> None:
     text = (newest(two) / "manifest.json").read_text()
     assert str(Manifest.parse(text, "here")) == text
+
+
+def test_a_checksum_is_that_of_the_bytes_in_the_file(two: Path) -> None:
+    for file in read_manifest(newest(two)).files:
+        content = (newest(two) / file.name).read_bytes()
+        pieces = [content[at : at + CHUNK] for at in range(0, len(content), CHUNK)]
+        assert file.checksum == "xxh3_128"
+        assert list(file.chunks) == [xxhash.xxh3_128_hexdigest(piece) for piece in pieces]
+
+
+def test_a_checkpoint_of_version_1_is_loaded_and_its_damage_found(folder: Path) -> None:
+    weights = hash_tensors(newest(folder))
+    text = json.loads((newest(folder) / "manifest.json").read_text())
+    body = text["body"]
+    body["version"] = 1
+    for file in body["files"]:
+        content = (newest(folder) / file["name"]).read_bytes()
+        assert len(content) < CHUNK
+        del file["checksum"]
+        file["chunks"] = [hashlib.sha256(content).hexdigest()]
+    signed = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    text["sha256"] = hashlib.sha256(signed.encode()).hexdigest()
+    (newest(folder) / "manifest.json").write_text(json.dumps(text))
+    assert verify_checkpoint(newest(folder)) == []
+    loaded = run("tp2", lambda each: each.resume(folder).path)
+    assert loaded == [newest(folder)] * 2
+    assert hash_tensors(newest(folder)) == weights
+    _flip(folder)
+    assert "its bytes from 0 on differ" in verify_checkpoint(newest(folder))[0]
+
+
+def test_a_file_that_reads_back_as_something_else_is_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.preadv
+
+    def another(file: int, buffers: list[bytearray], offset: int) -> int:
+        count = plain(file, buffers, offset)
+        buffers[0][count // 2] ^= 1
+        return count
+
+    monkeypatch.setattr(os, "preadv", another)
+    with pytest.raises(CheckpointError, match="read back, it is not what was written"):
+        write_file(tmp_path / "x.safetensors", {"x": torch.arange(9.0)})
 
 
 # ---- a disk that is full

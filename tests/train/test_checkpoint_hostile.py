@@ -16,7 +16,7 @@ import pytest
 from checkpoint_worlds import Run, saved_twice
 
 from phalanx.comm import AloneWorld
-from phalanx.train.checkpoint_format import CheckpointError, chunk_sums, verify_checkpoint
+from phalanx.train.checkpoint_format import CHUNK, CheckpointError, verify_checkpoint
 from phalanx.train.checkpoint_load import load
 
 FIRST = "rank-00000.safetensors"
@@ -51,9 +51,11 @@ def forge(path: Path, content: bytes) -> None:
     """Put other bytes into a file, as many as there were, and make its checksums right."""
     content = content.ljust((path / FIRST).stat().st_size, b"\0")
     (path / FIRST).write_bytes(content)
-    with (path / FIRST).open("rb") as file:
-        sums = list(chunk_sums(file))
-    sign(path, lambda body: body["files"][0].update(size=len(content), chunks=sums))
+    sums = [
+        hashlib.sha256(content[at : at + CHUNK]).hexdigest() for at in range(0, len(content), CHUNK)
+    ]
+    told = {"size": len(content), "chunks": sums, "checksum": "sha256"}
+    sign(path, lambda body: body["files"][0].update(told))
 
 
 def header(path: Path, change: Callable[[dict[str, Any]], object], *, raw: bytes = b"") -> None:
@@ -174,7 +176,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a part that is told twice": (piece({"start": 0, "stop": 1}), "are nowhere|are twice"),
     "a part with a negative box": (piece({"box": [[-1, 37], [0, 16]]}), "a start and a later stop"),
     "a part of other dims": (piece({"box": [[0, 37]]}), "do not fit together"),
-    "a newer format": (lambda p: sign(p, lambda b: b.update(version=2)), "of version 1"),
+    "a checksum that nobody knows": (
+        lambda p: sign(p, lambda b: b["files"][0].update(checksum="sum")), "pip install xxhash",
+    ),
+    "a newer format": (lambda p: sign(p, lambda b: b.update(version=3)), "of version 1 or 2"),
     "a shape that is none": (
         lambda p: sign(p, lambda b: b.update(shape={"x": 1})), "there is no key 'shape.x'",
     ),
