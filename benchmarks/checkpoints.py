@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py [--rounds 8] [--beside OTHER/src]
 
 Everything takes turns within one run. `--beside` times another checkout of phalanx in the same turns.
-Both saves end with an fsync. Loads are from the page cache. torch's have no checksums. Seconds of CPU are
-of all threads, and depend less on what else the machine does.
+Both saves end with an fsync. Loads are from the page cache. torch's have no checksums. Ten steps are timed
+alone, and with a save in the background that begins before the first. Seconds of CPU are of all threads,
+and depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def work(out: Path) -> None:
     rank = Rank(AloneWorld(), run, Layout.parse("fp32"))
     rank.trainer.step(rank.batch(0), 1e-3)
     saver = Saver(run.checkpoints, rank.local, rank.updates, keep=1)
+    behind = Saver(out / "behind", rank.local, rank.updates, keep=1, asynchronous=True)
     updates: list[Any] = list(rank.updates.values())  # of another checkout, perhaps
     state = [list(s.values()) for u in updates for s in getattr(u, "torch", u).state.values()]
     tensors: list[Any] = [[unit.home for unit in rank.local.units.values()], state]
@@ -44,6 +46,11 @@ def work(out: Path) -> None:
             torch.save(tensors, file)
             file.flush()
             os.fsync(file.fileno())
+
+    def steps() -> None:
+        for number in range(10):
+            rank.trainer.step(rank.batch(number), 1e-3)
+            behind.poll()
 
     for step, line in enumerate(sys.stdin):
         begun, worked = time.perf_counter(), time.process_time()
@@ -56,7 +63,13 @@ def work(out: Path) -> None:
                 torch_save()
             case "torch.load":
                 torch.load(out / "torch.pt")
+            case "steps":
+                steps()
+            case "steps, saving":
+                behind.save(Progress(step))
+                steps()
         print(time.perf_counter() - begun, time.process_time() - worked, flush=True)
+        behind.finish()
 
 
 def main() -> None:
@@ -84,6 +97,7 @@ def main() -> None:
         turns = [(f"{what}, {name}", name, what) for what in ("save", "load") for name in sources]
         turns[len(sources) : len(sources)] = [("torch.save", "ours", "torch.save")]
         turns.append(("torch.load", "ours", "torch.load"))
+        turns += [(what, "ours", what) for what in ("steps", "steps, saving")]
         for turn in range(args.rounds + 1):
             for title, name, what in turns:
                 pipes: Any = started[name]
@@ -93,11 +107,16 @@ def main() -> None:
                     seconds.setdefault(title, []).append((wall, cpu))
         for process in started.values():
             process.communicate()
-    print("| | s, median (quartiles) | s of CPU |\n|---|---|---|")
+    beside = {"save": "torch.save", "load": "torch.load", "steps, saving": "steps"}
+    print("| | s, median (quartiles) | s of CPU | ratio, median (quartiles) |\n|---|---|---|---|")
     for title, values in seconds.items():
         low, middle, high = statistics.quantiles((wall for wall, _ in values), n=4)
-        cpu = statistics.median(cpu for _, cpu in values)
-        print(f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} |")
+        cpu, ratio = statistics.median(cpu for _, cpu in values), ""
+        if base := beside.get(title.partition(", ours")[0]):
+            pairs = zip(values, seconds[base], strict=True)
+            quartiles = statistics.quantiles((a / b for (a, _), (b, _) in pairs), n=4)
+            ratio = "{1:.2f} ({0:.2f}-{2:.2f})".format(*quartiles)
+        print(f"| {title} | {middle:.2f} ({low:.2f}-{high:.2f}) | {cpu:.2f} | {ratio} |")
 
 
 if __name__ == "__main__":

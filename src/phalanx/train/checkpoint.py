@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -71,8 +72,8 @@ class Saved:
 class Saver:
     """Saves a run's checkpoints; every rank has one and calls it alike.
 
-    Asynchronous: `save` only copies the numbers to the host, a thread writes them, and `poll`, once a
-    step, asks all ranks whether all are done; the first step at which they are makes it a checkpoint.
+    Asynchronous: `save` only copies the numbers to the host, and threads write them. `poll`, once a
+    step, asks whether all ranks have; then a thread of rank 0 makes a checkpoint of it.
     Each call gives the saves that were decided by it. A save that fails raises on every rank when
     `on_failure` is "stop", else its `Saved.error` says why. `keep` checkpoints stay, and no old one
     goes before the new one is there and has been read back.
@@ -97,45 +98,46 @@ class Saver:
         self.pending: _Pending | None = None
 
     def save(self, progress: Progress) -> tuple[Saved, ...]:
-        """Begin a save, after the one before is decided; without a thread also end it."""
+        """Begin a save, after the one before is decided; unless asynchronous, also end it."""
         before = self.finish()
         hidden = self.folder / f"{SAVING}{progress.step:08}"
         error = _make_hidden(hidden) if self.group.rank == 0 else ""
         if errors := errors_of(self.group, error):
             return (*before, self._decide(progress.step, errors))
         snapshot = self._snapshot(progress)
-        self.pending = _Pending(snapshot, hidden / f"rank-{self.group.rank:05}.safetensors")
-        if self.asynchronous:
-            self.pending.thread.start()
-            return before
-        self.pending.write()
-        return (*before, *self.finish())
+        self.pending = _Pending(progress.step, hidden, self.asynchronous)
+        self.pending.begin(partial(self.pending.write, snapshot, self.group.rank))
+        return before if self.asynchronous else (*before, *self.finish())
 
     def poll(self) -> tuple[Saved, ...]:
-        """Decide a save that every rank has written; nothing when there is none."""
+        """Go on with a save when every rank has done its part; nothing when there is none."""
         if self.pending is None:
             return ()
         waiting = torch.tensor([int(self.pending.thread.is_alive())], device=self.group.device)
         self.group.all_reduce(waiting)
-        return () if int(waiting) else self.finish()
+        return () if int(waiting) else self._go_on(self.pending)
 
     def finish(self) -> tuple[Saved, ...]:
         """Wait for a save that is under way, and decide it."""
-        if self.pending is None:
-            return ()
-        pending, self.pending = self.pending, None
-        if self.asynchronous:
-            pending.thread.join()
-        hidden, notice = pending.path.parent, ""
+        decided: tuple[Saved, ...] = ()
+        while self.pending is not None:
+            if self.asynchronous:
+                self.pending.thread.join()
+            decided = self._go_on(self.pending)
+        return decided
+
+    def _go_on(self, pending: _Pending) -> tuple[Saved, ...]:
+        """After all ranks have written, rank 0 commits; after that the save is decided."""
         errors = errors_of(self.group, pending.error)
-        if not errors:
-            reports, error = exchange(self.group, pending.report, 0), ""
+        if not errors and not pending.committing:
+            reports, pending.committing = exchange(self.group, pending.report, 0), True
             if self.group.rank == 0:
-                error, notice = commit(self.folder, hidden, reports, self.keep)
-            errors = errors_of(self.group, error)
+                pending.begin(partial(pending.commit, self.folder, reports, self.keep))
+            return ()
+        self.pending = None
         if errors and self.group.rank == 0:
-            shutil.rmtree(hidden, ignore_errors=True)
-        return (self._decide(pending.snapshot.manifest.step, errors, notice),)
+            shutil.rmtree(pending.hidden, ignore_errors=True)
+        return (self._decide(pending.step, errors, pending.notice),)
 
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
@@ -191,19 +193,29 @@ class Snapshot:
 
 
 class _Pending:
-    """One rank's file while it is written, in this thread or in one of its own."""
+    """A save that is under way, and what this rank does for it now: in a thread if asynchronous."""
 
-    def __init__(self, snapshot: Snapshot, path: Path) -> None:
-        self.snapshot, self.path = snapshot, path
-        self.report = self.error = ""
-        self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
+    def __init__(self, step: int, hidden: Path, asynchronous: bool) -> None:
+        self.step, self.hidden, self.asynchronous = step, hidden, asynchronous
+        self.committing = False
+        self.report = self.error = self.notice = ""
 
-    def write(self) -> None:
-        # All ranks learn of an error in `finish`: one that raised alone would hang the others.
-        try:
-            self.report = self.snapshot.write(self.path)
-        except Exception as error:
-            self.error = why(error)
+    def write(self, snapshot: Snapshot, rank: int) -> None:
+        self.report = snapshot.write(self.hidden / f"rank-{rank:05}.safetensors")
+
+    def commit(self, folder: Path, reports: list[str], keep: int) -> None:
+        self.error, self.notice = commit(folder, self.hidden, reports, keep)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        def caught() -> None:
+            # All ranks learn of an error in `_go_on`: one that raised alone would hang the others.
+            try:
+                work()
+            except Exception as error:
+                self.error = why(error)
+
+        self.thread = threading.Thread(target=caught, name="checkpoint", daemon=True)
+        (self.thread.start if self.asynchronous else self.thread.run)()
 
 
 # ---- which numbers a rank writes
