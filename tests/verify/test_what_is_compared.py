@@ -295,7 +295,7 @@ def test_the_draw_of_the_comparison_has_the_spread_that_the_docs_say(name: str) 
         spread = 0.02
         if name == "mlp":
             spread = (2 / 128) ** 0.5
-        elif weight.endswith(("wo.weight", "down.weight")):
+        elif weight.endswith(("wo.weight", "down.weight", "routed.down")):
             spread = 0.02 / (2 * layers) ** 0.5
         assert float(x.std()) == pytest.approx(spread, rel=0.1)
         assert abs(float(x.mean())) < 4 * spread / x.numel() ** 0.5

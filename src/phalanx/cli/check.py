@@ -89,6 +89,7 @@ def _layout(text: str, shape: Shape, args: argparse.Namespace) -> int:
         "model": shape.name,
         "ranks": layout.ranks,
         "parameters": shape.total,
+        "active_parameters": shape.active,
         "operations": sum(map(len, program.rows)),
         "virtual_stages": [[stage.start, stage.stop] for stage in stages],
         "stages": [_held(layout, shape, program, proof, row) for row in range(layout.pp)],
@@ -162,8 +163,9 @@ def _text(layout: Layout, shape: Shape, figures: dict[str, Any]) -> str:
         for stage, held in enumerate(figures["stages"])
     ]
     head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
-    size = count_text(shape.total)
-    proved = f"{layout} is legal for {shape.name} ({size} parameters); its program is proved."
+    size = f"{count_text(shape.total)} parameters"
+    size += f", {count_text(shape.active)} active" * bool(shape.experts)
+    proved = f"{layout} is legal for {shape.name} ({size}); its program is proved."
     needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
     return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"

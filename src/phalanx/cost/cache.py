@@ -109,8 +109,9 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
 
 
 def _repeated(shape: Shape) -> Shape:
-    """The shape with as few blocks as repeat: one, or as many as have windows of their own."""
-    return replace(shape, layers=max(1, len(shape.windows)))
+    """The shape with as few blocks as repeat: one, or as many as have windows of their own. First
+    blocks without experts count as if they had them."""
+    return replace(shape, layers=max(1, len(shape.windows)), dense_layers=0)
 
 
 @cache

@@ -48,8 +48,8 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
     rows = batch * (sequence if shape.kind == "decoder" else 1)
     found = []
     for piece in range(1, 1 + shape.layers):
-        products = _products(shape)
-        found += [OpFlops(piece, name, *[2.0 * rows * k * n] * 2) for name, k, n in products]
+        for name, k, n, count in shape.products(piece):
+            found.append(OpFlops(piece, name, *[2.0 * rows * k * n * count] * 2))
         if shape.kind == "decoder":
             # Two products, q k and p v, each of head_dim multiply-adds for each pair and head.
             per_pair = 4.0 * shape.head_dim * shape.heads * batch
@@ -66,23 +66,6 @@ def _pairs(shape: Shape, piece: int, sequence: int) -> float:
     window = shape.windows[(piece - 1) % len(shape.windows)] if shape.windows else 0
     seen = min(window or sequence, sequence)
     return seen * (seen + 1) / 2 + (sequence - seen) * seen
-
-
-def _products(shape: Shape) -> list[tuple[str, int, int]]:
-    """The products of a block with its weights: name, features in, features out."""
-    if shape.kind == "mlp":
-        return [("weight", shape.hidden, shape.hidden)]
-    wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    up = [("up", shape.hidden, shape.ffn), ("down", shape.ffn, shape.hidden)]
-    gate = [("gate", shape.hidden, shape.ffn)] * shape.gated
-    return [
-        ("wq", shape.hidden, wide),
-        ("wk", shape.hidden, narrow),
-        ("wv", shape.hidden, narrow),
-        ("wo", wide, shape.hidden),
-        *gate,
-        *up,
-    ]
 
 
 def step_flops(

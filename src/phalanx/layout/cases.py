@@ -43,6 +43,13 @@ SHAPES: dict[str, Shape] = {
         _SMALL, name="olmo", norms="post", qk_norm=True, qk_norm_wide=True, sequence=11,
         rope_scaling="yarn", rope_factor=4.0, rope_high=32.0, rope_original=64, rope_attention=1.1,
     ),
+    # Seven experts, which no number of ranks divides, for three of a token; one that all tokens meet; a
+    # first block without; a bias that balances; scores that need not add up to one.
+    "experts": replace(
+        _SMALL, name="experts", layers=3, ffn=20, experts=7, top_k=3, expert_ffn=12, shared_experts=1,
+        dense_layers=1, scores="sigmoid", routed_scale=1.5, balance="bias", balance_rate=0.01,
+        sequence=11,
+    ),
     "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
 }  # fmt: skip
 

@@ -75,6 +75,12 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
             ' or keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
         )
         yield Violation("kv", what, way_out)
+    if s.experts and s.expert_ffn % x.tp:
+        what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
+        yield Violation("experts", what, f"Use tp {_divisors(math.gcd(s.expert_ffn, s.heads))}.")
+    if s.experts and x.compile:
+        what = "compile: how many tokens an expert has is not known when a graph is made."
+        yield Violation("experts", what, "Leave compile out of the layout.")
     if s.ffn % x.tp:
         what = f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
         yield Violation("ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.")

@@ -14,7 +14,7 @@ from .mesh import LayoutError
 
 # One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
 AXIS_OF: dict[str, str] = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffn": "tp"}
-DIMS = ("embed", "head", "position", "-", *AXIS_OF)
+DIMS = ("embed", "experts", "head", "position", "-", *AXIS_OF)
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,18 @@ class Shape:
     qk_norm: bool = key(False, "RMSNorm of queries and keys")
     qk_norm_wide: bool = key(False, "over all heads together")
     eps: float = key(1e-5, "of the norms", above=0)
+    experts: int = key(0, "routed experts of a block; 0: an MLP", minimum=0, maximum=1 << 14)
+    top_k: int = key(1, "experts that a token goes through", minimum=1, maximum=1 << 14)
+    expert_ffn: int = key(0, "width of an expert; 0: ffn", minimum=0, maximum=1 << 23)
+    shared_experts: int = key(0, "experts of all tokens, as one", minimum=0, maximum=1 << 10)
+    dense_layers: int = key(0, "first blocks, which have no experts", minimum=0, maximum=10_000)
+    scores: str = key("softmax", "of the router", choices=("softmax", "sigmoid"))
+    normalized: bool = key(True, "a token's chosen scores are divided by their sum")
+    routed_scale: float = key(1.0, "factor of the chosen scores", above=0)
+    balance: str = key(
+        "none", "bias: moved so that experts get as many tokens", choices=("none", "bias")
+    )
+    balance_rate: float = key(0.001, "by which that bias moves in a step", above=0)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -87,6 +99,8 @@ class Shape:
             fill(self, "head_dim", self.hidden // max(self.heads, 1))
         if not self.ffn:
             fill(self, "ffn", self.hidden if self.kind == "mlp" else 4 * self.hidden)
+        if self.experts and not self.expert_ffn:
+            fill(self, "expert_ffn", self.ffn)
         if mistakes := mistakes or list(self._conflicts()):
             raise ShapeError(f"shape {self.name!r}", mistakes)
 
@@ -106,14 +120,32 @@ class Shape:
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
+        if not self.experts:
+            return
+        if self.top_k > self.experts:
+            what = f"top_k = {self.top_k} is more than experts = {self.experts}"
+            yield Mistake("top_k", what, f"Write at most {self.experts}")
+        if self.dense_layers >= self.layers:
+            what = (
+                f"dense_layers = {self.dense_layers} leaves no block of {self.layers} for experts"
+            )
+            yield Mistake("dense_layers", what, f"Write at most {self.layers - 1}, or experts = 0")
+        if self.kind == "mlp" or not self.gated or self.bias == "all" or self.activation == "gelu":
+            what = "experts are gated MLPs of silu without biases, in a decoder"
+            yield Mistake("experts", what, "Leave out kind, gated, bias and activation, or experts")
 
     @property
     def pieces(self) -> int:
         """The embedding, the blocks, and the head with the loss."""
         return self.layers + 2
 
-    def parameters(self, piece: int) -> int:
-        """Numbers in the weights of one piece; a tied output weight is counted with the embedding."""
+    def sparse(self, piece: int) -> bool:
+        """Whether a piece has experts."""
+        return self.experts > 0 and self.dense_layers < piece <= self.layers
+
+    def parameters(self, piece: int, *, active: bool = False) -> int:
+        """Numbers in the weights of one piece; a tied output weight is counted with the embedding.
+        With `active` of the routed experts those alone that a token goes through."""
         if self.kind == "mlp":
             return self.hidden * self.hidden if 0 < piece <= self.layers else 0
         norm = self.hidden * (2 if self.norm == "layer" else 1)
@@ -121,9 +153,12 @@ class Shape:
             learned = self.sequence * self.hidden if self.positions == "learned" else 0
             return self.vocab * self.hidden + learned
         if piece <= self.layers:
-            return (
-                self._attention() + self._feed_forward() + norm * (4 if self.norms == "both" else 2)
-            )
+            feed = self._feed_forward(self.ffn)
+            if self.sparse(piece):
+                routed = self.top_k if active else self.experts
+                feed = self._feed_forward(self.expert_ffn) * (routed + self.shared_experts)
+                feed += self.experts * (self.hidden + (self.balance == "bias"))
+            return self._attention() + feed + norm * (4 if self.norms == "both" else 2)
         return norm + (0 if self.tied else self.vocab * self.hidden)
 
     def _attention(self) -> int:
@@ -134,14 +169,40 @@ class Shape:
             self.hidden * (2 * wide + 2 * narrow) + bias[self.bias] + (of_qk if self.qk_norm else 0)
         )
 
-    def _feed_forward(self) -> int:
+    def _feed_forward(self, width: int) -> int:
         ups = 2 if self.gated else 1
-        bias = ups * self.ffn + self.hidden if self.bias == "all" else 0
-        return (ups + 1) * self.hidden * self.ffn + bias
+        bias = ups * width + self.hidden if self.bias == "all" else 0
+        return (ups + 1) * self.hidden * width + bias
 
     @property
     def total(self) -> int:
         return sum(map(self.parameters, range(self.pieces)))
+
+    @property
+    def active(self) -> int:
+        """Numbers in the weights that a token meets."""
+        return sum(self.parameters(piece, active=True) for piece in range(self.pieces))
+
+    def products(self, piece: int) -> list[tuple[str, int, int, int]]:
+        """The products of a block with its weights that each token needs: name, features in, features
+        out, how many such."""
+        if self.kind == "mlp":
+            return [("weight", self.hidden, self.hidden, 1)]
+        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sparse = self.sparse(piece)
+        count, width = (
+            (self.top_k + self.shared_experts, self.expert_ffn) if sparse else (1, self.ffn)
+        )
+        return [
+            *[("router", self.hidden, self.experts, 1)] * sparse,
+            ("wq", self.hidden, wide, 1),
+            ("wk", self.hidden, narrow, 1),
+            ("wv", self.hidden, narrow, 1),
+            ("wo", wide, self.hidden, 1),
+            *[("gate", self.hidden, width, count)] * self.gated,
+            ("up", self.hidden, width, count),
+            ("down", width, self.hidden, count),
+        ]
 
     def cost(self, piece: int) -> int:
         """Forward work of a piece for one sequence, in multiply-adds: what stages are balanced by.
@@ -154,10 +215,8 @@ class Shape:
             return 0
         if piece > self.layers:
             return self.sequence * self.hidden * self.vocab
-        wide = self.heads * self.head_dim
-        matmuls = self.hidden * (2 * wide + 2 * self.kv_heads * self.head_dim)
-        matmuls += (3 if self.gated else 2) * self.hidden * self.ffn
-        return self.sequence * (matmuls + self.sequence * wide)
+        matmuls = sum(a * b * count for _, a, b, count in self.products(piece))
+        return self.sequence * (matmuls + self.sequence * self.heads * self.head_dim)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

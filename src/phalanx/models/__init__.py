@@ -7,6 +7,7 @@ the names of its weights' dims.
 from . import decoder, mlp
 from .attention import Attention, Core, RopeScaling
 from .decoder import Decoder
+from .experts import ExpertMlps, Router
 from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
 from .noise import Dropout, token_noise
@@ -19,7 +20,9 @@ __all__ = [
     "Attention",
     "Core",
     "Dropout",
+    "ExpertMlps",
     "RMSNorm",
+    "Router",
     "IGNORED",
     "token_loss",
     "token_noise",

@@ -1,12 +1,12 @@
-"""A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3
-and OLMo-2 are configurations of its constructor.
+"""A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3,
+OLMo-2, Mixtral and Qwen3 with experts are configurations of its constructor.
 
 It is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each called
 `x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each can be called alone;
 `Decoder.forward` only chains them. Activations are (batch, time, hidden). No head count, width or
 vocabulary size is read in a forward, so weights may be cut before a call; attention's core, the
 token lookup and the loss are children of their own, so each may be replaced by one that works on a
-part. Not here: experts, sampling.
+part. Not here: sampling.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Attention, Rope, RopeScaling
+from .experts import ExpertMlps, Experts, Router
 from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
@@ -49,6 +50,14 @@ layers.*.mlp.up.weight : ffn embed
 layers.*.mlp.up.bias : ffn
 layers.*.mlp.down.weight : embed ffn
 layers.*.mlp.down.bias : embed
+layers.*.mlp.router.weight : - embed
+layers.*.mlp.router.bias : -
+layers.*.mlp.routed.gate : experts ffn embed
+layers.*.mlp.routed.up : experts ffn embed
+layers.*.mlp.routed.down : experts embed ffn
+layers.*.mlp.shared.gate.weight : ffn embed
+layers.*.mlp.shared.up.weight : ffn embed
+layers.*.mlp.shared.down.weight : embed ffn
 head.norm.* : embed
 head.output.weight : vocab embed
 """
@@ -87,7 +96,7 @@ class Block(nn.Module):
         self,
         piece: int,
         attn: Attention,
-        mlp: Mlp,
+        mlp: nn.Module,
         norms: Sequence[nn.Module | None],  # before attention and mlp, behind them
         *,
         dropout: float = 0.0,
@@ -110,13 +119,22 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        if noise is not None:
-            noise = block_noise(noise, self.piece)
+        noise = None if noise is None else block_noise(noise, self.piece)
+        return self.feed(self.attend(x, positions, documents, noise), noise)
+
+    def attend(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
+    ) -> Tensor:
+        """The block's first half; the noise is its own."""
         normed = x if self.attn_norm is None else self.attn_norm(x)
         a = self.attn(normed, positions, documents, noise)
         a = a if self.attn_post_norm is None else self.attn_post_norm(a)
-        x = x + self.attn_dropout(a, noise)
-        m = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
+        y: Tensor = x + self.attn_dropout(a, noise)
+        return y
+
+    def feed(self, x: Tensor, noise: Tensor | None, *more: Tensor | None) -> Tensor:
+        """The block's second half; `more` is for its MLP."""
+        m = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x), *more)
         m = m if self.mlp_post_norm is None else self.mlp_post_norm(m)
         y: Tensor = x + self.mlp_dropout(m, noise)
         return y
@@ -124,6 +142,22 @@ class Block(nn.Module):
     def reset_buffers(self) -> None:
         """Number the block again, after `to_empty` has left its number undefined."""
         self.piece.fill_(self._piece)
+
+
+class ExpertBlock(Block):
+    """A block with experts. Where the batch is padded in time, `valid` (B, T) says which tokens count."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        noise = None if noise is None else block_noise(noise, self.piece)
+        return self.feed(self.attend(x, positions, documents, noise), noise, valid)
 
 
 class Embed(nn.Module):
@@ -199,6 +233,15 @@ class Decoder(nn.Module):
         qk_norm_wide: bool = False,
         dropout: float = 0.0,
         eps: float = 1e-5,
+        experts: int = 0,
+        top_k: int = 1,
+        expert_ffn: int = 0,
+        shared_experts: int = 0,
+        dense_layers: int = 0,
+        scores: Literal["softmax", "sigmoid"] = "softmax",
+        normalized: bool = True,
+        routed_scale: float = 1.0,
+        balance: Literal["none", "bias"] = "none",
     ) -> None:
         super().__init__()
         kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
@@ -234,15 +277,33 @@ class Decoder(nn.Module):
         self._depth, self._plus_one = layers, norm == "rms1"
         self.embed = Embed(vocab, hidden, sequence if learned else None, embed_scale)
         self.layers = nn.ModuleList()
+
+        def feed_forward(width: int) -> nn.Module:
+            return Mlp(hidden, width, gated=gated, bias=bias == "all", activation=activation)
+
+        def routed() -> nn.Module:
+            router = Router(
+                hidden,
+                experts,
+                top_k,
+                scores=scores,
+                normalized=normalized,
+                scale=routed_scale,
+                balanced=balance == "bias",
+            )
+            width = expert_ffn or ffn or 4 * hidden
+            shared = feed_forward(shared_experts * width) if shared_experts else None
+            return Experts(router, ExpertMlps(hidden, width, experts), shared)
+
         for piece in range(layers):
             window = windows[piece % len(windows)] if windows else 0
             turns = local if window else rope
             attn = Attention(hidden, heads, kv_heads, head_dim, rope=turns, window=window, **common)
-            mlp = Mlp(
-                hidden, ffn or 4 * hidden, gated=gated, bias=bias == "all", activation=activation
-            )
+            sparse = experts > 0 and piece >= dense_layers
+            mlp = routed() if sparse else feed_forward(ffn or 4 * hidden)
             norms_of_block = [norm_of(norm, hidden, eps) if each else None for each in there]
-            self.layers.append(Block(piece, attn, mlp, norms_of_block, dropout=dropout))
+            kind = ExpertBlock if sparse else Block
+            self.layers.append(kind(piece, attn, mlp, norms_of_block, dropout=dropout))
         self.head = Head(hidden, vocab, norm_of(norm, hidden, eps), logit_softcap)
         if tied:
             self.head.output.weight = self.embed.tokens.weight
@@ -274,7 +335,7 @@ class Decoder(nn.Module):
             weight.fill_(0.0 if self._plus_one else 1.0)
         else:
             # Each block adds twice to the residual stream; this keeps its variance level.
-            into_residual = name.endswith(("wo.weight", "down.weight"))
+            into_residual = name.endswith(("wo.weight", "down.weight", "routed.down"))
             spread = 0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
             weight.normal_(0.0, spread, generator=generator)
 
@@ -289,7 +350,7 @@ def _refuse(faults: dict[str, Any]) -> None:
 def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
     """The pieces in their order, and a line `pattern : dim dim` for every weight and buffer.
 
-    Dims: vocab, embed (the residual width), heads and kv (whole heads times head_dim), head (one
+    Dims: vocab, embed (the residual width), experts, heads and kv (whole heads times head_dim), head (one
     head's features, shared by all heads), ffn, position. A line that names nothing is left out.
     """
     blocks = tuple((f"layers.{n}", block) for n, block in enumerate(model.layers))

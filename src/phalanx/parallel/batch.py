@@ -21,6 +21,7 @@ from torch import Tensor
 from ..layout import Layout
 from ..models import IGNORED
 
+VALID = "valid"  # a batch whose time is padded says which of its tokens are not padding
 # Padding is a document of its own whose targets count nothing.
 DOCUMENTS = "documents"
 _FILLS = {"targets": IGNORED, DOCUMENTS: -1}
@@ -102,6 +103,10 @@ def _padded(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
         short = -x.shape[1] % multiple
         fill = x.new_full((x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0))
         padded[name] = torch.cat((x, fill), 1) if short else x
+    if padded.keys() & {"tokens"} and padded["tokens"].shape != batch["tokens"].shape:
+        valid = torch.zeros_like(padded["tokens"], dtype=torch.bool)
+        valid[:, : batch["tokens"].shape[1]] = True
+        padded[VALID] = valid
     return padded
 
 

@@ -57,6 +57,7 @@ class Segment(NamedTuple):
     stop: int
     adds: str
     decay: bool
+    rate: float
 
 
 class Entry(NamedTuple):
@@ -156,7 +157,9 @@ class Unit:
         self.replicas_apart = replicas_apart  # the program has an operation for them
         # What is summed apart stands together, and in it what decays comes first. Nothing here may
         # differ between tp ranks, `counted` for instance: see `Segment`.
-        self.order = sorted(weights, key=lambda w: (w.adds, not w.decay, w.local == w.shape))
+        self.order = sorted(
+            weights, key=lambda w: (w.adds, w.rate, not w.decay, w.local == w.shape)
+        )
         self.offsets: list[int] = []
         total = 0
         for weight in self.order:
@@ -207,7 +210,7 @@ class Unit:
         """The whole flat order in runs that are treated alike."""
         runs: list[Segment] = []
         for weight, offset in zip(self.order, self.offsets, strict=True):
-            one = Segment(offset, offset + _numel(weight), weight.adds, weight.decay)
+            one = Segment(offset, offset + _numel(weight), weight.adds, weight.decay, weight.rate)
             if runs and runs[-1][2:] == one[2:]:
                 one = Segment(runs.pop().start, *one[1:])
             runs.append(one)
@@ -239,7 +242,7 @@ class Unit:
         """The runs of this rank's part that the gradient norm counts here."""
         runs: list[slice] = []
         for weight, start, stop, offset in self.entries():
-            if weight.counted:
+            if weight.counted and not weight.rate:
                 end = offset + stop - start
                 joins = bool(runs) and runs[-1].stop == offset
                 runs.append(slice(runs.pop().start if joins else offset, end))

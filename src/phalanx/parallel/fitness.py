@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF
-from ..models import IGNORED, Core
+from ..models import IGNORED, Core, ExpertMlps
 from .model import Model
 
 _HOOKS = (
@@ -117,6 +117,8 @@ def _cut(model: Model, name: str, piece: nn.Module, path: str, module: nn.Module
                 f"{name}.{key} is cut by tp in two dims ({' '.join(dims)}); a rank would hold one"
                 " block of the diagonal. Name one of them '-'."
             )
+        elif isinstance(module, ExpertMlps):
+            continue  # cut as a whole
         elif key != "weight" or parameter.dim() != 2:
             yield (
                 f"{name}.{key} is cut by tp along {over_tp[0]!r}, and the parts are joined only for"

@@ -40,7 +40,9 @@ class Model:
     entries of the batch that its `forward` names. It may return a dict of named tensors, `x` among
     them: a later piece that names one of them gets it, those between are passed by. `edges(piece,
     batch)` gives what comes into a piece as tensors on meta. `counts` says how many whole units a dim
-    has that is cut in units: heads and kv. The last piece returns the loss as a sum.
+    has that is cut in units: heads and kv. `rates` names weights that an update moves by their
+    gradient's sign alone, and how far; the gradient's norm is without them. The last piece returns the
+    loss as a sum.
     """
 
     pieces: tuple[tuple[str, nn.Module], ...]
@@ -48,6 +50,7 @@ class Model:
     counts: Mapping[str, int] = field(default_factory=dict)
     draw: Draw = _draw
     shape: Shape | None = None
+    rates: Mapping[str, float] = field(default_factory=dict)
     edges: Edges | None = None  # where more than `x` passes from stage to stage
     padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
 
@@ -124,7 +127,9 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         plain = decoder_of(shape, dropout=dropout)
         pieces, rules = decoder.describe(plain)
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
-    return Model(pieces, Rules.parse(rules), counts, plain.draw, shape)
+    balanced = (name for name, _ in plain.named_parameters() if name.endswith("router.bias"))
+    rates = dict.fromkeys(balanced, shape.balance_rate)
+    return Model(pieces, Rules.parse(rules), counts, plain.draw, shape, rates)
 
 
 def decoder_of(shape: Shape, **changes: Any) -> Decoder:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF, Cut
-from ..models import Dropout, RMSNorm, token_loss
+from ..models import Dropout, ExpertMlps, RMSNorm, Router, token_loss
 from .groups import Groups
 from .model import Model
 
@@ -39,6 +39,7 @@ class Weight:
     decay: bool
     adds: str = ""
     counted: bool = True
+    rate: float = 0.0  # see `Model.rates`
 
     @cached_property
     def local(self) -> tuple[int, ...]:
@@ -82,7 +83,8 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
         whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
         counted = tp % copies == 0 if whole or adds else True
-        weights[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted)
+        rate = model.rates.get(name, 0.0)
+        weights[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted, rate)
     return weights
 
 
@@ -202,6 +204,9 @@ class _Installer:
         self._cut_norms()
         rows, columns = self._cut_modules()
         owners = {name.rpartition(".")[0] for name in rows}
+        for module in self.piece.modules():
+            if isinstance(module, ExpertMlps):
+                self._cut_experts(module)
         for name in rows:
             self._replace(name, RowLinear(self._at(name), self.join))
         for owner in owners:
@@ -265,6 +270,19 @@ class _Installer:
 
         module.register_forward_pre_hook(enter)
 
+    def _cut_experts(self, module: ExpertMlps) -> None:
+        """Each rank has a part of each expert. Gates fork too: a rank's part of the results gives a
+        part of their gradient."""
+
+        def enter(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x, gates, chosen = args
+            if self.seq:
+                chosen = regions.gather(chosen, self.groups.tp, 1)
+            return self.fork(x), self.fork(gates), chosen
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(lambda m, args, y: self.join(y))
+
     def _lookup(self, name: str, module: Any) -> None:
         cut = self._vocabulary(module)
         self._replace(name, VocabularyEmbedding(module, cut, self.join))
@@ -284,7 +302,8 @@ class _Installer:
             module.register_forward_hook(lambda m, args, y: regions.gather(y, tp, y.dim() - 1))
 
     def _cut_time(self) -> None:
-        """Under seq what runs between the regions sees its own tokens: learned positions and noise."""
+        """Under seq what runs between the regions sees its own tokens: learned positions, noise, and
+        which tokens a router counts."""
         tp = self.groups.tp
 
         def own(x: Tensor) -> Tensor:
@@ -295,7 +314,7 @@ class _Installer:
                 f"{self.prefix}.{name}.weight"
             ):
                 module.register_forward_pre_hook(lambda m, args: (own(args[0]), *args[1:]))
-            elif isinstance(module, Dropout) and "." not in name:
+            elif isinstance(module, Router) or (isinstance(module, Dropout) and "." not in name):
                 module.register_forward_pre_hook(
                     lambda m, args: (
                         args[0],

@@ -73,18 +73,20 @@ class Update:
         self.unit, self.optimizer = unit, optimizer
         self.runs: list[tuple[slice, Tensor]] = []
         self.decays: list[float] = []
+        self.rates: list[float] = []
         self.state: dict[Tensor, State] = {}
         for segment in unit.own_segments():
             run = slice(segment.start, segment.stop)
             self.runs.append((run, unit.home[run]))
             self.decays.append(optimizer.decay if segment.decay else 0.0)
+            self.rates.append(segment.rate)
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
         gradient = self.unit.gradient
         assert gradient is not None, f"unit {self.unit.number} is updated without a gradient"
         scale = scale and scale.on(self.unit.home.device)
-        for (run, view), decay in zip(self.runs, self.decays, strict=True):
+        for (run, view), decay, rate in zip(self.runs, self.decays, self.rates, strict=True):
             own = gradient[run].to(view.dtype)
             if view.device != own.device:
                 # The update waits for it here, so it comes by the fastest way, to pinned memory, of
@@ -97,6 +99,12 @@ class Update:
                 if own.dtype == torch.float64:
                     own *= scale.factor  # the kernels' own scale is float32
                     del common["grad_scale"]
+            if rate:
+                # By the sign alone. The optimizer, which moves nothing here, keeps zeros as its state, so
+                # that a checkpoint has of these weights what it has of others.
+                moved = own.sign() * rate
+                view -= moved if scale is None else moved * (1.0 - scale.skip.to(moved.dtype))
+                own, common["lr"] = torch.zeros_like(own), 0.0
             self.optimizer.kernel(self.state.setdefault(view, {}), view, own, **common)
         self.unit.spend()
         self.unit.refresh()

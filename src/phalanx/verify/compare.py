@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .reference import Trace
+from .reference import Trace, TracedStep
 
 EXACT = 1e-10  # the largest relative error in float64
 FACTOR = 2.0  # in less: so many times the change that a unit in the last place makes
+TIE = 1e-9  # scores of experts so near each other may be ranked otherwise by another layout
 # A gradient below this share of the model's largest is compared against that floor: some true
 # gradients are zero (a key's bias without rotation), and what is left of them is rounding.
 FLOOR = 1e-6
@@ -27,7 +28,7 @@ class Difference:
     """One quantity of one step: how far it is off, where most, and how far it may be."""
 
     step: int
-    what: str  # start, output, loss, gradient, norm, loss scale, weight, update, validation loss
+    what: str  # start, routing, output, loss, gradient, norm, loss scale, weight, update, validation loss
     name: str  # the parameter or the piece; empty for what is one number
     element: tuple[int, ...]
     got: float
@@ -95,6 +96,22 @@ class _Measure:
                     yield Difference(
                         step, apart.what, name, element, b, a, math.inf, 0.0, ranks=apart.ranks
                     )
+
+    def routes(
+        self, step: int, name: str, got: TracedStep, want: TracedStep
+    ) -> Iterator[Difference]:
+        """The first token for which a piece chooses other experts, as whole numbers. In a narrow
+        precision rounding decides, and they are not compared."""
+        if name not in want.routes or self.bounds is not None:
+            return
+        whole = want.routes[name]
+        known = got.routes.get(name, torch.full_like(whole, -1))
+        for apart in (known != whole).nonzero()[:1]:
+            element = tuple(int(i) for i in apart)
+            gap = float(want.gaps[name][element[:-1]])
+            hint = f"scores {gap:.1e} apart: rounding decides; take another seed" * (gap < TIE)
+            a, b = float(known[element]), float(whole[element])
+            yield Difference(step, "routing", name, element, a, b, math.inf, 0.0, hint)
 
     def floor(self, gradients: Iterable[Tensor]) -> float:
         """What a gradient of zero is compared with."""
@@ -185,7 +202,9 @@ def _step(measure: _Measure, number: int) -> Iterator[Difference]:
     """In the order in which a fault would show: forward, loss, backward from the last weight to the
     first, norm, update. The first difference is then the nearest to its cause."""
     got, want = measure.got.steps[number], measure.want.steps[number]
-    yield from measure.tensors(number, "output", got.outputs, want.outputs)
+    for name, output in want.outputs.items():  # which piece after piece have made
+        yield from measure.routes(number, name, got, want)
+        yield from measure.tensors(number, "output", got.outputs, {name: output})
     yield measure.number(number, "loss", got.loss, want.loss)
     if math.isfinite(want.norm):
         floor = measure.floor(want.gradients.values())

@@ -80,6 +80,8 @@ def _activations(shape: Shape, itemsize: int) -> float:
     tokens = shape.batch * shape.sequence
     wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     block = 8 * shape.hidden + 6 * wide + 6 * narrow + 5 * shape.ffn
+    if shape.experts:  # inputs, outputs and what is between, for each of a token's experts
+        block += shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
     logits = 4 * shape.vocab * max(4, itemsize)
     return float(tokens * (shape.layers * block * itemsize + logits))
 

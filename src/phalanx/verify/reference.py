@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..models import Decoder, DeepMlp
+from ..models import Decoder, DeepMlp, Router
 from ..parallel import Model, Precision
 from ..train.optimizer import AdamW, Sgd
 
@@ -49,6 +50,8 @@ class TracedStep:
     outputs: dict[str, Tensor]
     scale: float = 1.0
     mismatches: tuple[Mismatch, ...] = ()
+    routes: Mapping[str, Tensor] = field(default_factory=dict)  # by piece: each token's experts
+    gaps: Mapping[str, Tensor] = field(default_factory=dict)  # between those and the next best
 
 
 @dataclass(frozen=True)
@@ -124,32 +127,41 @@ def reference(
     if not same:
         copies = {name: nn.Parameter(x.to(precision.compute)) for name, x in start.items()}
     _install(model, copies)
-    update = _optimizer(optimizer, masters, rate(0))
+    trained = {name: x for name, x in masters.items() if name not in model.rates}
+    update = _optimizer(optimizer, trained, rate(0))
     seen = []
     for step in range(steps):
         for group in update.param_groups:
             group["lr"] = rate(step)
-        update.zero_grad()
+        for master in masters.values():
+            master.grad = None
         if not same:
             _copy(copies, masters, nudge)
         scale = float(scaler.get_scale()) if scaler else 1.0
         scaled = scaler.scale if scaler else None
         batch = batches(step)
-        loss, outputs = _gradients(model, batch, masters, copies, microbatches, scaled, nudge)
+        with _routing(model) as (routes, gaps):
+            loss, outputs = _gradients(model, batch, masters, copies, microbatches, scaled, nudge)
         if scaler:
             scaler.unscale_(update)
+        for name in model.rates:  # not the optimizer's, so the scaler leaves it
+            grad = masters[name].grad
+            masters[name].grad = None if grad is None else grad / scale
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad.clone()
             for name, x in masters.items()
         }
-        norm = float(nn.utils.clip_grad_norm_(masters.values(), clip or math.inf))
+        norm = float(nn.utils.clip_grad_norm_(trained.values(), clip or math.inf))
         if scaler:
             scaler.step(update)
             scaler.update()
         else:
             update.step()
+        if math.isfinite(norm):
+            _balance(model, masters, gradients)
         after = {name: x.detach().clone() for name, x in masters.items()}
-        seen.append(TracedStep(loss, norm, gradients, after, outputs, scale))
+        routed = ({name: torch.cat(parts) for name, parts in x.items()} for x in (routes, gaps))
+        seen.append(TracedStep(loss, norm, gradients, after, outputs, scale, (), *routed))
     if not same:
         _copy(copies, masters, nudge)
     return Trace(start, seen, _validation(model, validation_of(batches, steps), nudge))
@@ -171,7 +183,9 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
         if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
             return torch.full(size, float(model.shape is None or model.shape.norm != "rms1"))
         layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
-        last = name.endswith((".wo.weight", ".down.weight"))  # these add to the residual stream
+        last = name.endswith(
+            (".wo.weight", ".down.weight", ".routed.down")
+        )  # these add to the residual stream
         spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
         return torch.normal(0.0, spread, size, generator=generator)
     if isinstance(owner, DeepMlp):
@@ -215,6 +229,36 @@ def _copy(
 # ---- a step
 
 
+@contextmanager
+def _routing(model: Model) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
+    """What routers choose while it is on, and by how much: what each forward gives, by piece."""
+    routes: dict[str, list[Tensor]] = {}
+    gaps: dict[str, list[Tensor]] = {}
+
+    def seen(name: str, router: Router, x: Tensor, chosen: Tensor) -> None:
+        ranked = router.ranked(router.scored(x)).detach().sort(-1, descending=True).values
+        last = router.top_k - 1
+        further = ranked[..., last + 1 : last + 2].squeeze(-1) if last + 1 < ranked.shape[-1] else 0
+        routes.setdefault(name, []).append(chosen.sort(-1).values)
+        gaps.setdefault(name, []).append(ranked[..., last] - further)
+
+    hooks = [
+        router.register_forward_hook(lambda m, args, out, n=name: seen(n, m, args[0], out[1]))
+        for name, router in routers(model.pieces)
+    ]
+    try:
+        yield routes, gaps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def routers(pieces: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Router]]:
+    """The routers of these pieces, by the pieces' names."""
+    for name, piece in pieces:
+        yield from ((name, each) for each in piece.modules() if isinstance(each, Router))
+
+
 def _gradients(
     model: Model,
     batch: Batch,
@@ -243,6 +287,16 @@ def _gradients(
                 master.grad = part if master.grad is None else master.grad + part
                 copy.grad = None
     return total / count, {name: torch.cat(parts) for name, parts in outputs.items()}
+
+
+@torch.no_grad()
+def _balance(
+    model: Model, masters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]
+) -> None:
+    """Experts with fewer tokens than the mean come nearer to being chosen, those with more less so."""
+    for name, rate in model.rates.items():
+        few, many = gradients[name] < 0, gradients[name] > 0
+        masters[name].add_(few, alpha=rate).sub_(many, alpha=rate)
 
 
 def _forward(model: Model, batch: Batch, nudge: Nudge | None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ..train.optimizer import AdamW, Optimizer, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
 from ..train.steps import Validator
-from .reference import Mismatch, Trace, TracedStep, project, validation_of
+from .reference import Mismatch, Trace, TracedStep, project, routers, validation_of
 
 Batch = Mapping[str, Tensor]
 FIT = 0.7  # the share of a layout's bytes that recompute:fit must do with
@@ -68,7 +69,7 @@ class Part(NamedTuple):
         return [("gradient", self.gradient), ("weight", self.weight)]
 
 
-# A number for each of some tokens of a piece's output: which tokens they are, and the numbers.
+# A number (or experts) for each of some tokens of a piece's output: which tokens, and the numbers.
 Output = tuple[Tensor, Tensor]
 
 
@@ -82,6 +83,7 @@ class Seen:
     norms: list[float | None] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     outputs: list[dict[str, list[Output]]] = field(default_factory=list)
+    routes: list[dict[str, list[Output]]] = field(default_factory=list)
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # of the batch in tokens, or rows
     validation: float | None = None
     timeline: Timeline = Timeline(())  # of the last step
@@ -108,6 +110,7 @@ class _Tracer:
 
     def __init__(self, layout: Layout, local: LocalModel, model: Model) -> None:
         self.outputs: dict[str, list[Output]] = {}
+        self.routes: dict[str, list[Output]] = {}
         self.done: set[tuple[int, int]] = set()
         self.parts = layout.tp if layout.seq else 1
         self.tp = local.coordinates["tp"]
@@ -118,6 +121,9 @@ class _Tracer:
 
     def _wrap(self, number: int, piece: Piece, name: str) -> None:
         plain = piece.forward
+        chosen: list[Tensor] = []
+        for _, router in routers([(name, piece.module)]):
+            router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
 
         def forward(microbatch: int, bundle: Bundle, batch: Batch, **how: Any) -> Bundle:
             out = plain(microbatch, bundle, batch, **how)
@@ -131,14 +137,19 @@ class _Tracer:
                 valid = tokens > 0
                 seen = tokens[valid].cpu() - 1, numbers[valid].cpu()
                 self.outputs.setdefault(name, []).append(seen)
+                if chosen:
+                    own = chosen[-1].sort(-1).values
+                    self.routes.setdefault(name, []).append((seen[0], own[valid].cpu()))
+            chosen.clear()
             return out
 
         piece.forward = forward  # type: ignore[method-assign]
 
-    def take(self) -> dict[str, list[Output]]:
-        outputs, self.outputs = self.outputs, {}
+    def take(self, seen: Seen) -> None:
+        seen.outputs.append(self.outputs)
+        seen.routes.append(self.routes)
+        self.outputs, self.routes = {}, {}
         self.done.clear()
-        return outputs
 
 
 def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> Program:
@@ -175,7 +186,7 @@ def train_layout(
         seen.losses.append(result.loss)
         seen.counts.append(result.count)
         seen.norms.append(result.norm)
-        seen.outputs.append(tracer.take())
+        tracer.take(seen)
         seen.parts += _parts(local, executor.seen, step)
         seen.timeline = result.timeline
     validator = Validator(local, forward_only(program, layout), world.rank)
@@ -272,20 +283,23 @@ def join(seen: Sequence[Seen], steps: int) -> Trace:
             -1.0 if norm is None else norm,
             numbers_of(step, "gradient"),
             numbers_of(step, "weight"),
-            _outputs(seen, step),
+            _outputs(seen, step, [rank.outputs[step] for rank in seen], math.nan),
             first.scales[step],
             tuple(mismatch for mismatch in mismatches if mismatch is not None),
+            _outputs(seen, step, [rank.routes[step] for rank in seen], -1),
         )
 
     return Trace(numbers_of(-1, "start"), [*map(joined, range(steps))], seen[0].validation)
 
 
-def _outputs(seen: Sequence[Seen], step: int) -> dict[str, Tensor]:
+def _outputs(
+    seen: Sequence[Seen], step: int, ranks: Iterable[dict[str, list[Output]]], nobody: float
+) -> dict[str, Tensor]:
     wholes: dict[str, Tensor] = {}
-    for name, outputs in (item for rank in seen for item in rank.outputs[step].items()):
+    for name, outputs in (item for rank in ranks for item in rank.items()):
         for tokens, numbers in outputs:
             if name not in wholes:
-                size = seen[0].sizes[step]
-                wholes[name] = torch.full(size, float("nan"), dtype=torch.float64)
-            wholes[name].view(-1)[tokens] = numbers
+                size = *seen[0].sizes[step], *numbers.shape[1:]
+                wholes[name] = torch.full(size, nobody, dtype=numbers.dtype)
+            wholes[name].view(-1, *numbers.shape[1:])[tokens] = numbers
     return wholes

@@ -1,0 +1,152 @@
+"""Experts in place of a block's MLP: a router sends each token through the few that it scores highest.
+
+Nothing is dropped: an expert takes as many tokens as come to it, also none. Scores are computed in
+float32 or wider. Not here: which rank has which expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .kernels import HALVES
+
+
+class _Counted(torch.autograd.Function):
+    """The gates as they are. In backward, which runs once for each microbatch however often its
+    forward does, the bias gets as its gradient how far each expert is above the mean of all."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
+        ctx.save_for_backward(excess)
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (excess,) = ctx.saved_tensors
+        return gradient, excess, None
+
+
+class Router(nn.Module):
+    """Which experts a token goes through, and by what its results are multiplied.
+
+    With `balanced` a bias is added to the scores for this choice alone (Wang et al. 2024). Its gradient
+    is experts x its expert's tokens - all choices, whole numbers: below zero where an expert has fewer
+    than the mean. An update moves it by a fixed rate against the sign of that.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        scores: str,
+        normalized: bool,
+        scale: float,
+        balanced: bool,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.scores, self.normalized, self.scale = top_k, scores, normalized, scale
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.bias = nn.Parameter(torch.empty(experts)) if balanced else None
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Gates and experts, each (B, T, top_k), of x (B, T, hidden). Tokens that are not `valid`
+        (B, T) pad; they are sent like others and not counted."""
+        scores = self.scored(x)
+        chosen = self.ranked(scores).topk(self.top_k, -1).indices
+        gates = scores.gather(-1, chosen)
+        if self.normalized:
+            gates = gates / gates.sum(-1, keepdim=True)
+        gates = gates * self.scale if self.scale != 1 else gates
+        if self.bias is None or not torch.is_grad_enabled():
+            return gates, chosen
+        sent = torch.ones_like(gates) if valid is None else valid.unsqueeze(-1).expand_as(gates)
+        sent = sent.to(gates.dtype)
+        counts = sent.new_zeros(len(self.weight)).scatter_add_(0, chosen.flatten(), sent.flatten())
+        excess = (counts * len(counts) - sent.sum()).to(torch.float32)
+        counted: Tensor = _Counted.apply(gates, self.bias, excess)  # type: ignore[no-untyped-call]
+        return counted, chosen
+
+    def scored(self, x: Tensor) -> Tensor:
+        """Each token's score for each expert."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(wide), self.weight.to(wide))
+        return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        """What the choice goes by, without gradients."""
+        ranked = scores if self.bias is None else scores + self.bias.to(scores.dtype)
+        return ranked.detach()
+
+
+class ExpertMlps(nn.Module):
+    """The experts, each a gated MLP: down(silu(gate(x)) * up(x)). Weights are (experts, out, in)."""
+
+    def __init__(self, hidden: int, ffn: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
+        self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
+        self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
+
+    def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        """x (B, T, hidden); gates and chosen (B, T, top_k)."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # by expert, and within one by token
+        counts = torch.zeros_like(flat[:1]).expand(len(self.up)).clone()
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        tokens = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])
+        sent_back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=x.device)
+        )
+        y = self.on_sorted(tokens, counts).index_select(0, sent_back).view(*chosen.shape, -1)
+        return (y * gates.unsqueeze(-1)).sum(-2).to(x.dtype)
+
+    def on_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Each expert on its run of the tokens (n, hidden): `counts` (experts) are their lengths."""
+        if tokens.is_meta:
+            return self._as_if_even(tokens)
+        widths = self.up.shape[1:]
+        if tokens.is_cuda and tokens.dtype in HALVES and not any(n % 8 for n in widths):
+            return self.grouped(tokens, counts)
+        # Unbound at once: the gradient of `weight[e]` would be of the size of all experts.
+        weights = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        runs = torch.split(tokens, counts.tolist())
+        return torch.cat(
+            [
+                F.linear(F.silu(F.linear(run, gate)) * F.linear(run, up), down)
+                for run, (gate, up, down) in zip(runs, weights, strict=True)
+            ]
+        )
+
+    def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """The same in three kernels, which read the lengths on the device."""
+        offsets = counts.cumsum(0).to(torch.int32)
+        wide = F.silu(F.grouped_mm(tokens, self.gate.mT, offs=offsets))
+        wide = wide * F.grouped_mm(tokens, self.up.mT, offs=offsets)
+        return F.grouped_mm(wide, self.down.mT, offs=offsets)
+
+    def _as_if_even(self, tokens: Tensor) -> Tensor:
+        """Without numbers nobody knows who goes where: as many tokens for each expert."""
+        each = -(-len(tokens) // len(self.up))
+        padded = F.pad(tokens, (0, 0, 0, each * len(self.up) - len(tokens)))
+        runs = padded.view(len(self.up), each, -1)
+        y: Tensor = (F.silu(runs @ self.gate.mT) * (runs @ self.up.mT)) @ self.down.mT
+        return y.flatten(0, 1)[: len(tokens)]
+
+
+class Experts(nn.Module):
+    """Routed experts, and beside them `shared`, through which all tokens go."""
+
+    def __init__(self, router: Router, routed: ExpertMlps, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.router, self.routed, self.shared = router, routed, shared
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        gates, chosen = self.router(x, valid)
+        y: Tensor = self.routed(x, gates, chosen)
+        return y if self.shared is None else y + self.shared(x)

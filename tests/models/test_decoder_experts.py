@@ -1,0 +1,155 @@
+"""Experts against the same computed token by token, and their counts by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.layout import Shape
+from phalanx.layout.shape import ShapeError
+from phalanx.models import Decoder, ExpertMlps, Router
+from phalanx.parallel import build_model
+
+HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2
+
+
+def made(**changed: Any) -> Any:
+    options = {"scores": "softmax", "normalized": True, "routed_scale": 1.0, "balance": "bias"}
+    torch.manual_seed(0)
+    model = Decoder(
+        vocab=11, hidden=HIDDEN, layers=2, heads=2, ffn=10, experts=EXPERTS, top_k=TOP,
+        expert_ffn=FFN, shared_experts=2, dense_layers=1, **options | changed,
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight))
+    return model.layers[1].mlp
+
+
+def by_token(mlp: Any, x: Tensor, kind: str, normalized: bool, scale: float) -> Tensor:
+    """One token and one expert after the other."""
+    rows = []
+    for token in x.flatten(0, 1):
+        logits = torch.stack([row @ token for row in mlp.router.weight])
+        scores = (
+            logits.exp() / logits.exp().sum() if kind == "softmax" else 1 / (1 + (-logits).exp())
+        )
+        best = sorted(
+            range(EXPERTS), key=lambda e: -float((scores[e] + mlp.router.bias[e]).detach())
+        )[:TOP]
+        whole = sum(scores[e] for e in best) if normalized else 1.0
+        y = torch.zeros(HIDDEN, dtype=torch.float64)
+        for e in best:
+            gate, up, down = (getattr(mlp.routed, n)[e] for n in ("gate", "up", "down"))
+            y = y + scale * scores[e] / whole * (down @ (F.silu(gate @ token) * (up @ token)))
+        shared = mlp.shared
+        wide = F.silu(shared.gate.weight @ token) * (shared.up.weight @ token)
+        rows.append(y + shared.down.weight @ wide)
+    return torch.stack(rows).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalized", "scale"),
+    [("softmax", True, 1.0), ("softmax", False, 1.0), ("sigmoid", True, 2.5)],
+)
+def test_experts_give_what_one_token_after_the_other_gives(
+    kind: str, normalized: bool, scale: float
+) -> None:
+    mlp = made(scores=kind, normalized=normalized, routed_scale=scale)
+    x = torch.randn(2, 7, HIDDEN, dtype=torch.float64, requires_grad=True)
+    aim = torch.randn_like(x)
+    want, got = by_token(mlp, x, kind, normalized, scale), mlp(x)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weights = [x, *(w for name, w in mlp.named_parameters() if name != "router.bias")]
+    for a, b in zip(
+        torch.autograd.grad(got, weights, aim), torch.autograd.grad(want, weights, aim), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_experts_without_a_token_and_one_with_all_of_them() -> None:
+    mlp = made(balance="none")
+    with torch.no_grad():
+        mlp.router.weight.zero_()
+        mlp.router.weight[3:, 0] = torch.tensor([1.0, 2.0])
+    x = torch.rand(1, 9, HIDDEN, dtype=torch.float64) + 0.5
+    mlp(x).square().sum().backward()
+    busy = [e for e in range(EXPERTS) if bool(mlp.routed.up.grad[e].any())]
+    assert busy == [3, 4]
+    assert bool(mlp.routed.down.grad.isfinite().all())
+
+
+def test_counts_are_whole_numbers_without_padding_and_once_when_computed_again() -> None:
+    mlp = made()
+    x = torch.randn(2, 6, HIDDEN, dtype=torch.float64, requires_grad=True)
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[:, 5:] = False
+    chosen = mlp.router(x)[1][:, :5].flatten().tolist()
+    want = [EXPERTS * chosen.count(e) - len(chosen) for e in range(EXPERTS)]
+    assert len({*want}) > 1
+    mlp(x, valid).sum().backward()
+    assert mlp.router.bias.grad.tolist() == want
+    mlp.router.bias.grad = None
+    checkpoint(mlp, x, valid, use_reentrant=False).sum().backward()
+    assert mlp.router.bias.grad.tolist() == want
+
+
+def test_a_bias_changes_who_is_chosen_and_no_weight() -> None:
+    mlp = made(normalized=False)
+    x = torch.randn(1, 4, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        mlp.router.bias.zero_()
+        mlp.router.bias[2] = 5.0
+    gates, chosen = mlp.router(x)
+    assert bool((chosen[..., 0] == 2).all())
+    scores = (x @ mlp.router.weight.T).softmax(-1)
+    torch.testing.assert_close(gates, scores.gather(-1, chosen))
+
+
+def test_grouped_products_give_what_a_loop_gives() -> None:
+    """In 16 bits, with an expert that has no token. Widths are multiples of 16 bytes."""
+    torch.manual_seed(0)
+    experts = ExpertMlps(16, 24, 4).bfloat16()
+    with torch.no_grad():
+        for weight in experts.parameters():
+            weight.normal_(0.0, 0.3)
+    tokens, counts = torch.randn(11, 16).bfloat16(), torch.tensor([5, 0, 2, 4])
+    grouped, loop = experts.grouped(tokens, counts), experts.on_sorted(tokens, counts)
+    torch.testing.assert_close(grouped, loop, rtol=2e-2, atol=2e-2)
+
+
+def test_scores_of_16_bit_tokens_are_float32() -> None:
+    router = Router(
+        HIDDEN, EXPERTS, TOP, scores="softmax", normalized=True, scale=1.0, balanced=False
+    ).bfloat16()
+    with torch.no_grad():
+        router.weight.normal_()
+    assert router(torch.randn(1, 3, HIDDEN).bfloat16())[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"), [("8x7b", 46.70, 12.88), ("30b-a3b", 30.53, 3.35)]
+)
+def test_sizes_are_those_published(name: str, billions: float, active: float) -> None:
+    """Jiang et al. 2024 say 47B and 13B; Yang et al. 2025 30.5B and 3.3B."""
+    shape = Shape.load(name)
+    assert shape.total == sum(w.numel() for w in build_model(shape).weights.values())
+    assert (round(shape.total / 1e9, 2), round(shape.active / 1e9, 2)) == (billions, active)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("top_k", 9, "top_k = 9 is more than experts = 4"),
+        ("dense_layers", 2, "leaves no block of 2 for experts"),
+        ("gated", False, "experts are gated MLPs"),
+    ],
+)
+def test_sizes_that_do_not_fit_together_are_refused(key: str, value: object, words: str) -> None:
+    with pytest.raises(ShapeError, match=words):
+        Shape.of({"layers": 2, "hidden": 8, "vocab": 5, "experts": 4, key: value})

@@ -1,0 +1,135 @@
+"""Seeded faults of experts: who goes where, what is counted, and whose gradient is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from phalanx.comm import Work
+from phalanx.models import ExpertMlps, Router
+from phalanx.models.experts import _Counted
+from phalanx.parallel import Unit, batch, local, tensor
+from phalanx.parallel.tensor import Weight, _Installer
+
+from .fault import fault, swapped
+
+BIAS = "gradient of layers.2.mlp.router.bias"
+
+
+@fault(
+    "experts: the bias of the choice is in the weight",
+    "experts",
+    "dp2",
+    "step 1: the output of layers.1",
+)
+@contextmanager
+def _() -> Iterator[None]:
+    right = Router.scored
+
+    def scored(self: Router, x: Tensor) -> Tensor:
+        assert self.bias is not None
+        return right(self, x) + self.bias.detach()
+
+    with ExitStack() as stack:
+        stack.enter_context(swapped(Router, "scored", scored))
+        stack.enter_context(swapped(Router, "ranked", lambda self, scores: scores.detach()))
+        yield
+
+
+@fault("experts: results stay in the experts' order", "experts", "dp2", "output of layers.1")
+def _() -> AbstractContextManager[None]:
+    right = ExpertMlps.forward
+
+    def forward(self: Any, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        by_expert = chosen.flatten().sort(stable=True).values
+        return right(self, x, gates, by_expert.view(chosen.shape))
+
+    return swapped(ExpertMlps, "forward", forward)
+
+
+@fault("experts: a rank adds no counts", "experts", "dp2", BIAS)
+def _() -> AbstractContextManager[None]:
+    right = Unit.reduce
+
+    def reduce(unit: Unit) -> Work:
+        for weight in unit.order:
+            grad = unit.parameters[weight.name].grad
+            if weight.rate and unit.groups.replica.rank and grad is not None:
+                grad.zero_()
+        return right(unit)
+
+    return swapped(Unit, "reduce", reduce)
+
+
+@fault(
+    "experts: what is computed again counts again", "experts", "recompute:selective accum:3", BIAS
+)
+@contextmanager
+def _() -> Iterator[None]:
+    counts: dict[int, Tensor] = {}
+
+    def forward(ctx: Any, gates: Tensor, bias: Tensor, excess: Tensor) -> Tensor:
+        ctx.bias = id(bias)
+        counts[id(bias)] = counts.get(id(bias), 0) + excess
+        return gates.view_as(gates)
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, counts.pop(ctx.bias), None
+
+    with ExitStack() as stack:
+        stack.enter_context(swapped(_Counted, "forward", staticmethod(forward)))
+        stack.enter_context(swapped(_Counted, "backward", staticmethod(backward)))
+        yield
+
+
+@fault("seq: counts of the ranks of tp are not summed", "experts", "tp2 seq", BIAS)
+def _() -> AbstractContextManager[None]:
+    right = tensor._adds
+
+    def adds(dims: Any, *rest: Any) -> str:
+        return "" if dims == ("-",) else right(dims, *rest)
+
+    return swapped(tensor, "_adds", adds)
+
+
+@fault("experts: padding is counted", "experts", "cp2", BIAS)
+def _() -> AbstractContextManager[None]:
+    return swapped(batch, "VALID", "unread")
+
+
+@fault(
+    "tp: a gate has the gradient of a part of each expert", "experts", "tp2", "mlp.router.weight"
+)
+def _() -> AbstractContextManager[None]:
+    def cut(self: Any, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda m, args: (self.fork(args[0]), *args[1:]))
+        module.register_forward_hook(lambda m, args, y: self.join(y))
+
+    return swapped(_Installer, "_cut_experts", cut)
+
+
+def _weights(**wrong: Any) -> AbstractContextManager[None]:
+    """Weights of experts and routers that are not as they should be."""
+    right = local.cut_weights
+
+    def cut(*args: Any) -> Mapping[str, Weight]:
+        return {
+            name: replace(weight, **wrong) if ".ro" in name else weight
+            for name, weight in right(*args).items()
+        }
+
+    return swapped(local, "cut_weights", cut)
+
+
+@fault("experts: the norm is without them", "experts", "dp2", "step 0: the norm")
+def _() -> AbstractContextManager[None]:
+    return _weights(counted=False)
+
+
+@fault("experts: the bias is trained like a weight", "experts", "dp2", "step 0: the norm")
+def _() -> AbstractContextManager[None]:
+    return _weights(rate=0.0)
