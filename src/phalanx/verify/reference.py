@@ -295,8 +295,9 @@ def _balance(
 ) -> None:
     """Experts with fewer tokens than the mean come nearer to being chosen, those with more less so."""
     for name, rate in model.rates.items():
-        few, many = gradients[name] < 0, gradients[name] > 0
-        masters[name].add_(few, alpha=rate).sub_(many, alpha=rate)
+        master = masters[name]
+        few, many = (each.to(master) for each in (gradients[name] < 0, gradients[name] > 0))
+        master.add_(few, alpha=rate).sub_(many, alpha=rate)
 
 
 def _forward(model: Model, batch: Batch, nudge: Nudge | None) -> tuple[Tensor, dict[str, Tensor]]:
