@@ -16,6 +16,7 @@ from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
 from phalanx.cli.memory import estimated
 from phalanx.cli.usage import UsageError
+from phalanx.comm import RankFailed, Report
 from phalanx.layout import Layout
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
@@ -159,6 +160,27 @@ def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) 
     assert process.returncode == 1, args
     assert "was killed by signal 9" in args
     assert "Traceback" not in args.split("was killed by signal 9")[0]
+
+
+def test_ranks_that_save_nothing_are_not_started_a_second_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    starts = []
+
+    def fail(fn: object, ranks: int, *args: object, **terms: object) -> None:
+        starts.append(ranks)
+        if len(starts) == 2:  # one checkpoint more: worth another start, once
+            (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+        raise RankFailed([Report(1, "the process was killed by signal 9", "", False)])
+
+    monkeypatch.setattr("phalanx.comm.launch", fail)
+    argv = [*SMALL, f"out={tmp_path}", "layout=dp2", "train.restarts=9"]
+    assert train_verb.run(argv) == 1
+    assert starts == [2, 2, 2]
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == "rank 1 failed: the process was killed by signal 9"
+    assert "with step-00000003; restarts left: 7" in said[-3]
+    assert "not started again: they began with step-00000003" in said[-1]
 
 
 def test_tasks_of_a_slurm_step_find_each_other_and_train_as_one_run(tmp_path: Path) -> None:

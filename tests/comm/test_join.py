@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from phalanx.comm import CommMisuse, join
-from phalanx.comm.join import Rendezvous, rendezvous
+from phalanx.layout.environment import EnvironmentMistake, Rendezvous, node_command, rendezvous
 
 TORCHRUN = {
     "RANK": "3",
@@ -18,6 +18,8 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "LOCAL_WORLD_SIZE": "2",
 }
 SLURM = {
     "SLURM_PROCID": "3",
@@ -35,9 +37,37 @@ def test_a_process_that_nothing_started_is_alone():
 
 
 def test_torchrun_and_slurm_say_the_same_in_their_own_words():
-    assert rendezvous(TORCHRUN) == Rendezvous(3, 4, 1, "10.0.0.1", 29500, True, 2)
-    assert rendezvous(SLURM) == Rendezvous(3, 4, 1, "gpu003", 20000 + 70001 % 20000, False)
+    torchrun = Rendezvous(
+        3, 4, 1, "10.0.0.1", 29500, True, 2, False, "RANK and WORLD_SIZE of torchrun"
+    )
+    assert rendezvous(TORCHRUN) == torchrun
+    port = 20000 + 70001 % 20000
+    slurm = Rendezvous(3, 4, 1, "gpu003", port, source="SLURM_PROCID and SLURM_NTASKS of Slurm")
+    assert rendezvous(SLURM) == slurm
+    assert str(slurm) == "rank 3 of 4, from SLURM_PROCID and SLURM_NTASKS of Slurm"
     assert rendezvous(SLURM | {"SLURM_JOB_NODELIST": "io1,io2"}).host == "io1"
+
+
+def test_one_process_on_each_node_becomes_torchrun_there():
+    sky = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
+    words = node_command(sky, None)[3:]
+    assert words == [
+        "--nnodes=2",
+        "--nproc-per-node=8",
+        "--node-rank=1",
+        "--master-addr=10.0.0.1",
+        "--master-port=29500",
+    ]
+    assert "--nproc-per-node=3" in node_command(sky | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, 6)
+    assert node_command({"PET_NNODES": "2"}, None)[1:] == ["-m", "torch.distributed.run"]
+    # Ranks that torchrun has started there have both.
+    assert node_command(sky | TORCHRUN, None) is None
+    assert node_command(sky | {"SKYPILOT_NUM_NODES": "1"}, None) is None
 
 
 WRONG = [
@@ -50,12 +80,14 @@ WRONG = [
 
 @pytest.mark.parametrize("change, said", WRONG)
 def test_wrong_or_missing_variables_are_refused_in_a_sentence(change, said):
-    with pytest.raises(CommMisuse, match=said):
+    with pytest.raises(EnvironmentMistake, match=said):
         join(environment=TORCHRUN | change)
 
 
 def test_a_world_of_another_size_than_the_run_needs_is_refused():
-    with pytest.raises(CommMisuse, match="needs 8 ranks and the launcher has started 4; start 8"):
+    with pytest.raises(
+        CommMisuse, match=r"needs 8 ranks and the launcher has started 4 .*; start 8"
+    ):
         join(8, environment=TORCHRUN)
     with pytest.raises(CommMisuse, match="needs 8 ranks and nothing has started this process"):
         join(8, environment={})

@@ -15,10 +15,11 @@ from as_nccl import nccl_worlds, use_every_group
 
 from phalanx.comm import AloneWorld, CommMisuse, World, choose
 from phalanx.comm.devices import Devices, set_up
-from phalanx.comm.join import Rendezvous, meet, offer
+from phalanx.comm.join import meet, offer
 from phalanx.comm.launch import used_gpus
 from phalanx.comm.process import ProcessWorld, apart
 from phalanx.layout import Layout
+from phalanx.layout.environment import Rendezvous
 from phalanx.parallel import build_model, open_groups
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, covering, every_layout, verify

@@ -289,3 +289,18 @@ def test_the_less_memory_the_more_microbatches() -> None:
     shape = Shape.load("1b")
     counts = [recipe(shape, 8, memory=m).microbatches for m in (400e9, 80e9, 20e9)]
     assert counts == sorted(set(counts))
+
+
+def test_the_layout_is_the_first_one_for_as_many_ranks_as_there_are() -> None:
+    run = Run.parse(
+        "layout = 'dp4 zero3'\ntrain.fallback = 'dp2 zero3; pp2 1f1b:4; tp1'\nbatch = 8"
+    )
+    chosen = {ranks: run.for_ranks(ranks).layout for ranks in (1, 2, 3, 4)}
+    assert chosen == {1: "tp1", 2: "dp2 zero3", 3: "dp4 zero3", 4: "dp4 zero3"}
+    assert run.for_ranks(3, fewer=True).layout == "dp2 zero3"
+    assert run.for_ranks(2).train == run.train
+
+
+def test_a_fallback_that_does_not_fit_the_model_is_refused_before_it_is_needed() -> None:
+    with pytest.raises(RunError, match=r"line 1: layout = 'tp3': tp=3 does not divide heads=4"):
+        Run.parse("train.fallback = 'dp2; tp3'\nlayout = 'dp4'\nbatch = 8")

@@ -58,6 +58,7 @@ class Campaign:
     layout: str
     asynchronous: bool
     seed: int
+    restarts: int = 0
     killed: int = 0
     killed_in_save: int = 0
     lost: list[int] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Campaign:
     def command(self, last: int) -> subprocess.Popen[bytes]:
         words = [*SMALL, f"out={self.out}", f"steps={last}", f"layout={self.layout}"]
         words.append(f"checkpoint.async={str(self.asynchronous).lower()}")
+        words.append(f"train.restarts={self.restarts}")
         name, _, folder = self.mark.partition("=")
         Path(folder).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
@@ -106,6 +108,24 @@ class Campaign:
         for step in self._starts()[len(starts) :]:
             assert step == self.chosen, "it did not begin with the newest that was whole"
         self._look(old)
+
+    def restarted(self, kills: int) -> int:
+        """Kill ranks of one command, each time after it has saved; it goes on by itself to its end,
+        which is the last step."""
+        last = 40 * (kills + 1)
+        process = self.command(last)
+        for starts in range(kills):
+            wanted = self._last() + 2 * EVERY
+            self._until(starts, wanted)
+            os.kill(max(set(_family(self.mark)) - {process.pid}), signal.SIGKILL)
+        assert process.wait(timeout=300) == 0
+        assert len(self._starts()) == kills + 1
+        assert not _family(self.mark)
+        return last
+
+    def _until(self, starts: int, step: int) -> None:
+        _wait(lambda: len(self._starts()) > starts, "it did not start again")
+        _wait(lambda: self._last() > step, "no step was made")
 
     def _until_some_moment(self) -> None:
         """While it starts, or some steps after that."""

@@ -37,6 +37,15 @@ def test_a_kill_inside_a_save_leaves_a_run_that_ends_bit_for_bit_as_one_undistur
     assert run.killed_in_save >= 1
 
 
+@pytest.mark.parametrize("layout", ["dp2 zero1", pytest.param("fp32", marks=pytest.mark.slow)])
+def test_ranks_start_again_after_a_kill_and_end_bit_for_bit_as_if_undisturbed(
+    layout: str, tmp_path: Path
+) -> None:
+    run = Campaign(tmp_path / "run", layout, False, 1, restarts=1)
+    last = run.restarted(kills=1)
+    run.undisturbed(tmp_path / "undisturbed", last)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, asynchronous, kills, in_save",

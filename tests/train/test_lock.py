@@ -236,18 +236,15 @@ def test_where_there_are_no_locks_a_file_holds_the_folder(
 
 
 def test_a_rank_never_writes_stop_with_the_handler_it_was_forked_with(tmp_path: Path) -> None:
-    """The launcher ends failed ranks by SIGTERM; a STOP they wrote would end the next run."""
+    """A STOP that a failed rank wrote would end the next run."""
     file = tmp_path / "STOP"
     with _passed_on(file):
-        ready, said = os.pipe()  # a signal that comes while Python forks is lost
         rank = os.fork()
         if not rank:
-            os.write(said, b"x")
-            time.sleep(60)
-            os._exit(0)
-        os.read(ready, 1)
-        os.kill(rank, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == -signal.SIGTERM
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                os.kill(os.getpid(), number)
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) == 3
         assert not file.exists()
         os.kill(os.getpid(), signal.SIGTERM)
         _wait(file.exists, 5)
@@ -274,7 +271,8 @@ def test_a_stop_file_of_an_earlier_run_is_removed_with_a_notice(
 @pytest.mark.parametrize(
     "layout, number",
     [
-        ("fp32", signal.SIGTERM),
+        ("fp32", signal.SIGINT),
+        ("dp2", signal.SIGINT),
         ("dp2", signal.SIGTERM),
         ("dp2", signal.SIGHUP),
         ("fp32", signal.SIGUSR1),
@@ -292,12 +290,16 @@ def test_signals_that_ask_for_it_save_and_stop(
     assert steps(out / "checkpoints")[0].name == f"step-{stopped['step']:08}"
 
 
-def test_ctrl_c_twice_ends_without_a_traceback(begin: Any, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback(begin: Any, tmp_path: Path) -> None:
     run = begin(tmp_path / "run", "layout=dp2")
+    rank = _children(run.pid)[-1]
+    os.kill(rank, signal.SIGSTOP)  # no step ends any more
     for _ in range(2):
-        for each in [run.pid, *_children(run.pid)]:
+        for each in [run.pid, *_children(run.pid)]:  # as a terminal does
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGINT)
-        time.sleep(0.02)
+        time.sleep(0.05)
     _, said = run.communicate(timeout=60)
-    assert (run.returncode, said) == (130, "phalanx: interrupted.\n")
+    once, last = said.splitlines()
+    assert "Ctrl-C again" in once
+    assert (run.returncode, last) == (130, "phalanx: interrupted.")

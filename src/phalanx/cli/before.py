@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..layout import Layout, LayoutError, Run, RunError, Shape, legal, nearest, stage_pieces
 from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
 from ..layout.codec import Mistake
+from ..layout.environment import launched
 from ..layout.files import open_regular, reason
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, cluster
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from ..parallel import Model
 
 GIB = 2**30
-_LAUNCHERS = ("WORLD_SIZE", "SLURM_NTASKS")  # then ranks stand on other machines too
 
 
 def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> str:
@@ -109,8 +109,8 @@ def refuse_before(run: Run) -> None:
     if layout is not None:
         _refuse_schedule(layout, shape)
     wrong: list[Mistake] = []
-    launched = any(name in os.environ for name in _LAUNCHERS)
-    if layout is not None and not launched and layout.ranks > LOCAL_RANKS:
+    elsewhere = launched(os.environ)  # then ranks stand on other machines too
+    if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
         what = (
             f"layout = {run.layout!r} has {layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
         )
@@ -119,7 +119,7 @@ def refuse_before(run: Run) -> None:
         if layout is not None and layout.recompute == "fit" and not run.memory:
             what = f"layout = {run.layout!r}: how much a rank may hold is not known without a GPU"
             wrong.append(Mistake("layout", what, "Write memory = 2.5 (GiB), or recompute:all"))
-        if shape is not None and not launched:
+        if shape is not None and not elsewhere:
             wrong += _memory(run, shape, layout)
     wrong = wrong or _folders(run)
     if wrong:

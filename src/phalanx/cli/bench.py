@@ -123,7 +123,7 @@ class _Ranks:
         import torch
 
         from ..comm import choose
-        from ..comm.join import rendezvous
+        from ..layout.environment import rendezvous
 
         self.launched = rendezvous(os.environ)
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

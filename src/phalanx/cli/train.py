@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,13 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..layout import Layout, LayoutError, Shape
+from ..layout.environment import (
+    EnvironmentMistake,
+    Rendezvous,
+    launched,
+    node_command,
+    rendezvous,
+)
 from ..layout.mesh import RANKS
 from ..layout.run import Run, RunError, misfits, run_schema
 from ..plan import Machine
@@ -22,14 +28,14 @@ from .before import refuse_before
 from .usage import Parser, UsageError, complain, print_json, progress, say, whole
 
 if TYPE_CHECKING:
-    from ..comm.join import Rendezvous
     from ..train.loop import Outcome
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
+_INTERRUPTED = b"The step is finished and saved. Ctrl-C again ends the run at once.\n"
 _BEGUN = time.time()  # a STOP file older than this process is not meant for it
 _EPILOG = """\
-Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM, SIGHUP, SIGUSR1 or
-a STOP file in the run's folder, saved; the same command goes on from there.
+Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM, SIGHUP, SIGUSR1,
+Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from there.
 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
@@ -65,15 +71,20 @@ def run(argv: list[str]) -> int:
         if args.print_config:
             say(config, end="")
             return 0
+        if args.ranks:
+            config = config.for_ranks(args.ranks)
         _refuse_misfit(config, args.ranks)
         config = _prepared(config)
         refuse_before(config)
     except (ValueError, OSError) as error:
-        if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
+        if not isinstance(error, EnvironmentMistake) and rendezvous(os.environ) is not None:
             from ..comm.join import report_failure
 
             report_failure(f"{type(error).__name__}: {error}")
         raise
+    layout = config.layout_of()
+    if command := node_command(os.environ, layout.ranks if layout else None):
+        os.execv(command[0], [*command, "-m", "phalanx", "train", *argv])
     return _train(config, args, notice)
 
 
@@ -114,10 +125,7 @@ def _prepared(run: Run) -> Run:
     from .data import prepare_shown
 
     vocabulary, out = hub_vocabulary(Path(run.hub)), str(Path(run.out, "tokens"))
-    if (
-        any(name in os.environ for name in ("RANK", "SLURM_PROCID"))
-        and not Path(out, tokens[0]).is_file()
-    ):
+    if launched(os.environ) and not Path(out, tokens[0]).is_file():
         raise UsageError(
             f"data = {run.data!r} is text, and many processes have been started. Prepare it first:"
             f" phalanx data prepare {run.data} --tokenizer {run.hub}/tokenizer.json --out {out}"
@@ -164,14 +172,16 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
     """Find the ranks and the layout, and train."""
     from ..comm import choose
     from ..comm.devices import Devices
-    from ..comm.join import rendezvous
     from ..comm.launch import used_gpus
 
     at = rendezvous(os.environ)
     if at is not None:
         return _joined(config, args, notice, at)
+    count = Devices().gpus
+    if count and not args.ranks:
+        config = config.for_ranks(count, fewer=True)
     named = config.layout_of()
-    ranks = args.ranks or (named.ranks if named else Devices().gpus or 2)
+    ranks = args.ranks or (named.ranks if named else count or 2)
     gpus = used_gpus(choose(args.backend, ranks), ranks)
     layout = _layout_that_fits(config, ranks, gpus, notice, quiet=args.json)
     _say_memory(config, layout, gpus, args)
@@ -190,7 +200,10 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         raise UsageError(
             f"the launcher has started {at.size} ranks, and --ranks says {args.ranks}."
         )
-    world = join(at.size, backend=args.backend)
+    config = config.for_ranks(at.size)
+    if not args.json and not at.rank:
+        progress(str(at))
+    world = join(at.size, backend=args.backend, interface=config.network.interface)
     gpus = at.size if world.device.type == "cuda" else 0
     try:
         # What one rank refuses ends the others too, with its words.
@@ -234,6 +247,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
+            " Layouts for other numbers of ranks stand in train.fallback."
         )
     batches_of(config, shape)
     if config.own:
@@ -278,17 +292,10 @@ def _layout(config: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) ->
 
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
     """Ranks of our own, on this machine."""
-    from ..comm import RankFailed, RanksDiffer, launch
-    from ..program import ProgramError
-    from ..train.checkpoint_format import CheckpointError
-    from ..train.data import DataError
     from ..train.lock import hold_run
-    from ..train.log import JournalError
-    from ..train.loop import STOP, TrainError, remove_stale_stop, train
+    from ..train.loop import STOP, remove_stale_stop
     from ..train.program import maker_of
 
-    failures = (TrainError, CheckpointError, JournalError, DataError)
-    refusals = (*failures, RanksDiffer, LayoutError, ProgramError)
     with hold_run(Path(config.out), config.checkpoints), _passed_on(Path(config.out, STOP)):
         notice = remove_stale_stop(config, _BEGUN)
         if not args.json:
@@ -297,23 +304,52 @@ def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
             progress(f"{layout}: {ranks}, {count:,} parameters".removeprefix(": "))
             if notice:
                 progress(notice)
+        outcome = _until_it_ends(config, layout, args)
+    return 1 if outcome is None else _ended(config, outcome, args.json)
+
+
+def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Outcome | None:
+    """Train, and start the ranks again after one has failed, as often as the run says; none when that
+    was in vain. Without a newer checkpoint in between they would fail at the same place."""
+    from ..comm import RankFailed, RanksDiffer, launch
+    from ..program import ProgramError
+    from ..train.checkpoint import steps
+    from ..train.checkpoint_format import CheckpointError
+    from ..train.data import DataError
+    from ..train.log import JournalError
+    from ..train.loop import TrainError, train
+
+    failures = (TrainError, CheckpointError, JournalError, DataError)
+    # What the run itself refuses is a sentence, and would be refused again.
+    refusals = tuple(k.__name__ for k in (*failures, RanksDiffer, LayoutError, ProgramError))
+    restarts, before = config.train.restarts, None
+    terms = {"backend": args.backend, "apart": restarts > 0}
+    for left in range(restarts, -1, -1):
         try:
-            outcomes = launch(
-                train, layout.ranks, config, str(layout), args.json, True, backend=args.backend
-            )
+            outcomes = launch(train, layout.ranks, config, str(layout), args.json, True, **terms)
+            first: Outcome = outcomes[0]
+            return first
         except RankFailed as error:
             text = error.reports[0].error
             if f"signal {signal.SIGBUS.value}" in text and (cut := _cut_file(config)):
-                text = f"rank {error.rank}: {text}: {cut}"
-            # What the run itself refuses is a sentence; anything else needs its traceback.
-            elif not text.startswith(tuple(kind.__name__ for kind in refusals)):
-                text = str(error)
-            complain(text)
-            return 1
+                complain(f"rank {error.rank}: {text}: {cut}")
+                break
+            refused = text.startswith(refusals)
+            complain(text if refused else str(error))
+            if refused or not left:
+                break
         except failures as error:
             complain(f"{type(error).__name__}: {error}")
-            return 1
-    return _ended(config, outcomes[0], args.json)
+            break
+        saved = next((path.name for path in steps(config.checkpoints)), "the beginning")
+        if saved == before:
+            complain(
+                f"The ranks are not started again: they began with {saved}, and saved nothing."
+            )
+            break
+        before = saved
+        complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
+    return None
 
 
 def _cut_file(config: Run) -> str:
@@ -331,37 +367,33 @@ def _cut_file(config: Run) -> str:
 
 @contextmanager
 def _passed_on(file: Path) -> Iterator[None]:
-    """A signal to stop that this process gets reaches its ranks as a STOP file; Ctrl-C ends them once.
+    """A signal to stop that this process gets reaches its ranks as a STOP file; a second Ctrl-C ends
+    them at once.
 
-    Ranks that are forked have these handlers too: until they have their own, and when they have
-    failed. They must not write STOP then, which would be for a run that comes after them.
+    Ranks that are forked have this handler too, until they have their own and when they have failed.
+    They must not write STOP then, which would be for a run that comes after them.
     """
     from ..train.loop import stop_signals
 
     own = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own:
-            file.touch()
-        elif number == signal.SIGTERM:  # the launcher ends this rank
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        if os.getpid() != own:
+            return
+        file.touch()
+        if number == signal.SIGINT:
+            signal.signal(number, interrupt)
+            os.write(2, _INTERRUPTED)  # what is buffered may be in use where this has come between
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == own:  # a terminal interrupts the ranks too; the launcher ends them
+        if os.getpid() == own:
             signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
 
-    main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    if main and before != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, interrupt)
     try:
         with stop_signals(stop):
             yield
     finally:
-        if main:
-            signal.signal(signal.SIGINT, before)
         file.unlink(missing_ok=True)
 
 

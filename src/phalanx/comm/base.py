@@ -49,7 +49,8 @@ class RankFailed(CommError):
 
     def __init__(self, reports: Sequence[Report]) -> None:
         first, *others = sorted(reports, key=lambda report: report.secondary)
-        lines = [f"rank {first.rank} failed: {first.error}", first.trace.rstrip()]
+        lines = [f"rank {first.rank} failed: {first.error}"]
+        lines += [first.trace.rstrip()] if first.trace else []
         for each in others:
             same = each.error == first.error
             lines.append(f"then rank {each.rank} failed: {'the same' if same else each.error}")

@@ -6,12 +6,9 @@ What is wrong with it is reported in one sentence before anything can hang.
 import contextlib
 import json
 import os
-import re
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -23,44 +20,37 @@ from phalanx.comm.agree import FAILED, differences, not_alike
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommError, CommMisuse, World, named
 from phalanx.comm.devices import Devices, set_up
+from phalanx.comm.network import WAYS_OUT, Address, await_master, check_routes, listen
 from phalanx.comm.process import ProcessWorld
 from phalanx.layout.choices import GLOO, NCCL
+from phalanx.layout.environment import Rendezvous, rendezvous
 
 _dist: Any = torch.distributed  # its stubs lack the stores
+NOTICE = 15.0  # seconds after which a rank says for whom it waits
 COMING = 20.0  # seconds that a rank that cannot begin waits for rank 0, to report why
 MARGIN = 5.0  # seconds beyond a timeout, for those who wait for the one whose timeout it is
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Which rank this process is, of how many, and where all of them meet."""
-
-    rank: int
-    size: int
-    local: int
-    host: str
-    port: int
-    served: bool  # the launcher runs the store already
-    attempt: int = 0  # how often the launcher has started the ranks again
-
-    def store(self, timeout: float) -> Any:
-        """The store that all ranks meet at; rank 0 runs it if the launcher does not."""
-        serve = self.rank == 0 and not self.served
-        if serve:
-            _refuse_taken(self.host, self.port)
-        wait = timedelta(seconds=timeout)
-        try:
-            # Who does not come is named in `meet`.
-            store = _dist.TCPStore(
-                self.host, self.port, self.size, serve, wait, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            raise CommError(
-                f"rank {self.rank} reached nobody at {self.host}:{self.port} in {timeout:g} s "
-                f"({str(error).splitlines()[0]}): rank 0 must be started, on the host of MASTER_ADDR."
-            ) from error
-        # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
-        return _dist.PrefixStore(f"phalanx/{self.attempt}", store)
+def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
+    """The store that all ranks meet at; rank 0 runs it if the launcher does not."""
+    serve = at.rank == 0 and not at.served
+    terms: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
+    if serve:
+        terms["master_listen_fd"] = listen(at).detach()
+    elif reason := await_master(at, mine, timeout, NOTICE):
+        raise CommError(
+            f"rank {at.rank} at {mine} reached nobody at {at.host}:{at.port} in {timeout:g} s"
+            f" ({reason}): rank 0 must be started, on the host of MASTER_ADDR. {WAYS_OUT}"
+        )
+    try:
+        # Who does not come is named in `meet`.
+        store = _dist.TCPStore(at.host, at.port, at.size, serve, wait_for_workers=False, **terms)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {at.rank} has no store at {at.host}:{at.port}: {str(error).splitlines()[0]}"
+        ) from error
+    # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
+    return _dist.PrefixStore(f"phalanx/{at.attempt}", store)
 
 
 def join(
@@ -68,12 +58,14 @@ def join(
     *,
     backend: str = "auto",
     timeout: float = 300.0,
+    interface: str = "",
     environment: Mapping[str, str] = os.environ,
     devices: Devices | None = None,
 ) -> World:
     """This process's rank of the world it was started in; alone if nothing has started one.
 
     `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and for calls.
+    `interface` is what ranks talk over; by default the one from which rank 0's host is reached.
     """
     devices = devices or Devices()
     if devices.gpus:
@@ -84,12 +76,17 @@ def join(
         started = f"the launcher has started {size}"
         if at is None:
             started = "nothing has started this process as a rank"
+        else:
+            started += f" ({at.source})"
         raise CommMisuse(f"the run needs {ranks} ranks and {started}; start {ranks}.")
     if at is None:
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
-    gpu = devices.index(at.local)
-    store = at.store(timeout)
-    backend = meet(store, at, offer(at, backend, devices), timeout)
+    gpu, mine = devices.index(at.local), Address.choose(at, interface)
+    store = open_store(at, mine, timeout)
+    backend = meet(store, at, offer(at, backend, devices) | {":address": str(mine)}, timeout)
+    mine.use(os.environ)
+    if not at.one_host:
+        check_routes(store, at, mine)
     return ProcessWorld(backend, store, at.rank, size, gpu=gpu or 0, timeout=timeout)
 
 
@@ -130,7 +127,7 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
         raise CommMisuse(f"two processes were started as rank {at.rank}; give each its own RANK.")
     _append(store, at.rank, mine)
     if at.rank == 0:
-        answer, heard = _answer(store, at.size, timeout)
+        answer, heard = _answer(store, at, timeout)
         store.set("answer", json.dumps(answer))
         if "error" in answer and not at.served:
             _let_read(store, heard - 1)
@@ -157,9 +154,9 @@ def _append(store: Any, rank: int, offered: Mapping[str, str]) -> None:
     store.append("offers", json.dumps([rank, offered]) + "\n")
 
 
-def _answer(store: Any, size: int, timeout: float) -> tuple[dict[str, str], int]:
+def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str], int]:
     """What rank 0 answers to all, and how many ranks have made an offer."""
-    deadline = time.monotonic() + timeout
+    begun, size, told = time.monotonic(), at.size, False
     while True:
         lines = store.get("offers").decode().splitlines()
         offers: dict[int, dict[str, str]] = dict(sorted(map(json.loads, lines)))
@@ -171,15 +168,29 @@ def _answer(store: Any, size: int, timeout: float) -> tuple[dict[str, str], int]
             return {"error": not_alike(lines_of)}, len(offers)
         if len(offers) >= size:
             break
-        if time.monotonic() > deadline:
-            missing = named([rank for rank in range(size) if rank not in offers])
-            error = f"{missing} not come in {timeout:g} s; {size} ranks were to be started."
-            return {"error": error}, len(offers)
+        waited = time.monotonic() - begun
+        if waited > timeout:
+            return {"error": _missing(offers, at, timeout)}, len(offers)
+        if waited > NOTICE and not told:
+            told = True
+            text = f"{_missing(offers, at, NOTICE)} Rank 0 waits until {timeout:g} s."
+            print(text, file=sys.stderr, flush=True)
         time.sleep(0.02)
     try:
         return {"backend": backend_of(list(offers.values())), "ranks": str(size)}, size
     except CommMisuse as error:
         return {"error": str(error)}, size
+
+
+def _missing(offers: Mapping[int, Mapping[str, str]], at: Rendezvous, seconds: float) -> str:
+    missing = named([rank for rank in range(at.size) if rank not in offers])
+    came = ", ".join(f"{rank} from {each.get(':address', '?')}" for rank, each in offers.items())
+    if len(offers) > 16:
+        came = f"{len(offers)} ranks"
+    return (
+        f"{missing} not come in {seconds:g} s; {at.size} ranks were to be started ({at.source})."
+        f" There are {came}. {WAYS_OUT}"
+    )
 
 
 def _compared(offered: Mapping[str, str]) -> dict[str, str]:
@@ -221,77 +232,10 @@ def report_failure(error: str, environment: Mapping[str, str] = os.environ) -> N
         at = rendezvous(environment)
         if at is None:
             return
-        store = at.store(COMING)
+        store = open_store(at, Address.choose(at), COMING)
         if at.rank:
             _append(store, at.rank, {FAILED: error})
         else:
             store.set("answer", json.dumps({"error": f"rank 0 could not begin: {error}"}))
             if not at.served:
                 _let_read(store, at.size - 1)
-
-
-def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
-    """The rank that the environment gives this process, None if it gives none."""
-    if any(name in environment for name in ("RANK", "WORLD_SIZE")):
-        rank, size, local, port = (
-            _whole(environment, name, "torchrun")
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-        )
-        host = _text(environment, "MASTER_ADDR", "torchrun")
-        served = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    elif "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
-        # A batch script itself has no SLURM_STEP_ID of a number; only srun's tasks are ranks.
-        rank, size, local, job = (
-            _whole(environment, name, "srun")
-            for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
-        )
-        host = environment.get("MASTER_ADDR") or _first_node(
-            _text(environment, "SLURM_JOB_NODELIST", "srun")
-        )
-        # All tasks of a job must guess the same port; two jobs on a node seldom share it.
-        port = int(environment.get("MASTER_PORT", 20000 + job % 20000))
-        served = False
-    else:
-        return None
-    if not 0 <= rank < size or not 0 <= local <= rank:
-        raise CommMisuse(
-            f"the environment says rank {rank}, local rank {local}, of {size} ranks: "
-            "a rank lies below the number of ranks, and a local rank is at most the rank."
-        )
-    if not 0 < port < 65536:
-        raise CommMisuse(f"MASTER_PORT is {port}; a port lies between 1 and 65535.")
-    attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return Rendezvous(rank, size, local, host, port, served, attempt)
-
-
-def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:
-    text = environment.get(name, "")
-    if not text:
-        raise CommMisuse(f"{name} is not set; start every rank with {launcher}, which sets it.")
-    return text
-
-
-def _whole(environment: Mapping[str, str], name: str, launcher: str) -> int:
-    text = _text(environment, name, launcher)
-    if not re.fullmatch(r"-?\d+", text):
-        raise CommMisuse(f"{name} is {text!r}; it must be a whole number.")
-    return int(text)
-
-
-def _first_node(nodes: str) -> str:
-    """'gpu[003-007,9],io1' begins with gpu003."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    if match is None:
-        raise CommMisuse(f"SLURM_JOB_NODELIST is {nodes!r}, which names no node.")
-    return match[1] + (match[2] or "")
-
-
-def _refuse_taken(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise CommMisuse(
-                f"rank 0 cannot listen on {host}:{port} ({error.strerror}); choose another MASTER_PORT."
-            ) from None

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
 from phalanx.comm.devices import Devices, set_up
-from phalanx.comm.pool import Pool
+from phalanx.comm.pool import ALONE, Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
@@ -32,13 +32,16 @@ def launch(
     backend: str = "auto",
     timeout: float = 300.0,
     threads_per_rank: int | None = None,
+    apart: bool = False,
 ) -> list[Any]:
     """What `fn(world, *args)` returns on each of `ranks` new ranks, in rank order.
 
     A rank that raises, or is killed, ends the others; `RankFailed` shows its traceback first.
-    `timeout` is how long a call may wait for a peer. Processes need `fn` at the top of a module.
+    `timeout` is how long a call may wait for a peer. Processes need `fn` at the top of a module. A
+    single rank that is `apart` is a process too: it may die, and the launcher lives.
     """
-    with workers(ranks, backend=backend, timeout=timeout, threads_per_rank=threads_per_rank) as run:
+    terms: dict[str, Any] = {"backend": backend, "timeout": timeout, "apart": apart}
+    with workers(ranks, threads_per_rank=threads_per_rank, **terms) as run:
         return run(fn, *args)
 
 
@@ -49,6 +52,7 @@ def workers(
     backend: str = "auto",
     timeout: float = 300.0,
     threads_per_rank: int | None = None,
+    apart: bool = False,
 ) -> Iterator[Runner]:
     """One world for many runs. Groups that a run leaves open are closed after it.
 
@@ -59,7 +63,7 @@ def workers(
         set_up(os.environ)
     if backend == "auto" and kind == GLOO and (why := why_not(ranks)):
         print(f"ranks talk over gloo, which is slower: {why}", file=sys.stderr)
-    if kind == "alone":
+    if kind == ALONE and not apart:
         yield _run_alone
     elif kind == THREADS:
         gpus = used_gpus(kind, ranks)
@@ -95,7 +99,7 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
             why = "this build of torch has no NCCL"
         raise CommMisuse(f"backend nccl cannot be used: {why}; use backend gloo or threads.")
     if ranks == 1:
-        return "alone"
+        return ALONE
     if backend == "auto" and devices.gpus:
         backend = NCCL if devices.has(NCCL) and devices.gpus >= ranks else THREADS
     elif backend == "auto":
@@ -109,11 +113,11 @@ def choose(backend: str, ranks: int, devices: Devices | None = None) -> str:
 
 def used_gpus(kind: str, ranks: int, devices: Devices | None = None) -> int:
     """On how many GPUs `ranks` local ranks compute over what `choose` chose; 0: on the CPU."""
-    return min(ranks, (devices or Devices()).gpus) if kind in ("alone", THREADS, NCCL) else 0
+    return min(ranks, (devices or Devices()).gpus) if kind in (ALONE, THREADS, NCCL) else 0
 
 
 def _run_alone(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    world = AloneWorld("cuda:0" if used_gpus("alone", 1) else "cpu")
+    world = AloneWorld("cuda:0" if used_gpus(ALONE, 1) else "cpu")
     try:
         return [fn(world, *args)]
     finally:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import RankFailed, Report, World
 from phalanx.comm.process import ProcessWorld
 from phalanx.comm.shm.arena import Extent, Reserved
@@ -33,6 +34,7 @@ from phalanx.layout.choices import NCCL, SHM
 GRACE = 0.5
 _dist: Any = torch.distributed  # its stubs lack the stores
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+ALONE = "alone"  # what `choose` calls a world of one rank
 # Where ranks meet: a file's path, or an arena's.
 Meeting = str | tuple[str, Extent]
 
@@ -62,8 +64,13 @@ class Pool:
     def _start(self) -> None:
         backend, ranks, _, _ = self._terms
         context = _context(backend)
+        # The kernel ends a child when the thread that has spawned it ends; ranks may be kept longer.
+        main = threading.current_thread() is threading.main_thread()
+        outlasts = context.get_start_method() == "spawn" and not main
         meeting: Meeting
-        if backend == SHM:
+        if backend == ALONE:
+            meeting = ""
+        elif backend == SHM:
             arena = Reserved(ranks)
             self._remove.callback(arena.close)
             meeting = arena.path, arena.extent
@@ -74,7 +81,7 @@ class Pool:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(theirs, rank, meeting, dict(os.environ), *self._terms),
+                args=(theirs, rank, meeting, dict(os.environ), outlasts, *self._terms),
                 daemon=True,
             )
             process.start()
@@ -116,9 +123,8 @@ class Pool:
             return Report(rank, f"the process {end}", "", False)
 
     def _end(self) -> None:
-        for process in self._processes:
-            process.terminate()
-        self._join(1.0)
+        # All at once: whoever failed has reported, a checkpoint is whole or not there at any moment, and
+        # a rank that is asked to end may be waiting for one that cannot.
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -177,11 +183,12 @@ def _serve(
     rank: int,
     meeting: Meeting,
     environment: dict[str, str],
+    outlasts: bool,
     *terms: Any,
 ) -> None:
     """One rank's process: do what comes through the pipe until the end comes or the launcher dies."""
-    # A spawned rank may be the child of a thread of the launcher, and would go with that.
-    if sys.platform == "linux" and terms[0] != NCCL:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C; the launcher decides
+    if sys.platform == "linux" and not outlasts:
         _be_killed_with_parent()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     # The process that it was forked from has an older environment, with one thread for everything.
@@ -212,6 +219,8 @@ def _world(
     meeting: Meeting, rank: int, backend: str, ranks: int, timeout: float, threads: int
 ) -> World:
     torch.set_num_threads(threads)
+    if backend == ALONE:
+        return AloneWorld("cuda:0" if torch.cuda.is_available() else "cpu")
     if not isinstance(meeting, str):
         return ShmWorld(*meeting, rank, timeout=timeout)
     loopback = "lo0" if sys.platform == "darwin" else "lo"

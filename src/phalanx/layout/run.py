@@ -77,6 +77,25 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Training:
+    """What happens when ranks fail or are missing."""
+
+    restarts: int = key(0, "times that local ranks start again after one has failed", minimum=0)
+    fallback: str = key(
+        "", "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2"
+    )
+
+
+@dataclass(frozen=True)
+class Network:
+    """How hosts reach each other."""
+
+    interface: str = key(
+        "", "network interface of the ranks, as eth0; empty: the one that leads to rank 0's host"
+    )
+
+
+@dataclass(frozen=True)
 class Validation:
     """The loss on the validation split."""
 
@@ -131,6 +150,8 @@ class Run:
     )
     optimizer: OptimizerChoice = table(OptimizerChoice, "optimizer and learning-rate schedule")
     checkpoint: Checkpoints = table(Checkpoints, "when checkpoints are saved, and where")
+    train: Training = table(Training, "what happens when ranks fail or are missing")
+    network: Network = table(Network, "how hosts reach each other")
     metrics: Metrics = table(Metrics, "what is logged")
     validation: Validation = table(Validation, "the loss on the validation split")
     profile: Profiling = table(Profiling, "a trace of some steps")
@@ -221,6 +242,20 @@ class Run:
             raise RunError("run", [Mistake("microbatch", what, "Write one of them")])
         return divided
 
+    @property
+    def fallbacks(self) -> list[Run]:
+        """This run in each of its fallback layouts."""
+        texts = [each.strip() for each in self.train.fallback.split(";")]
+        return [replace(self, layout=each, train=Training()) for each in texts if each]
+
+    def for_ranks(self, ranks: int, *, fewer: bool = False) -> Run:
+        """The run in the first of its layouts that has so many ranks; as it is if none has."""
+        for run in (self, *self.fallbacks):
+            layout = run.layout_of()
+            if layout is None or layout.ranks == ranks or (fewer and layout.ranks < ranks):
+                return replace(self, layout=run.layout)
+        return self
+
     def divided(self, layout: Layout, batch: int) -> Layout:
         """The layout with as many microbatches as `microbatch` makes of a batch."""
         if not self.microbatch:
@@ -276,6 +311,8 @@ _OTHERS = {
         "dtype", "amp", "mixed_precision", "torch_dtype", *PRECISIONS,
     ),
     "out": ("output_dir", "out_dir", "dump_folder"),
+    "train.restarts": ("max_restarts", "restarts"),
+    "train.fallback": ("fallback", "layout.fallback"),
     "checkpoint.every": ("save_interval", "save_steps", "checkpoint_interval"),
     "validation.every": ("eval_interval", "eval_steps"),
     "validation.batches": ("eval_iters",),
@@ -322,7 +359,7 @@ def _misfits(run: Run) -> Iterator[Mistake]:
     """What does not fit together, though each key by itself is right. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
-    shape, layout = None, None
+    shape = None
     try:
         if isinstance(run.model, dict):  # read here once more, for the keys of its mistakes
             reader = Reader(Shape)
@@ -336,6 +373,13 @@ def _misfits(run: Run) -> Iterator[Mistake]:
     except LayoutError as error:
         what = f"model = {run.model!r}: {str(error).rstrip('.')}"
         yield Mistake("model", what, "See `phalanx check --help`")
+    yield from _layout(run, shape)
+    for each in run.fallbacks:
+        yield from (m._replace(place="train.fallback") for m in _layout(each, shape))
+
+
+def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
+    layout = None
     try:
         layout = run.layout_of(shape)
     except RunError as error:

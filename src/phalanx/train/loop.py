@@ -110,7 +110,7 @@ def _stop_requested(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if number == signal.SIGTERM:
+        if number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)  # a second one is meant
 
     def requested() -> bool:
@@ -127,14 +127,14 @@ def _stop_requested(file: Path, *, first: bool) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `receive` for the signals that ask a run to save and end: SIGTERM, SIGHUP (the terminal is
-    gone; not under nohup) and SIGUSR1 (Slurm's warning). Nothing in a thread that is not the main one.
-    """
+    """Call `receive` for the signals that ask a run to save and end: SIGTERM, SIGINT (Ctrl-C), SIGHUP
+    (the terminal is gone; not under nohup) and SIGUSR1 (Slurm's warning). Nothing in a thread that is
+    not the main one."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {}
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, receive)
     try:

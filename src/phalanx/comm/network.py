@@ -1,0 +1,200 @@
+"""Over which interface a rank talks to the others, and whether hosts reach each other over it.
+
+gloo takes the address of the host's own name, which on many hosts is 127.0.1.1. Here it is the one
+from which the master is reached. What two hosts cannot do is found out before the backend starts,
+where one end would wait for minutes and the other fail with an address of neither.
+"""
+
+import contextlib
+import json
+import socket
+import struct
+import sys
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from phalanx.comm.base import CommError, CommMisuse
+from phalanx.layout.environment import Rendezvous
+
+REACHING = 8.0  # seconds in which one host must reach another that waits for it
+WAYS_OUT = (
+    "Name the interface that the hosts share: network.interface = 'eth0', MASTER_ADDR by its address"
+    " there, and let firewalls pass its ports."
+)
+_NOWHERE = "192.0.2.1"  # of a net for documentation: its route is the default one
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where this rank listens: an address of one interface of this host."""
+
+    address: str
+    interface: str  # empty where it is not known
+    host: str
+
+    @classmethod
+    def choose(cls, at: Rendezvous, interface: str = "") -> "Address":
+        """The address of that interface, else the one from which the master is reached."""
+        host = socket.gethostname()
+        if interface:
+            if not (address := addresses().get(interface, "")):
+                known = ", ".join(f"{name} ({each})" for name, each in addresses().items())
+                raise CommMisuse(
+                    f"network.interface = {interface!r} is no interface of {host} with an address;"
+                    f" there are {known or 'none'}."
+                )
+            return cls(address, interface, host)
+        address = _from_here(at.host, at.port)
+        if address.startswith("127.") and not at.one_host:
+            # Debian's own name is 127.0.1.1 on the host itself, and another for the others.
+            others = [each for each in addresses().values() if not each.startswith("127.")]
+            default = _from_here(_NOWHERE, at.port)
+            address = default or next(iter(others), address)
+        names = {each: name for name, each in addresses().items()}
+        return cls(address, names.get(address, ""), host)
+
+    def use(self, environment: MutableMapping[str, str]) -> None:
+        """Have gloo and NCCL take this interface, unless somebody has chosen one."""
+        if self.interface:
+            environment.setdefault("GLOO_SOCKET_IFNAME", self.interface)
+            if self.interface != "lo":
+                environment.setdefault("NCCL_SOCKET_IFNAME", f"={self.interface}")
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.interface or 'of no known interface'}) on {self.host}"
+
+
+def addresses() -> dict[str, str]:
+    """The IPv4 address of each interface of this host that has one; none where it is not Linux."""
+    found: dict[str, str] = {}
+    if sys.platform != "linux":
+        return found
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _from_here(host: str, port: int) -> str:
+    """This host's address on the way to another, empty where there is no way. Nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return ""
+
+
+def check_routes(store: Any, at: Rendezvous, mine: Address) -> None:
+    """Raise on all ranks, with the same words, if a host cannot reach the next one or the first.
+
+    The first rank to come of each host listens, and connects to those of two other hosts. Nobody else
+    does: hosts do not differ from rank to rank. Results meet at rank 0, which answers all.
+    """
+    here = f"{mine.host} {mine.address}"
+    leads = store.add(f"host/{here}", 1) == 1
+    with contextlib.ExitStack() as stack:
+        if leads:
+            listener = stack.enter_context(
+                socket.create_server((mine.address, 0), family=_family(mine.address), backlog=1024)
+            )
+            port = listener.getsockname()[1]
+            store.append("hosts", json.dumps([at.rank, mine.address, port, str(mine)]) + "\n")
+        # Everybody has taken its place when all have counted themselves.
+        if store.add("placed", 1) == at.size:
+            store.set("all placed", "1")
+        _wait(store, "all placed", at)
+        hosts = sorted(map(json.loads, store.get("hosts").decode().splitlines()))
+        if len(hosts) == 1:
+            return
+        if leads:
+            own = [rank for rank, *_ in hosts].index(at.rank)
+            others = {own: None, (own + 1) % len(hosts): None, 0: None}
+            failed = [_reach(hosts[other]) for other in others if other != own]
+            report = [f"rank {at.rank} at {mine} does not reach {each}" for each in failed if each]
+            store.append("reached", json.dumps(report) + "\n")
+            if store.add("reached by", 1) == len(hosts):
+                store.set("all reached", "1")
+        _wait(store, "all reached", at)
+    failures = [
+        each for line in store.get("reached").decode().splitlines() for each in json.loads(line)
+    ]
+    if failures:
+        raise CommError("; ".join(sorted(failures)[:8]) + f". {WAYS_OUT}")
+
+
+def _reach(other: tuple[int, str, int, str]) -> str:
+    """Why another host is not reached; empty when it is."""
+    rank, address, port, name = other
+    try:
+        socket.create_connection((address, port), REACHING).close()
+    except OSError as error:
+        return f"rank {rank} at {name}: {error.strerror or error}"
+    return ""
+
+
+def _wait(store: Any, name: str, at: Rendezvous) -> None:
+    try:
+        store.wait([name], timedelta(seconds=3 * REACHING))
+    except RuntimeError as error:
+        raise CommError(f"rank {at.rank}: not all hosts have answered ({name}).") from error
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen(at: Rendezvous) -> socket.socket:
+    """A socket for the store that the others connect to: on the one address that they are given, or on
+    all where this host knows its own name as loopback and the others do not."""
+    address = at.host
+    with contextlib.suppress(OSError):
+        address = str(socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0][4][0])
+    if address.startswith("127.") and not at.one_host and not at.host.startswith(("127.", "local")):
+        address = ""
+    made = socket.socket(_family(address), socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((address, at.port))
+        made.listen(4096)
+    except OSError as error:
+        made.close()
+        raise CommMisuse(
+            f"rank 0 cannot listen on {at.host}:{at.port} ({error.strerror}); choose another"
+            " MASTER_PORT, or a MASTER_ADDR of this host."
+        ) from None
+    return made
+
+
+def await_master(at: Rendezvous, mine: Address, seconds: float, notice: float) -> str:
+    """Connect to where all meet as often as it takes; why it is not reached in so many seconds. After
+    `notice` seconds a line is printed, as the others may come much later."""
+    begun, told = time.monotonic(), False
+    while True:
+        try:
+            socket.create_connection((at.host, at.port), 5.0).close()
+            return ""
+        except OSError as error:
+            reason = f"{error.strerror or error}"
+        waited = time.monotonic() - begun
+        if waited > seconds:
+            return reason
+        if waited > notice and not told:
+            told = True
+            print(
+                f"rank {at.rank} of {at.size} ({at.source}) at {mine} has not reached rank 0 at"
+                f" {at.host}:{at.port} in {notice:g} s ({reason}) and tries on until {seconds:g} s."
+                f" {WAYS_OUT}",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(0.2)
