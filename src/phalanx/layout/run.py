@@ -87,7 +87,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Network:
+class Networking:
     """How hosts reach each other."""
 
     interface: str = key(
@@ -151,7 +151,7 @@ class Run:
     optimizer: OptimizerChoice = table(OptimizerChoice, "optimizer and learning-rate schedule")
     checkpoint: Checkpoints = table(Checkpoints, "when checkpoints are saved, and where")
     train: Training = table(Training, "what happens when ranks fail or are missing")
-    network: Network = table(Network, "how hosts reach each other")
+    network: Networking = table(Networking, "how hosts reach each other")
     metrics: Metrics = table(Metrics, "what is logged")
     validation: Validation = table(Validation, "the loss on the validation split")
     profile: Profiling = table(Profiling, "a trace of some steps")
