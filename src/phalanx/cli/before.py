@@ -14,6 +14,7 @@ from ..layout import Layout, LayoutError, Run, RunError, Shape, legal, nearest, 
 from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
 from ..layout.codec import Mistake
 from ..layout.environment import launched
+from ..layout.families import code_of
 from ..layout.files import open_regular, reason
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, cluster
@@ -54,9 +55,10 @@ def in_precision(words: str, precision: str) -> Layout:
 def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     """The shape of --model, and what makes a model of the user's own. Such a file is run, as only it
     knows the sizes of its model."""
-    if not names_source(name):
+    if not code_of(name)[0]:
         return Shape.load(name), None
-    refuse_broken(name, LayoutError)
+    if names_source(name):
+        refuse_broken(name, LayoutError)
     from ..parallel.model import load_model
 
     make = partial(load_model, name)

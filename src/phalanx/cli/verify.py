@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..layout import Layout, LayoutError, Shape
 from ..layout.cases import AXES, SHAPES, covering, every_layout
 from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, OPTIMIZERS, THREADS
+from ..layout.families import code_of
 from ..layout.shape import HUB
 from ..layout.source import names_source
 from .before import misfit, model_of
@@ -89,11 +90,11 @@ def run(argv: list[str]) -> int:
     parser.add_output("--record", help="the last layout's last step, for `phalanx draw run`")
     add("--json")
     args = parser.read(argv)
-    if names_source(args.model) and args.dropout:
+    if code_of(args.model)[0] and args.dropout:
         raise UsageError("--dropout is for the built-in models; write the rate into your own.")
     _try_log(args.log)
     shape, make = _model(args.model)
-    layouts = list(_layouts(args, shape))
+    layouts = list(_layouts(args, shape, make))
     if args.part:  # every n-th layout, so that each part has its share of the large ones
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
     log = _log(args, shape)
@@ -214,9 +215,15 @@ def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
     return model_of(name)
 
 
-def _layouts(args: argparse.Namespace, shape: Shape) -> tuple[Layout, ...]:
+def _layouts(
+    args: argparse.Namespace, shape: Shape, make: Callable[[], Model] | None
+) -> tuple[Layout, ...]:
     if args.layouts is None:
         every = every_layout(shape, args.ranks, axes=args.axes)
+        if make:
+            from ..parallel import fitting
+
+            every = fitting(make(), every)
         return covering(every, args.cover) if args.cover else every
     named = Layout.parse_many(args.layouts)
     most = max((layout.ranks for layout in named), default=1)

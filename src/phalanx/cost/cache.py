@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape, piece_layout
-from ..layout.source import split_name
+from ..layout.families import code_of
 from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
             sizes["sequence"] = 0  # then it is only the default of the one that is asked for
         key = {"shape": sizes, "sequence": sequence or model.sequence}
     else:
-        path, name = split_name(model)
+        path, name = code_of(model)
         text = Path(path).read_text() if Path(path).is_file() else path
         key = {"file": text, "class": name, "sequence": sequence}
     key |= {"target": target, "source": _source()}

@@ -18,7 +18,8 @@ from typing import Any
 from .codec import FileError, decode, key
 from .files import parse_json, read_text
 from .mesh import LayoutError
-from .shape import Shape
+from .shape import HUB, Shape
+from .source import split_name
 
 CONFIG = "config.json"
 LIMIT = 64 << 20  # bytes of a configuration or an index
@@ -67,6 +68,15 @@ _GPT2_KEYS = {
     "n_positions": "max_position_embeddings",
     "layer_norm_epsilon": "rms_norm_eps",
     "activation_function": "hidden_act",
+}
+# And by those that other families have.
+_OTHER_KEYS = _GPT2_KEYS | {
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "d_model": "hidden_size",
+    "ffn_dim": "intermediate_size",
 }
 _GEMMA_SHAPE = {"norm": "rms1", "norms": "both", "activation": "gelu"}
 _GEMMA_CONFIG = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -236,32 +246,43 @@ class _Config:
     quantization_config: Mapping[str, Any] | None = None
 
 
+def hub_config(folder: str) -> tuple[Mapping[str, Any], str]:
+    """The config.json of a folder of theirs, and where it is."""
+    path = Path(folder) / CONFIG
+    text = read_text(path, "configuration", LayoutError, LIMIT)
+    return parse_json(text, str(path), LayoutError), str(path)
+
+
 def hub_shape(folder: str) -> Shape:
     """The shape of the model in a folder of theirs, from its config.json."""
-    path = Path(folder) / CONFIG
-    return shape_of(
-        parse_json(read_text(path, "configuration", LayoutError, LIMIT), str(path), LayoutError),
-        str(path),
-    )
+    return shape_of(*hub_config(folder))
+
+
+def code_of(model: str) -> tuple[str, str]:
+    """The file that says which code a model is in, and the class in it: of FILE.py:Class, and of
+    hf:FOLDER with a family that only transformers has. Both are empty where the code is ours."""
+    if not model.startswith(HUB):
+        return split_name(model)
+    try:
+        table, file = hub_config(model.removeprefix(HUB))
+    except LayoutError:  # told where the model is read
+        return "", ""
+    name = str(table.get("model_type"))
+    return ("", "") if name in FAMILIES else (file, name)
 
 
 def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     """The shape that a config.json of theirs describes; what we cannot do is refused by name."""
     name = table.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        own = " Code that it names (auto_map) is not run." if "auto_map" in table else ""
-        raise LayoutError(
-            f"{where}: 'model_type' is {str(name)[:40]!r}; {', '.join(FAMILIES)} are read.{own}"
-        )
+    if not isinstance(name, str):
+        raise LayoutError(f"{where}: 'model_type' is {str(name)[:40]!r}, and no name.")
+    if name not in FAMILIES:
+        return _sizes(table, name, where)
     family = FAMILIES[name]
     table = {**family.config, **{family.keys.get(k, k): value for k, value in table.items()}}
     if name == "gpt2" and table.get("intermediate_size") is None:
         table["intermediate_size"] = 4 * int(table.get("hidden_size") or 1)
-    read = {each.name for each in fields(_Config)}
-    try:
-        config = decode(_Config, {k: x for k, x in table.items() if k in read}, where, FileError)
-    except FileError as error:
-        raise LayoutError(str(error)) from None
+    config = _read(table, where)
     rope, local = _ropes(config)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     theta = rope.get("rope_theta", config.rope_theta or 10000.0)
@@ -310,6 +331,35 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["query_scalar"] = 0.0 if scalar == given["head_dim"] else scalar
     if name == "gemma3_text":
         given["rope_local_theta"] = float(local.get("rope_theta", config.rope_local_base_freq))
+    try:
+        return Shape(name, **given)
+    except LayoutError as error:
+        raise LayoutError(f"{where}: {error}") from None
+
+
+def _read(table: Mapping[str, Any], where: str) -> _Config:
+    read = {each.name for each in fields(_Config)}
+    try:
+        return decode(_Config, {k: x for k, x in table.items() if k in read}, where, FileError)
+    except FileError as error:
+        raise LayoutError(str(error)) from None
+
+
+def _sizes(table: Mapping[str, Any], name: str, where: str) -> Shape:
+    """The sizes of a model that transformers' own code computes; what else it has is known there."""
+    table = {_OTHER_KEYS.get(k, k): value for k, value in table.items()}
+    if table.get("intermediate_size") is None and isinstance(table.get("hidden_size"), int):
+        table["intermediate_size"] = 4 * table["hidden_size"]
+    config = _read(table, where)
+    heads = config.num_attention_heads
+    given = {ours: getattr(config, their) for their, ours in _SIZES.items()}
+    given |= {
+        "kv_heads": config.num_key_value_heads or heads,
+        "head_dim": config.head_dim or config.hidden_size // heads,
+        "sequence": config.max_position_embeddings or 2048,
+        "rope_theta": config.rope_theta or 10000.0,
+        "tied": config.tie_word_embeddings is True,
+    }
     try:
         return Shape(name, **given)
     except LayoutError as error:

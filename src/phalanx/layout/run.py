@@ -16,12 +16,13 @@ from typing import Any
 
 from .choices import ACCUM, PRECISIONS
 from .codec import FileError, Mistake, Reader, dump, key, schema, table
+from .families import code_of
 from .files import read_text
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
 from .shape import HUB, Shape, ShapeError
-from .source import names_source, split_name, syntax_error
+from .source import split_name, syntax_error
 
 BYTES = 256  # the vocabulary of the built-in data
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
@@ -192,10 +193,11 @@ class Run:
     def __str__(self) -> str:
         return dump(self)
 
-    @property
+    @cached_property
     def own(self) -> str:
-        """FILE.py:Class when the model is the user's own, else empty."""
-        return self.model if isinstance(self.model, str) and names_source(self.model) else ""
+        """FILE.py:Class when the model is the user's own, or hf:FOLDER when only transformers has its
+        code; else empty."""
+        return self.model if isinstance(self.model, str) and code_of(self.model)[0] else ""
 
     @property
     def hub(self) -> str:

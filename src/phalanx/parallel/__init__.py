@@ -3,7 +3,7 @@
 from .batch import count_valid, microbatches, on_device, share, time_multiple
 from .context import install_context, leaks
 from .data import BufferPool, Entry, Precision, Unit
-from .fitness import refuse_unfit
+from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, build_model, load_model, start
 from .pieces import Piece
@@ -22,6 +22,7 @@ __all__ = [
     "build_model",
     "count_valid",
     "cut_weights",
+    "fitting",
     "install_context",
     "install_regions",
     "leaks",

@@ -7,7 +7,7 @@ to one of them would be left out. Whether the rule table itself is right is prov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,27 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
         raise LayoutError("\n".join(wrong))
 
 
+def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
+    """Those of the layouts that compute the model rightly."""
+
+    known: dict[tuple[bool, ...], bool] = {}  # by all that a misfit depends on
+    chosen = []
+    for layout in layouts:
+        key = layout.tp > 1, layout.seq, layout.mesh.of("cp.ring") > 1, bool(layout.compile)
+        if key not in known:
+            known[key] = not misfits(model, layout)
+        if known[key]:
+            chosen.append(layout)
+    return tuple(chosen)
+
+
 def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     """Every part of the model that this layout would compute wrongly, a sentence each."""
     wrong = [*_unnamed(model), *_untrainable(model)]
+    if model.theirs and layout.compile:
+        wrong.append("transformers' own code is not compiled here. Leave compile out.")
+    if layout.seq and layout.tp > 1 and not wrong:
+        wrong += _uncut(model)
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
             name = f"{prefix}.{path}".rstrip(".")
@@ -176,6 +194,32 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
             f"{beside}.loss is a {type(loss).__name__}: tp puts the summed cross-entropy, without"
             f" targets of {IGNORED}, in its place, and {why}. Compute that and nothing else in it,"
             " name the vocabulary's dim '-', or use no tp."
+        )
+
+
+def _uncut(model: Model) -> Iterator[str]:
+    """Under seq what is not cut over features sees a part of the time, which attention and the loss
+    must not."""
+    for prefix, piece in model.pieces:
+        for path, module in piece.named_modules():
+            if "core" in module._modules:
+                names = [
+                    f"{n}.weight" for n, m in module.named_children() if isinstance(m, nn.Linear)
+                ]
+                dims = [
+                    model.rules.dims(f"{prefix}.{path}.{name}".replace("..", ".")) for name in names
+                ]
+                if dims and not any(AXIS_OF.get(dim) == "tp" for row in dims for dim in row):
+                    yield (
+                        f"{prefix}.{path} attends with all of its heads on every rank of tp, and"
+                        " under seq a rank has a part of the time. Leave seq out."
+                    )
+    prefix, head = model.pieces[-1]
+    names = [name for name, x in head.named_parameters() if x.dim() == 2]
+    if names and not any("vocab" in model.rules.dims(f"{prefix}.{name}") for name in names):
+        yield (
+            f"{prefix} has the whole vocabulary on every rank of tp, and under seq a rank has a part"
+            " of the time. Leave seq out."
         )
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
+from ..layout.shape import HUB
 from ..layout.source import load_source, running, split_name
 from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
 
@@ -52,6 +53,10 @@ class Model:
     shape: Shape | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
     edges: Edges | None = None  # where more than `x` passes from stage to stage
+    theirs: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of transformers' code: a weight's name
+    notes: tuple[str, ...] = ()  # and what of its plan is wrong
     padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
 
     def __post_init__(self) -> None:
@@ -104,7 +109,7 @@ class Model:
         return (*names[1:], *shared)
 
 
-class _Undrawn(TorchFunctionMode):
+class Undrawn(TorchFunctionMode):
     """While it is on nothing is drawn or counted: on the meta device there is nothing to, and torch
     imports its compiler to do so, which takes longer than everything else at the start."""
 
@@ -119,7 +124,7 @@ class _Undrawn(TorchFunctionMode):
 
 def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
     """The built-in model of a shape, on the meta device."""
-    with torch.device("meta"), _Undrawn():
+    with torch.device("meta"), Undrawn():
         if shape.kind == "mlp":
             deep = DeepMlp(width=shape.hidden, layers=shape.layers)
             pieces, rules = mlp.describe(deep)
@@ -155,7 +160,12 @@ def _rope_scaling(shape: Shape) -> RopeScaling | None:
 
 def load_model(text: str) -> Model:
     """A stranger's model from `FILE.py:Class`: the class made without arguments on the meta device,
-    described by the file's `describe(model)`, which returns a `Model`."""
+    described by the file's `describe(model)`, which returns a `Model`. Or transformers' from
+    `hf:FOLDER`."""
+    if text.startswith(HUB):
+        from .transformers_code import load_transformers
+
+        return load_transformers(text.removeprefix(HUB))
     path, name = split_name(text)
     kind, describe = load_source(path, (name, "describe"), LayoutError)
     with torch.device("meta"), running(path, LayoutError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -260,15 +261,20 @@ class _Installer:
     def _fork(self, module: nn.Module) -> None:
         fork = self.fork
 
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            if not args:
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            if args:
+                return (fork(args[0]), *args[1:]), named
+            first = next(iter(signature(module.forward).parameters), "")
+            if first not in named:
                 raise LayoutError(
-                    f"a {type(module).__name__}, whose weights tp cuts, is called without a"
-                    " positional argument. Pass the activations as its first."
+                    f"a {type(module).__name__}, whose weights tp cuts, is called without its first"
+                    f" argument, {first!r}. Pass the activations as that."
                 )
-            return (fork(args[0]), *args[1:])
+            return (), {**named, first: fork(named[first])}
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(enter, with_kwargs=True)
 
     def _cut_experts(self, module: ExpertMlps) -> None:
         """Each rank has a part of each expert. Gates fork too: a rank's part of the results gives a

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..comm.join import versions
 from ..layout import Layout, Shape
+from ..layout.families import code_of
 from ..layout.run import Run
 from ..layout.source import split_name
 from ..parallel import Model
@@ -48,8 +49,8 @@ def facts_of(
     return {
         **keys,
         **versions(),
-        "model file": _file(split_name(run.own)[0]),
-        "model class": split_name(run.own)[1],
+        "model file": _file(code_of(run.own)[0]),
+        "model class": code_of(run.own)[1],
         "model's weights": _checksum("\n".join(weights)),
         "schedule file": _file(split_name(layout.schedule)[0]),
         "machine file": _file(run.machine),

@@ -18,10 +18,20 @@ import torch
 from torch import Tensor
 
 from ..layout import Shape
-from ..layout.families import CONFIG, FAMILIES, LIMIT, config_of, family_of, hub_shape, sources
+from ..layout.families import (
+    CONFIG,
+    FAMILIES,
+    LIMIT,
+    HubTensor,
+    code_of,
+    config_of,
+    family_of,
+    hub_shape,
+    sources,
+)
 from ..layout.files import write_text
 from ..layout.shape import HUB
-from ..parallel import build_model
+from ..parallel import build_model, load_model
 from .checkpoint import SAVING, Snapshot, commit, steps
 from .checkpoint_format import (
     DTYPES,
@@ -37,7 +47,7 @@ from .checkpoint_format import (
     read_manifest,
     write_file,
 )
-from .checkpoint_load import TensorReader
+from .checkpoint_load import TensorReader, own_model
 from .folder import Folder, decoded
 from .lock import hold_run
 
@@ -60,15 +70,20 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     if shape is None:
         raise CheckpointError(f"{path}: has no shape of its model, which config.json needs.")
     weights = {each.name: each for each in manifest.tensors if each.kind == WEIGHT}
-    family = family_of(shape, family)
-    _refuse_unknown(path, shape, weights.values())
+    own = own_model(manifest)
+    if own.startswith(HUB) and code_of(own)[0]:
+        family, data = "", {n: HubTensor(t, (n,)) for n, t in load_model(own).theirs.items()}
+    else:
+        family = family_of(shape, family)
+        _refuse_unknown(path, shape, weights.values())
+        data = sources(FAMILIES[family], weights)
     if dtype and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}.")
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; choose a new folder.")
     kind = DTYPES[dtype or next(iter(weights.values())).dtype]
-    theirs = {source.name: source.packed for source in sources(FAMILIES[family], weights).values()}
+    theirs = {source.name: source.packed for source in data.values()}
     sizes = [
         sum(math.prod(weights[name].shape) for name in packed) * kind.itemsize
         for packed in theirs.values()
@@ -94,8 +109,12 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         copied, known = _tokenizer(Path(begun.removeprefix(HUB)), out)
     if shape.positions != "learned" and type(known.get("sequence")) is int:
         shape = replace(shape, sequence=known.pop("sequence"))  # not that of the run
-    config = config_of(shape, family, str(kind).removeprefix("torch."))
-    config |= {name: known[name] for name in TOKENS if name in known}
+    stored = str(kind).removeprefix("torch.")
+    if family:
+        config = config_of(shape, family, stored)
+        config |= {name: known[name] for name in TOKENS if name in known}
+    else:  # theirs as it was
+        config = {n: x for n, x in known.items() if n != "sequence"} | {"dtype": stored}
     for name, table in ((INDEX, index), (CONFIG, config)):
         write_text(out / name, json.dumps(table, indent=2) + "\n", durable=True)
     return [out / name for name in (*names, INDEX, CONFIG, *copied)]
@@ -103,8 +122,8 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
 
 def _turned(family: str, name: str, dims: int) -> bool:
     """Whether theirs is the transpose of ours."""
-    data = FAMILIES[family]
-    return data.transposed and dims == 2 and name.startswith(data.layers)
+    data = FAMILIES.get(family)
+    return data is not None and data.transposed and dims == 2 and name.startswith(data.layers)
 
 
 def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
@@ -157,13 +176,18 @@ class HubReader(TensorReader):
         super().__init__(source, self._manifest(folder, shape))
 
     def _manifest(self, folder: Folder, shape: Shape) -> Manifest:
-        ours = {n: tuple(p.shape) for n, p in build_model(shape).weights.items()}
-        tensors, data = _tensors(folder), FAMILIES[shape.name]
-        if not any(name.startswith(data.layers) for name in tensors):
-            # Saved without what is around the blocks: the names are shorter.
-            first = data.layers.partition(".")[0] + "."
-            tensors = {n if n == "lm_head.weight" else first + n: x for n, x in tensors.items()}
-        where = sources(data, ours)
+        tensors, data = _tensors(folder), FAMILIES.get(shape.name)
+        model = build_model(shape) if data else load_model(f"{HUB}{folder.path}")
+        ours = {n: tuple(p.shape) for n, p in model.weights.items()}
+        if data is None:
+            where = {name: HubTensor(theirs, (name,)) for name, theirs in model.theirs.items()}
+        else:
+            if not any(name.startswith(data.layers) for name in tensors):
+                # Saved without what is around the blocks: the names are shorter.
+                first = data.layers.partition(".")[0] + "."
+                tensors = {n if n == "lm_head.weight" else first + n: x for n, x in tensors.items()}
+            where = sources(data, ours)
+        shape = model.shape or shape
         wanted = {
             each.name: (sum(ours[name][0] for name in each.packed), *ours[each.packed[0]][1:])
             for each in where.values()
@@ -223,7 +247,9 @@ def import_weights(source: Path, out: Path) -> Path:
         if steps(out):
             raise CheckpointError(f"{out} holds checkpoints; choose a new folder.")
         with hold_run(out):
-            return _write(reader, out, {"run": {"model": f"{HUB}{source.absolute()}"}})
+            name = f"{HUB}{source.absolute()}"
+            own = {"model": {"own": name}} if code_of(name)[0] else {}
+            return _write(reader, out, {"run": {"model": name}, **own})
 
 
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

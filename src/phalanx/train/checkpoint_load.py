@@ -21,8 +21,8 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import broadcast_text, errors_of
 from ..layout import Shape
+from ..layout.families import code_of
 from ..layout.run import Run
-from ..layout.source import split_name
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from .checkpoint import Updates, box_of, optimizer_name, steps, why
@@ -207,9 +207,7 @@ class ModelIdentity:
             "tied": [list(pair) for pair in model.tied],
             "counts": dict(model.counts),
             "own": own,
-            "source": hashlib.sha256(Path(split_name(own)[0]).read_bytes()).hexdigest()
-            if own
-            else "",
+            "source": hashlib.sha256(Path(code_of(own)[0]).read_bytes()).hexdigest() if own else "",
         }
         weights = {name: tuple(weight.shape) for name, weight in model.weights.items()}
         return cls(shape, weights, record)
@@ -249,7 +247,7 @@ class ModelIdentity:
             ]
         if was and source and source != here["source"]:
             return [
-                f"{split_name(was)[0]} has changed since the checkpoint was made (sha256"
+                f"{code_of(was)[0]} has changed since the checkpoint was made (sha256"
                 f" {here['source'][:12]}, was {source[:12]}): names and sizes are equal, see that it"
                 " still computes the same"
             ]
