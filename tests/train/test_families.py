@@ -76,6 +76,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "phi3": ("phi3", {"sliding_window": 9}),
     "olmo2": ("olmo2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("qwen3_moe", {
+        "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "norm_topk_prob": True, "mlp_only_layers": [0],
+    }),
     "gpt2": ("gpt2", {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCAB,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -207,7 +212,7 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
     batches, o = batches_of(run, run.shape), run.optimizer
     with widened():
         wide: Any = transformers.AutoModelForCausalLM.from_config(
-            model.config, attn_implementation="eager"
+            model.config, attn_implementation="eager", experts_implementation="eager"
         )
         wide.load_state_dict({name: x.double() for name, x in model.state_dict().items()})
         weights = list(wide.parameters())

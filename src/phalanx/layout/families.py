@@ -44,6 +44,19 @@ _BEHIND = {
 _GEMMA = _BLOCK | _BEHIND | {"pre_feedforward_layernorm": "mlp_norm"}
 _WIDE = {"self_attn.q_norm": "attn.q_wide_norm", "self_attn.k_norm": "attn.k_wide_norm"}
 _PACKED = {"self_attn.qkv_proj": "attn.wq attn.wk attn.wv", "mlp.gate_up_proj": "mlp.gate mlp.up"}
+# Of experts a tensor of theirs is one expert's, and its number stands for *.
+_MIXTRAL = {
+    "block_sparse_moe.gate": "mlp.router",
+    "block_sparse_moe.experts.*.w1": "mlp.routed.gate",
+    "block_sparse_moe.experts.*.w3": "mlp.routed.up",
+    "block_sparse_moe.experts.*.w2": "mlp.routed.down",
+}
+_QWEN3_MOE = {
+    "mlp.gate": "mlp.router",
+    "mlp.experts.*.gate_proj": "mlp.routed.gate",
+    "mlp.experts.*.up_proj": "mlp.routed.up",
+    "mlp.experts.*.down_proj": "mlp.routed.down",
+}
 _GPT2_BLOCK = {
     "ln_1": "attn_norm",
     "ln_2": "mlp_norm",
@@ -100,6 +113,7 @@ class Family:
     windows: str = ""  # in no block, in "all" blocks alike, or in "some"
     pattern: int = 0  # every so many blocks, one without a window
     transposed: bool = False  # linears hold (in, out)
+    experts: Mapping[str, str] = field(default_factory=dict)  # their keys about experts, and ours
 
 
 FAMILIES = {
@@ -132,6 +146,29 @@ FAMILIES = {
         {"norms": "post", "qk_norm": True, "qk_norm_wide": True},
         block=_BLOCK | _BEHIND | _WIDE,
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"expert_ffn": ANY},
+        {"moe_intermediate_size": 0, "num_experts": 8, "num_experts_per_tok": 2},
+        _BLOCK | _MIXTRAL,
+        keys={"num_local_experts": "num_experts"},
+        windows="all",
+        experts={"num_local_experts": "experts", "num_experts_per_tok": "top_k"},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"qk_norm": True} | dict.fromkeys(("expert_ffn", "normalized", "dense_layers"), ANY),
+        {"norm_topk_prob": False},
+        _BLOCK | _QWEN3_MOE,
+        keys={"num_local_experts": "num_experts"},
+        windows="all",
+        experts={
+            "num_experts": "experts",
+            "num_experts_per_tok": "top_k",
+            "moe_intermediate_size": "expert_ffn",
+            "norm_topk_prob": "normalized",
+        },
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"norm": "layer", "positions": "learned", "gated": False, "bias": "all"},
@@ -147,7 +184,8 @@ _SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the roo
 # Keys of a shape that say which family it is.
 _TRAITS = (
     "kind norm norms positions gated activation bias qk_norm qk_norm_wide softcap logit_softcap"
-    " query_scalar rope_local_theta"
+    " query_scalar rope_local_theta expert_ffn shared_experts dense_layers scores normalized"
+    " routed_scale balance"
 )
 # Sizes that are copied as they are, both ways.
 _SIZES = {
@@ -178,10 +216,14 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "g
 @dataclass(frozen=True)
 class HubTensor:
     """Where a weight of ours is in theirs: the tensor's name, and the weights of ours that it is made
-    of, in order."""
+    of, in order. With a * in its name it is one expert's."""
 
     name: str
     packed: tuple[str, ...]
+
+    def names(self, experts: int) -> list[str]:
+        """The tensors, of which there is one but for experts."""
+        return [self.name.replace("*", str(e)) for e in range(experts if "*" in self.name else 1)]
 
 
 def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
@@ -190,6 +232,8 @@ def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
     found: dict[str, HubTensor] = {}
     for name in wanted:
         path, _, last = name.rpartition(".")
+        routed = path.endswith(".routed")
+        path, last = (name, "weight") if routed else (path, last)
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", path)
         inner = layer[2] if layer else path
         ours, theirs = (
@@ -199,6 +243,7 @@ def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
         table = family.block if layer else family.outer
         module = [each for each, mine in table.items() if inner in mine.split()][-1]
         packed = tuple(f"{ours}{each}.{last}" for each in table[module].split())
+        packed = (name,) if routed else packed
         found[name] = HubTensor(f"{theirs}{module}.{last}", packed)
     return found
 
@@ -235,7 +280,14 @@ class _Config:
     max_window_layers: int | None = None
     sliding_window_pattern: int | None = key(None, minimum=1)
     layer_types: tuple[str, ...] | None = None
+    num_experts: int | None = key(None, minimum=1)
+    num_experts_per_tok: int | None = key(None, minimum=1)
+    moe_intermediate_size: int | None = key(None, minimum=0)
+    norm_topk_prob: bool = True
+    mlp_only_layers: tuple[int, ...] | None = None
     # What ours cannot do.
+    decoder_sparse_step: int | None = None
+    router_jitter_noise: float | None = None
     attention_bias: bool | None = False
     mlp_bias: bool | None = False
     partial_rotary_factor: float | None = None
@@ -304,6 +356,14 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         or config.scale_attn_by_inverse_layer_idx,
         "it has cross-attention": config.add_cross_attention,
         "its weights are quantized": config.quantization_config,
+        "not all of its last blocks have experts": family.experts
+        and (
+            config.decoder_sparse_step not in (None, 1)
+            or sorted(config.mlp_only_layers or ()) != [*range(len(config.mlp_only_layers or ()))]
+        ),
+        "its router is trained with noise": config.router_jitter_noise,
+        "it does not say how many experts it has": family.experts
+        and not (config.num_experts and config.num_experts_per_tok),
     }
     windows = tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
@@ -314,6 +374,14 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     given |= {k: x for k, x in family.shape.items() if x is not ANY} | stretch
     gated = family.shape.get("gated", True)
     plain = _ACTIVATIONS[activation] == ("silu" if gated else "gelu")
+    if family.experts:
+        given |= {
+            "experts": config.num_experts,
+            "top_k": config.num_experts_per_tok,
+            "expert_ffn": config.moe_intermediate_size or config.intermediate_size,
+            "normalized": config.norm_topk_prob,
+            "dense_layers": len(config.mlp_only_layers or ()),
+        }
     given |= {
         "kv_heads": config.num_key_value_heads or heads,
         "head_dim": config.head_dim or hidden // heads,
@@ -472,6 +540,10 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
             wants = wants or ("silu" if family.shape.get("gated", True) else "gelu")
         if wants is not ANY and has != wants:
             yield f"{trait} would be {json.dumps(wants)}, not {json.dumps(has)}"
+    if bool(shape.experts) != bool(family.experts):
+        yield f"experts would be {'none' if shape.experts else 'there'}"
+    if name == "mixtral" and shape.expert_ffn not in (0, shape.ffn):
+        yield f"expert_ffn would be ffn, {shape.ffn}, not {shape.expert_ffn}"
     scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
     if not math.isclose(shape.embed_scale, scale):
         yield f"embed_scale would be {scale:g}, not {shape.embed_scale:g}"
@@ -493,6 +565,9 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [data.architecture], "model_type": family}
     config |= {name: getattr(shape, ours) for name, ours in _SIZES.items()}
     config["torch_dtype"] = dtype
+    config |= {theirs: getattr(shape, ours) for theirs, ours in data.experts.items()}
+    if shape.dense_layers:
+        config["mlp_only_layers"] = [*range(shape.dense_layers)]
     if family == "gpt2":
         back = {ours: theirs for theirs, ours in _GPT2_KEYS.items()}
         dropped = ("num_key_value_heads", "head_dim", "rope_theta")

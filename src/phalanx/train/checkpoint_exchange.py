@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,9 +93,12 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     files: dict[str, str] = {}
     with TensorReader(path, manifest) as reader:
         for file, shard in zip(names, shards, strict=True):
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for name in shard:
                 whole = torch.cat([reader.whole(weights[each]) for each in theirs[name]]).to(kind)
+                if "*" in name:
+                    tensors |= {name.replace("*", str(e)): x for e, x in enumerate(whole.unbind())}
+                    continue
                 tensors[name] = (
                     whole.T.contiguous() if _turned(family, name, whole.dim()) else whole
                 )
@@ -193,6 +196,12 @@ class HubReader(TensorReader):
             for each in where.values()
         }
         wanted = {
+            one: dims[1:] if "*" in each.name else dims
+            for each in where.values()
+            for one in each.names(shape.experts)
+            for dims in [wanted[each.name]]
+        }
+        wanted = {
             name: dims[::-1] if _turned(shape.name, name, len(dims)) else dims
             for name, dims in wanted.items()
         }
@@ -200,6 +209,10 @@ class HubReader(TensorReader):
         files = sorted({file for file, _, _ in tensors.values()})
         stored = []
         for name, dims in ours.items():
+            if "*" in where[name].name:
+                parts = [tensors[each] for each in where[name].names(shape.experts)]
+                stored.append(_stacked(name, dims, parts, files))
+                continue
             file, entry, offset = tensors[where[name].name]
             before = where[name].packed[: where[name].packed.index(name)]
             first_row = sum(ours[each][0] for each in before)
@@ -222,6 +235,22 @@ class HubReader(TensorReader):
             at = row * width + column + first
             read_into(self._file(place.file), place.offset + at * turned.element_size(), numbers)
         return turned.T
+
+
+def _stacked(
+    name: str,
+    dims: tuple[int, ...],
+    parts: Sequence[tuple[str, HeaderEntry, int]],
+    files: Sequence[str],
+) -> StoredTensor:
+    """A weight of ours that has each expert's tensor of theirs, one behind the other."""
+    count = math.prod(dims[1:])
+    inner = tuple((0, n) for n in dims[1:])
+    places = tuple(
+        StoredShard(name, ((e, e + 1), *inner), (1, *dims[1:]), files.index(file), offset, 0, count)
+        for e, (file, _, offset) in enumerate(parts)
+    )
+    return StoredTensor(WEIGHT, name, parts[0][1].dtype, dims, places)
 
 
 def _refuse_others(
@@ -286,16 +315,18 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
-        stored = tuple(
-            replace(each, shards=(replace(each.shards[0], key=each.title, file=0, offset=0),))
-            for each in run
-        )
+        stored = tuple(replace(each, shards=(_whole(each),)) for each in run)
         manifest = Manifest(0, shape=reader.manifest.shape, config=config, tensors=stored)
         reports.append(Snapshot(manifest, tensors).write(hidden / f"rank-{number:05}.safetensors"))
     wrong, _ = commit(out, hidden, reports, 1)
     if wrong:
         raise CheckpointError(f"{out}: {wrong}")
     return steps(out)[0]
+
+
+def _whole(each: StoredTensor) -> StoredShard:
+    """A tensor in one part, which begins the first file."""
+    return StoredShard(each.title, each.whole, each.shape, 0, 0, 0, math.prod(each.shape))
 
 
 @dataclass(frozen=True)
