@@ -263,7 +263,7 @@ def linked(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "another model": (config(model_type="mixtral"), "'model_type' is 'mixtral'; llama, mistral, qw"),
+    "another model": (config(model_type="mamba"), "'model_type' is 'mamba'; llama, mistral, qw"),
     "a model with code": (
         config(model_type="own", auto_map={"AutoConfig": "hostile.Config"}),
         r"'own'; .* Code that it names \(auto_map\) is not run",
