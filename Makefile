@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check slow faults gpu clean
+.PHONY: demo test check slow faults gpu site clean
 
 # Installed again only when what is asked for has changed.
 .venv/installed: pyproject.toml constraints.txt
@@ -33,6 +33,10 @@ faults: .venv/installed
 # On a machine with GPUs, with the Python and torch that are there: nothing is installed.
 gpu:
 	$(PYTHON) benchmarks/gpu.py
+
+# A folder of pages that needs no server: the playground, the documentation, the lab. Asks npm once.
+site: .venv/installed
+	$(BIN)/python site/build.py build/site
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -28,13 +28,13 @@ const charts = data.memory.map((one) => {
   chart.setAttribute("role", "img");
   one.most = Math.max(...one.points.map((p) => p.slice(1).reduce((a, b) => a + b, 0)), 1e-12);
   const name = one.source ? `  ${data.names[1]}` : `rank ${one.rank}`;
-  chart.setAttribute("aria-label", `Memory of rank ${one.rank} over time, at most ${short(one.most)} ${data.unit}`);
+  chart.setAttribute("aria-label", `Memory of rank ${one.rank} over time, at most ${amount(one.most)}`);
   return { ...one, chart, name };
 });
 if (charts.length) {
   const box = document.getElementById("memory");
   const heading = document.createElement("h2");
-  heading.textContent = `What each rank holds (${data.unit})`;
+  heading.textContent = `What each rank holds, in ${data.unit}`;
   const legend = document.createElement("div");
   legend.className = "legend";
   for (const [i, kind] of kinds.entries()) {
@@ -48,6 +48,12 @@ if (charts.length) {
   for (const one of charts) one.chart.style.marginBottom = "6px";
 }
 
+// Bytes in units of a thousand, as everywhere; what else is counted as it is.
+function amount(x) {
+  if (data.unit !== "bytes") return `${short(x)} ${data.unit}`;
+  const power = Math.min(Math.max(Math.floor(Math.log10(Math.max(x, 1)) / 3), 0), 4);
+  return `${Number((x / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
 function short(x) { return Math.abs(x) >= 1e4 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(4))); }
 function style(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 function x(time) { return margin + ((time - view.from) / (view.to - view.from)) * (canvas.clientWidth - margin - PAD); }
@@ -168,7 +174,7 @@ function drawMemory(one) {
   pen.fillStyle = style("--ink");
   pen.fillText(one.name.trim(), one.source ? 22 : 12, MEMORY / 2 - 7);
   pen.fillStyle = style("--soft");
-  pen.fillText(`most ${short(one.most)}`, one.source ? 22 : 12, MEMORY / 2 + 8);
+  pen.fillText(`most ${data.unit === "bytes" ? amount(one.most) : short(one.most)}`, one.source ? 22 : 12, MEMORY / 2 + 8);
 }
 
 let waiting = false;

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 IGNORED = -100  # a target that counts nothing
 
 # Numbers of a chunk by device: a float32 copy that stays in a CPU's cache, or keeps a GPU busy.
-NUMBERS = {"cpu": 1 << 20}
+NUMBERS, LARGE = {"cpu": 1 << 20}, 1 << 25
 
 Agree = Callable[[Tensor, str], object]
 
 
 def _chunks(logits: Tensor, width: int, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Some rows at a time of the logits (tokens, words), and of tensors with a number for each."""
-    count = max(1, NUMBERS.get(logits.device.type, 1 << 25) // max(1, width))
+    count = max(1, NUMBERS.get(logits.device.type, LARGE) // max(1, width))
     for start in range(0, logits.shape[0], count):
         yield tuple(x[start : start + count] for x in (logits[:, :width], *rows))
 

@@ -1,0 +1,204 @@
+"""Builds a folder of static files: the playground, the documentation and the lab as a lecture.
+
+    python site/build.py OUT [--costs COSTS.json]
+
+Nothing in it needs a server or a network. Pyodide, which runs Python in a browser, comes from npm at
+the version below and is checked; formulas of costs are found by `formulas.py` and kept in OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import gzip
+import hashlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+from phalanx.draw import Html, tag
+from phalanx.draw.page import frame
+
+HERE = Path(__file__).parent
+TREE = HERE.parent
+SOURCE = TREE / "src" / "phalanx"
+PYODIDE = "314.0.7"
+SHA256 = "66b7949e5a0cba2250b586d7e368bf12fb482800748d182c4618254b685ffaa0"
+RUNTIME = (
+    "pyodide.js",
+    "pyodide.asm.mjs",
+    "pyodide.asm.wasm",
+    "python_stdlib.zip",
+    "pyodide-lock.json",
+)
+# The packages that need neither torch nor numpy, and what pages ask of `cost`.
+PACKAGES = ("layout", "program", "draw", "plan", "cost")
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' file: 'unsafe-inline' blob:"
+    " 'wasm-unsafe-eval'; worker-src blob:; connect-src blob: data:;"
+    " img-src 'self' file: data:; frame-src 'self' blob:"
+)
+_STYLE = (
+    "<style>nav a { margin-right: 12px } img { max-width: 100%; height: auto }"
+    " p { color: inherit; margin: 8px 0 }</style>"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--costs", type=Path, help="formulas that are there already")
+    args = parser.parse_args()
+    out: Path = args.out
+    out.mkdir(parents=True, exist_ok=True)
+    documents(out)
+    lecture(out / "lab.html")
+    playground(out, args.costs or formulas(out))
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{out}/index.html: {size / 1e6:.1f} MB in all")
+
+
+# ---- the playground
+
+
+def formulas(out: Path) -> Path:
+    """The costs, found again when what they depend on has changed."""
+    sources = [HERE / "formulas.py", HERE / "formula.py"]
+    for package in ("models", "parallel", "cost", "layout", "program"):
+        sources += sorted((SOURCE / package).glob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    made = out.parent / f"costs-{digest}.json"
+    if not made.exists():
+        print("costs of pieces: five minutes on two cores, once")
+        subprocess.run([sys.executable, HERE / "formulas.py", made], check=True)
+    return made
+
+
+def playground(out: Path, costs: Path) -> None:
+    """The page, and beside it every file that it needs, packed into scripts."""
+    files = runtime() | {
+        "phalanx.zip": package(),
+        "costs.json": costs.read_bytes(),
+        "worker.js": (HERE / "worker.js").read_bytes(),
+    }
+    scripts = out / "files"
+    shutil.rmtree(scripts, ignore_errors=True)
+    scripts.mkdir()
+    for name, content in files.items():
+        text = base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+        (scripts / f"{name}.js").write_text(f'(self.FILES ??= {{}})["{name}"] = "{text}";\n')
+    loaded = "".join(f'<script src="files/{name}.js"></script>\n' for name in files)
+    style = f"<style>\n{(HERE / 'playground.css').read_text()}</style>"
+    script = f"<script>\n{(HERE / 'playground.js').read_text()}</script>"
+    body = (style, navigation(), (HERE / "playground.html").read_text(), loaded, script)
+    page = frame("phalanx playground", *body)
+    policy = f'http-equiv="Content-Security-Policy" content="{_POLICY}"'
+    page, count = re.subn('http-equiv="Content-Security-Policy" content="[^"]*"', policy, page)
+    assert count == 1
+    (out / "playground.html").write_text(page, encoding="utf-8")
+
+
+def package() -> bytes:
+    """The part of phalanx that needs no torch, and what answers the page."""
+    paths = {SOURCE / "__init__.py": "phalanx/__init__.py"}
+    for name in PACKAGES:
+        for path in sorted((SOURCE / name).rglob("*")):
+            if path.is_file() and path.suffix in (".py", ".toml", ".html", ".js"):
+                paths[path] = f"phalanx/{path.relative_to(SOURCE)}"
+    paths |= {HERE / name: name for name in ("formula.py", "play.py")}
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        for path, name in paths.items():
+            archive.writestr(zipfile.ZipInfo(name), path.read_bytes())
+    return made.getvalue()
+
+
+def runtime() -> dict[str, bytes]:
+    """Pyodide's files from npm, of which the digest is known."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            ["npm", "pack", "--silent", f"pyodide@{PYODIDE}"], cwd=folder, check=True,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        (packed,) = Path(folder).glob("*.tgz")
+        content = packed.read_bytes()
+    if hashlib.sha256(content).hexdigest() != SHA256:
+        raise SystemExit(f"pyodide {PYODIDE} from npm is not the one this was written for")
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        found = {name: archive.extractfile(f"package/{name}") for name in RUNTIME}
+        return {name: file.read() for name, file in found.items() if file}
+
+
+# ---- documents
+
+
+def navigation(up: str = "") -> Html:
+    links = {"index.html": "phalanx", "playground.html": "playground", "lab.html": "lab"}
+    links |= {"docs/index.html": "documentation"}
+    items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
+    return tag("nav", *(part for item in items for part in (item, " ")))
+
+
+def documents(out: Path) -> None:
+    """README and every page of docs, from their Markdown."""
+    render = MarkdownIt("commonmark", {"html": False}).enable("table")
+    pages = {TREE / "README.md": "index.html"}
+    pages |= {path: f"docs/{path.stem}.html" for path in sorted((TREE / "docs").glob("*.md"))}
+    (out / "docs").mkdir(exist_ok=True)
+    shutil.copytree(TREE / "docs" / "pictures", out / "docs" / "pictures", dirs_exist_ok=True)
+    listed = []
+    for path, name in pages.items():
+        depth = "../" * name.count("/")
+        text = path.read_text(encoding="utf-8")
+        title = re.match(r"# (.+)", text)
+        assert title, f"{path.name} has no title in its first line"
+        body = render.render(text.removeprefix(title[0]))
+        body = _linked(body, path, pages).replace("<table>", '<div class="scroll"><table>')
+        body = body.replace("</table>", "</table></div>")
+        page = frame(title[1], _STYLE, navigation(depth), body)
+        (out / name).write_text(
+            page.replace("img-src data:", "img-src 'self' file: data:"), encoding="utf-8"
+        )
+        listed.append((title[1], name))
+    rows = [tag("li", tag("a", title, href=f"../{name}")) for title, name in listed]
+    index = frame("Documentation", navigation("../"), tag("ul", *rows))
+    (out / "docs" / "index.html").write_text(index, encoding="utf-8")
+
+
+def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
+    """Links to Markdown as links to pages; those to other files of the tree as their names."""
+    here = Path(pages[path]).parent
+
+    def link(match: re.Match[str]) -> str:
+        to, hash_, anchor = match[1].partition("#")
+        target = (path.parent / to).resolve() if to else path
+        if "://" in to or target not in pages:
+            return match[0] if "://" in to or not to else f"<code>{to}</code>"
+        return f'href="{os.path.relpath(pages[target], here)}{hash_}{anchor}"'
+
+    html = re.sub(r'href="([^"]*)"', link, html)
+    # What has no page here is named and not linked.
+    return re.sub(r"<a <code>(.*?)</code>>(.*?)</a>", r"\2 (<code>\1</code>)", html)
+
+
+def lecture(path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "phalanx", "lab", "all", "--html", path],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

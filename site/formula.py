@@ -1,0 +1,117 @@
+"""What a piece costs, from formulas in the sizes of its model. No torch and no numpy: a browser runs it.
+
+`formulas.py` finds the formulas. A number is a sum of products of sizes that one rank has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from phalanx.layout import Layout, Shape, piece_layout
+from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product
+
+# What decides which operations a decoder runs; all else of a shape are sizes.
+STRUCTURE = (
+    "norm", "norms", "positions", "gated", "activation", "tied", "bias", "qk_norm", "qk_norm_wide",
+)  # fmt: skip
+
+
+def structure(shape: Shape) -> str:
+    """A name for all shapes that run the same operations; empty for one that no formula knows."""
+    caps = shape.softcap or shape.logit_softcap
+    if shape.kind != "decoder" or shape.experts or shape.windows or caps:
+        return ""
+    return " ".join(str(getattr(shape, name)) for name in STRUCTURE)
+
+
+def cut_key(shape: Shape, cut: Layout) -> str:
+    """A name for all cuts that run the same operations: only the number of ranks of tp is a size."""
+    few = "one head" if cut.cp > 1 and shape.heads == cut.tp else ""
+    tensor = "seq" if cut.seq else "tp" if cut.tp > 1 else ""
+    context = ".".join(f"{part}{cut.mesh.of(f'cp.{part}')}" for part in ("ring", "ulysses"))
+    words = tensor, few, context, cut.schedule, cut.recompute, cut.precision
+    return " ".join(filter(None, words))
+
+
+def local(shape: Shape, cut: Layout, rows: float, sequence: int, numbers: int) -> dict[str, float]:
+    """The sizes that a rank has. The loss takes its logits in chunks of so many numbers."""
+    tp, multiple = cut.tp, cut.cp * 2 * (cut.tp if cut.seq else 1)
+    whole = -(-sequence // multiple) * multiple if cut.cp > 1 or cut.seq else sequence
+    s, d = whole / cut.cp, shape.head_dim
+    groups, words, tokens = max(1, shape.kv_heads // tp), -(-shape.vocab // tp), rows * s
+    chunk = min(tokens, max(1, numbers // words))
+    return {
+        "b": rows, "s": s, "u": s / tp, "h": shape.hidden, "f": shape.ffn / tp,
+        "a": shape.heads / tp, "g": groups, "q": shape.heads * d / tp, "k": groups * d,
+        "v": words, "d": d, "p": shape.sequence,
+        "c": chunk, "n": math.ceil(tokens / chunk),
+    }  # fmt: skip
+
+
+def features(x: Mapping[str, float], *, seq: bool) -> list[float]:
+    """The products of sizes that a formula may have."""
+    wide = [1.0, *(x[n] for n in "hfqkvagd")]
+    tokens = [x["b"] * x[n] for n in ("su" if seq else "s")]
+    weights = [x["h"] * x[n] for n in "fqkv"]
+    once = [x["s"] * x["d"], x["p"] * x["h"], x["s"], x["b"], *(wide[1:])]
+    once += [x["c"] * x["v"], x["c"], x["n"]]
+    return [*(t * w for t in tokens for w in wide), *weights, *once, 1.0]
+
+
+# A value is a number, a word, a list of values, or {"f": [[feature, factor], ...]}, {"max": [...]}.
+def _value(form: Any, at: Sequence[float]) -> Any:
+    if isinstance(form, list):
+        return [_value(each, at) for each in form]
+    if isinstance(form, dict):
+        if "max" in form:
+            return max(_value(each, at) for each in form["max"])
+        return sum(at[n] * factor for n, factor in form["f"])
+    return form
+
+
+def _load(row: Sequence[Any]) -> Load:
+    products, attention, moved, launches, messages = row
+    return Load(
+        tuple(Product(*x) for x in products),
+        tuple(AttentionLoad(*x) for x in attention),
+        moved,
+        launches,
+        tuple(MessageLoad(*x) for x in messages),
+    )
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """The pieces of one shape under one cut, each a function of a microbatch's rows."""
+
+    embed: Callable[[float], PieceCost]
+    block: Callable[[float], PieceCost]
+    head: Callable[[float], PieceCost]
+
+
+class NoFormula(ValueError):
+    """A model or a cut that the page has no formulas for."""
+
+
+def costs_from(
+    table: Mapping[str, Any], model: Shape | str, layouts: Iterable[Layout], *, sequence: int = 0
+) -> dict[Layout, Formulas]:
+    """What `phalanx.cost.cached_costs` gives, from a table of formulas."""
+    assert isinstance(model, Shape)
+    found, kind = {}, structure(model)
+    for cut in dict.fromkeys(map(piece_layout, layouts)):
+        kinds = table.get(kind, {}).get(cut_key(model, cut))
+        if kinds is None:
+            raise NoFormula(f"this page has no costs of {cut} for {model.name}; `phalanx plan` has")
+
+        def at(form: Any, rows: float, cut: Layout) -> PieceCost:
+            sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])
+            row = _value(form, features(sizes, seq=cut.seq))
+            return PieceCost(*map(_load, row[:4]), *row[4:])
+
+        found[cut] = Formulas(*(partial(at, form, cut=cut) for form in kinds))
+    return found

@@ -1,0 +1,173 @@
+"""The playground: formulas of costs, answers without torch or numpy, and the page in a browser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import build
+import formulas
+import pytest
+from formula import NoFormula, costs_from, structure
+
+from browser import Tab, browser, needs_chromium
+from phalanx.cost import cached_costs
+from phalanx.cost.pieces import cost_kinds
+from phalanx.layout import Layout, Shape, piece_layout
+from phalanx.models import loss
+from phalanx.parallel import build_model
+from phalanx.plan.hardware import hardware_of
+from phalanx.plan.link import cluster
+from phalanx.plan.local import profile_for
+from phalanx.plan.step import Pricer, Request
+
+CUT = piece_layout(Layout.parse("tp2 seq recompute:selective bf16"))
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    """The formulas of two cuts: with neither tp nor recomputation, and with both."""
+    found: dict[str, Any] = {"chunk": loss.LARGE}
+    for cut in (piece_layout(Layout.parse("bf16")), CUT):
+        kind, name, forms = formulas.fitted(("llama", cut))
+        found.setdefault(kind, {})[name] = forms
+    return found
+
+
+@pytest.mark.parametrize("tp, rows", [(2, 1), (8, 3)])
+def test_formulas_give_what_costing_a_model_gives(table: Any, tp: int, rows: int) -> None:
+    cut = piece_layout(Layout.parse(f"tp{tp} seq recompute:selective bf16"))
+    shape = Shape.load("70b")
+    found = costs_from(table, shape, [cut], sequence=8192)[cut]
+    model = build_model(replace(shape, layers=1))
+    (costed,) = cost_kinds(model, cut, (rows,), sequence=8192, target="cuda")
+    assert (found.embed(rows), found.block(rows), found.head(rows)) == costed
+
+
+def test_what_no_formula_knows_is_refused_by_name(table: Any) -> None:
+    with pytest.raises(NoFormula, match="no costs of cp2"):
+        costs_from(table, Shape.load("8b"), [Layout.parse("cp2 bf16")])
+    assert structure(replace(Shape.load("8b"), windows=(4096, 0))) == ""
+    assert structure(Shape.load("mlp")) == ""
+
+
+ASK = """
+import json, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "numpy", "rich", "safetensors"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Missing())
+import play
+ground = play.Playground(sys.argv[1])
+said = [json.loads(ground.answer(text)) for text in sys.argv[2:]]
+later = []
+while more := ground.more():
+    later.append(json.loads(more))
+print(json.dumps([said, later]))
+"""
+
+
+def asked(costs: Path, *texts: str) -> Any:
+    """What the page is answered, in a process that has none of the large packages."""
+    paths = [str(path) for path in (build.HERE, build.TREE / "src")]
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(costs), *texts], env={"PYTHONPATH": ":".join(paths)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def test_answers_are_those_of_plan_and_need_neither_torch_nor_numpy(
+    table: Any, tmp_path: Path
+) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(table))
+    fields: dict[str, Any] = {"model": "8b", "device": "h100", "batch": 16}
+    words = "dp2 pp2 tp2 seq zero1 1f1b:4 recompute:selective"
+    texts = [
+        {"layout": words}, {"layout": words + " tp3"}, {"layout": "dp8 tp3"},
+        {"layout": words, "operations": "phalanx program 1\n"},
+        {"layout": "dp8", "model": '{"model_type": "llama"'}, {"layout": "dp8"},
+    ]  # fmt: skip
+    said, later = asked(costs, *(json.dumps(fields | text) for text in texts))
+
+    hardware, shape = hardware_of(cluster("h100x8")), replace(Shape.load("8b"), batch=16)
+    profile = profile_for(hardware, None, "bf16")
+    request = Request(
+        shape, hardware, profile, partial(cached_costs, target="cuda"), shape.sequence, 16
+    )
+    choice = Pricer(request).choose(Layout.parse(words + " bf16"))
+    assert f"{choice.bytes / 1e9:.1f} GB, and fits" in said[0]["summary"]
+    assert f"{choice.step:.3g} s" in said[0]["step"]
+    assert "write it once" in said[1]["error"]
+    assert "tp=3 does not divide heads=32" in said[2]["error"]
+    assert said[2]["nearest"]
+    assert "error" in said[3] or said[3]["verdict"]
+    assert said[4]["error"].startswith("config.json: line 1 is no JSON")
+    # The last does not fit: what does is found a little later, and is right.
+    assert "does not fit" in said[5]["summary"]
+    assert later[0] == {"verdict": ""}
+    fits = [found["fits"] for found in later if found.get("fits")]
+    assert fits
+    for layout in fits:
+        assert Pricer(request).choose(Layout.parse(layout)).bytes <= request.room
+
+
+def type_in(tab: Tab, field: str, text: str) -> None:
+    tab.js(
+        f"(() => {{ const e = document.getElementById('{field}'); e.value = {json.dumps(text)};"
+        " e.dispatchEvent(new Event('input')); })()"
+    )
+
+
+@pytest.mark.slow
+@needs_chromium
+def test_the_page_in_a_browser(table: Any, tmp_path: Path) -> None:
+    """Needs npm's registry. From a disk, without a server; wide and narrow, light and dark."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(table))
+    out = tmp_path / "site"
+    out.mkdir()
+    build.documents(out)
+    build.playground(out, costs)
+    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 40e6
+    page = (out / "playground.html").as_uri()
+    with browser(tmp_path) as tab:
+        tab.open(f"{page}#layout=dp2+zero1+accum%3A2&model=8b")
+        tab.wait("document.getElementById('picture').srcdoc.includes('makespan')", 120)
+        assert "8.03B parameters" in tab.js("document.getElementById('summary').textContent")
+        type_in(tab, "layout", "dp3x")
+        tab.wait("document.getElementById('wrong').textContent.includes('dp3x')")
+        type_in(tab, "layout", "pp2 1f1b:4")
+        tab.wait("document.getElementById('verdict').textContent.startsWith('check: every rank')")
+        operations = tab.js("document.getElementById('operations').value")
+        assert "0F0" in operations
+        type_in(tab, "operations", operations.replace(" 0F0 ", " ", 1))
+        tab.wait("document.getElementById('verdict').className === 'bad'")
+        assert "0F0" in tab.js("document.getElementById('verdict').textContent")
+        assert "operations=" in tab.js("location.hash")
+        type_in(tab, "config", '{"model_type": "<img src=x onerror=alert(1)>"}')
+        tab.wait("document.getElementById('wrong').textContent.includes('<img')")
+        for dark in (False, True):
+            tab.open(f"{page}?{dark}#layout=dp8", width=400, height=800, dark=dark)
+            tab.wait("document.getElementById('picture').srcdoc.includes('makespan')", 120)
+            assert tab.js("document.documentElement.scrollWidth") <= 400
+        for name in ("index.html", "docs/index.html", "docs/planning.html"):
+            tab.open((out / name).as_uri(), width=400, height=800)
+            assert tab.js("document.documentElement.scrollWidth") <= 400
+            missing = tab.js(
+                "Promise.all([...document.images].map((i) => i.decode().then(() => '', () => i.src)))"
+            )
+            assert not any(missing)
+        labelled = (
+            "[...document.querySelectorAll('input,select,textarea')].every((e) => e.labels.length)"
+        )
+        tab.open(page)
+        assert tab.js(labelled)
+        assert not tab.console
