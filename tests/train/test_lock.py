@@ -28,7 +28,7 @@ from phalanx.comm.shm.watch import process_state
 from phalanx.train import lock
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import verify_checkpoint
-from phalanx.train.lock import RunLocked, hold_as_rank, hold_run
+from phalanx.train.lock import Owner, RunLocked, hold_as_rank, hold_run, owner_of, unshared
 
 CODE = "import sys; from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
 SMALL = [
@@ -230,6 +230,17 @@ def test_where_there_are_no_locks_a_file_holds_the_folder(
     (tmp_path / lock.HELD).write_text(json.dumps({**left, "host": "elsewhere"}))
     with pytest.raises(RunLocked, match="host 'elsewhere'"), hold_run(tmp_path):
         pass
+
+
+def test_a_host_that_does_not_see_the_run_s_folder_is_named(tmp_path: Path) -> None:
+    with hold_run(tmp_path / "shared"):
+        owner = owner_of(tmp_path / "shared")
+        assert f"process {os.getpid()}" in owner
+        assert unshared(tmp_path / "shared", owner) == ""
+        with hold_run(tmp_path / "another"):
+            (tmp_path / "another" / ".run.lock").write_bytes(Owner("b", 1, "now").text)
+            assert "is not the folder that rank 0" in unshared(tmp_path / "another", owner, 0.0)
+        assert "all hosts share" in unshared(tmp_path / "missing", owner, 0.0)
 
 
 # ---- STOP

@@ -64,12 +64,18 @@ def join(
 ) -> World:
     """This process's rank of the world it was started in; alone if nothing has started one.
 
+    A process group that torch.distributed has already is used as it is, and stays when the world closes.
     `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and for calls.
     `interface` is what ranks talk over; by default the one from which rank 0's host is reached.
     """
     devices = devices or Devices()
     if devices.gpus:
         set_up(os.environ)
+    if _dist.is_initialized():
+        if ranks not in (None, _dist.get_world_size()):
+            there = f"the process group that is there has {_dist.get_world_size()}"
+            raise CommMisuse(f"the run needs {ranks} ranks and {there}; start {ranks}.")
+        return ProcessWorld.existing(timeout)
     at = rendezvous(environment)
     size = 1 if at is None else at.size
     if ranks is not None and ranks != size:

@@ -276,7 +276,8 @@ class TorchGroup(Group):
 
 
 class ProcessWorld(World):
-    """This process as one rank of torch.distributed's default group, which it makes and destroys."""
+    """This process as one rank of torch.distributed's default group. With a store it makes that group
+    and destroys it; without one the group is there, and stays."""
 
     def __init__(
         self, backend: str, store: Any, rank: int, size: int, *, gpu: int, timeout: float
@@ -287,8 +288,11 @@ class ProcessWorld(World):
         device = torch.device("cuda", gpu) if self.native else torch.device("cpu")
         super().__init__(rank, size, device)
         self._timeout = timedelta(seconds=timeout)
+        self._made = store is not None
         if self.native:
             torch.cuda.set_device(device)
+        if not self._made:
+            return
         dist.init_process_group(
             backend,
             store=store,
@@ -298,6 +302,14 @@ class ProcessWorld(World):
             # NCCL then makes its communicators at once and in order, not at the first message.
             device_id=device if self.native else None,
         )
+
+    @classmethod
+    def existing(cls, timeout: float) -> "ProcessWorld":
+        """A rank of the group that Ray, Accelerate or somebody else has made, on the GPU chosen there."""
+        native = NCCL in str(dist.get_backend_config(None))
+        gpu = torch.cuda.current_device() if native else 0
+        backend, rank, size = NCCL if native else "gloo", dist.get_rank(), dist.get_world_size()
+        return cls(backend, None, rank, size, gpu=gpu, timeout=timeout)
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
@@ -324,9 +336,11 @@ class ProcessWorld(World):
         mine: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
         # Who is alone sends nothing, and a group costs threads or a communicator.
         together = [tuple(sorted(group)) for group in groups if len(group) > 1]
-        if self.native and together:
+        # A group that somebody else has made may not be bound to a device, and cannot be split then.
+        splits = self.native and getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
+        if splits and together:
             mine = self._split_communicator(name, together)
-        for group in () if self.native else together:
+        for group in () if splits else together:
             made = dist.new_group(list(group), timeout=self._timeout, group_desc=name)
             mine = made if self.rank in group else mine
         return mine
@@ -345,6 +359,8 @@ class ProcessWorld(World):
 
     def close(self) -> None:
         self.clear()
+        if not self._made:
+            return
         # Leaving without a barrier aborts those who still read their sockets.
         _barrier(None, self.device).wait()
         dist.destroy_process_group()

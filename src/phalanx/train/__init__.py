@@ -1,7 +1,7 @@
 """Floor 6: a rank at work.
 
-`launch(train, ranks, Run.load("run.toml"), "dp2 pp2 1f1b:4", backend="gloo")` is a whole run: `launch`
-and `join` are of `phalanx.comm`, `Run` of `phalanx.layout`.
+`train(join(), Run.load("run.toml"))` is a whole run on one rank: `from phalanx import Run, join, train`.
+`launch(train, 4, Run.load("run.toml"), "dp2 pp2 1f1b:4")` starts ranks too; `phalanx.comm` has it.
 
 What needs torch is imported when it is asked for: a corpus is opened without it. So no file here may
 have the name of something below.
@@ -10,6 +10,8 @@ have the name of something below.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .data import Batches, Corpus, DataError, open_corpus, prepare
@@ -73,3 +75,14 @@ def __getattr__(name: str) -> Any:
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)
+
+
+class _Callable(ModuleType):
+    """`phalanx.train` is this package, and `train(join(), run)` what people want of it."""
+
+    def __call__(self, *args: Any, **terms: Any) -> Outcome:
+        outcome: Outcome = __getattr__("train")(*args, **terms)
+        return outcome
+
+
+sys.modules[__name__].__class__ = _Callable

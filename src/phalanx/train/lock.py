@@ -100,6 +100,26 @@ def hold_as_rank(*folders: Path) -> Iterator[None]:
         yield
 
 
+def owner_of(folder: Path) -> str:
+    """Who has written that a run holds the folder, empty when that cannot be read."""
+    owner = Owner.read(folder / RUN)
+    return str(owner) if owner.host else ""
+
+
+def unshared(folder: Path, owner: str, seconds: float = ENDING) -> str:
+    """Why this rank's folder is not the one that rank 0's process holds; empty when it is. What another
+    host has written may take some seconds to be seen."""
+    end = time.monotonic() + seconds
+    while owner and owner_of(folder) != owner:
+        if time.monotonic() > end:
+            return (
+                f"{folder} on {socket.gethostname()} is not the folder that rank 0 writes to ({owner})."
+                " Ranks save together: put it on a file system that all hosts share."
+            )
+        time.sleep(0.1)
+    return ""
+
+
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
     def refuse(late: bool) -> None:
@@ -126,6 +146,7 @@ def _held(folder: Path) -> Iterator[None]:
         os.ftruncate(descriptor, 0)
         with suppress(OSError):  # a full disk: the lock holds, and only its message is poorer
             os.pwrite(descriptor, Owner.me().text, 0)
+            os.fsync(descriptor)  # other hosts look whether they see it
         if locks:
             with _opened(folder / RANKS) as ranks:
                 _lock(ranks, refuse_ranks)

@@ -22,7 +22,8 @@ import torch
 
 from ..comm import World
 from ..comm.agree import broadcast_text, errors_of, exchange
-from ..layout import Layout
+from ..layout import Layout, LayoutError, recipe
+from ..layout.choices import FP32
 from ..layout.run import Run
 from ..parallel.compile import graphs
 from ..program import Span, Timeline
@@ -32,8 +33,9 @@ from .checkpoint_format import Progress
 from .checkpoint_load import begin, changed_settings, load
 from .executor import StepResult
 from .learning_rate import learning_rate
-from .lock import RunLocked, hold_as_rank, hold_run
+from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
 from .log import RunLog, memory_of
+from .program import shape_of
 from .rank import Rank
 
 STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
@@ -56,13 +58,18 @@ class Outcome:
     unsaved: str = ""
 
 
-def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool = False) -> Outcome:
+def train(
+    world: World, run: Run, layout: str = "", quiet: bool = False, held: bool = False
+) -> Outcome:
     """Train to the end, or until asked to stop; every rank of the world calls it.
 
+    Without a layout it is that of the run which has as many ranks as the world; `auto` is then the
+    recipe's, as only the command plans.
     `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
     """
     with _only_run(world, run, held=held), hold_as_rank(Path(run.out), run.checkpoints):
-        rank = Rank(world, run, Layout.parse(layout), drawn=False)
+        chosen = Layout.parse(layout) if layout else _layout_of(run, world)
+        rank = Rank(world, run, chosen, drawn=False)
         with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
             rank.trainer.wants_to_stop = requested
             loop = _Loop(rank, quiet=quiet)
@@ -70,6 +77,21 @@ def train(world: World, run: Run, layout: str, quiet: bool = False, held: bool =
                 return loop.run()
             finally:
                 loop.log.close()
+
+
+def _layout_of(run: Run, world: World) -> Layout:
+    shape = shape_of(run)
+    layout = run.for_ranks(world.size).layout_of(shape)
+    if layout is None:
+        tokens, precision = run.tokens(shape), run.precision or FP32
+        made = recipe(shape, world.size, batch=shape.batch, sequence=tokens, precision=precision)
+        layout = run.divided(made, shape.batch)
+    if layout.ranks != world.size:
+        raise LayoutError(
+            f"layout {str(layout)!r} is for {layout.ranks} ranks, and there are {world.size}."
+            " Layouts for other numbers of ranks stand in train.fallback."
+        )
+    return layout
 
 
 @contextmanager
@@ -89,6 +111,9 @@ def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
                 refusal = str(error)
         if refusal := broadcast_text(start, refusal):
             raise RunLocked(refusal)
+        owner = broadcast_text(start, owner_of(run.checkpoints))
+        if unseen := errors_of(start, unshared(run.checkpoints, owner)):
+            raise TrainError("; ".join(unseen[:4]))
         yield
 
 
