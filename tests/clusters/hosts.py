@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -29,7 +30,7 @@ def why_not() -> str:
 
 
 class Hosts:
-    """Two hosts, of which each may be cut off. Their names resolve to nothing of use, as on many."""
+    """Two hosts. The name of each is 127.0.1.1 for itself, as on Debian, and unknown to the other."""
 
     def __init__(self, names: tuple[str, str]) -> None:
         self.names = names
@@ -61,6 +62,9 @@ def two_hosts() -> Iterator[Hosts]:
     try:
         for name in names:
             _ip("netns", "add", name)
+            own = Path("/etc/netns", name)  # `ip netns exec` lays it over /etc
+            own.mkdir(parents=True)
+            (own / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
             _ip("-n", name, "link", "set", "lo", "up")
         pair = ["type", "veth", "peer", "veth0", "netns", names[1]]
         _ip("-n", names[0], "link", "add", "veth0", *pair)
@@ -71,6 +75,7 @@ def two_hosts() -> Iterator[Hosts]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(Path("/etc/netns", name), ignore_errors=True)
 
 
 TRAIN = [

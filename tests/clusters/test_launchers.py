@@ -61,15 +61,18 @@ def _wait(what: Callable[[], object], why: Callable[[], str], seconds: float = 2
 AGENT = [
     sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1",
     "--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29400",
-    "--rdzv-id=run", "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
-    "--no-python",
+    "--rdzv-id=run", "--no-python",
 ]  # fmt: skip
 
 
 def _agent(hosts: Hosts, host: int, out: Path, *words: str) -> subprocess.Popen[bytes]:
     """One host's agent, as `phalanx launch torchrun` prints it."""
     command = [*AGENT, *TRAIN, *words, f"out={out}", "layout=dp2 zero1", "train.fallback=fp32"]
-    command.insert(3, f"--local-addr={ADDRESSES[host]}")
+    waits = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+    command[3:3] = [
+        f"--local-addr={ADDRESSES[host]}",
+        f"--rdzv-conf=is_host={int(host == 0)},{waits}",
+    ]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return hosts.start(host, *command, env=env, log=out.parent / f"{host}.log")
 

@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
+from ..layout.choices import GLOO, NCCL
 from ..layout.environment import PORT
 from ..layout.run import Run
-from .usage import Parser, UsageError, say, whole
+from .usage import Parser, UsageError, print_json, say, whole
 
 _EPILOG = """\
-  phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00 | tee job.sh
-  phalanx launch k8s run.toml --nodes 4 --gpus 8 --image registry/phalanx --volume team-data --submit
+  phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00
+  phalanx launch k8s run.toml --nodes 4 --image team/phalanx --submit
   phalanx launch torchrun run.toml --nodes 2 --gpus 8 --master node1
 
 The layout needs as many ranks as there are GPUs; --gpus 0: ranks on CPUs, as many on each node as the
@@ -80,9 +81,14 @@ def run(argv: list[str]) -> int:
     add("--accelerator", default="H100", metavar="NAME", help="kind of GPU, for SkyPilot")
     add("--master", default="localhost", metavar="HOST", help="a node that all reach, for torchrun")
     add("--submit", action="store_true", help="hand it to the system instead of printing it")
+    add("--json", help="the text and what it starts, as JSON")
     args = parser.read(argv, intermixed=True)
     text_of, submit, suffix = SYSTEMS[args.system]
-    text = text_of(_job(args))
+    job = _job(args)
+    text = text_of(job)
+    if args.json and not args.submit:
+        print_json({"system": args.system, "nodes": job.nodes, "ranks": job.ranks, "text": text})
+        return 0
     if not args.submit:
         say(text, end="")
         return 0
@@ -153,7 +159,8 @@ def _torchrun(job: Job) -> str:
     nodes = str(job.nodes) if job.fewest == job.nodes else f"{job.fewest}:{job.nodes}"
     return f"""\
 # The same command on each of {job.nodes} nodes. All of them reach {job.master}, and share {job.run.out}.
-# Where a node's own name does not lead to it, add --local-addr and its address.
+# Where a node's own name does not lead to it, add --local-addr and its address, and on {job.master}
+# --rdzv-conf=is_host=1. The run ends with that node; others may leave and come back.
 # A store of its own for each start: ranks of a start with other nodes must not meet those of the last.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --nnodes={nodes} --nproc-per-node={job.ranks} --max-restarts={job.run.train.restarts} \\
@@ -270,7 +277,7 @@ spec:
 
 
 def _ray(job: Job) -> str:
-    backend = "nccl" if job.gpus else "gloo"
+    backend = NCCL if job.gpus else GLOO
     # Workers have folders of their own.
     words = [*job.words, f"out={Path(job.run.out).absolute()}"]
     return f'''\

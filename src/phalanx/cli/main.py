@@ -25,7 +25,7 @@ VERBS: dict[str, str] = {
     "cost": "FLOPs, bytes and messages of each piece of a model, on one rank",
     "verify": "layouts against one process: every gradient and every update",
     "train": "a run file, on one process, local ranks or torchrun; resumes",
-    "launch": "a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun: printed or submitted",
+    "launch": "a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun",
     "data": "text, JSONL or parquet made into token files",
     "checkpoint": "show, verify, export or import a checkpoint",
     "report": "one HTML page of a run",

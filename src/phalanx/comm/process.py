@@ -26,7 +26,7 @@ from torch import Tensor
 
 from phalanx.comm.base import HALVES, Call, CommError, CommMisuse, Group, Work, World, named
 from phalanx.comm.settle import reduce_into, settle
-from phalanx.layout.choices import NCCL
+from phalanx.layout.choices import GLOO, NCCL
 
 # 2.13 deprecates the names that are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -279,6 +279,9 @@ class ProcessWorld(World):
     """This process as one rank of torch.distributed's default group. With a store it makes that group
     and destroys it; without one the group is there, and stays."""
 
+    # Whether the group knows its device: one of somebody else's may not, and cannot be split then.
+    bound = True
+
     def __init__(
         self, backend: str, store: Any, rank: int, size: int, *, gpu: int, timeout: float
     ) -> None:
@@ -308,8 +311,10 @@ class ProcessWorld(World):
         """A rank of the group that Ray, Accelerate or somebody else has made, on the GPU chosen there."""
         native = NCCL in str(dist.get_backend_config(None))
         gpu = torch.cuda.current_device() if native else 0
-        backend, rank, size = NCCL if native else "gloo", dist.get_rank(), dist.get_world_size()
-        return cls(backend, None, rank, size, gpu=gpu, timeout=timeout)
+        backend, rank, size = NCCL if native else GLOO, dist.get_rank(), dist.get_world_size()
+        world = cls(backend, None, rank, size, gpu=gpu, timeout=timeout)
+        world.bound = getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
+        return world
 
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
@@ -336,8 +341,7 @@ class ProcessWorld(World):
         mine: dist.ProcessGroup = _untyped.GroupMember.NON_GROUP_MEMBER
         # Who is alone sends nothing, and a group costs threads or a communicator.
         together = [tuple(sorted(group)) for group in groups if len(group) > 1]
-        # A group that somebody else has made may not be bound to a device, and cannot be split then.
-        splits = self.native and getattr(_untyped.group.WORLD, "bound_device_id", None) is not None
+        splits = self.native and self.bound
         if splits and together:
             mine = self._split_communicator(name, together)
         for group in () if splits else together:
