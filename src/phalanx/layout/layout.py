@@ -43,7 +43,7 @@ _WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS]
 _ELSEWHERE = {
     "fsdp": "'dpN zero3' for FSDP over N ranks", "fsdpv": "'dpN zero3' for FSDP",
     "ddp": "'dpN' for DDP over N ranks",
-    "hsdp": "'dp2xN zero3' for HSDP: two replicas of N shards each",
+    "hsdp": "'dp2x4 zero3' for HSDP: two replicas of four shards each",
     "zero": "zero1, zero2 or zero3, as in 'dpN zero3'",
     "deepspeed": "zero1, zero2 or zero3, as in 'dp8 zeroN'",
     "stage": "zero1, zero2 or zero3 for a stage of ZeRO, ppN for a pipeline of N stages",
@@ -57,9 +57,17 @@ _ELSEWHERE = {
     "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
     "fp": "fp32, fp16, bf16 or tf32", "bfloat": BF16, "float": "fp32, fp16 or fp64",
     "half": FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
-    "mb": "the schedule's number: accum:N, or 1f1b:N with pp",
-    "microbatches": "the schedule's number: accum:N, or 1f1b:N with pp",
-    "accumulate": "accum:N", "ga": "accum:N", "zb": "zb-h1, zb-h2 or zb-v",
+    **dict.fromkeys(
+        ("mb", "mbs", "micro", "microbatch", "microbatches"),
+        "how many microbatches as the schedule's number: accum:N, or 1f1b:N with pp",
+    ),
+    **dict.fromkeys(("accumulate", "ga", "gas", "gradient"), "accum:N"),
+    "sharded": "'dp8 zero3' for FSDP", "fully": "'dp8 zero3' for FSDP", "sdp": "'dpN zero3' for FSDP",
+    "sequence": "'tp8 seq' for sequence parallel, or 'cp8' to cut the sequence in attention too",
+    "activation": "recompute:all, or recompute:selective", "remat": "recompute:all",
+    "full": "recompute:all", "cpu": "offload:optimizer, offload:weights or offload:activations",
+    "virtual": "interleaved2, chunks of the model on each stage", "precision": BF16, "dtype": BF16,
+    "dualpipe": "zb-v", "inductor": "compile", "torchcompile": "compile", "zb": "zb-h1, zb-h2 or zb-v",
     "zerobubble": "zb-h1, zb-h2 or zb-v", "checkpoint": "recompute:all, or recompute:selective",
     "checkpointing": "recompute:all, or recompute:selective", "ac": "recompute:all",
     "offload": "offload:activations", "vpp": "interleavedN, chunks of the model on each stage",
@@ -269,7 +277,7 @@ def _schedule_meaning(word: str) -> dict[str, object]:
 
 def _hint(word: str) -> str:
     """How the word is written here, if it is another library's; else the nearest that is ours."""
-    other = re.fullmatch(r"([a-z]+)[-_=:]?([0-9]{0,7})", word.lower())
+    other = re.match(r"([a-z]+)(?:[-_=:][a-z_]*)*([0-9]{0,7})", word.lower())
     if other and other[1] in _ELSEWHERE:
         return f" Write {_ELSEWHERE[other[1]].replace('N', other[2] or '8')}."
     if ours := next((known for known in _WORDS if known == word.lower()), ""):
