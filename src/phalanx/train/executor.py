@@ -128,10 +128,10 @@ class Executor:
         self.scale: Scale | None = None
         self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
         self.clock.begin()
-        state = State(self.program, self.number)
+        state = State(self.program, self.number) if self.checked else None
         for op in self.row:
             self._perform(op)
-            if self.checked:
+            if state:
                 state.apply(op, state.needs(op))
                 self._compare(state, op)
         for op in tuple(self.under_way):
@@ -233,9 +233,10 @@ class Executor:
         return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
 
     def _agree(self, op: Op) -> Work:
-        # Of each unit that this rank counts; kept, since it is finite only if all its numbers are.
-        self.squares = {n: _squares(u) for n, u in self.local.units.items() if self._counts(n)}
-        own = sum(self.squares.values(), torch.zeros_like(self.loss))
+        # Of each unit that this rank counts; kept, as they are finite only if all its numbers are.
+        self.norms = {n: _norms(u) for n, u in self.local.units.items() if self._counts(n)}
+        none = torch.empty(0, device=self.loss.device)
+        own = torch.cat((none, *self.norms.values())).double().square_().sum().view(1)
         sums = torch.cat((own, *self._summed_too()))
 
         def agreed() -> None:
@@ -410,21 +411,19 @@ class Executor:
         self.updates[op.piece](self.lr, self.scale)
 
 
-def _squares(unit: Unit) -> Tensor:
-    """The sum of squares of the gradient's numbers that this rank counts, float64 of shape (1,).
+def _norms(unit: Unit) -> Tensor:
+    """Norms of short runs of the gradient's numbers that this rank counts.
 
-    Norms of short runs, which a fused kernel takes in float32, are added up in float64: no wide copy
-    of the gradient, and 1e-9 off where one float32 sum of 4M numbers is 1e-4 off.
+    A fused kernel takes them in float32, and their squares are added up in float64: no wide copy of
+    the gradient, and 1e-9 off where one float32 sum of 4M numbers is 1e-4 off.
     """
     gradient = unit.gradient
     assert gradient is not None
-    total = torch.zeros(1, dtype=torch.float64, device=gradient.device)
     wide = torch.promote_types(gradient.dtype, torch.float32)
+    norms = [gradient.new_empty(0, dtype=wide)]
     for run in unit.counted_runs:
         x = gradient[run]
         whole = len(x) // _SHORT * _SHORT
-        for part in (x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)):
-            if part.numel():
-                norms = torch.linalg.vector_norm(part, dim=1, dtype=wide)
-                total += norms.double().square_().sum()
-    return total
+        parts = x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)
+        norms += (torch.linalg.vector_norm(p, dim=1, dtype=wide) for p in parts if p.numel())
+    return torch.cat(norms)

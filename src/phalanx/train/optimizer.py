@@ -62,7 +62,7 @@ class Scale(NamedTuple):
         return cls(factor, factor.reciprocal().float(), (~norm.isfinite()).float())
 
     def on(self, device: torch.device) -> Scale:
-        return Scale(*(x.to(device) for x in self))
+        return self if device == self.skip.device else Scale(*(x.to(device) for x in self))
 
 
 class Update:

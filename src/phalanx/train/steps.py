@@ -44,7 +44,7 @@ class Trainer(Executor):
         return super()._numbers() | dict(zip(("total", "stops"), self.sums, strict=False))
 
     def _perform(self, op: Op) -> None:
-        with self.ranges(str(op)):
+        with nullcontext() if self.ranges is nullcontext else self.ranges(str(op)):
             super()._perform(op)
 
     def _summed_too(self) -> Sequence[Tensor]:
@@ -87,7 +87,7 @@ class Trainer(Executor):
             for way, p in bad
             if way == ops.BACKWARD
         ]
-        for p in (p for p, x in self.squares.items() if not math.isfinite(float(x))):
+        for p in (p for p, norms in self.norms.items() if not norms.isfinite().all()):
             summed = units[p].groups.reduce.size * units[p].groups.replica.size
             which = f", a sum over {summed} ranks of which any may have made it,"
             which = which if summed > 1 else ""
