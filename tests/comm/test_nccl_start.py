@@ -200,15 +200,18 @@ class Counting(ProcessWorld):
         self.split_ranks.append(groups)
 
 
-@pytest.mark.parametrize("text", ["dp8", "dp2 pp2 tp2", "dp4x2 pp2 tp4", "dp16 pp8 tp8 1f1b:16"])
-def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(text):
+@pytest.mark.parametrize(
+    "text, least",
+    [("dp8", 1), ("dp2 pp2 tp2", 3), ("dp4x2 pp2 tp4", 3), ("dp16 pp8 tp8 1f1b:16", 3)],
+)
+def test_groups_take_as_many_splits_of_the_communicator_at_any_number_of_ranks(text, least):
     # A `new_group` for each group and flow was 20, 45, 313 and 4,801 of them.
     layout = Layout.parse(text)
     shape = replace(SHAPES["gpt"], layers=8, heads=8, kv_heads=8)
     model = build_model(shape)
     world = Counting(layout.ranks)
     open_groups(world, layout, model, program_of(model, layout, agree=True))
-    assert 3 <= len(world.split_ranks) <= 20
+    assert least <= len(world.split_ranks) <= (1 if text == "dp8" else 20)
     pairs = {pair for groups in world.split_ranks for pair in groups}
     stages = layout.mesh.groups(["pp"])[0]
     assert all(pair in pairs for pair in pairwise(stages))

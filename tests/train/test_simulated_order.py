@@ -130,14 +130,15 @@ def timed_step(
         **kinds,
         ops.REDUCE_REPLICAS: kinds[ops.REDUCE_REPLICAS if layout.zero else ops.REDUCE],
     }
-    delayed: dict[int, Delayed] = {}  # units share groups
+    delayed: dict[tuple[str, int], Delayed] = {}  # units share groups
 
     def slow(groups: DataclassInstance, its_times: DataclassInstance) -> dict[str, Any]:
         """The groups by name, each as late as its operations cost."""
         names = {field.name for field in fields(groups)} & {*GROUPS}
         return {
             name: delayed.setdefault(
-                id(group), Delayed(group, getattr(its_times, name), clock, costs[GROUPS[name]])
+                (name, id(group)),
+                Delayed(group, getattr(its_times, name), clock, costs[GROUPS[name]]),
             )
             for name in sorted(names)
             for group in [getattr(groups, name)]
@@ -149,7 +150,7 @@ def timed_step(
         theirs = times.units[number].also
         also = {
             name: delayed.setdefault(
-                id(group), Delayed(group, theirs[name], clock, costs[ops.SUM_PARTS])
+                (name, id(group)), Delayed(group, theirs[name], clock, costs[ops.SUM_PARTS])
             )
             for name, group in unit.groups.also.items()
         }
@@ -172,11 +173,7 @@ def timed_step(
     batch = batch_of(SHAPES[shape], 0, dtype=torch.float32)
     own = microbatches(batch, layout, held.coordinates["dp"], held.coordinates["cp"])
     timeline = executor.step(own, 1e-3).timeline
-    logs = {
-        group.name.rstrip("0123456789"): log
-        for group in delayed.values()
-        for log in group.log.values()
-    }
+    logs = {name: log for (name, _), group in delayed.items() for log in group.log.values()}
     world.clear()
     return program, timeline, logs
 

@@ -87,7 +87,7 @@ def open_groups(
         raise LayoutError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; {world.size} were started."
         )
-    mesh = layout.mesh
+    mesh, everyone = layout.mesh, world.split(prefix + "everyone", [tuple(range(world.size))])
 
     def along(name: str, *axes: str) -> Group:
         return world.split(prefix + name, mesh.groups(axes))
@@ -100,20 +100,21 @@ def open_groups(
         tp=along("tp", "tp"),
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
-        count=along("count", "dp", "cp"),
+        count=everyone if layout.dp * layout.cp == layout.ranks else along("count", "dp", "cp"),
         activations=pipeline("activations", forward=True),
         gradients=pipeline("gradients", forward=False),
-        everyone=world.split(prefix + "everyone", [tuple(range(world.size))]),
-        units=_open_units(world, layout, model, program, prefix),
+        everyone=everyone,
+        units=_open_units(world, layout, model, program, everyone, prefix),
     )
 
 
 def _open_units(
-    world: World, layout: Layout, model: Model, program: Program, prefix: str
+    world: World, layout: Layout, model: Model, program: Program, everyone: Group, prefix: str
 ) -> tuple[UnitGroups, ...]:
     """The groups of every unit. Units over the same ranks share their groups."""
     mesh = layout.mesh
-    opened: dict[tuple[str, Ranks], Group] = {}
+    # Where all are replicas, a step's count, sums and agreement follow one another on every rank.
+    opened: dict[tuple[str, Ranks], Group] = {("replica", (everyone.ranks,)): everyone}
 
     def shared(name: str, ranks: Ranks) -> Group:
         number = sum(known == name for known, _ in opened)
@@ -129,20 +130,19 @@ def _open_units(
         "kv": shared("kv", _in_runs(over_tp, same)),  # ranks with the same key and value head
         "norms": shared("norms", over_tp),
     }
-    units = []
-    for unit in range(len(model.pieces)):
+
+    def groups_of(unit: int) -> UnitGroups:
         axes = unit_axes(model, layout, unit)
         stages = {program.host[piece] for piece in program.users(unit)}
-        units.append(
-            UnitGroups(
-                gather=shared("gather", mesh.groups(axes.shard)),
-                reduce=shared("reduce", mesh.groups(axes.shard)),
-                replica=shared("replica", mesh.groups(axes.replica)),
-                tie=shared("tie", _stages(mesh.groups(["pp"]), stages)),
-                also=also,
-            )
+        return UnitGroups(
+            gather=shared("gather", mesh.groups(axes.shard)),
+            reduce=shared("reduce", mesh.groups(axes.shard)),
+            replica=shared("replica", mesh.groups(axes.replica)),
+            tie=shared("tie", _stages(mesh.groups(["pp"]), stages)),
+            also=also,
         )
-    return tuple(units)
+
+    return tuple(map(groups_of, range(len(model.pieces))))
 
 
 def _in_runs(groups: Ranks, size: int) -> Ranks:
