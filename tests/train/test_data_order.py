@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from loop_worlds import small, trained
+from loop_worlds import losses, small, trained, weights
 
 from phalanx.parallel import share
 from phalanx.train import read_manifest
 from phalanx.train.data import Batches, Corpus, DataError, Permutation, Stream, open_library
+from phalanx.train.data.batches import Sequences, best_fit, shared_out
 
 
-def corpus_of(lengths: list[int], held: list[int] | None = None) -> Corpus:
+def corpus_of(lengths: list[int], held: list[int] | None = None) -> tuple[Corpus]:
     """Token n of the stream is n; documents have these lengths."""
 
     def stream(of: list[int]) -> Stream:
         starts = np.concatenate(([0], np.cumsum(of))).astype(np.int64)
         return Stream(np.arange(starts[-1], dtype=np.uint32), starts)
 
-    return Corpus("made", stream(lengths), stream(held or []), 0, "", 2.0)
+    return (Corpus("made", stream(lengths), stream(held or []), 0, "", 2.0),)
 
 
 @pytest.mark.parametrize("sizes", [range(1, 130), [1000, 4095, 4096, 4097, 20011]])
@@ -156,17 +160,19 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_sequences_that_com
     seen: list[int] = []  # the number of every sequence that was trained on
     stacked = Batches._stacked
 
-    def recorded(self: Batches, stream: Stream, numbers: list[int]) -> dict[str, torch.Tensor]:
-        if stream is self.corpus.train:
-            seen.extend(numbers)
-        return stacked(self, stream, numbers)
+    def recorded(
+        self: Batches, cuts: Sequence[Sequences], taken: Sequence[tuple[int, int] | None]
+    ) -> dict[str, torch.Tensor]:
+        if cuts[0].stream is self.corpora[0].train:
+            seen.extend(place[1] for place in taken if place)
+        return stacked(self, cuts, taken)
 
     monkeypatch.setattr(Batches, "_stacked", recorded)
     out = tmp_path / "run"
     trained(small(out, "steps=3", "batch=6", "seed=2"), "")
     trained(small(out, "steps=5", "batch=4", "seed=2"), "")
     trained(small(out, "steps=6", "batch=7", "seed=2"), "")
-    total = Batches(open_library(), 18, 1).sequences
+    total = Batches((open_library(),), 18, 1).sequences
     assert seen == order_by_hand(total, 2, 0)[: 18 + 8 + 7]
     progress = read_manifest(out / "checkpoints" / "step-00000006").progress
     assert (progress.step, progress.cursor) == (6, 33)
@@ -217,7 +223,7 @@ def test_the_held_out_part_is_read_whole_in_one_order() -> None:
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
-    assert Batches(corpus_of([9]), 2, 1).bits_per_byte(2 * np.log(2)) == pytest.approx(1.0)
+    assert Batches(corpus_of([9], [4]), 2, 1).bits_per_byte(2 * np.log(2)) == pytest.approx(1.0)
 
 
 def test_the_library_is_there_and_a_part_of_it_is_held_out() -> None:
@@ -225,7 +231,7 @@ def test_the_library_is_there_and_a_part_of_it_is_held_out() -> None:
     total = library.train.size + library.validation.size
     assert total > 1_000_000
     assert 0.01 < library.validation.size / total < 0.12
-    batch = Batches(library, 64, 4, vocab=256).batch(5)
+    batch = Batches((library,), 64, 4, vocab=256).batch(5)
     text = bytes(batch["tokens"][0].tolist()) + bytes([max(0, int(batch["targets"][0, -1]))])
     assert text[:-1] in bytes(library.train.tokens)
 
@@ -234,6 +240,135 @@ def test_tokens_that_the_model_does_not_know_are_refused() -> None:
     with pytest.raises(DataError, match=r"holds the token \d+; the vocabulary is 0 to 9"):
         list(map(Batches(corpus_of([40]), 4, 2, vocab=10).batch, range(9)))
     with pytest.raises(DataError, match="a vocabulary of 256, the model knows 100"):
-        Batches(open_library(), 4, 2, vocab=100)
+        Batches((open_library(),), 4, 2, vocab=100)
     with pytest.raises(DataError, match="sequence=0"):
         Batches(corpus_of([40]), 0, 2)
+
+
+# ---- several corpora
+
+
+@pytest.mark.parametrize(
+    "weights", [(7, 3), (1, 1), (5, 0, 2), (1, 10, 100, 1000), (3,), (2, 2, 2)]
+)
+def test_sequences_of_several_corpora_are_merged_by_their_times(weights: tuple[int, ...]) -> None:
+    """Number j of a corpus stands at (2j + 1) / 2 of its weight: all of them, sorted."""
+    times = sorted(
+        (Fraction(2 * j + 1, 2 * weight), which, j)
+        for which, weight in enumerate(weights)
+        if weight
+        for j in range(weight * 3)
+    )
+    wanted = [(which, j) for _, which, j in times]
+    assert [shared_out(n, weights) for n in range(len(wanted))] == wanted
+    # Each whole period has each corpus as often as its weight says.
+    period = [which for which, _ in wanted[: sum(weights)]]
+    assert [period.count(which) for which in range(len(weights))] == list(weights)
+
+
+def corpora_of(*sizes: int, weights: tuple[int, ...]) -> tuple[Corpus, ...]:
+    """Of corpus c token n is 1000 c + n, and as many more are held out."""
+    made = []
+    for which, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        first = Stream(np.arange(1000 * which, 1000 * which + size), np.array([0, size]))
+        second = Stream(np.arange(1000 * which, 1000 * which + size // 2), np.array([0, size // 2]))
+        made.append(Corpus(f"c{which}", first, second, 0, str(which), 1.0, weight))
+    return tuple(made)
+
+
+@pytest.mark.parametrize("weights", [(7, 3, 2), (0, 0, 0)])
+def test_a_mixed_run_shows_each_corpus_in_its_own_order_and_share(weights: tuple[int, ...]) -> None:
+    corpora = corpora_of(41, 81, 161, weights=weights)  # 10, 20 and 40 sequences
+    batches = Batches(corpora, 4, 6, seed=5)
+    tokens = torch.cat([batches.batch(step)["tokens"][:, 0] for step in range(35)]).tolist()
+    shares = weights if sum(weights) else (10, 20, 40)
+    for which, (total, weight) in enumerate(zip((10, 20, 40), shares, strict=True)):
+        seen = [(token % 1000) // 4 for token in tokens if token // 1000 == which]
+        assert abs(len(seen) - 210 * weight / sum(shares)) <= 1.5
+        orders = [n for epoch in range(20) for n in order_by_hand(total, 5, epoch)]
+        assert seen == orders[: len(seen)]
+    # A rank's rows, and a run that goes on in another batch size, are the same sequences.
+    rows = [batches.batch(9, share(6, 4, rank))["tokens"] for rank in range(4)]
+    assert torch.equal(torch.cat(rows), batches.batch(9)["tokens"])
+    other = replace(batches, size=5).resumed(3, batches.cursor(3))
+    again = torch.cat([other.batch(step)["tokens"][:, 0] for step in range(3, 9)])
+    assert again.tolist() == tokens[18:48]
+
+
+def test_held_out_parts_of_several_corpora_are_read_whole_and_mixed() -> None:
+    batches = Batches(corpora_of(41, 81, 161, weights=(1, 1, 1)), 4, 6)
+    found = [batches.validation(n) for n in range(batches.validations)]
+    targets = torch.cat([batch["targets"].flatten() for batch in found])
+    wanted = [1000 * c + n for c, size in enumerate((20, 40, 80)) for n in range(1, size)]
+    assert sorted(targets[targets >= 0].tolist()) == wanted
+    assert {int(token) // 1000 for token in found[0]["tokens"][:, 0]} == {0, 1, 2}
+    assert batches.bits_per_byte(math.log(2)) == pytest.approx(1.0)
+
+
+def test_a_mixed_run_goes_on_to_the_bit_and_is_alike_in_every_layout(tmp_path: Path) -> None:
+    """Four steps at once, and two and two in another layout."""
+    paths = []
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.bin"
+        np.random.default_rng(ord(name)).integers(0, 200, 4000).astype("<u2").tofile(path)
+        paths.append(str(path))
+    data = f"data={paths[0]}:0.7, {paths[1]}:0.3"
+    more = (data, "checkpoint.every=1", "precision=fp64")
+    trained(small(tmp_path / "whole", "steps=4", *more), "dp2 fp64")
+    trained(small(tmp_path / "parts", "steps=2", *more, "optimizer.schedule=constant"), "dp2 fp64")
+    trained(small(tmp_path / "again", "steps=4", *more, "optimizer.schedule=constant"), "dp2 fp64")
+    trained(small(tmp_path / "parts", "steps=4", *more, "optimizer.schedule=constant"), "dp2 fp64")
+    assert weights(tmp_path / "parts", 4) == weights(tmp_path / "again", 4)
+    seen = losses(tmp_path / "whole")
+    trained(small(tmp_path / "other", "steps=4", *more), "pp2 cp2 fp64")
+    for step, loss in losses(tmp_path / "other").items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(seen[step]), rel=1e-11)
+
+
+# ---- packing
+
+
+def test_best_fit_puts_the_longest_first_into_the_fullest_row_with_room() -> None:
+    # Johnson 1974: sorted 7 6 5 3 2 2 1 in rows of 8; 1 fits beside 7 exactly, 2 beside 6.
+    assert best_fit([2, 7, 5, 1, 6, 2, 3], 8) == [[1, 3], [4, 0], [2, 6], [5]]
+
+
+@pytest.mark.parametrize("room", [5, 8, 13])
+def test_best_fit_needs_as_many_rows_as_a_search_through_all_of_them(room: int) -> None:
+    lengths = np.random.default_rng(room).integers(1, room + 1, 300).tolist()
+    left: list[int] = []  # in each row; rows with as much left are as good as each other
+    for length in sorted(lengths, reverse=True):
+        space = min((x for x in left if x >= length), default=room)
+        if space in left and space >= length:
+            left.remove(space)
+        left.append(space - length)
+    rows = best_fit(lengths, room)
+    assert sorted(room - sum(lengths[n] for n in row) for row in rows) == sorted(left)
+    assert sorted(n for row in rows for n in row) == list(range(300))
+
+
+@pytest.mark.parametrize("packing", ["bfd", "none"])
+def test_whole_documents_stand_in_sequences_and_long_ones_are_cut(packing: str) -> None:
+    lengths = [3, 1, 9, 5, 2, 0, 4, 6]
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    batches = Batches(corpus_of(lengths), 6, 1, packing=packing)
+    assert batches.notices == [
+        "made: 1 of 8 documents are longer than sequence = 6 and are cut there"
+    ]
+    seen = []
+    for step in range(batches.sequences):
+        batch = {name: x[0].tolist() for name, x in batches.batch(step).items()}
+        places = [n for n in range(6) if batch["documents"][n] != -1]
+        documents = sorted({batch["documents"][n] for n in places})
+        assert len(documents) == 1 or packing == "bfd"
+        for document in documents:
+            own = [n for n in places if batch["documents"][n] == document]
+            kept = min(6, lengths[document])
+            tokens = list(range(starts[document], starts[document] + kept))
+            assert [batch["tokens"][n] for n in own] == tokens
+            assert [batch["positions"][n] for n in own] == list(range(kept))
+            follows = [t + 1 if t + 1 < starts[document + 1] else -100 for t in tokens]
+            assert [batch["targets"][n] for n in own] == follows
+            seen.append(document)
+    assert sorted(seen) == [0, 2, 3, 4, 6, 7]
+    assert batches.sequences == {"none": 6, "bfd": 5}[packing]

@@ -16,6 +16,7 @@ from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.families import code_of
 from ..layout.files import open_regular, reason
+from ..layout.run import PYTHON
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, cluster
 from ..plan.hardware import Hardware, hardware_of
@@ -126,10 +127,10 @@ def refuse_before(run: Run) -> None:
     wrong = wrong or _folders(run)
     if wrong:
         raise RunError("run", wrong)
-    if run.data != "python":
+    for path in (path for path, _ in run.sources if path != PYTHON):
         from ..train.data import open_corpus
 
-        open_corpus(run.data)
+        open_corpus(path)
 
 
 def refuse_large(need: float, what: str, way_out: str) -> None:

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..draw import text_table
-from .usage import Parser, UsageError, chosen, real, result
+from .usage import Parser, UsageError, chosen, complain, real, result, whole
 
 if TYPE_CHECKING:
-    from ..train.data import Vocabulary
+    from ..train.data import Prepared, Vocabulary
 
 _EPILOG = """\
   phalanx data prepare books/ --out data/books
-  phalanx data prepare web.jsonl --out data/web --tokenizer tokenizer.json
+  phalanx data prepare web.jsonl.zst --out data/web --tokenizer tokenizer.json
+  phalanx data prepare chats.jsonl --out data/chats --tokenizer Llama-3.2-1B-Instruct/
   phalanx data show python
   phalanx data verify data/books
 
-SRC is a text, .jsonl or .parquet file, or a folder of these. A preparation that was interrupted goes
-on where it was when the same command is given again. Exit code 1: damage was found."""
+SRC is a file or a folder of them: text, .jsonl and .json (also .gz, .zst), .parquet, or what
+`save_to_disk` of datasets has written. Rows with `messages`, `conversations` or `prompt` and `completion`
+are chats: the tokenizer's chat template writes them, and answers alone are trained on. A preparation that
+was interrupted goes on where it was when the same command is given again. Exit code 1: damage was
+found."""
+_BAD = ("skip", "refuse")
+SKIPPED = "skipped.txt"
+SHOWN = 10  # places that are named on the screen
+_LEFT_OUT = {
+    "skipped": "places that cannot be read",
+    "empty": "rows with nothing in them",
+    "unanswered": "chats without an answer",
+}
 
 
 def run(argv: list[str]) -> int:
@@ -44,23 +57,36 @@ def _read(parser: Parser, argv: list[str]) -> argparse.Namespace:
 
 
 def _prepare(argv: list[str]) -> int:
-    parser = _parser("prepare", "Makes token files of text.")
+    parser = _parser("prepare", "Makes token files of text and chats.")
     parser.add_output("--out", folder=True, required=True, help="where the token files go")
-    parser.add("--tokenizer", metavar="FILE", help="a tokenizer.json; bytes without")
-    parser.add("--end", metavar="TOKEN", help="the token that closes each document")
-    parser.add("--field", default="text", metavar="NAME", help="of .jsonl and .parquet")
+    what = "a tokenizer.json, or its folder with a chat template; bytes without"
+    parser.add("--tokenizer", metavar="PATH", help=what)
+    parser.add("--end", metavar="TOKEN", help="the token that closes each document of text")
+    what = "of rows; default text, messages, conversations, or prompt and completion"
+    parser.add("--field", default="", metavar="NAME", help=what)
     share = real(lambda x: 0 <= x < 1, "from 0 to below 1")
     parser.add("--held-out", type=share, default=0.05, metavar="SHARE", help="for validation")
+    what = "what cannot be read: leave it out and name it, or stop there"
+    parser.add("--on-bad", choices=_BAD, default=_BAD[0], help=what)
+    parser.add("--workers", type=whole(1, 4096), help="processes; default one a core")
     args = _read(parser, argv)
     from ..train.data import open_vocabulary
 
     vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
-    prepare_shown(args.source, args.out, vocabulary, args.field, args.held_out)
-    return _shown(args.out, args)
+    done = prepare_shown(
+        args.source,
+        args.out,
+        vocabulary,
+        field=args.field,
+        share=args.held_out,
+        skip=args.on_bad == _BAD[0],
+        workers=args.workers or 0,
+    )
+    return _shown(args.out, args, done)
 
 
-def prepare_shown(source: str, out: str, vocabulary: Vocabulary, field: str, share: float) -> None:
-    """Make token files of text, with a bar that says how far it is."""
+def prepare_shown(source: str, out: str, vocabulary: Vocabulary, **how: Any) -> Prepared:
+    """Make token files, with a bar that says how far it is, and name what was left out."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -68,16 +94,31 @@ def prepare_shown(source: str, out: str, vocabulary: Vocabulary, field: str, sha
 
     words = TextColumn("{task.description}")
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    known = Path(out, "index.json").exists()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
-        prepare(
+        done = prepare(
             Path(source),
             Path(out),
             vocabulary,
-            share=share,
-            field=field,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            **how,
         )
+    if done.skipped and not known:
+        names = Path(out, SKIPPED)
+        with names.open(encoding="utf-8") as file:
+            for line in islice(file, SHOWN):
+                complain(f"left out: {line.rstrip()}")
+        if done.skipped > SHOWN:
+            complain(f"left out: {done.skipped - SHOWN:,} more, in {names}")
+    return done
+
+
+def left_out(done: Prepared) -> str:
+    """How much of the sources is not in the tokens, as the end of a sentence."""
+    counts = {what: getattr(done, name) for name, what in _LEFT_OUT.items()}
+    text = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    return f"; left out: {text}" if text else ""
 
 
 def _show(argv: list[str]) -> int:
@@ -85,7 +126,7 @@ def _show(argv: list[str]) -> int:
     return _shown(args.source, args)
 
 
-def _shown(source: str, args: argparse.Namespace) -> int:
+def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) -> int:
     from ..train.data import open_corpus
 
     corpus = open_corpus(source)
@@ -93,7 +134,7 @@ def _shown(source: str, args: argparse.Namespace) -> int:
         name: {"tokens": stream.size, "documents": len(stream.starts) - 1}
         for name, stream in (("train", corpus.train), ("validation", corpus.validation))
     }
-    figures = {
+    figures: dict[str, Any] = {
         "name": corpus.name,
         "vocab": corpus.vocab,
         "bytes_per_token": corpus.bytes_per_token,
@@ -109,6 +150,12 @@ def _shown(source: str, args: argparse.Namespace) -> int:
     text = f"{corpus.name}: {vocabulary}" + (
         f", {known:.2f} bytes of text a token" if known else ""
     )
+    if done is not None:
+        counts = {name: getattr(done, name) for name in ("answers", *_LEFT_OUT)}
+        figures |= {"form": done.form, **counts}
+        text += f"\n{done.form}{left_out(done)}"
+        if done.answers:
+            rows.append(("answers", f"{done.answers:,}", "tokens are trained on"))
     result(args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}")
     return 0
 

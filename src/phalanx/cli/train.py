@@ -22,7 +22,7 @@ from ..layout.environment import (
     rendezvous,
 )
 from ..layout.mesh import RANKS
-from ..layout.run import Run, RunError, misfits, run_schema
+from ..layout.run import PYTHON, Run, RunError, misfits, run_schema
 from ..plan import Machine
 from .before import refuse_before
 from .usage import Parser, UsageError, complain, print_json, progress, say, whole
@@ -110,28 +110,49 @@ def _run_of(args: argparse.Namespace) -> tuple[Run, str]:
 
 
 def _prepared(run: Run) -> Run:
-    """Text becomes tokens of the model's own tokenizer, in the run's folder; the run with these."""
-    tokens = ("index.json", "train.bin")
-    path = Path(run.data)
-    held = path.suffix in (".bin", ".idx") or any((path / name).is_file() for name in tokens)
-    if not run.hub or held:
+    """Text and chats become tokens of the model's own tokenizer, in the run's folder; the run with
+    these."""
+    if not run.hub:
         return run
-    if run.data == "python":
-        raise UsageError(
-            f"data = 'python' is bytes, and model = {run.model!r} has a tokenizer. Name a text,"
-            " .jsonl or .parquet file, or a folder of these."
-        )
-    from ..train.data import HELD_OUT, hub_vocabulary
-    from .data import prepare_shown
+    made = [_tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)]
+    if len(made) == 1:
+        return replace(run, data=made[0])
+    pairs = zip(made, run.sources, strict=True)
+    return replace(
+        run, data=tuple(f"{path}:{weight}" if weight else path for path, (_, weight) in pairs)
+    )
 
-    vocabulary, out = hub_vocabulary(Path(run.hub)), str(Path(run.out, "tokens"))
-    if launched(os.environ) and not Path(out, tokens[0]).is_file():
+
+def _tokens_of(run: Run, data: str, number: int) -> str:
+    """Where the tokens of a source are, made if they are not there."""
+    from ..train.data import has_tokens, open_vocabulary
+    from .data import left_out, prepare_shown
+
+    if data == PYTHON:
         raise UsageError(
-            f"data = {run.data!r} is text, and many processes have been started. Prepare it first:"
-            f" phalanx data prepare {run.data} --tokenizer {run.hub}/tokenizer.json --out {out}"
+            f"data = {PYTHON!r} is bytes, and model = {run.model!r} has a tokenizer. Name text or chats:"
+            " a text, .jsonl or .parquet file, or a folder of these."
         )
-    prepare_shown(run.data, out, vocabulary, "text", HELD_OUT)
-    return replace(run, data=out)
+    if has_tokens(Path(data)):
+        return data
+    out = str(Path(run.out, f"tokens-{number}" if number else "tokens"))
+    if launched(os.environ) and not has_tokens(Path(out)):
+        raise UsageError(
+            f"data = {data!r} is text, and many processes have been started. Prepare it first:"
+            f" phalanx data prepare {data} --tokenizer {run.hub} --out {out}"
+        )
+    how = run.prepare
+    done = prepare_shown(
+        data,
+        out,
+        open_vocabulary(Path(run.hub)),
+        field=how.field,
+        share=how.held_out,
+        skip=how.on_bad == "skip",
+        workers=0,
+    )
+    complain(f"{out}: {done.form}{left_out(done)}")
+    return out
 
 
 def _adopted(run: Run) -> tuple[Run, str]:

@@ -7,9 +7,12 @@ once before any process starts. No torch: a wrong file is refused in a fraction 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from .shape import HUB, Shape, ShapeError
 from .source import split_name, syntax_error
 
 BYTES = 256  # the vocabulary of the built-in data
+PYTHON = "python"  # its name
 CHECKPOINTS = "checkpoints"  # where they lie in a run's folder, unless checkpoint.dir names another
 
 
@@ -114,6 +118,19 @@ class Profiling:
 
 
 @dataclass(frozen=True)
+class Preparing:
+    """How `data` becomes tokens of a model's own tokenizer."""
+
+    field: str = key("", "of rows; empty: text, messages, conversations, or prompt and completion")
+    held_out: float = key(0.05, "share of the documents for validation", minimum=0, maximum=0.999)
+    on_bad: str = key(
+        "skip",
+        "what cannot be read: skip (left out and named) or refuse",
+        choices=("skip", "refuse"),
+    )
+
+
+@dataclass(frozen=True)
 class Run:
     """One training run. `shape` and `layout_of` resolve the names in it."""
 
@@ -128,8 +145,17 @@ class Run:
         "bf16, fp16, tf32, fp32, fp64; empty: the layout's, else fp32",
         choices=("", *PRECISIONS),
     )
-    data: str = key("python", "python (its own library's text), or a path; see `phalanx data`")
+    data: str | tuple[str, ...] = key(
+        "python",
+        "python (its own library's text), or a path, or several as 'a:0.7, b:0.3'; see `phalanx data`",
+    )
     document_masks: bool = key(True, "no attention between documents of a sequence")
+    packing: str = key(
+        "",
+        "wrapped: text is cut where a sequence ends; bfd: whole documents share a sequence; none: one"
+        " in each, padded; empty: bfd for chats, else wrapped",
+        choices=("", "wrapped", "bfd", "none"),
+    )
     batch: int = key(
         0, "global batch size in sequences; 0: the shape's", minimum=0, maximum=1 << 24
     )
@@ -156,6 +182,7 @@ class Run:
     metrics: Metrics = table(Metrics, "what is logged")
     validation: Validation = table(Validation, "the loss on the validation split")
     profile: Profiling = table(Profiling, "a trace of some steps")
+    prepare: Preparing = table(Preparing, "how text is read where `model` has a tokenizer")
 
     @classmethod
     def parse(
@@ -194,6 +221,17 @@ class Run:
         return dump(self)
 
     @cached_property
+    def sources(self) -> tuple[tuple[str, int], ...]:
+        """The paths of the data with their weights, whole numbers; 0 where none are given."""
+        items = self.data
+        if isinstance(items, str):
+            whole = items == PYTHON or Path(items).exists()
+            items = (items,) if whole else tuple(x.strip() for x in items.split(",") if x.strip())
+        pairs = [_weighted(item) for item in items]
+        unit = math.lcm(*(weight.denominator for _, weight in pairs))
+        return tuple((path, int(weight * unit)) for path, weight in pairs)
+
+    @property
     def own(self) -> str:
         """FILE.py:Class when the model is the user's own, or hf:FOLDER when only transformers has its
         code; else empty."""
@@ -283,6 +321,15 @@ class Run:
         return Path(self.checkpoint.dir) if self.checkpoint.dir else Path(self.out, CHECKPOINTS)
 
 
+_WEIGHT = re.compile(r"(.+):([0-9]*\.?[0-9]+(?:e-?[0-9]{1,2})?)")
+
+
+def _weighted(item: str) -> tuple[str, Fraction]:
+    """A path and its weight, 0 where it has none."""
+    match = None if Path(item).exists() else _WEIGHT.fullmatch(item)
+    return (match[1], Fraction(match[2])) if match else (item, Fraction(0))
+
+
 Adopt = Callable[[Run], Run]
 # Keys of earlier versions.
 _RENAMED = {
@@ -301,6 +348,14 @@ _OTHERS = {
     "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
     "optimizer.warmup_steps": ("warmup_iters", "lr_warmup_iters", "warmup_ratio"),
     "optimizer.decay_steps": ("decay_ratio", "lr_decay_iters", "lr_decay_style"),
+    'data="a:0.7, b:0.3"': (
+        "dataset", "datasets", "data_path", "dataset_path", "train_data", "train_file", "data_dir",
+    ),
+    'packing="bfd"': ("sample_packing", "pack", "packing_strategy"),
+    "data with messages, or prompt and completion: answers alone are trained on": (
+        "assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_responses_only",
+    ),
+    "prepare.field": ("text_field", "dataset_text_field", "text_column"),
     "batch": ("batch_size", "global_batch_size", "train_batch_size"),
     "microbatch, or accum:N in the layout": (
         "micro_batch", "micro_batch_size", "local_batch_size", "per_device_train_batch_size",
@@ -401,7 +456,8 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.positions == "learned" and run.sequence > shape.sequence:
         what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
         yield Mistake("sequence", what, f"Write sequence = {shape.sequence} or less")
-    if run.data == "python" and not run.hub and shape.vocab < BYTES:
+    named = [path for path, _ in run.sources]
+    if PYTHON in named and not run.hub and shape.vocab < BYTES:
         what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"
         yield Mistake("model", what, f"Give it vocab = {BYTES} or more")
 
@@ -438,9 +494,17 @@ def _plan(run: Run) -> Iterator[Mistake]:
 
 
 def _files(run: Run) -> Iterator[Mistake]:
-    if run.data != "python" and not Path(run.data).exists():
-        what = f"data = {run.data!r} is not there"
-        yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
+    for path, _ in run.sources:
+        if path != PYTHON and not Path(path).exists():
+            what = f"data = {path!r} is not there"
+            yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
+    if len({weight > 0 for _, weight in run.sources}) != 1:
+        what = (
+            "data names a source without a weight beside one with"
+            if run.sources
+            else "data names nothing"
+        )
+        yield Mistake("data", what, 'Write data = "a:0.7, b:0.3", or none for all in full')
     for name in ("tensorboard", "wandb", "trackio"):
         if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
             what = f"metrics.{name} = true, and {name} is not installed"

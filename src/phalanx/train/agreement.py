@@ -24,7 +24,7 @@ from ..layout.run import Run
 from ..layout.source import split_name
 from ..parallel import Model
 from ..program import Program
-from .data import Corpus
+from .data import Batches
 
 BLOCK = 1 << 16
 DIGITS = 16  # of a checksum that are compared and shown
@@ -32,7 +32,7 @@ BLOCKS = 1024  # of an array that are read at most, evenly over it: 64 MiB
 
 
 def facts_of(
-    run: Run, layout: Layout, shape: Shape, corpus: Corpus, model: Model, program: Program | None
+    run: Run, layout: Layout, shape: Shape, batches: Batches, model: Model, program: Program | None
 ) -> dict[str, str]:
     """Everything that the ranks of a run must have alike, by name."""
     table, sizes = asdict(run), asdict(shape)
@@ -54,18 +54,19 @@ def facts_of(
         "model's weights": _checksum("\n".join(weights)),
         "schedule file": _file(split_name(layout.schedule)[0]),
         "machine file": _file(run.machine),
-        "data": data_checksum(corpus),
+        "data": data_checksum(batches),
         # With recompute:fit ranks first settle how much memory there is.
         "program": _checksum(str(program)) if program else "",
     }
 
 
-def data_checksum(corpus: Corpus) -> str:
-    """A checksum of a corpus's tokens and documents. Of more than 64 MiB in one file it covers
+def data_checksum(batches: Batches) -> str:
+    """A checksum of the tokens and documents of all corpora. Of more than 64 MiB in one file it covers
     64 MiB in 1,024 blocks, evenly spread, so that terabytes do not delay a start."""
-    digest = hashlib.sha256(f"{corpus.vocab} {corpus.fingerprint}".encode())
-    for stream in (corpus.train, corpus.validation):
-        for array in (stream.tokens, stream.starts, stream.origins):
+    marks = [f"{corpus.vocab} {corpus.fingerprint} {corpus.weight}" for corpus in batches.corpora]
+    digest = hashlib.sha256(" ".join(marks).encode())
+    for stream in (x for corpus in batches.corpora for x in (corpus.train, corpus.validation)):
+        for array in (stream.tokens, stream.starts, stream.origins, stream.answers):
             if array is not None:
                 digest.update(f"{array.dtype} {array.size}".encode())
                 for block in _blocks(array):

@@ -281,7 +281,16 @@ def changed_settings(manifest: Progress, run: Run) -> list[str]:
     ]
 
 
-_SETTINGS = ("batch", "microbatch", "sequence", "steps", "data", "document_masks", "optimizer")
+_SETTINGS = (
+    "batch",
+    "microbatch",
+    "sequence",
+    "steps",
+    "data",
+    "document_masks",
+    "packing",
+    "optimizer",
+)
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -189,13 +189,15 @@ class _Loop:
 
     def run(self) -> Outcome:
         run, start = self.run_, self._resume()
+        for notice in self.rank.batches.notices:
+            self.log.notice("data", notice)
         self.log.start(
             start, self.rank.flops, self.rank.peak(),
             tokens=self.rank.shape.batch * self.rank.tokens,
             layout=str(self.rank.layout), ranks=self.rank.world.size,
             model=asdict(self.rank.shape), sequence=self.run_.tokens(self.rank.shape),
             own=self.run_.own, parameters=self.rank.parameters,
-            data=self.rank.batches.corpus.name,
+            data=self.rank.batches.name,
             held=sum(unit.part for unit in self.rank.local.units.values()),
         )  # fmt: skip
         done, stopped = start, False
@@ -245,7 +247,7 @@ class _Loop:
             self.log.notice("model", text)
         for text in changed_settings(at, self.run_):
             self.log.notice("settings", text)
-        if at.data != batches.corpus.fingerprint:
+        if at.data != batches.fingerprint:
             self.log.notice("data", f"the data is not what {loaded.path} was trained on")
         self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
         return at.step
@@ -350,7 +352,7 @@ class _Loop:
         batches, scaling = self.rank.batches, self.trainer.scaling
         state = {"loss_scale": [scaling.scale, scaling.steady]} if scaling else {}
         return Progress(
-            done, batches.cursor(done), self.run_.seed, batches.corpus.fingerprint,
+            done, batches.cursor(done), self.run_.seed, batches.fingerprint,
             str(self.rank.layout), self.rank.shape,
             {"run": asdict(self.run_), "model": self.rank.identity.record}, state,
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -42,9 +43,10 @@ def optimizer_of(run: Run) -> Optimizer:
 
 def batches_of(run: Run, shape: Shape) -> Batches:
     """The batches of a run; data that does not fit the model is refused here."""
+    corpora = tuple(replace(open_corpus(path), weight=weight) for path, weight in run.sources)
     return Batches(
-        open_corpus(run.data), run.tokens(shape), shape.batch,
-        seed=run.seed, masks=run.document_masks, vocab=shape.vocab,
+        corpora, run.tokens(shape), shape.batch,
+        seed=run.seed, masks=run.document_masks, vocab=shape.vocab, packing=run.packing,
     )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ class Rank:
             self.precision = precision_of(layout.precision)
             fits, whole = layout.recompute == "fit", optimizer_of(run).whole_matrices
             program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
-            facts |= facts_of(run, layout, self.shape, self.batches.corpus, self.model, program)
+            facts |= facts_of(run, layout, self.shape, self.batches, self.model, program)
         self.program: Program = program or self._fitting_program()
         self.local: LocalModel = build_local(
             world,

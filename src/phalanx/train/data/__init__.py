@@ -1,17 +1,19 @@
 """What there is to learn from: text to token files, token files to the batches of steps."""
 
 from .batches import Batches, Permutation
-from .prepare import Bytes, Tokenizer, Vocabulary, hub_vocabulary, open_vocabulary, prepare
+from .prepare import Prepared, prepare
 from .token_files import (
     HELD_OUT,
     Corpus,
     DataError,
     Stream,
+    has_tokens,
     open_corpus,
     open_library,
     open_prepared,
     verify_prepared,
 )
+from .vocabulary import Bytes, Tokenizer, Vocabulary, open_vocabulary
 
 __all__ = [
     "HELD_OUT",
@@ -20,10 +22,11 @@ __all__ = [
     "Corpus",
     "DataError",
     "Permutation",
+    "Prepared",
     "Stream",
     "Tokenizer",
     "Vocabulary",
-    "hub_vocabulary",
+    "has_tokens",
     "open_corpus",
     "open_library",
     "open_prepared",

@@ -1,8 +1,9 @@
-"""The batch of a step: a pure function of the step, cut from a corpus.
+"""The batch of a step: a pure function of the step, cut from one corpus or several.
 
-A sequence is `sequence` neighbouring tokens of the stream; the last one is padded. The order of
-sequences is a permutation that each epoch computes anew, so that to go on after a stop is an
-integer, and every layout sees the same tokens.
+A sequence is `sequence` neighbouring tokens of the stream (the last one is padded), or whole documents
+side by side, or one document and padding. The order of a corpus's sequences is a permutation that each
+epoch computes anew, and which corpus is next follows from how many were taken: to go on after a stop is
+an integer, and every layout sees the same tokens.
 
 The permutation is computed, so that nothing is stored and any of its elements can be asked for. A
 Feistel network permutes the numbers of 2k bits; one that leaves 0..size-1 is sent through again until
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -38,36 +40,83 @@ class Batches:
     """Batches of `size` sequences. `vocab`, if given, is what the model knows: a token beyond it
     is an error here and not in a kernel.
 
+    Of several corpora each has its weight's share of any run of sequences, as nearly as whole numbers
+    can, and begins anew when it is used up; without weights all are used up together. `packing` is
+    "wrapped" (sequences are cut wherever they end), "bfd" (whole documents, best fit decreasing), "none"
+    (one document in each), or empty: bfd for chats and else wrapped.
+
     With `masks` documents are kept apart: no attention across their ends (`documents`), positions
     begin anew in each, and the first token of one is not a target. Without, text just flows on.
     `origin` is where the count of sequences began: see `resumed`.
     """
 
-    corpus: Corpus
+    corpora: tuple[Corpus, ...]
     sequence: int
     size: int  # sequences of a step, over all ranks
     seed: int = 0
     masks: bool = True
     vocab: int = 0
+    packing: str = ""
     origin: int = 0
 
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.size < 1:
             raise DataError(f"sequence={self.sequence}, size={self.size}: both are 1 or more.")
-        if self.corpus.train.size < 2:
-            raise DataError(
-                f"{self.corpus.name}: {self.corpus.train.size} tokens to train on; 2 are needed."
-            )
-        if self.vocab and self.corpus.vocab > self.vocab:
-            raise DataError(
-                f"{self.corpus.name} has a vocabulary of {self.corpus.vocab}, the model knows"
-                f" {self.vocab}; give the model as many, or prepare with its tokenizer."
-            )
+        for corpus, cut in zip(self.corpora, self._train, strict=True):
+            if corpus.train.size < 2:
+                raise DataError(
+                    f"{corpus.name}: {corpus.train.size} tokens to train on; 2 are needed."
+                )
+            if not cut.count:
+                raise DataError(
+                    f"{corpus.name}: no document has a token to train on within {self.sequence}"
+                    " tokens. Write a longer sequence."
+                )
+            if self.vocab and corpus.vocab > self.vocab:
+                raise DataError(
+                    f"{corpus.name} has a vocabulary of {corpus.vocab}, the model knows"
+                    f" {self.vocab}; give the model as many, or prepare with its tokenizer."
+                )
+
+    @property
+    def name(self) -> str:
+        """What the corpora are called, with their weights where there are several."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].name
+        return ", ".join(f"{c.name}:{w}" for c, w in zip(self.corpora, self._weights, strict=True))
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs for other tokens, or other shares of them."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].fingerprint
+        marks = [f"{corpus.fingerprint}:{corpus.weight}" for corpus in self.corpora]
+        return hashlib.sha256(" ".join(marks).encode()).hexdigest()
+
+    @cached_property
+    def _train(self) -> tuple[Sequences, ...]:
+        return tuple(_cut(c.train, self.sequence, self.packing) for c in self.corpora)
+
+    @cached_property
+    def _validation(self) -> tuple[Sequences, ...]:
+        return tuple(_cut(c.validation, self.sequence, self.packing) for c in self.corpora)
+
+    @cached_property
+    def _weights(self) -> tuple[int, ...]:
+        return tuple(
+            c.weight or cut.count for c, cut in zip(self.corpora, self._train, strict=True)
+        )
 
     @property
     def sequences(self) -> int:
-        """How many there are: an epoch shows each once."""
-        return _sequences(self.corpus.train, self.sequence)
+        """How many there are of all corpora; of one, an epoch shows each once."""
+        return sum(cut.count for cut in self._train)
+
+    @property
+    def notices(self) -> list[str]:
+        """What of the documents is not trained on, a sentence for each corpus."""
+        pairs = zip(self.corpora, self._train, strict=True)
+        return [f"{corpus.name}: {cut.notice}" for corpus, cut in pairs if cut.notice]
 
     def cursor(self, step: int) -> int:
         """How many sequences the steps before this one have taken."""
@@ -79,89 +128,214 @@ class Batches:
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """The step's batch, or these rows of it: nothing else is read."""
-        first, total = self.cursor(step), self.sequences
+        first = self.cursor(step)
         if first < 0:
             raise DataError(f"step {step} is before the first sequence.")
         taken = []
         for row in range(*(rows or slice(None)).indices(self.size)):
-            epoch, index = divmod(first + row, total)
-            taken.append(_order(total, self.seed, epoch)[index])
-        return self._stacked(self.corpus.train, taken)
+            which, index = shared_out(first + row, self._weights)
+            total = self._train[which].count
+            epoch, index = divmod(index, total)
+            taken.append((which, _order(total, self.seed, epoch)[index]))
+        return self._stacked(self._train, taken)
 
     @property
     def validations(self) -> int:
-        """How many batches hold the whole of the held-out part."""
-        if not self.corpus.validation.size:
-            return 0
-        return -(-_sequences(self.corpus.validation, self.sequence) // self.size)
+        """How many batches hold the whole of the held-out parts."""
+        return -(-sum(cut.count for cut in self._validation) // self.size)
 
     def validation(self, index: int, rows: slice | None = None) -> Batch:
-        """Batch `index` of the held-out part, in its order; the last is filled up with padding."""
+        """Batch `index` of the held-out parts, in their order; the last is filled up with padding.
+        Parts of several corpora are mixed evenly."""
         if not 0 <= index < self.validations:
             raise DataError(
-                f"{self.corpus.name}: there is no validation batch {index} of {self.validations};"
+                f"{self.name}: there is no validation batch {index} of {self.validations};"
                 " a corpus of few documents may have none held out."
             )
+        counts = tuple(cut.count for cut in self._validation)
         chosen = range(*(rows or slice(None)).indices(self.size))
-        return self._stacked(self.corpus.validation, [index * self.size + row for row in chosen])
+        numbers = [index * self.size + row for row in chosen]
+        taken = [shared_out(n, counts) if n < sum(counts) else None for n in numbers]
+        return self._stacked(self._validation, taken)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per byte of text, where the bytes are known."""
-        size = self.corpus.bytes_per_token
+        tokens = [corpus.validation.size for corpus in self.corpora]
+        each = [corpus.bytes_per_token for corpus in self.corpora]
+        if not all(size for n, size in zip(tokens, each, strict=True) if n) or not sum(tokens):
+            return None
+        size = sum(n * (known or 0) for n, known in zip(tokens, each, strict=True)) / sum(tokens)
         return loss / math.log(2) / size if size else None
 
-    def _stacked(self, stream: Stream, numbers: list[int]) -> Batch:
+    def _stacked(self, cuts: Sequence[Sequences], taken: Sequence[tuple[int, int] | None]) -> Batch:
         import torch  # a corpus is opened and shown without it
 
-        shape = (len(numbers), self.sequence)  # of each array: (sequences, time)
+        shape = (len(taken), self.sequence)  # of each array: (sequences, time)
         arrays = {
             "tokens": np.zeros(shape, np.int64),
             "targets": np.full(shape, IGNORED, np.int64),
             "positions": np.zeros(shape, np.int64),
             "documents": np.full(shape, PADDING, np.int64),
         }
-        for row, number in enumerate(numbers):
-            self._fill(stream, number, {name: x[row] for name, x in arrays.items()})
+        for row, place in enumerate(taken):
+            if place is not None:
+                which, number = place
+                self._fill(which, cuts[which], number, {n: x[row] for n, x in arrays.items()})
         if not self.masks:
             del arrays["documents"]
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
-    def _fill(self, stream: Stream, number: int, row: dict[str, NDArray[np.int64]]) -> None:
-        start = number * self.sequence
-        stop = min(start + self.sequence + 1, stream.size)
-        if stop - start < 2:
-            return  # a row of padding
-        tokens, documents = stream.read(start, stop)
-        self._refuse_unknown(tokens)
-        held = min(self.sequence, len(tokens))
-        follows = tokens[1:]
-        time = np.arange(held)
-        if self.masks:
-            same = documents[1:] == documents[:-1]
-            follows = np.where(same, follows, IGNORED)
-            begins = np.concatenate(([True], ~same[: held - 1]))
-            time = time - np.maximum.accumulate(np.where(begins, time, 0))
-        row["tokens"][:held] = tokens[:held]
-        row["targets"][: len(follows)] = follows
-        row["positions"][:held] = time
-        row["documents"][:held] = documents[:held]
+    def _fill(
+        self, which: int, cut: Sequences, number: int, row: dict[str, NDArray[np.int64]]
+    ) -> None:
+        at = 0
+        for start, end in cut.runs(number):
+            # With the token that follows the last one, if there is one in the run's document.
+            stop = min(start + self.sequence - at + 1, end)
+            if stop - start < 2:
+                continue
+            tokens, documents = cut.stream.read(start, stop)
+            self._refuse_unknown(self.corpora[which], tokens)
+            held = min(self.sequence - at, len(tokens))
+            follows = np.where(cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED)
+            time = np.arange(held)
+            if self.masks:
+                same = documents[1:] == documents[:-1]
+                follows = np.where(same, follows, IGNORED)
+                begins = np.concatenate(([True], ~same[: held - 1]))
+                time = time - np.maximum.accumulate(np.where(begins, time, 0))
+            else:
+                time = time + at
+            row["tokens"][at : at + held] = tokens[:held]
+            row["targets"][at : at + len(follows)] = follows
+            row["positions"][at : at + held] = time
+            row["documents"][at : at + held] = documents[:held]
+            at += held
 
-    def _refuse_unknown(self, tokens: NDArray[np.int64]) -> None:
+    def _refuse_unknown(self, corpus: Corpus, tokens: NDArray[np.int64]) -> None:
         least, most = int(tokens.min()), int(tokens.max())
-        limit = self.vocab or self.corpus.vocab or 1 << 31
+        limit = self.vocab or corpus.vocab or 1 << 31
         if least < 0 or most >= limit:
             wrong = least if least < 0 else most
             raise DataError(
-                f"{self.corpus.name} holds the token {wrong}; the vocabulary is 0 to {limit - 1}."
+                f"{corpus.name} holds the token {wrong}; the vocabulary is 0 to {limit - 1}."
             )
 
 
-def _sequences(stream: Stream, sequence: int) -> int:
-    # The last token of a stream has nothing after it, so it begins no sequence.
-    return -(-max(1, stream.size - 1) // sequence)
+# ---- sequences of a stream
 
 
-@lru_cache(maxsize=4)
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """A stream in `count` sequences. Where `chosen` is given, these are its documents, and sequence n
+    has those from `edges[n]` to `edges[n + 1]`; else it is cut wherever a sequence ends."""
+
+    stream: Stream
+    sequence: int
+    count: int
+    chosen: NDArray[np.int64] | None = None
+    edges: NDArray[np.int64] | None = None
+    notice: str = ""
+
+    def runs(self, number: int) -> Iterator[tuple[int, int]]:
+        """Where each run of tokens of a sequence begins in the stream, and where it ends at the latest."""
+        if self.chosen is None or self.edges is None:
+            yield number * self.sequence, self.stream.size
+            return
+        starts = self.stream.starts
+        for document in self.chosen[self.edges[number] : self.edges[number + 1]]:
+            yield int(starts[document]), int(starts[document + 1])
+
+
+@lru_cache(maxsize=64)  # a run that goes on makes its batches anew
+def _cut(stream: Stream, sequence: int, packing: str) -> Sequences:
+    packing = packing or ("wrapped" if stream.answers is None else "bfd")
+    if packing == "wrapped":
+        # The last token of a stream has nothing after it, so it begins no sequence.
+        count = -(-max(1, stream.size - 1) // sequence) if stream.size else 0
+        return Sequences(stream, sequence, count)
+    lengths = np.diff(stream.starts)
+    kept = lengths > 1  # a single token predicts nothing
+    longer = np.flatnonzero(lengths > sequence)
+    for document in longer if stream.answers is not None else ():
+        start = int(stream.starts[document])
+        # Of the first `sequence` tokens the targets are the next ones.
+        stop = min(start + sequence + 1, int(stream.starts[document + 1]))
+        kept[document] = stream.read_answers(start + 1, stop).any()
+    documents = np.flatnonzero(kept)
+    notice = ""
+    if len(longer):
+        lost = len(longer) - int(kept[longer].sum())
+        notice = f"{len(longer) - lost:,} of {len(lengths):,} documents are longer than sequence ="
+        notice += f" {sequence:,} and are cut there"
+        notice += f"; {lost:,} more have no answer before that and are left out" if lost else ""
+    if packing == "none":
+        return Sequences(
+            stream, sequence, len(documents), documents, np.arange(len(documents) + 1), notice
+        )
+    rows = best_fit(np.minimum(lengths[documents], sequence).tolist(), sequence)
+    edges = np.cumsum([0, *map(len, rows)])
+    order = np.fromiter((n for row in rows for n in row), np.int64, len(documents))
+    return Sequences(stream, sequence, len(rows), documents[order], edges, notice)
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which lengths share a row of `room`, by their numbers: the longest first, each into the fullest
+    row that still has room for it (best fit decreasing)."""
+    rows: list[list[int]] = []
+    # Rows by what is left in them, and what is left as bits of a number: the lowest set bit from a
+    # length on is found in one operation.
+    left: list[list[int]] = [[] for _ in range(room + 1)]
+    bits = 0
+    for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
+        length = lengths[number]
+        fitting = bits >> length
+        if fitting:
+            space = length + (fitting & -fitting).bit_length() - 1
+            row = left[space].pop()
+            if not left[space]:
+                bits ^= 1 << space
+            rows[row].append(number)
+        else:
+            space, row = room, len(rows)
+            rows.append([number])
+        if space > length:
+            left[space - length].append(row)
+            bits |= 1 << (space - length)
+    return rows
+
+
+# ---- the order of sequences
+
+
+def shared_out(number: int, weights: tuple[int, ...]) -> tuple[int, int]:
+    """Which of several sequence `number` is of, and which of that one's own it is.
+
+    Its j-th stands at the time (2j + 1) / (2 weight), in units in which all weights pass together:
+    merged by time, any run of sequences has nearly each weight's share.
+    """
+    if len(weights) == 1:
+        return 0, number
+    total = sum(weights)
+    # Times are compared as whole numbers: (2j + 1) * unit / weight.
+    unit = math.lcm(*(w for w in weights if w))
+    begin = max(0, number - len(weights))
+    # How many of each stand before the time `begin`; all together at most `number`.
+    taken = [(2 * begin * w + total) // (2 * total) for w in weights]
+    missing = number - sum(taken)
+    while True:
+        times = [
+            (2 * j + 1) * (unit // w) if w else math.inf
+            for j, w in zip(taken, weights, strict=True)
+        ]
+        which = times.index(min(times))
+        if not missing:
+            return which, taken[which]
+        taken[which] += 1
+        missing -= 1
+
+
+@lru_cache(maxsize=64)
 def _order(size: int, seed: int, epoch: int) -> Permutation:
     return Permutation(size, seed, epoch)
 

@@ -1,38 +1,54 @@
-"""Text to token files, restartably: what is done is written down, and a second start goes on there.
+"""Text and chats to token files, restartably: what is done is written down, and a second start goes on
+there.
 
-Every few MiB the outputs are brought to the disk and `progress.json` says how long they are; a start
-that finds it cuts the outputs to that length and continues with the next document. Below that: the
-documents of text, JSON Lines and Parquet files in a fixed order, and the vocabularies that turn them
-into tokens.
+Blocks of the sources are made tokens, by several processes if that is worth it, and written in their
+order: the files do not depend on how many there are. Every few MiB the outputs are brought to the disk
+and `progress.json` says how long they are; a start that finds it cuts the outputs to that length and
+goes on with the next block. Which files and rows there are is in `sources.py` and `rows.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
+import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...layout.files import write_text
 from ..folder import Folder, count, decoded
-from .token_files import DTYPES, INDEX, SPLITS, DataError, dtype_for, held_out, write_index
+from .rows import BadRow, Form, Rows, encoded, form_of, place, read_rows
+from .sources import BadFile, Source, SourceBlock, blocks, find_sources
+from .token_files import (
+    ANSWERS,
+    DTYPES,
+    INDEX,
+    SPLITS,
+    DataError,
+    dtype_for,
+    held_out,
+    write_index,
+)
+from .vocabulary import Encoded, Vocabulary
 
 PROGRESS = "progress.json"
+SKIPPED = "skipped.txt"  # every place that was left out, and why
 LIMIT = 1 << 20
-AT_ONCE = 1 << 20  # bytes of text that are made tokens together
-BETWEEN = 16 << 20  # bytes of text between two marks of progress
-LINE = 64 << 20  # bytes of one line of JSON
-LONGEST = 1 << 20  # bytes of one document of plain text
-SHORTEST = 1 << 10
-TOKENIZER = 256 << 20  # bytes of a tokenizer.json
+BETWEEN = 16 << 20  # bytes of tokens between two marks of progress
+WORTH = 4 << 20  # bytes of sources for which another process is started
 
 
 @dataclass(frozen=True)
@@ -40,12 +56,18 @@ class Prepared:
     """How far a preparation has come. `key` is of the sources and settings it was begun with."""
 
     key: str
+    form: str = ""
     source: int = count(0)  # files that are done
-    document: int = count(0)  # documents of the next one that are done
-    read: int = count(0)  # bytes of text, over all
+    block: int = count(0)  # blocks of the next one that are done
+    read: int = count(0)  # bytes of tokens, over all
     tokens: tuple[int, int] = count((0, 0))  # by split
     documents: tuple[int, int] = count((0, 0))
     text: tuple[int, int] = count((0, 0))  # bytes
+    answers: int = count(0)  # tokens that are trained on, where chats are prepared
+    skipped: int = count(0)  # places that could not be read
+    named: int = count(0)  # bytes of what says which
+    empty: int = count(0)  # rows with nothing in them
+    unanswered: int = count(0)  # chats in which nobody answers
 
 
 def prepare(
@@ -54,97 +76,276 @@ def prepare(
     vocabulary: Vocabulary,
     *,
     share: float,
-    field: str = "text",
+    field: str = "",
+    skip: bool = True,
+    workers: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Prepared:
-    """Write the token files of a text file or folder; `progress` is called with the
-    bytes done and all bytes.
+    """Write the token files of a file or folder; `progress` is called with the bytes done and all bytes.
 
-    A folder that this has begun with the same sources is gone on with; a finished one stays.
+    A folder that this has begun with the same sources is gone on with; a finished one stays. What
+    cannot be read is left out and named in skipped.txt, or refused with its place unless `skip`.
+    Without a number of `workers` there is one for each core.
     """
     sources = find_sources(source)
-    key = _key(sources, vocabulary, share, field)
-    done = _begun(out, key)
+    form = form_of(sources, field)
+    if form.chat:
+        vocabulary.refuse_chats()
+    done = _begun(out, _key(sources, vocabulary, share, form), str(form))
     if (out / INDEX).exists():
         return done
     total = sum(each.size for each in sources)
-    with _Writer(out, done, vocabulary, share) as writer:
-        for number in range(done.source, len(sources)):
-            skip = writer.done.document
-            texts = documents(sources[number], field=field, alone=len(sources) == 1)
-            before = sum(each.size for each in sources[:number])
-            for batch in _batches(islice(texts, skip, None)):
-                writer.add(batch)
-                progress(min(before + writer.of_source, before + sources[number].size), total)
-            writer.next_source()
+    workers = workers or len(os.sched_getaffinity(0))
+    before = [0, *np.cumsum([each.size for each in sources]).tolist()]
+    worker = _Worker(vocabulary, form, share)
+    with ExitStack() as stack:
+        writer = stack.enter_context(_Writer(out, done, vocabulary, form, skip=skip))
+        tasks = _tasks(sources, done, form)
+        for task, part in _results(tasks, worker, min(workers, 1 + total // WORTH), stack):
+            writer.add(task, part)
+            behind = task.block.behind if task.block else sources[task.source].size
+            progress(min(before[task.source] + behind, total), total)
         writer.mark()
-        progress(total, total)
         done = writer.done
     if not done.tokens[0]:
-        raise DataError(f"{source} has no text to train on once {share:.0%} of it is held out.")
-    write_index(out, vocabulary.size, vocabulary.name, vocabulary.end, done.text)
+        raise DataError(_nothing(source, share, done, out))
+    write_index(out, vocabulary.size, vocabulary.name, vocabulary.end, done.text, answers=form.chat)
     return done
 
 
-def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
-    batch, size = list[Document](), 0
-    for document in texts:
-        batch.append(document)
-        size += len(document.text)
-        if size >= AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _nothing(source: Path, share: float, done: Prepared, out: Path) -> str:
+    """Why there is nothing to train on."""
+    if not done.skipped:
+        left = f", {done.unanswered:,} without an answer" if done.unanswered else ""
+        return (
+            f"{source} has nothing to train on once {share:.0%} of it is held out: {done.empty:,}"
+            f" rows are empty{left}."
+        )
+    with (out / SKIPPED).open(encoding="utf-8") as file:
+        first = file.readline().rstrip()
+    return f"{source} has nothing to train on: {done.skipped:,} places cannot be read. {first}."
 
 
-def _key(sources: list[Source], vocabulary: Vocabulary, share: float, field: str) -> str:
+def _key(sources: list[Source], vocabulary: Vocabulary, share: float, form: Form) -> str:
     files = [[s.name, s.size, s.changed] for s in sources]
-    settings = [files, vocabulary.name, vocabulary.end, share, field]
+    settings = [files, *vocabulary.marks, vocabulary.end, share, str(form)]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
-def _begun(out: Path, mark: str) -> Prepared:
+def _begun(out: Path, mark: str, form: str) -> Prepared:
     """What was begun here; a fresh start where nothing was."""
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / PROGRESS).exists():
-        if any(not each.name.startswith(".") for each in out.iterdir()):
-            raise DataError(f"{out} holds something else; choose an empty or new folder.")
-        # At once, so that a start that is stopped before its first mark can be gone on with.
-        write_text(out / PROGRESS, json.dumps(asdict(Prepared(mark))) + "\n", durable=True)
-    table = Folder(out, DataError).json(PROGRESS, LIMIT)
-    done = decoded(Prepared, table, str(out / PROGRESS), DataError)
-    if done.key != mark:
-        raise DataError(
-            f"{out} was begun from other sources or with other settings;"
-            " choose another folder, or remove this one."
+    fresh = Prepared(mark, form)
+    if (out / PROGRESS).exists():
+        table = Folder(out, DataError).json(PROGRESS, LIMIT)
+        done = decoded(Prepared, table, str(out / PROGRESS), DataError)
+        if done.key == mark:
+            return done
+        if done.read:
+            raise DataError(
+                f"{out} was begun from other sources or with other settings;"
+                " choose another folder, or remove this one."
+            )
+    elif any(not each.name.startswith(".") for each in out.iterdir()):
+        raise DataError(f"{out} holds something else; choose an empty or new folder.")
+    # At once, so that a start that is stopped before its first mark can be gone on with.
+    write_text(out / PROGRESS, json.dumps(asdict(fresh)) + "\n", durable=True)
+    return fresh
+
+
+# ---- blocks to tokens
+
+
+class _Task(NamedTuple):
+    """SourceBlock `number` of a source, or why the rest of that cannot be read."""
+
+    source: int
+    number: int
+    block: SourceBlock | None
+    fault: str = ""
+
+
+def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[_Task]:
+    """All that is not done yet."""
+    for index, source in enumerate(sources[done.source :], done.source):
+        skip, number = done.block if index == done.source else 0, 0
+        try:
+            for block in blocks(source, form.columns, alone=len(sources) == 1):
+                number += 1
+                if number > skip:
+                    yield _Task(index, number, block)
+        except BadFile as error:
+            if number + 1 > skip:
+                yield _Task(index, number + 1, None, str(error))
+
+
+class TokenPart(NamedTuple):
+    """What became of a block: of each split the tokens, the lengths of its documents, which tokens
+    are answers, and the bytes of text."""
+
+    tokens: tuple[bytes, bytes] = (b"", b"")
+    lengths: tuple[NDArray[np.int64], ...] = (np.empty(0, np.int64),) * 2
+    answers: tuple[bytes, bytes] = (b"", b"")
+    text: tuple[int, int] = (0, 0)
+    faults: tuple[str, ...] = ()
+    empty: int = 0
+    unanswered: int = 0
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """Makes parts of blocks, in this process or another."""
+
+    vocabulary: Vocabulary
+    form: Form
+    share: float
+
+    def __call__(self, task: _Task) -> TokenPart:
+        if task.block is None:
+            return TokenPart(faults=(task.fault,))
+        block, rows = task.block, read_rows(task.block, self.form)
+        if self.form.chat:
+            made, text = self._chats(block, rows), np.zeros(len(rows.numbers), np.int64)
+        else:
+            raw, text = encoded(block, rows)
+            made = self.vocabulary.encode(raw, text)
+        name, split = block.source.name, block.source.split
+        numbers = rows.numbers
+        if split is None:
+            held = held_out((f"{name}:{n}" for n in numbers), self.share)
+        else:
+            held = np.full(len(numbers), split, bool)
+        dtype, edges = DTYPES[dtype_for(self.vocabulary.size)], _edges(made.lengths)
+        tokens = made.tokens.astype(dtype, copy=False)
+        nothing = np.empty(0, np.uint8)
+        return TokenPart(
+            _parted(tokens, edges, held),
+            (made.lengths[~held], made.lengths[held]),
+            _parted(nothing if made.answers is None else made.answers, edges, held),
+            (int(text[~held].sum()), int(text[held].sum())),
+            tuple(rows.faults),
+            rows.empty,
+            rows.unanswered,
         )
-    return done
+
+    def _chats(self, block: SourceBlock, rows: Rows) -> Encoded:
+        """The tokens of a block's chats; those that cannot be written are taken out of the rows."""
+        numbers, made = rows.numbers, list[Encoded]()
+        rows.numbers = []
+        for number, chat in zip(numbers, rows.chats, strict=True):
+            try:
+                one = self.vocabulary.encode_chat(*chat)
+            except BadRow as error:
+                rows.faults.append(f"{place(block, number)}: {error}")
+                continue
+            # The first token of a document is nobody's target.
+            if one.answers is None or not one.answers[1:].any():
+                rows.unanswered += 1
+                continue
+            rows.numbers.append(number)
+            made.append(one)
+        if not made:
+            return Encoded(np.empty(0, np.uint8), np.empty(0, np.int64))
+        tokens, lengths, answers = (np.concatenate(each) for each in zip(*made, strict=True))
+        return Encoded(tokens, lengths, answers)
+
+
+def _edges(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+def _parted(
+    values: NDArray[Any], edges: NDArray[np.int64], held: NDArray[np.bool_]
+) -> tuple[bytes, bytes]:
+    """The values of documents that are not held out, and of those that are."""
+    cuts = [0, *(np.flatnonzero(np.diff(held)) + 1).tolist(), len(held)]
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for first, last in pairwise(cuts):
+        if first < last:
+            parts[int(held[first])].append(values[edges[first] : edges[last]])
+    return b"".join(parts[0]), b"".join(parts[1])
+
+
+def _results(
+    tasks: Iterable[_Task], worker: _Worker, workers: int, stack: ExitStack
+) -> Iterator[tuple[_Task, TokenPart]]:
+    """The parts of all tasks, in their order."""
+    if workers == 1:
+        yield from ((task, worker(task)) for task in tasks)
+        return
+    # Not forked: this process may have threads, of a progress bar or of the tokenizer.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _begin, (worker,))
+    stack.callback(pool.shutdown, cancel_futures=True)
+    waiting: deque[tuple[_Task, Future[TokenPart]]] = deque()
+    try:
+        for task in tasks:
+            waiting.append((task, pool.submit(_work, task)))
+            if len(waiting) > 2 * workers:  # no more than these are in memory
+                done, future = waiting.popleft()
+                yield done, future.result()
+        for done, future in waiting:
+            yield done, future.result()
+    except BrokenProcessPool:
+        raise DataError(
+            "a process that made tokens was ended, by the system if memory ran out. The same command"
+            " goes on from there; --workers 1 takes the least memory."
+        ) from None
+
+
+_worker: _Worker | None = None  # of this process, if it was started to make tokens
+
+
+def _begin(worker: _Worker) -> None:
+    global _worker
+    _worker = worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(task: _Task) -> TokenPart:
+    assert _worker is not None
+    return _worker(task)
+
+
+# ---- the files
 
 
 class _Writer:
-    """The four output files, as far as progress tells, and from there on."""
+    """The output files, as far as progress tells, and from there on."""
 
-    def __init__(self, out: Path, done: Prepared, vocabulary: Vocabulary, share: float) -> None:
-        self.out, self.done, self.vocabulary, self.share = out, done, vocabulary, share
-        self.dtype = DTYPES[dtype_for(vocabulary.size)]
-        self.of_source = 0
+    def __init__(
+        self, out: Path, done: Prepared, vocabulary: Vocabulary, form: Form, *, skip: bool
+    ) -> None:
+        self.out, self.done, self.skip, self.chat = out, done, skip, form.chat
+        self.width = DTYPES[dtype_for(vocabulary.size)].itemsize
         self.marked = done.read
-        self.files: list[tuple[BinaryIO, BinaryIO]] = []
+        self.files: dict[str, BinaryIO] = {}
 
     def __enter__(self) -> _Writer:
         for split, name in enumerate(SPLITS):
-            tokens = self._cut(f"{name}.tokens", self.done.tokens[split] * self.dtype.itemsize)
-            count = self.done.documents[split]
+            tokens, count = self.done.tokens[split], self.done.documents[split]
+            self._cut(f"{name}.tokens", tokens * self.width)
             ends = self._cut(f"{name}.documents", 8 * (count + 1) if count else 0)
             if not count:
                 ends.write(np.zeros(1, "<i8").tobytes())
-            self.files.append((tokens, ends))
+            if self.chat:
+                self._cut(f"{name}.{ANSWERS}", tokens)
+        self._cut(SKIPPED, self.done.named)
         return self
 
     def _cut(self, name: str, size: int) -> BinaryIO:
         path = self.out / name
         file = path.open("r+b" if path.exists() else "w+b")
+        self.files[name] = file
         if path.stat().st_size < size:
             raise DataError(
                 f"{path} is shorter than {PROGRESS} says; remove {self.out} and begin anew."
@@ -154,243 +355,50 @@ class _Writer:
         return file
 
     def __exit__(self, *_: object) -> None:
-        for pair in self.files:
-            for file in pair:
-                file.close()
+        for file in self.files.values():
+            file.close()
 
-    def add(self, batch: list[Document]) -> None:
+    def add(self, task: _Task, part: TokenPart) -> None:
         """Append documents, each to its part; now and then mark the progress."""
-        done = self.done
-        counts = np.array([done.tokens, done.documents, done.text])  # (3, splits)
-        encoded = self.vocabulary.encode([document.text for document in batch])
-        for document, numbers in zip(batch, encoded, strict=True):
-            split = int(held_out(document.name, self.share))
-            counts[:, split] += len(numbers), 1, len(document.text)
-            tokens, ends = self.files[split]
-            tokens.write(numbers.astype(self.dtype).tobytes())
-            ends.write(counts[0, split].astype("<i8").tobytes())
-        size = sum(len(document.text) for document in batch)
-        self.of_source += size
-        pairs: Any = dict(
-            zip(("tokens", "documents", "text"), map(tuple, counts.tolist()), strict=True)
+        if part.faults and not self.skip:
+            raise DataError(f"{part.faults[0]}. With --on-bad skip it is left out, and named.")
+        done, named = self.done, "".join(f"{fault}\n" for fault in part.faults).encode()
+        self.files[SKIPPED].write(named)
+        for split, name in enumerate(SPLITS):
+            self.files[f"{name}.tokens"].write(part.tokens[split])
+            ends = done.tokens[split] + np.cumsum(part.lengths[split], dtype="<i8")
+            self.files[f"{name}.documents"].write(ends.tobytes())
+            if self.chat:
+                self.files[f"{name}.{ANSWERS}"].write(part.answers[split])
+        first, second = part.tokens
+        sums: Any = {
+            "tokens": _added(done.tokens, (len(first) // self.width, len(second) // self.width)),
+            "documents": _added(done.documents, (len(part.lengths[0]), len(part.lengths[1]))),
+            "text": _added(done.text, part.text),
+        }
+        self.done = replace(
+            done,
+            source=task.source,
+            block=task.number,
+            read=done.read + len(first) + len(second),
+            answers=done.answers + sum(each.count(1) for each in part.answers),
+            skipped=done.skipped + len(part.faults),
+            named=done.named + len(named),
+            empty=done.empty + part.empty,
+            unanswered=done.unanswered + part.unanswered,
+            **sums,
         )
-        count, read = done.document + len(batch), done.read + size
-        self.done = replace(done, document=count, read=read, **pairs)
         if self.done.read - self.marked >= BETWEEN:
             self.mark()
 
-    def next_source(self) -> None:
-        self.of_source = 0
-        self.done = replace(self.done, source=self.done.source + 1, document=0)
-
     def mark(self) -> None:
         """Bring all to the disk, then say so: never the other way round."""
-        for pair in self.files:
-            for file in pair:
-                file.flush()
-                os.fsync(file.fileno())
+        for file in self.files.values():
+            file.flush()
+            os.fsync(file.fileno())
         self.marked = self.done.read
         write_text(self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n", durable=True)
 
 
-# ---- documents
-
-
-class Document(NamedTuple):
-    """A name that stays the same wherever the folder lies, and the text, as bytes of UTF-8."""
-
-    name: str
-    text: bytes
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file to read: its name below the folder, and what tells that it has not changed."""
-
-    path: Path
-    name: str
-    size: int
-    changed: int
-
-
-def find_sources(path: Path) -> list[Source]:
-    """The file, or every file below the folder by name. Links that lead out are refused."""
-    if not path.exists():
-        raise DataError(f"{path} is not there.")
-    root, paths = path.parent, [path]
-    if path.is_dir():
-        root = path
-        paths = [p for p in path.rglob("*") if not p.name.startswith(".") and not p.is_dir()]
-    sources = []
-    for each in sorted(paths):
-        if each.is_symlink() and root.resolve() not in each.resolve().parents:
-            raise DataError(f"{each}: is a link out of its folder; put the file itself there.")
-        if not each.is_file():
-            raise DataError(f"{each}: is not a regular file.")
-        status = each.stat()
-        name = each.relative_to(root).as_posix()
-        sources.append(Source(each, name, status.st_size, status.st_mtime_ns))
-    if not sources:
-        raise DataError(f"{path} holds no file.")
-    return sources
-
-
-def documents(source: Source, *, field: str, alone: bool) -> Iterator[Document]:
-    """The documents of a file. `field` names the text in JSON Lines and Parquet.
-
-    A long plain text is cut at line ends into documents of about a MiB; one that is the whole
-    source into about 64, so that some of it can be held out.
-    """
-    if source.path.suffix == ".jsonl":
-        yield from _lines(source, field)
-    elif source.path.suffix == ".parquet":
-        yield from _rows(source, field)
-    else:
-        longest = max(SHORTEST, min(LONGEST, source.size // 64)) if alone else LONGEST
-        yield from _text(source, longest)
-
-
-def _text(source: Source, longest: int) -> Iterator[Document]:
-    number, lines, size = 0, list[bytes](), 0
-    with source.path.open("rb") as file:
-        if b"\0" in file.read(8192):
-            raise DataError(
-                f"{source.path}: is not text; .txt (or any text), .jsonl and .parquet are read."
-            )
-        file.seek(0)
-        while line := file.readline(longest):
-            lines.append(line)
-            size += len(line)
-            if size >= longest:
-                yield Document(f"{source.name}:{number}", b"".join(lines))
-                number, lines, size = number + 1, [], 0
-    if lines:
-        yield Document(f"{source.name}:{number}", b"".join(lines))
-
-
-def _lines(source: Source, field: str) -> Iterator[Document]:
-    with source.path.open("rb") as file:
-        number = 0
-        while line := file.readline(LINE + 1):
-            number += 1
-            where = f"{source.path}, line {number}"
-            if len(line) > LINE:
-                raise DataError(f"{where}: is longer than {LINE:,} bytes.")
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: is not JSON: {error}.") from None
-            row = row if isinstance(row, dict) else {}
-            text = row.get(field)
-            if not isinstance(text, str):
-                known = ", ".join(map(repr, list(row)[:8])) or "no keys"
-                raise DataError(f"{where}: has no text {field!r}; it has {known}. Use --field.")
-            yield Document(f"{source.name}:{number}", text.encode("utf-8", "replace"))
-
-
-def _rows(source: Source, field: str) -> Iterator[Document]:
-    try:
-        pyarrow = importlib.import_module("pyarrow")
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise DataError(
-            f"{source.path}: to read Parquet install pyarrow: pip install pyarrow."
-        ) from None
-    number = 0
-    try:
-        with parquet.ParquetFile(source.path) as file:
-            if field not in file.schema_arrow.names:
-                known = ", ".join(file.schema_arrow.names[:8])
-                raise DataError(
-                    f"{source.path}: has no column {field!r}; it has {known}. Use --field."
-                )
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for value in batch.column(0):
-                    text = value.as_py()
-                    if isinstance(text, str):
-                        yield Document(f"{source.name}:{number}", text.encode("utf-8", "replace"))
-                    elif text is not None:
-                        raise DataError(f"{source.path}: column {field!r} holds no text.")
-                    number += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{source.path}: cannot be read as Parquet: {error}.") from None
-
-
-# ---- vocabularies
-
-
-class Vocabulary(Protocol):
-    """Turns texts into tokens. `name` and `size` go into the index; `end` closes each document."""
-
-    name: str
-    size: int
-    end: int | None
-
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]: ...
-
-
-class Bytes:
-    """Every byte is a token, and nothing closes a document: masks keep them apart."""
-
-    name: str = "bytes"
-    size: int = 256
-    end: int | None = None
-
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        return [np.frombuffer(text, np.uint8).astype(np.int64) for text in texts]
-
-
-class Tokenizer:
-    """A `tokenizer.json`; the file is data and runs nothing."""
-
-    def __init__(self, path: Path, end: str | None) -> None:
-        try:
-            tokenizers = importlib.import_module("tokenizers")
-        except ImportError:
-            raise DataError(
-                f"{path}: to read a tokenizer.json install tokenizers: pip install tokenizers."
-            ) from None
-        text = Folder(path.parent, DataError).text(path.name, TOKENIZER)
-        try:
-            self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises plain Exception
-            raise DataError(f"{path}: is no tokenizer.json: {error}.") from None
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        self.name = f"tokenizer.json sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-        # Ids may have gaps, so the highest one counts and not how many there are.
-        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        self.end = None if end is None else self._tokenizer.token_to_id(end)
-        if end is not None and self.end is None:
-            raise DataError(f"{path}: knows no token {end!r} to close a document with.")
-
-    def encode(self, texts: Sequence[bytes]) -> list[NDArray[np.int64]]:
-        decoded = [text.decode("utf-8", "replace") for text in texts]
-        encoded = self._tokenizer.encode_batch(decoded, add_special_tokens=False)
-        closing = [] if self.end is None else [self.end]
-        return [np.array(each.ids + closing, np.int64) for each in encoded]
-
-
-def hub_vocabulary(folder: Path) -> Vocabulary:
-    """The tokenizer of a model of Hugging Face; its end-of-text token closes each document."""
-    vocabulary = Tokenizer(folder / "tokenizer.json", None)
-    end = Folder(folder, DataError).json("config.json", TOKENIZER).get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end  # the others end a turn of a chat
-    if type(end) is not int or not 0 <= end < vocabulary.size:
-        raise DataError(
-            f"{folder / 'config.json'}: 'eos_token_id' is no token of tokenizer.json. Prepare the data"
-            f" with another: phalanx data prepare --tokenizer {folder}/tokenizer.json --end TOKEN."
-        )
-    vocabulary.end = end
-    return vocabulary
-
-
-def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:
-    """The tokenizer of a file; bytes without one."""
-    if path is not None:
-        return Tokenizer(path, end)
-    if end is not None:
-        raise DataError("bytes have no token to close a document with; give a tokenizer or no end.")
-    return Bytes()
+def _added(sums: tuple[int, int], more: tuple[int, int]) -> tuple[int, int]:
+    return sums[0] + more[0], sums[1] + more[1]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,16 +40,25 @@ class Stream:
     """Documents one after another. Document d is `starts[d]` to `starts[d + 1]` of the stream.
 
     `tokens` may hold other documents too; then `origins[d]` says where document d begins in it.
+    `answers` are 1 where a token is trained on; without, all are.
     """
 
     tokens: Tokens
     starts: NDArray[np.int64]
     origins: NDArray[np.int64] | None = None
+    answers: NDArray[np.uint8] | None = None
 
     @property
     def size(self) -> int:
         refuse_cut(self.starts)
         return int(self.starts[-1])
+
+    def read_answers(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of these tokens are trained on."""
+        if self.answers is None:
+            return np.ones(stop - start, bool)
+        refuse_cut(self.answers)
+        return self.answers[start:stop].astype(bool)
 
     def read(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """These tokens, and the number of each one's document."""
@@ -71,6 +81,7 @@ class Corpus:
 
     `fingerprint` differs for different tokens: a run that goes on with others says so.
     `bytes_per_token` is of the held-out part: it turns a loss per token into bits per byte.
+    Of several corpora, `weight` says how many sequences are of this one, beside the others' weights.
     """
 
     name: str
@@ -79,11 +90,12 @@ class Corpus:
     vocab: int
     fingerprint: str
     bytes_per_token: float | None = None
+    weight: int = 0
 
 
 def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
     """The corpus at a path: `python` (the library's text), a prepared folder, a folder with
-    nanoGPT's train.bin and val.bin, a `.bin`, or a `.bin` with its `.idx`.
+    nanoGPT's train.bin and val.bin, raw tokens (.bin, .uint16, .uint32), or a `.bin` with its `.idx`.
 
     `share` is how much is held out where the files do not say.
     """
@@ -92,13 +104,13 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
     path = Path(source)
     if (path / INDEX).is_file():
         return open_prepared(path)
-    if (path / "train.bin").is_file() and (path / "val.bin").is_file():
+    if all((path / name).is_file() for name in _NANOGPT):
         (train, first), (validation, second) = (_bin(path / f"{n}.bin") for n in ("train", "val"))
         mark = hashlib.sha256((first + second).encode()).hexdigest()
         return Corpus(str(path), _whole(train), _whole(validation), 0, mark)
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file():
         return _open_megatron(path, share)
-    if path.suffix == ".bin" and path.is_file():
+    if path.suffix in (".bin", *RAW) and path.is_file():
         tokens, mark = _bin(path)
         # These files have no documents: runs of 64 Ki tokens stand for them.
         ends = np.append(np.arange(0, len(tokens), RUN), len(tokens))
@@ -106,8 +118,18 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
     what = "is not there" if not path.exists() else "holds no tokens that are known"
     raise DataError(
         f"{path} {what}. Text becomes tokens by `phalanx data prepare {path} --out DIR`; read as"
-        " they are: DIR, .bin with .idx, .bin, a folder with train.bin and val.bin, or 'python'."
+        " they are: DIR, .bin with .idx, .bin, .uint16, .uint32, a folder with train.bin and"
+        " val.bin, or 'python'."
     )
+
+
+_NANOGPT = ("train.bin", "val.bin")
+
+
+def has_tokens(path: Path) -> bool:
+    """Whether something is there to be opened as it is; the rest is text or chats, to be prepared."""
+    named = path.suffix in (".bin", ".idx", *RAW) and path.is_file()
+    return named or (path / INDEX).is_file() or all((path / n).is_file() for n in _NANOGPT)
 
 
 def map_file(
@@ -142,10 +164,12 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
         )
 
 
-def held_out(name: str, share: float = HELD_OUT) -> bool:
-    """Whether the document of that name is held out: the same answer wherever it lies."""
-    number = int.from_bytes(hashlib.sha256(name.encode("utf-8", "replace")).digest()[:8], "big")
-    return number < share * 2**64
+def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
+    """Whether the document of each name is held out: the same answer wherever it lies."""
+    # Compared as bytes: the first eight of a digest are a number below 2**64, and so is this.
+    limit = min(math.ceil(share * 2**64), 2**64 - 1).to_bytes(8, "big")
+    below = (hashlib.sha256(n.encode("utf-8", "replace")).digest() < limit for n in names)
+    return np.fromiter(below, bool)
 
 
 def _split(
@@ -153,8 +177,7 @@ def _split(
 ) -> tuple[Stream, Stream]:
     """The two parts of documents that lie mixed in one array. `ends` has a 0 before it all; documents
     without names are known by their numbers."""
-    names = names or [str(n) for n in range(len(ends) - 1)]
-    chosen = np.fromiter((held_out(name, share) for name in names), bool, len(names))
+    chosen = held_out(names or map(str, range(len(ends) - 1)), share)
 
     def part(mask: NDArray[np.bool_]) -> Stream:
         starts = np.concatenate(([0], np.cumsum(np.diff(ends)[mask]))).astype(np.int64)
@@ -173,19 +196,26 @@ def _whole(tokens: Tokens) -> Stream:
 INDEX = "index.json"
 FORMAT, VERSION = "phalanx-tokens", 1
 SPLITS = ("train", "validation")
+ANSWERS = "answers"  # the file of a split that says which tokens of chats are trained on
 DTYPES: dict[str, np.dtype[Any]] = {n: np.dtype(f"<{n}") for n in ("u1", "u2", "u4")}
 LIMIT = 1 << 20  # bytes of an index
 
 
 @dataclass(frozen=True)
 class Split:
-    """One part of a prepared folder: what its two files hold."""
+    """One part of a prepared folder: what its files hold."""
 
     tokens_sha256: str
     documents_sha256: str
     tokens: int = count()
     documents: int = count()
     text_bytes: int = count()
+    answers_sha256: str = ""  # empty: every token is trained on
+
+    def files(self) -> dict[str, str]:
+        """The checksum of each file, by what it holds."""
+        known = {"tokens": self.tokens_sha256, "documents": self.documents_sha256}
+        return known | ({ANSWERS: self.answers_sha256} if self.answers_sha256 else {})
 
 
 @dataclass(frozen=True)
@@ -213,7 +243,13 @@ def dtype_for(vocab: int) -> str:
 
 
 def write_index(
-    path: Path, vocab: int, tokenizer: str, end: int | None, text_bytes: Sequence[int]
+    path: Path,
+    vocab: int,
+    tokenizer: str,
+    end: int | None,
+    text_bytes: Sequence[int],
+    *,
+    answers: bool = False,
 ) -> None:
     """Close a folder whose tokens and offsets are written: count, checksum, say what they are."""
     folder, dtype = Folder(path, DataError), dtype_for(vocab)
@@ -224,6 +260,7 @@ def write_index(
             (path / f"{name}.tokens").stat().st_size // DTYPES[dtype].itemsize,
             (path / f"{name}.documents").stat().st_size // 8 - 1,
             text,
+            folder.sha256(f"{name}.{ANSWERS}") if answers else "",
         )
         for name, text in zip(SPLITS, text_bytes, strict=True)
     ]
@@ -267,7 +304,10 @@ def _stream(folder: Folder, index: Index, name: str) -> Stream:
             f"{name}.documents",
             f"the documents' offsets must rise from 0 to {len(tokens):,}, the number of tokens.",
         )
-    return Stream(tokens, starts)
+    if not split.answers_sha256:
+        return Stream(tokens, starts)
+    answers = map_file(folder, f"{name}.{ANSWERS}", np.dtype("u1"), split.tokens)
+    return Stream(tokens, starts, None, answers)
 
 
 def verify_prepared(path: Path) -> list[str]:
@@ -275,12 +315,12 @@ def verify_prepared(path: Path) -> list[str]:
     try:
         open_prepared(path)
         folder = Folder(path, DataError)
-        splits = asdict(_index(folder).splits)
+        splits = _index(folder).splits
         return [
             f"{path / f'{name}.{what}'}: its checksum is not that of the index; prepare it again."
             for name in SPLITS
-            for what in ("tokens", "documents")
-            if folder.sha256(f"{name}.{what}") != splits[name][f"{what}_sha256"]
+            for what, checksum in getattr(splits, name).files().items()
+            if folder.sha256(f"{name}.{what}") != checksum
         ]
     except DataError as error:
         return [str(error)]
@@ -295,10 +335,14 @@ LLM_C: dict[tuple[int, int], np.dtype[Any]] = {
     (20240801, 7): np.dtype("<u4"),
 }
 HEADER = 1024
+RAW: dict[str, np.dtype[Any]] = {
+    ".uint16": np.dtype("<u2"),
+    ".uint32": np.dtype("<u4"),
+}  # beside .bin
 
 
 def _bin(path: Path) -> tuple[Tokens, str]:
-    """The tokens of a `.bin`, and what tells it from another without reading it whole."""
+    """The tokens of a raw file, and what tells it from another without reading it whole."""
     folder = Folder(path.parent, DataError)
     with folder.open(path.name) as file:
         size = os.fstat(file.fileno()).st_size
@@ -309,9 +353,24 @@ def _bin(path: Path) -> tuple[Tokens, str]:
         if count < 1:
             folder.refuse(path.name, f"its header has a count of {count:,} tokens.")
         return map_file(folder, path.name, LLM_C[magic, version], count, HEADER), mark
-    if size % 2 or not size:
-        folder.refuse(path.name, f"has {size:,} bytes; uint16 tokens are an even number.")
-    return map_file(folder, path.name, np.dtype("<u2"), size // 2), mark
+    dtype = RAW.get(path.suffix, np.dtype("<u2"))
+    if size % dtype.itemsize or not size:
+        what = "an even number" if dtype.itemsize == 2 else f"a multiple of {dtype.itemsize}"
+        folder.refuse(path.name, f"has {size:,} bytes; {dtype} tokens are {what}.")
+    tokens = map_file(folder, path.name, dtype, size // dtype.itemsize)
+    if path.suffix == ".bin" and _like_uint32(tokens[: 1 << 15]):
+        folder.refuse(
+            path.name,
+            "every second number is below 8, as in a file of uint32. Name it .uint32, or .uint16 if"
+            " that is what it is.",
+        )
+    return tokens, mark
+
+
+def _like_uint32(numbers: Tokens) -> bool:
+    """Whether these numbers of 16 bits look like halves of numbers of 32."""
+    high, low = numbers[1::2], numbers[::2]
+    return len(high) >= 16 and int(high.max()) < 8 and int(low.max()) >= 256
 
 
 # ---- Megatron-LM's IndexedDataset

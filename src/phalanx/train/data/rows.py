@@ -1,0 +1,404 @@
+"""What the rows of a block say: texts, or chats with what of them is an answer.
+
+Nothing is guessed or mended: a row that is neither is named with its place and why. Rows with nothing
+in them (NULL, no text, no messages) are counted, and so are chats in which nobody answers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sources import BadFile, Source, SourceBlock, Table, blocks
+from .token_files import DataError
+
+TEXT, MESSAGES, SHAREGPT, PAIR = "text", "messages", "conversations", ("prompt", "completion")
+ASSISTANT = "assistant"
+_CALLED = {  # ShareGPT's names
+    "user": ("human", "user"),
+    ASSISTANT: ("gpt", "assistant", "model", "chatgpt", "bing", "bard"),
+    "system": ("system",),
+    "tool": ("tool", "function", "observation"),
+}
+_ROLES = {name: role for role, names in _CALLED.items() for name in names}
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a row is: text under the name `field`, or a chat. A chat without a field is a `prompt` with
+    its `completion`."""
+
+    field: str
+    chat: bool
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is read of a table."""
+        return (*([self.field] if self.field else PAIR), *(["tools"] if self.chat else []))
+
+    def __str__(self) -> str:
+        what = self.field or " and ".join(PAIR)
+        return f"chats ({what}), of which answers are trained on" if self.chat else f"text ({what})"
+
+
+@dataclass
+class Rows:
+    """The documents of a block, with their numbers in the file: texts, as one or by their bytes joined,
+    or chats. `faults` are places with reasons."""
+
+    numbers: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    joined: tuple[bytes | memoryview, NDArray[np.int64]] | None = None  # with the length of each
+    chats: list[tuple[list[Message], Any]] = field(default_factory=list)  # with their tools
+    faults: list[str] = field(default_factory=list)
+    empty: int = 0
+    unanswered: int = 0
+
+
+class BadRow(ValueError):
+    """Why a row is not what it should be."""
+
+
+def form_of(sources: Sequence[Source], name: str) -> Form:
+    """What the sources hold, by their first row that has something in it; `name` is the field, if it
+    is known."""
+    why = ""
+    for source in sources:
+        if source.kind == "text":
+            continue
+        try:
+            for block in blocks(source):
+                for _, row in _objects(block, []):
+                    try:
+                        if form := _form(row, name, str(source.path)):
+                            return form
+                    except BadRow as error:
+                        why = why or str(error)
+                if why:
+                    break
+        except BadFile as error:
+            why = why or str(error)
+    if why and all(source.kind != "text" for source in sources):
+        raise DataError(f"{why}.")
+    return Form(name or TEXT, False)
+
+
+def _form(row: Any, name: str, where: str) -> Form | None:
+    """What a row is, None if nothing is in it."""
+    if not isinstance(row, dict):
+        return None
+    if name and name not in row:
+        raise BadRow(f"{where}: has no {name!r}; it has {_names(row)}. Use --field")
+    if name:
+        return Form(name, not isinstance(row[name], str)) if row[name] else None
+    known = [each for each in (TEXT, MESSAGES, SHAREGPT) if row.get(each)]
+    if len(known) > 1:
+        raise DataError(f"{where}: has {' and '.join(known)}. Say which by --field.")
+    if known:
+        return Form(known[0], known[0] != TEXT)
+    if all(each in row for each in PAIR):
+        return Form("", True)
+    if any(each in row for each in (TEXT, MESSAGES, SHAREGPT)):
+        return None
+    raise BadRow(
+        f"{where}: has {_names(row)}, and no text, messages, conversations or prompt with"
+        " completion. Name the field: --field NAME"
+    )
+
+
+def read_rows(block: SourceBlock, form: Form) -> Rows:
+    """The documents of a block."""
+    rows = Rows()
+    if block.source.kind == "text":
+        _plain_text(block, form, rows)
+        return rows
+    if not form.chat and _column(block, form, rows):
+        return rows
+    for number, row in _objects(block, rows.faults):
+        try:
+            if form.chat:
+                _add_chat(row, number, form.field, rows)
+            else:
+                text = _named(row, form.field)
+                if text is not None and not isinstance(text, str):
+                    raise BadRow(f"{form.field!r} is no text")
+                if text:
+                    rows.numbers.append(number)
+                    rows.texts.append(text)
+                else:
+                    rows.empty += 1
+        except BadRow as error:
+            rows.faults.append(f"{place(block, number)}: {error}")
+    return rows
+
+
+def place(block: SourceBlock, number: int) -> str:
+    kind = block.source.kind
+    lines = kind == "lines" or (kind == "array" and isinstance(block.content, bytes))
+    what = "line" if lines else "element" if kind == "array" else "row"
+    return f"{block.source.path}, {what} {number}"
+
+
+def encoded(block: SourceBlock, rows: Rows) -> tuple[bytes | memoryview, NDArray[np.int64]]:
+    """All texts of a block in UTF-8, and the bytes of each. What cannot be written is taken out of
+    the rows, and named."""
+    if rows.joined is not None:
+        return rows.joined
+    joined = "".join(rows.texts)
+    try:
+        raw = joined.encode()
+    except UnicodeEncodeError:
+        kept = [_fault_of(text) for text in rows.texts]
+        for number, why in zip(rows.numbers, kept, strict=True):
+            if why:
+                rows.faults.append(f"{place(block, number)}: {why}")
+        pairs = zip(rows.numbers, rows.texts, kept, strict=True)
+        good = [(number, text) for number, text, why in pairs if not why]
+        rows.numbers, rows.texts = [n for n, _ in good], [text for _, text in good]
+        return encoded(block, rows)
+    plain = len(raw) == len(joined)  # all ASCII
+    lengths = map(len, rows.texts) if plain else (len(text.encode()) for text in rows.texts)
+    return raw, np.fromiter(lengths, np.int64, len(rows.texts))
+
+
+def _fault_of(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
+
+
+def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
+    content, path = block.content, block.source.path
+    assert isinstance(content, bytes)
+    if form.chat:
+        if not block.first:
+            rows.faults.append(f"{path}: is plain text, and the others are chats")
+        return
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        at = f"byte {error.start} of document {block.first} (0x{content[error.start]:02x})"
+        rows.faults.append(f"{path}: {at} is not UTF-8")
+        return
+    if content:
+        rows.numbers.append(block.first)
+        rows.joined = content, np.array([len(content)])
+    else:
+        rows.empty += 1
+
+
+# ---- rows as columns
+
+
+def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
+    """The texts of a block that Arrow can take whole, without a Python object for each; anything
+    unusual in it is left to be read row by row, which says what is wrong."""
+    content = block.content
+    table = content.batch if isinstance(content, Table) else _lines_as_table(block, form)
+    if table is None:
+        return False
+    pyarrow = importlib.import_module("pyarrow")
+    kind = table.schema.field(form.field).type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        return False
+    column = table.column(form.field).cast(pyarrow.large_string())
+    if isinstance(content, Table):
+        try:
+            column.validate(full=True)  # that it is UTF-8, which a line of JSON is here
+        except pyarrow.ArrowInvalid:
+            return False
+    elif column.num_chunks != 1:
+        return False
+    else:
+        column = column.chunk(0)
+    numbers = np.arange(block.first, block.first + len(column))
+    if column.null_count:
+        numbers = numbers[column.is_valid().to_numpy(zero_copy_only=False)]
+        column = column.drop_null()
+    _, offsets, data = column.buffers()
+    edges = np.frombuffer(offsets, np.int64)[column.offset :][: len(column) + 1]
+    lengths = np.diff(edges)
+    rows.empty = table.num_rows - int((lengths > 0).sum())
+    rows.numbers = numbers[lengths > 0].tolist()
+    raw = memoryview(data)[edges[0] : edges[-1]] if data else memoryview(b"")
+    rows.joined = raw, lengths[lengths > 0]
+    return True
+
+
+def _lines_as_table(block: SourceBlock, form: Form) -> Any:
+    """Lines of JSON that each are an object with a text, as a table, if pyarrow is there to do it."""
+    if not isinstance(block.content, bytes):
+        return None
+    try:
+        reader, pyarrow = map(importlib.import_module, ("pyarrow.json", "pyarrow"))
+    except ImportError:
+        return None
+    try:
+        _ = block.content.isascii() or block.content.decode()  # also what is in other fields
+    except UnicodeDecodeError:
+        return None
+    schema = pyarrow.schema([(form.field, pyarrow.large_string())])
+    try:
+        table = reader.read_json(
+            pyarrow.BufferReader(block.content),
+            reader.ReadOptions(use_threads=False, block_size=len(block.content) + 1),
+            reader.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        )
+    except pyarrow.ArrowException:
+        return None
+    # A line without the field is NULL there, as one with NULL is; and two may stand in one line.
+    whole = table.num_rows == block.lines and not table.column(0).null_count
+    return table if whole else None
+
+
+# ---- rows as Python objects
+
+
+def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
+    """Numbered rows; lines that are not JSON are faults."""
+    if isinstance(block.content, list):
+        yield from enumerate(block.content, block.first)
+    elif isinstance(block.content, Table):
+        try:
+            yield from enumerate(block.content.batch.to_pylist(), block.first)
+        except UnicodeDecodeError:
+            yield from _decodable(block.content.batch, block, faults)
+    else:
+        yield from _parsed(block, faults)
+
+
+def _decodable(table: Any, block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
+    """The rows of a table in which some text is not UTF-8: Arrow does not look."""
+    for n in range(table.num_rows):
+        try:
+            yield block.first + n, table.slice(n, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            where = place(block, block.first + n)
+            faults.append(f"{where}: byte {error.start} of a text is not UTF-8")
+
+
+def _parsed(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
+    assert isinstance(block.content, bytes)
+    try:
+        lines = block.content.decode()
+    except UnicodeDecodeError:
+        lines = ""
+    decoder: Any = json.JSONDecoder()
+    scan, at, number = decoder.scan_once, 0, block.first
+    while at < len(lines):
+        end = lines.find("\n", at)
+        end = len(lines) if end < 0 else end
+        try:
+            row, stop = scan(lines, at)
+        except (StopIteration, ValueError, RecursionError):
+            break
+        if stop != end and (stop > end or lines[stop:end].strip(" \t\r")):
+            break
+        yield number, row
+        at, number = end + 1, number + 1
+    # From here on something is wrong, or only a blank line: line by line, to name it.
+    rest = lines[at:].encode() if lines else block.content
+    for after, line in enumerate(rest.split(b"\n")):
+        if line.strip():
+            try:
+                yield number + after, json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                what = (
+                    f"byte {error.start} is not UTF-8"
+                    if isinstance(error, UnicodeDecodeError)
+                    else error
+                )
+                faults.append(f"{block.source.path}, line {number + after}: is not JSON: {what}")
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, list(row)[:8])) or "no keys"
+
+
+def _named(row: Any, name: str) -> Any:
+    if not isinstance(row, dict):
+        raise BadRow(f"is no object with {name!r}")
+    if name not in row:
+        raise BadRow(f"has no {name!r}; it has {_names(row)}. Use --field")
+    return row[name]
+
+
+# ---- chats
+
+
+def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
+    messages = _messages(_named(row, name)) if name else _pair(row)
+    if not messages:
+        rows.empty += 1
+    elif not any(answers(n, message) for n, message in enumerate(messages)):
+        rows.unanswered += 1
+    else:
+        rows.numbers.append(number)
+        rows.chats.append((messages, row.get("tools") or None))
+
+
+def answers(number: int, message: Message) -> bool:
+    """Whether a message is an answer to what is before it. OpenAI's files leave one out by weight 0."""
+    said = any(message.get(each) for each in ("content", "tool_calls", "reasoning_content"))
+    own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
+    return number > 0 and own and bool(said)
+
+
+def _pair(row: Any) -> list[Message]:
+    """A prompt and its completion, each a text or messages."""
+    prompt, completion = (_named(row, name) for name in PAIR)
+    return [*_turn(prompt, "user", PAIR[0]), *_turn(completion, ASSISTANT, PAIR[1])]
+
+
+def _turn(value: Any, role: str, name: str) -> list[Message]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    messages = _messages(value)
+    if role != ASSISTANT:  # what the prompt quotes is not trained on
+        return [message | {"weight": 0} for message in messages]
+    if any(message["role"] != ASSISTANT for message in messages):
+        raise BadRow(f"{name!r} has messages that are not the assistant's")
+    return messages
+
+
+def _messages(value: Any) -> list[Message]:
+    """Messages with a role and a content, also from ShareGPT's `from` and `value`."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise BadRow("its messages are no list")
+    return [_message(number, message) for number, message in enumerate(value)]
+
+
+def _message(number: int, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise BadRow(f"message {number} is no object")
+    plain = {name: x for name, x in message.items() if x is not None}
+    if "role" not in plain and "from" in plain:
+        role = _ROLES.get(str(plain.pop("from")).lower())
+        if role is None:
+            raise BadRow(f"message {number} is from {message['from']!r}, which is no role known")
+        plain = {"role": role, "content": plain.pop("value", ""), **plain}
+    if not isinstance(plain.get("role"), str):
+        raise BadRow(f"message {number} has no role; it has {_names(message)}")
+    if not isinstance(plain.get("content", ""), str):
+        raise BadRow(f"the content of message {number} is no text")
+    if why := next(filter(None, map(_fault_of, _texts(plain.values()))), ""):
+        raise BadRow(f"message {number}: {why}")
+    return plain
+
+
+def _texts(values: Iterable[Any]) -> Iterator[str]:
+    return (value for value in values if isinstance(value, str))

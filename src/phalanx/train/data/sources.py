@@ -1,0 +1,375 @@
+"""Files of text and of chats, as blocks that can be read apart from each other.
+
+Lines of JSON (also .gz and .zst), JSON arrays, Parquet, folders that `datasets` has saved (Arrow) and
+plain text. Each file is cut into blocks of about a MiB, always at the same places; what is in a block
+is read in `rows.py`. A file, or the rest of it, that cannot be read raises `BadFile`, with the place.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ...layout.files import open_regular, reason
+from ..folder import Folder
+from .token_files import DataError
+
+BLOCK = 1 << 20  # bytes of a block
+LINE = 64 << 20  # bytes of one line of JSON
+LONGEST = 1 << 20  # bytes of one document of plain text
+SHORTEST = 1 << 10
+_SAVED = ("state.json", "dataset_info.json")  # of a folder that datasets has saved
+_SPLITS = "dataset_dict.json"
+_LIMIT = 64 << 20  # bytes of a description
+_PACKED = (".gz", ".zst")
+_TABLES = (".csv", ".tsv", ".xls", ".xlsx")
+
+
+class BadFile(ValueError):
+    """What of a file cannot be read: the place, and why. Its blocks before that are good."""
+
+    def __init__(self, place: str, why: str) -> None:
+        super().__init__(f"{place}: {why}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file to read: its name below the folder, and what tells that it has not changed.
+
+    `kind` is lines, array, parquet, arrow or text. `split` is set where the folder says which part
+    of the data this is: 0 to train on, 1 held out.
+    """
+
+    path: Path
+    name: str
+    size: int
+    changed: int
+    kind: str
+    split: int | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a table of Arrow's. What goes to another process is these rows alone, where the batch
+    may be a slice of a much larger one."""
+
+    batch: Any
+
+    def __reduce__(self) -> Any:
+        pyarrow, ipc = map(importlib.import_module, ("pyarrow", "pyarrow.ipc"))
+        sink = pyarrow.BufferOutputStream()
+        with ipc.new_stream(sink, self.batch.schema) as writer:
+            writer.write_batch(self.batch)
+        return _sent_table, (sink.getvalue().to_pybytes(),)
+
+
+def _sent_table(content: bytes) -> Table:
+    with importlib.import_module("pyarrow.ipc").open_stream(content) as reader:
+        return Table(reader.read_next_batch())
+
+
+@dataclass(frozen=True)
+class SourceBlock:
+    """Some documents of a source, as they stand in the file: lines or a text, objects of JSON, or a
+    table. The first of them is number `first`; `behind` bytes of the file have
+    been read."""
+
+    source: Source
+    first: int
+    content: bytes | list[Any] | Table
+    behind: int
+    lines: int = 0  # where they are lines
+
+
+def find_sources(path: Path) -> list[Source]:
+    """The file, or every file below the folder by name. Links that lead out are refused."""
+    if not path.exists():
+        raise DataError(f"{path} is not there.")
+    sources = list(_below(path, path, None) if path.is_dir() else [_source(path, path.parent)])
+    if not sources:
+        raise DataError(f"{path} holds no file.")
+    return sorted(sources, key=lambda source: source.name.split("/"))
+
+
+def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
+    if all((folder / name).is_file() for name in _SAVED):
+        state = Folder(folder, DataError).json(_SAVED[0], _LIMIT)
+        files = state.get("_data_files")
+        names = [x.get("filename") if isinstance(x, dict) else x for x in files or ()]
+        for name in names:
+            # Opened once here: only plain names of this folder are files of the data.
+            Folder(folder, DataError).open(str(name)).close()
+            yield _source(folder / str(name), root, split)
+        return
+    if (folder / _SPLITS).is_file():
+        # What is there to test on is neither trained on nor looked at.
+        named = {"train": 0, "validation": 1}
+        for name, part in named.items():
+            if (folder / name).is_dir():
+                both = all((folder / each).is_dir() for each in named)
+                yield from _below(root, folder / name, part if both else None)
+        return
+    for each in sorted(folder.iterdir()):
+        if each.name.startswith("."):
+            continue
+        if each.is_dir() and not each.is_symlink():
+            yield from _below(root, each, split)
+        elif not each.is_dir():
+            yield _source(each, root, split)
+
+
+def _source(path: Path, root: Path, split: int | None = None) -> Source:
+    if path.is_symlink() and root.resolve() not in path.resolve().parents:
+        raise DataError(f"{path}: is a link out of its folder; put the file itself there.")
+    if not path.is_file():
+        raise DataError(f"{path}: is not a regular file.")
+    status, inner = path.stat(), path.suffix
+    if inner in _PACKED:
+        inner = path.with_suffix("").suffix
+    kinds = {".jsonl": "lines", ".ndjson": "lines", ".json": "array"}
+    kind = kinds.get(inner) or {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix, "text")
+    name = path.relative_to(root).as_posix()
+    return Source(path, name, status.st_size, status.st_mtime_ns, kind, split)
+
+
+def blocks(
+    source: Source, columns: tuple[str, ...] = (), *, alone: bool = False
+) -> Iterator[SourceBlock]:
+    """The blocks of a file. Of tables only these columns are read, or else all.
+
+    A long plain text is cut at line ends into documents of about a MiB; one that is the whole source
+    (`alone`) into about 64, so that some of it can be held out.
+    """
+    if source.path.suffix in _TABLES:
+        raise BadFile(str(source.path), "is a table that is not read; make it .jsonl or .parquet")
+    if source.kind in ("parquet", "arrow"):
+        yield from _tables(source, columns)
+        return
+    with _opened(source.path) as (file, raw):
+        if source.kind == "array":
+            yield from _objects(source, file, raw)
+        elif source.kind == "lines":
+            yield from _lines(source, file, raw)
+        else:
+            longest = max(SHORTEST, min(LONGEST, source.size // 64)) if alone else LONGEST
+            yield from _texts(source, file, raw, longest)
+
+
+# ---- bytes
+
+
+class _Unpacked(io.RawIOBase):
+    """The content of a .gz or .zst file of any number of members. One that is cut is an error, which
+    zstandard's own reader takes for the end."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.file, self.path, self.rest = file, path, b""
+        self.ready = memoryview(b"")
+        self.unpacker: Any = None
+        self.errors: tuple[type[Exception], ...] = (zlib.error,)
+        self.begin: Any = lambda: zlib.decompressobj(31)
+        if path.suffix == ".zst":
+            zstandard = needed("zstandard", path, "to read .zst")
+            self.begin = lambda: zstandard.ZstdDecompressor().decompressobj()
+            self.errors = (zstandard.ZstdError,)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self.ready:
+            # A little at a time: 16 KiB can be many MiB of zeros.
+            packed = self.rest or self.file.read(1 << 14)
+            self.rest = b""
+            if not packed:
+                if self.unpacker is not None:
+                    raise BadFile(str(self.path), "is cut: its compressed content has no end")
+                return 0
+            self.unpacker = self.unpacker or self.begin()
+            try:
+                self.ready = memoryview(self.unpacker.decompress(packed))
+            except self.errors as error:
+                raise BadFile(str(self.path), f"is damaged: {error}") from None
+            if self.unpacker.eof:
+                self.rest, self.unpacker = self.unpacker.unused_data, None
+        count = min(len(into), len(self.ready))
+        into[:count] = self.ready[:count]
+        self.ready = self.ready[count:]
+        return count
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The file's content, unpacked, and the file as it is, whose position tells how far it was read."""
+    try:
+        with open_regular(path) as raw:
+            packed: Any = _Unpacked(raw, path) if path.suffix in _PACKED else None
+            yield (io.BufferedReader(packed, BLOCK) if packed else raw), raw
+    except OSError as error:
+        raise BadFile(str(path), f"cannot be read: {reason(error)}") from None
+
+
+def needed(module: str, place: object, what: str) -> Any:
+    """A module that is not always installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise DataError(f"{place}: {what} install {name}: pip install {name}.") from None
+
+
+def _texts(source: Source, file: BinaryIO, raw: BinaryIO, longest: int) -> Iterator[SourceBlock]:
+    number, rest = 0, b""
+    while content := rest + file.read(max(0, longest - len(rest))):
+        if not number and b"\0" in content[:8192]:
+            raise BadFile(str(source.path), "is not text: it has bytes of zero")
+        content += b"" if content.endswith(b"\n") else file.readline(longest)
+        # A line without end is cut, but never within a character.
+        cut = len(content) if content.endswith(b"\n") else _whole_characters(content)
+        content, rest = content[:cut], content[cut:]
+        if not content:  # the file ends within a character
+            content, rest = rest, b""
+        text = content.removeprefix(codecs.BOM_UTF8) if not number else content
+        yield SourceBlock(source, number, text, raw.tell())
+        number += 1
+
+
+def _whole_characters(content: bytes) -> int:
+    """How many bytes of this end with a character of UTF-8."""
+    for back in range(1, min(4, len(content)) + 1):
+        byte = content[-back]
+        if byte & 0xC0 != 0x80:  # the first byte of a character, which says how long it is
+            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(content) - (back if length > back else 0)
+    return len(content)
+
+
+def _lines(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBlock]:
+    first = 1
+    while content := file.read(BLOCK):
+        content += b"" if content.endswith(b"\n") else file.readline(LINE)
+        if len(content) >= LINE:
+            raise BadFile(f"{source.path}, line {first}", f"is longer than {LINE:,} bytes")
+        # Three times as fast as bytes.count.
+        lines = int(np.count_nonzero(np.frombuffer(content, np.uint8) == ord("\n")))
+        lines += not content.endswith(b"\n")
+        yield SourceBlock(source, first, content.removeprefix(codecs.BOM_UTF8), raw.tell(), lines)
+        first += lines
+
+
+def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBlock]:
+    """The elements of a JSON array. A file of this name may also hold lines of JSON."""
+    reader = codecs.getreader("utf-8-sig")(file)
+    decoder, number, batch, size = json.JSONDecoder(), 0, list[Any](), 0
+    text = at = None
+    try:
+        text = reader.read(BLOCK).lstrip()
+        if text[:1] == "{":
+            file.seek(0)
+            try:
+                json.loads(file.readline(LINE))
+            except ValueError:
+                why = "is one object of JSON over many lines; write an array of objects, or lines"
+                raise BadFile(str(source.path), why) from None
+            file.seek(0)
+            yield from _lines(source, file, raw)
+            return
+        if text[:1] != "[":
+            raise BadFile(str(source.path), "is no JSON array; objects in [ ] or lines are read")
+        at, ended = 1, False
+        while True:
+            while at < len(text) and text[at] in " \t\r\n,":
+                at += 1
+            if text[at : at + 1] == "]":
+                break
+            try:
+                value, stop = decoder.raw_decode(text, at)
+            except ValueError:
+                stop = len(text)
+            # What ends where the text does may go on in what has not been read.
+            if stop >= len(text) and not ended:
+                more = reader.read(max(BLOCK, len(text) - at))
+                text, at, ended = text[at:] + more, 0, not more
+                if len(text) > LINE:
+                    place = f"{source.path}, element {number}"
+                    raise BadFile(place, f"has no end within {LINE:,} characters, or is not JSON")
+                continue
+            if stop >= len(text):
+                raise BadFile(f"{source.path}, element {number}", "is not JSON, or is cut")
+            batch.append(value)
+            size, at, number = size + stop - at, stop, number + 1
+            if size >= BLOCK:
+                yield SourceBlock(source, number - len(batch), batch, raw.tell())
+                batch, size = [], 0
+    except (ValueError, RecursionError) as error:
+        if batch:
+            yield SourceBlock(source, number - len(batch), batch, raw.tell())
+        if isinstance(error, BadFile):
+            raise
+        place = str(source.path) if at is None else f"{source.path}, element {number}"
+        raise BadFile(place, f"is not JSON: {error}") from None
+    if batch:
+        yield SourceBlock(source, number - len(batch), batch, raw.tell())
+
+
+# ---- tables
+
+
+def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[SourceBlock]:
+    pyarrow = needed("pyarrow", source.path, "to read Parquet and Arrow")
+    ipc = importlib.import_module("pyarrow.ipc")
+    number, rows = 0, 0
+    try:
+        for batch, total in _batches(source, pyarrow, ipc, columns):
+            step = max(1, batch.num_rows * BLOCK // max(1, batch.nbytes))
+            rows += batch.num_rows
+            for start in range(0, batch.num_rows, step):
+                part = batch.slice(start, step)
+                behind = int(source.size * rows / max(rows, total))
+                yield SourceBlock(source, number, Table(part), behind)
+                number += part.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise BadFile(f"{source.path}, row {number}", f"cannot be read: {what}") from None
+
+
+def _batches(
+    source: Source, pyarrow: Any, ipc: Any, columns: tuple[str, ...]
+) -> Iterator[tuple[Any, int]]:
+    """Record batches of a table, and how many rows the file has, if that is known."""
+    if source.kind == "parquet":
+        parquet = importlib.import_module("pyarrow.parquet")
+        with parquet.ParquetFile(source.path) as file:
+            wanted = _wanted(source, file.schema_arrow.names, columns)
+            for batch in file.iter_batches(batch_size=1024, columns=wanted):
+                yield batch, file.metadata.num_rows
+        return
+    with pyarrow.memory_map(os.fspath(source.path)) as mapped:
+        try:
+            table = ipc.open_stream(mapped)
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            file = ipc.open_file(mapped)
+            table = (file.get_batch(n) for n in range(file.num_record_batches))
+        for batch in table:
+            yield batch.select(_wanted(source, batch.schema.names, columns)), 0
+
+
+def _wanted(source: Source, names: list[str], columns: tuple[str, ...]) -> list[str]:
+    if columns and columns[0] not in names:
+        known = ", ".join(names[:8])
+        raise BadFile(
+            str(source.path), f"has no column {columns[0]!r}; it has {known}. Use --field"
+        )
+    return [name for name in names if not columns or name in columns]

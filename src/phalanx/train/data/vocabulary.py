@@ -1,0 +1,245 @@
+"""From text to tokens: bytes, or a tokenizer.json; and from chats to tokens by a chat template.
+
+Of a chat the tokens of answers are marked: those that hold a character which the template writes for
+an answer. Where the template has {% generation %} it says itself which these are. Else they are what
+comes behind the prompt, as the template writes it with add_generation_prompt, up to the end of the
+turn; and a template in which earlier turns change when more follow is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..folder import Folder
+from .rows import BadRow, Message, answers
+from .sources import needed
+from .token_files import DataError, dtype_for
+
+LIMIT = 256 << 20  # bytes of a tokenizer.json
+FILE, CONFIG, MODEL = "tokenizer.json", "tokenizer_config.json", "config.json"
+TEMPLATE = "chat_template.jinja"
+
+
+class Encoded(NamedTuple):
+    """The tokens of some documents, one after another, and how many each has. `answers` are 1 where a
+    token is trained on, and None where all are."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    answers: NDArray[np.uint8] | None = None
+
+
+class Vocabulary(Protocol):
+    """Turns texts into tokens. `name` and `size` go into the index; `end` closes each document.
+
+    Texts come as their bytes of UTF-8, joined, with the length of each.
+    """
+
+    name: str
+    size: int
+    end: int | None
+    marks: tuple[str, ...]  # what differs where texts become other tokens
+
+    def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded: ...
+
+    def refuse_chats(self) -> None: ...
+
+    def encode_chat(self, messages: list[Message], tools: Any) -> Encoded: ...
+
+
+class Bytes:
+    """Every byte is a token, and nothing closes a document: masks keep them apart."""
+
+    name: str = "bytes"
+    size: int = 256
+    end: int | None = None
+    marks: tuple[str, ...] = ("bytes",)
+
+    def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
+        return Encoded(np.frombuffer(raw, np.uint8), lengths)
+
+    def refuse_chats(self) -> None:
+        """Raise where chats cannot be made tokens."""
+        raise DataError(
+            f"chats need a tokenizer with a chat template: --tokenizer FOLDER, with {FILE},"
+            f" {CONFIG} and {TEMPLATE}."
+        )
+
+    def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
+        raise NotImplementedError
+
+
+class Tokenizer:
+    """A `tokenizer.json`, alone or in its folder; the files are data and run nothing.
+
+    In a folder the model's end-of-text token closes each document unless another is named, and there
+    may be a chat template, which transformers fills in, in its sandbox.
+    """
+
+    def __init__(self, path: Path, end: str | None) -> None:
+        tokenizers = needed("tokenizers", path, f"to read a {FILE}")
+        self.folder = path if path.is_dir() else None
+        path = path / FILE if self.folder else path
+        text = Folder(path.parent, DataError).text(path.name, LIMIT)
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{path}: is no {FILE}: {error}.") from None
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        texts = [text, *self._chat_files()]
+        marks = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
+        self.name = f"{FILE} sha256:{marks[0]}"
+        self.marks = tuple(marks)
+        # Ids may have gaps, so the highest one counts and not how many there are.
+        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        self.end = self._end_of_text(end, path)
+
+    def _chat_files(self) -> list[str]:
+        if self.folder is None:
+            return []
+        files = Folder(self.folder, DataError)
+        return [files.text(n, LIMIT) for n in (CONFIG, TEMPLATE) if (self.folder / n).is_file()]
+
+    def _end_of_text(self, named: str | None, path: Path) -> int | None:
+        if named is None and self.folder is not None:
+            return self._end_of_folder(self.folder)
+        end: int | None = None if named is None else self._tokenizer.token_to_id(named)
+        if named is not None and end is None:
+            raise DataError(f"{path}: knows no token {named!r} to close a document with.")
+        return end
+
+    def _end_of_folder(self, folder: Path) -> int:
+        """What a model's folder calls the end of a text."""
+        files, end = Folder(folder, DataError), None
+        if (folder / MODEL).is_file():
+            end = files.json(MODEL, LIMIT).get("eos_token_id")
+        if end is None and (folder / CONFIG).is_file():
+            text = files.text(CONFIG, LIMIT)
+            try:  # not as our own files: its model_max_length is often 10**30
+                token = json.loads(text).get("eos_token")
+            except (ValueError, RecursionError, AttributeError) as error:
+                raise DataError(f"{folder / CONFIG}: is no JSON object: {error}.") from None
+            token = token.get("content") if isinstance(token, dict) else token
+            end = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
+        end = end[0] if isinstance(end, list) and end else end  # the others end a turn of a chat
+        if type(end) is not int or not 0 <= end < self.size:
+            raise DataError(
+                f"{folder / MODEL}: 'eos_token_id' is no token of {FILE}. Prepare the data with"
+                f" another: phalanx data prepare --tokenizer {folder}/{FILE} --end TOKEN."
+            )
+        return end
+
+    def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
+        edges = [0, *accumulate(lengths.tolist())]
+        texts = [str(raw[a:b], "utf-8") for a, b in pairwise(edges)]
+        # Without offsets, which a text has no use for.
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        closing = () if self.end is None else (self.end,)
+        numbers = [each.ids for each in encoded]
+        flat = list(chain.from_iterable(chain(ids, closing) for ids in numbers))
+        counts = np.fromiter(map(len, numbers), np.int64, len(numbers)) + len(closing)
+        return Encoded(np.array(flat, f"<{dtype_for(self.size)}"), counts)
+
+    # ---- chats
+
+    def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
+        """The tokens of one chat, as its template writes it."""
+        template = self._chat_template
+        try:
+            if re.search(r"\{%-?\s*generation", template.chat_template):
+                return self._marked(messages, tools)
+            text, spans = self._spans(messages, tools)
+        except BadRow:
+            raise
+        except Exception as error:  # of Jinja, or what the template itself raises
+            what = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise BadRow(f"its chat template refuses it: {what}") from None
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        marks = [any(a < stop and b > start for start, stop in spans) for a, b in encoded.offsets]
+        return self._of(encoded.ids, marks)
+
+    def _of(self, ids: Sequence[int], marks: Sequence[object]) -> Encoded:
+        tokens = np.array(ids, f"<{dtype_for(self.size)}")
+        return Encoded(tokens, np.array([len(ids)]), np.array(marks, np.uint8))
+
+    def refuse_chats(self) -> None:
+        """Raise where chats cannot be made tokens."""
+        _ = self._chat_template
+
+    @cached_property
+    def _chat_template(self) -> Any:
+        """transformers' tokenizer of the folder, for its template."""
+        if self.folder is None:
+            raise DataError(
+                "chats need the tokenizer's folder, with its chat template, not a file."
+            )
+        transformers = needed("transformers", self.folder, "to fill in a chat template")
+        needed("jinja2", self.folder, "to fill in a chat template")
+        try:
+            made = transformers.PreTrainedTokenizerFast.from_pretrained(
+                str(self.folder), local_files_only=True
+            )
+        except Exception as error:
+            raise DataError(f"{self.folder}: transformers cannot read it: {error}.") from None
+        if not isinstance(made.chat_template, str):
+            several = isinstance(made.chat_template, dict)
+            what = "has several chat templates" if several else "has no chat template"
+            raise DataError(
+                f"{self.folder}: {what}. Put the one to train with there as {TEMPLATE}."
+            )
+        return made
+
+    def _written(self, messages: list[Message], tools: Any, **how: Any) -> str:
+        text: str = self._chat_template.apply_chat_template(
+            messages, tools=tools, tokenize=False, **how
+        )
+        return text
+
+    def _spans(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
+        """A chat as text, and from where to where its answers are."""
+        plain = [{k: x for k, x in message.items() if k != "weight"} for message in messages]
+        text, spans = self._written(plain, tools), list[tuple[int, int]]()
+        for n, message in enumerate(messages):
+            if not answers(n, message):
+                continue
+            prompt = self._written(plain[:n], tools, add_generation_prompt=True)
+            upto = self._written(plain[: n + 1], tools)
+            if not (text.startswith(upto) and upto.startswith(prompt)):
+                raise BadRow(
+                    f"the chat template writes message {n} otherwise when it is the last one;"
+                    " mark answers in it with {% generation %} and {% endgeneration %}"
+                )
+            spans.append((len(prompt), len(upto)))
+        return text, spans
+
+    def _marked(self, messages: list[Message], tools: Any) -> Encoded:
+        if any(message.get("weight", 1) == 0 for message in messages):
+            raise BadRow("one of its messages has weight 0, and the template marks all answers")
+        made = self._chat_template.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        return self._of(made["input_ids"], made["assistant_masks"])
+
+
+def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:
+    """The tokenizer of a file or folder; bytes without one."""
+    if path is not None:
+        return Tokenizer(path, end)
+    if end is not None:
+        raise DataError("bytes have no token to close a document with; give a tokenizer or no end.")
+    return Bytes()
