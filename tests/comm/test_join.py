@@ -38,7 +38,7 @@ def test_a_process_that_nothing_started_is_alone():
 
 def test_torchrun_and_slurm_say_the_same_in_their_own_words():
     torchrun = Rendezvous(
-        3, 4, 1, "10.0.0.1", 29500, True, 2, False, "RANK and WORLD_SIZE of torchrun"
+        3, 4, 1, "10.0.0.1", 29500, True, 2, False, "RANK and WORLD_SIZE of torchrun", True
     )
     assert rendezvous(TORCHRUN) == torchrun
     port = 20000 + 70001 % 20000

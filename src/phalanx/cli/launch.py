@@ -141,7 +141,8 @@ def _slurm(job: Job) -> str:
 
 # A rank that fails ends the others. One that was stopped has saved, as have all: that is no failure.
 start() {{
-    srun --kill-on-bad-exit=1 sh -c '"$@" || {{ code=$?; [ $code -eq 75 ] || exit $code; }}' train \\
+    srun --kill-on-bad-exit=1 \\
+        sh -c 'trap : TERM; "$@" || {{ code=$?; [ $code -eq 75 ] || exit $code; }}' train \\
         {job.command}
 }}
 code=1

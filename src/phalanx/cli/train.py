@@ -212,6 +212,7 @@ def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
 def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) -> int:
     """One rank of those that a launcher has started."""
     from ..comm import CommError, PeerFailed, RanksDiffer, agreement, join
+    from ..comm.pool import be_killed_with_parent
     from ..train.checkpoint_format import CheckpointError
     from ..train.lock import RunLocked
     from ..train.log import JournalError
@@ -221,6 +222,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         raise UsageError(
             f"the launcher has started {at.size} ranks, and --ranks says {args.ranks}."
         )
+    if at.agent:
+        be_killed_with_parent()  # torchrun's ranks would go on for ever when their agent is killed
     config = config.for_ranks(at.size)
     if not args.json and not at.rank:
         progress(str(at))

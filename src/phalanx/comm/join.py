@@ -49,8 +49,9 @@ def open_store(at: Rendezvous, mine: Address, timeout: float) -> Any:
         raise CommError(
             f"rank {at.rank} has no store at {at.host}:{at.port}: {str(error).splitlines()[0]}"
         ) from error
-    # A launcher that starts the ranks again keeps its store, with what the last attempt wrote.
-    return _dist.PrefixStore(f"phalanx/{at.attempt}", store)
+    # A launcher that starts the ranks again keeps its store, with what the last attempt wrote. Where
+    # rank 0 has begun a new one, an agent that has just come counts fewer attempts than the others.
+    return _dist.PrefixStore(f"phalanx/{at.attempt if at.served else 0}", store)
 
 
 def join(

@@ -188,8 +188,8 @@ def _serve(
 ) -> None:
     """One rank's process: do what comes through the pipe until the end comes or the launcher dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C; the launcher decides
-    if sys.platform == "linux" and not outlasts:
-        _be_killed_with_parent()
+    if not outlasts:
+        be_killed_with_parent()
     threading.Thread(target=_die_with_launcher, daemon=True).start()
     # The process that it was forked from has an older environment, with one thread for everything.
     os.environ.clear()
@@ -229,9 +229,11 @@ def _world(
     return ProcessWorld(backend, store, rank, ranks, gpu=rank, timeout=timeout)
 
 
-def _be_killed_with_parent() -> None:
+def be_killed_with_parent() -> None:
     """Have the kernel kill this process when its parent goes, also where no thread of it can run: it
-    was stopped, or something holds the interpreter's lock."""
+    was stopped, or something holds the interpreter's lock. Linux alone can."""
+    if sys.platform != "linux":
+        return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A process that ranks are forked from ends when nobody has this pipe of the launcher open any
     # more. Each rank inherits it, so a rank that is stopped would keep both of them alive.

@@ -32,6 +32,7 @@ class Rendezvous:
     attempt: int = 0  # how often the launcher has started the ranks again
     one_host: bool = False  # known to be all on this host
     source: str = ""  # the launcher and its variables
+    agent: bool = False  # the parent of this process is torchrun's agent
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}, from {self.source}"
@@ -73,6 +74,7 @@ def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
         one_host=here == str(size),
         source=f"RANK and WORLD_SIZE of {'torchrun' if agent else 'a launcher'}",
+        agent=agent,
     )
 
 
