@@ -18,6 +18,7 @@ from .choices import (
     ONE_F_ONE_B,
     PRECISIONS,
     SCHEDULES,
+    ZB_V,
     near_word,
     traits,
 )
@@ -67,7 +68,7 @@ _ELSEWHERE = {
     "activation": "recompute:all, or recompute:selective", "remat": "recompute:all",
     "full": "recompute:all", "cpu": "offload:optimizer, offload:weights or offload:activations",
     "virtual": "interleaved2, chunks of the model on each stage", "precision": BF16, "dtype": BF16,
-    "dualpipe": "zb-v", "inductor": "compile", "torchcompile": "compile", "zb": "zb-h1, zb-h2 or zb-v",
+    "dualpipe": ZB_V, "inductor": "compile", "torchcompile": "compile", "zb": "zb-h1, zb-h2 or zb-v",
     "zerobubble": "zb-h1, zb-h2 or zb-v", "checkpoint": "recompute:all, or recompute:selective",
     "checkpointing": "recompute:all, or recompute:selective", "ac": "recompute:all",
     "offload": "offload:activations", "vpp": "interleavedN, chunks of the model on each stage",
