@@ -67,7 +67,7 @@ def _signature(model: Model, number: int) -> tuple[Any, ...]:
             if not key.startswith("_") and isinstance(value, bool | int | float | str | None)
         )
         weights = tuple(
-            (key, tuple(p.shape), p.dtype, model.rules.dims(names[p], p.dim()))
+            (key, tuple(p.shape), p.dtype, p.requires_grad, model.rules.dims(names[p], p.dim()))
             for key, p in child.named_parameters(recurse=False)
         )
         buffers = tuple((key, tuple(b.shape)) for key, b in child.named_buffers(recurse=False))
@@ -92,7 +92,7 @@ def cost_kinds(
         raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
     cut = piece_layout(layout)
     few = _one_of_each(model)
-    program = build(cut, (range(len(few.pieces)),), few.tied)
+    program = build(cut, (range(len(few.pieces)),), few.tied, frozen=few.frozen_units)
     compute = COMPUTE[cut.precision]
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known
@@ -167,7 +167,8 @@ def run(
     for unit in piece.units:
         if unit.buffer is None:
             unit.gather()
-        unit.open()
+        if not unit.frozen:
+            unit.open()
         unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
     scales = Scales(ledger, known, compiled=compiled)
     with scales, Target(target, scales):
@@ -191,8 +192,8 @@ def _run(
     scales: Scales,
     selected: Selected | None,
 ) -> PieceCost:
-    unit = piece.units[0]
-    dtype = unit.precision.compute
+    own = [unit for unit in piece.units if unit.number == piece.units[0].number]
+    dtype = own[0].precision.compute
     bundle, entry = {}, 0
     if not piece.first:
         bundle = {"x": torch.empty(edge, dtype=dtype, device="meta")}
@@ -233,7 +234,8 @@ def _run(
         kept_after_i=float(after),
         input=float(entry),
         temporary=float(temporary),
-        weights=float(unit.numel),
+        weights=float(sum(unit.numel for unit in own)),
+        frozen=float(sum(unit.numel for unit in own if unit.frozen)),
         edge=float(leaves),
         selected=float(part),
     )

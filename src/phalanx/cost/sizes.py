@@ -5,7 +5,7 @@ Pieces are costed as everywhere in this room; units tell their own buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def sizes_of(
     whole = {name: x.to("meta") for name, x in batch.items()}
     kinds, known = alike(make()), dict[Any, Any]()
     pieces: dict[int, PieceCost] = {}
-    units: dict[int, Unit] = {}
+    units: dict[int, list[Unit]] = {}
     for row in range(len(program.rows)):
         world = TallyWorld(program.owner.index(row), layout.ranks)
         model = make()
@@ -57,8 +57,8 @@ def sizes_of(
             pieces |= _costed(held, kinds, edge, own, world, known, target, parts)
         finally:
             world.clear()
-        for number, unit in held.units.items():
-            units.setdefault(number, unit)
+        for number in {**held.units, **held.frozen}:
+            units.setdefault(number, held.weights(number))
     costed = [pieces[p] for p in range(program.pieces)]
     return replace(
         _of_units(units, program.pieces, layout, precision),
@@ -95,15 +95,19 @@ def _costed(
 
 
 def _of_units(
-    units: Mapping[int, Unit], pieces: int, layout: Layout, precision: Precision
+    units: Mapping[int, Sequence[Unit]], pieces: int, layout: Layout, precision: Precision
 ) -> Sizes:
-    master, compute = precision.master.itemsize, precision.compute.itemsize
+    compute = precision.compute.itemsize
 
-    def each(bytes: Callable[[Unit], int]) -> tuple[float, ...]:
-        return tuple(float(bytes(units[n])) if n in units else 0.0 for n in range(pieces))
+    def each(bytes: Callable[[Unit], int], *, frozen: bool = False) -> tuple[float, ...]:
+        return tuple(
+            float(sum(bytes(u) for u in units.get(n, ()) if frozen or not u.frozen))
+            for n in range(pieces)
+        )
 
     def always(unit: Unit) -> int:
         """The home and, beside it or around it, weights that never leave."""
+        master = unit.precision.master.itemsize
         if not unit.resident or unit.same:
             return unit.part * master
         inside = unit.storage() == storage_of(unit.home)
@@ -113,9 +117,9 @@ def _of_units(
     return Sizes(
         kept=(),
         input=(),
-        home=each(always),
-        gathered=each(lambda unit: 0 if unit.resident else unit.numel * compute),
+        home=each(always, frozen=True),
+        gathered=each(lambda unit: 0 if unit.resident else unit.numel * compute, frozen=True),
         gradient=each(lambda unit: unit.numel * precision.reduce.itemsize),
         gradient_shard=parts if layout.shards > 1 else (),
-        optimizer=each(lambda unit: 2 * unit.part * master),
+        optimizer=each(lambda unit: 2 * unit.part * unit.precision.master.itemsize),
     )

@@ -14,7 +14,9 @@ from .mesh import LayoutError
 
 # One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
 AXIS_OF: dict[str, str] = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffn": "tp"}
-DIMS = ("embed", "experts", "head", "position", "-", *AXIS_OF)
+# The rank of a low-rank adapter, beside a weight that is cut: whole, and its ranks did different work.
+LORA = "lora"
+DIMS = ("embed", "experts", "head", "position", LORA, "-", *AXIS_OF)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _FOLDER = Path(__file__).parent / "shapes"
 
 # Names under which the shapes that ship with phalanx are published.
 _LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
+_BLOCKS = re.compile(r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?")  # layers.0-3
 _PUBLISHED = {
     "gpt2": "124m",
     "gpt-2": "124m",
@@ -88,6 +90,11 @@ class Shape:
         "none", "bias: moved so that experts get as many tokens", choices=("none", "bias")
     )
     balance_rate: float = key(0.001, "by which that bias moves in a step", above=0)
+    # What of it is trained.
+    freeze: tuple[str, ...] = key((), "pieces that are not trained: embed, head, layers.0-3")
+    lora_r: int = key(0, "rank of LoRA in the blocks, all else frozen; 0: none", minimum=0)
+    lora_alpha: float = key(8.0, "LoRA's output counts alpha / r", above=0)
+    lora_targets: tuple[str, ...] = key((), "which linears have LoRA; empty: all of a block")
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -117,6 +124,7 @@ class Shape:
         if len(self.windows) > self.layers:
             what = f"windows has {len(self.windows)} numbers for {self.layers} blocks"
             yield Mistake("windows", what, "Write at most one for each block")
+        yield from self._untrainable()
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
@@ -133,6 +141,50 @@ class Shape:
         if self.kind == "mlp" or not self.gated or self.bias == "all" or self.activation == "gelu":
             what = "experts are gated MLPs of silu without biases, in a decoder"
             yield Mistake("experts", what, "Leave out kind, gated, bias and activation, or experts")
+
+    def _untrainable(self) -> Iterator[Mistake]:
+        for name in self.freeze:
+            if not _BLOCKS.fullmatch(name) and name not in ("embed", "head"):
+                what = f"freeze names {name[:40]!r}, which is no piece"
+                yield Mistake("freeze", what, "Write embed, head, layers, layers.0 or layers.0-3")
+        last = max((int(n) for name in self.freeze for n in re.findall("[0-9]+", name)), default=0)
+        if last >= self.layers:
+            what = f"freeze names block {last} of {self.layers}"
+            yield Mistake("freeze", what, f"Blocks are layers.0 to layers.{self.layers - 1}")
+        for name in self.lora_targets:
+            if name not in self.linears:
+                what = f"lora_targets names {name[:40]!r}"
+                yield Mistake("lora_targets", what, f"Linears are {', '.join(self.linears)}")
+        if self.lora_r and self.freeze:
+            what = "freeze beside LoRA, which trains its own factors and nothing else"
+            yield Mistake("freeze", what, "Leave it out")
+        if self.lora_r and self.kind != "decoder":
+            yield Mistake("lora_r", "LoRA in a model that is no decoder", "Leave it out")
+        elif not self.lora_r and len(self.frozen) == self.pieces:
+            yield Mistake("freeze", "every piece is frozen", "Leave one out")
+
+    @cached_property
+    def frozen(self) -> tuple[int, ...]:
+        """The pieces of which nothing is trained."""
+        if self.lora_r:
+            return (0, self.pieces - 1)
+        named = [match for name in self.freeze if (match := _BLOCKS.fullmatch(name))]
+        runs = [(int(m[1] or 0), int(m[2] or m[1] or self.layers - 1)) for m in named]
+        blocks = [n for n in range(self.layers) if any(a <= n <= b for a, b in runs)]
+        ends = {"embed": -1, "head": self.layers}
+        return tuple(sorted(1 + n for n in (*blocks, *(ends[x] for x in ends if x in self.freeze))))
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """What of a block may have adapters: features in and out. Of experts none has."""
+        names = ("wq", "wk", "wv", "wo", *("gate", "up", "down") * (not self.experts))
+        return {name: (into, out) for name, into, out, _ in self.products(1) if name in names}
+
+    @property
+    def adapters(self) -> dict[str, tuple[int, int]]:
+        """Those of them that have LoRA."""
+        chosen = self.lora_targets or (*self.linears,)
+        return {n: size for n, size in self.linears.items() if self.lora_r and n in chosen}
 
     @property
     def pieces(self) -> int:
@@ -158,6 +210,7 @@ class Shape:
                 routed = self.top_k if active else self.experts
                 feed = self._feed_forward(self.expert_ffn) * (routed + self.shared_experts)
                 feed += self.experts * (self.hidden + (self.balance == "bias"))
+            feed += self.lora_r * sum(map(sum, self.adapters.values()))
             return self._attention() + feed + norm * (4 if self.norms == "both" else 2)
         return norm + (0 if self.tied else self.vocab * self.hidden)
 
@@ -177,6 +230,13 @@ class Shape:
     @property
     def total(self) -> int:
         return sum(map(self.parameters, range(self.pieces)))
+
+    @property
+    def trained(self) -> int:
+        """Numbers that are trained."""
+        if self.lora_r:
+            return self.layers * self.lora_r * sum(map(sum, self.adapters.values()))
+        return self.total - sum(map(self.parameters, self.frozen))
 
     @property
     def active(self) -> int:

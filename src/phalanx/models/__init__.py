@@ -8,6 +8,7 @@ from . import decoder, mlp
 from .attention import Attention, Core, RopeScaling
 from .decoder import Decoder
 from .experts import ExpertMlps, Router
+from .lora import LoraLinear, adapt, draw_lora
 from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
 from .noise import Dropout, token_noise
@@ -21,6 +22,9 @@ __all__ = [
     "Core",
     "Dropout",
     "ExpertMlps",
+    "LoraLinear",
+    "adapt",
+    "draw_lora",
     "RMSNorm",
     "Router",
     "IGNORED",

@@ -213,7 +213,8 @@ class CompiledModule:
             owner: Any, transposed: bool, matmul: Any, x: Tensor, bias: Tensor | None = None
         ) -> Tensor:
             y = multiply(x, owner.weight, bias, transposed=transposed, matmul=matmul)
-            taps = x.requires_grad and x.dim() > 1 and owner.weight.dim() == 2
+            weight = owner.weight
+            taps = x.requires_grad and x.dim() > 1 and weight.dim() == 2 and weight.requires_grad
             shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
             calls[owner].append(_Tapped(owner, transposed, shapes))
             return y

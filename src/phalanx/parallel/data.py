@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -139,7 +139,10 @@ class Together(Work):
 
 class Unit:
     """The weights of one piece on one rank: a home (this rank's part, in master precision), the
-    weights (whole, views of a flat buffer, there or dropped) and the gradient."""
+    weights (whole, views of a flat buffer, there or dropped) and the gradient.
+
+    Of a piece that is trained in part there are two: of the weights that are `frozen` there is no
+    gradient, and they are kept in what they are computed with."""
 
     def __init__(
         self,
@@ -152,8 +155,12 @@ class Unit:
         resident: bool,
         at_host: bool = False,
         replicas_apart: bool = False,
+        frozen: bool = False,
     ) -> None:
+        if frozen:  # nothing is added to them that fewer digits would lose
+            precision = replace(precision, master=precision.compute)
         self.number, self.groups, self.pool, self.precision = number, groups, pool, precision
+        self.frozen = frozen
         self.replicas_apart = replicas_apart  # the program has an operation for them
         # What is summed apart stands together, and in it what decays comes first. Nothing here may
         # differ between tp ranks, `counted` for instance: see `Segment`.
@@ -173,11 +180,12 @@ class Unit:
         self.part = self.numel // shards
         self.start = self.part * groups.gather.rank
         self.parameters = {
-            w.name: nn.Parameter(torch.empty(0, device=pool.device)) for w in self.order
+            w.name: nn.Parameter(torch.empty(0, device=pool.device), requires_grad=not frozen)
+            for w in self.order
         }
         self._like = [torch.empty(w.local, device="meta") for w in self.order]
         self._matrices = {w.name for w in self.order if len(w.shape) == 2}
-        for name in self._matrices:
+        for name in self._matrices if not frozen else ():
             parameter: Any = self.parameters[name]  # its stubs are not typed
             parameter.register_hook(partial(self._before_adding, name))
         # At home on the host, the master weights and the optimizer's state stay there; a gather or a

@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF
-from ..models import IGNORED, Core, ExpertMlps
+from ..models import IGNORED, Core, ExpertMlps, LoraLinear
 from .model import Model
 
 _HOOKS = (
@@ -75,13 +75,8 @@ def _unnamed(model: Model) -> Iterator[str]:
 
 
 def _untrainable(model: Model) -> Iterator[str]:
-    """Parameters are replaced by views of a unit's weights, which are trained and have no hooks."""
+    """Parameters are replaced by views of a unit's weights, which have no hooks."""
     for name, parameter in model.weights.items():
-        if not parameter.requires_grad:
-            yield (
-                f"{name} is frozen (requires_grad=False), and every parameter is trained here."
-                " Make it a buffer, with a rule and reset_buffers()."
-            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             yield f"{name} has hooks on its gradient, which would never be called. Remove them."
 
@@ -155,9 +150,10 @@ def _replaced(name: str, module: nn.Module, dim: str, *, cut_first: bool) -> Ite
         f" Put what it adds into the module that owns it, name the dim {dim!r} of its weight '-',"
         " or use no tp."
     )
-    linear = isinstance(module, nn.Linear)
-    plain: type[nn.Module] = nn.Linear if linear else nn.Embedding
+    linear, adapted = isinstance(module, nn.Linear), isinstance(module, LoraLinear)
+    plain: type[nn.Module] = LoraLinear if adapted else nn.Linear if linear else nn.Embedding
     kind, owned = type(module).__name__, {"weight", "bias"} if linear else {"weight"}
+    owned |= {"lora"} if adapted else set()
     if not isinstance(module, plain):
         if cut_first:
             yield (

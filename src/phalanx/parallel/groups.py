@@ -53,6 +53,7 @@ class Groups:
     gradients: Group
     everyone: Group
     units: tuple[UnitGroups, ...]  # of every unit, also of those on other stages
+    whole: UnitGroups | None  # of frozen weights that every rank keeps whole
 
 
 def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
@@ -78,6 +79,12 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
     return different.pop() if different else UnitAxes(*axes)
 
 
+def _cuts_frozen(layout: Layout) -> bool:
+    """Whether frozen weights are sharded: where weights come and go. ZeRO-1 and 2 shard what belongs
+    to a gradient, and these have none; gathering them each step would bring what never changed."""
+    return layout.zero == 3 or bool({"weights", "optimizer"} & set(layout.offload))
+
+
 def open_groups(
     world: World, layout: Layout, model: Model, program: Program, *, prefix: str = ""
 ) -> Groups:
@@ -96,11 +103,17 @@ def open_groups(
         flows = _flows(program, forward=forward)
         return world.split(prefix + name, mesh.groups(["pp"]), flows)
 
+    replicas = layout.dp * layout.cp == layout.ranks
+    count, whole = everyone if replicas else along("count", "dp", "cp"), None
+    if model.frozen and not _cuts_frozen(layout):
+        alone = along("alone")
+        whole = UnitGroups(alone, alone, count, alone, {})
     return Groups(
+        whole=whole,
         tp=along("tp", "tp"),
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
-        count=everyone if layout.dp * layout.cp == layout.ranks else along("count", "dp", "cp"),
+        count=count,
         activations=pipeline("activations", forward=True),
         gradients=pipeline("gradients", forward=False),
         everyone=everyone,

@@ -28,12 +28,21 @@ class LocalModel:
     """One rank's pieces and units by number, the groups to the other ranks, the buffers' pool."""
 
     pieces: dict[int, Piece]
-    units: dict[int, Unit]
+    units: dict[int, Unit]  # of the weights that are trained
+    frozen: dict[int, Unit]  # of those that are not, by the same numbers
     groups: Groups
     pool: BufferPool
     coordinates: dict[str, int]  # where the rank sits on each axis
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
     draw: Callable[[int], None]  # gives the weights of a seed's start
+
+    def weights(self, unit: int) -> list[Unit]:
+        """All weights of a unit: what it trains, and what of it is frozen."""
+        return [units[unit] for units in (self.units, self.frozen) if unit in units]
+
+    @property
+    def every_unit(self) -> list[Unit]:
+        return [unit for number in {**self.units, **self.frozen} for unit in self.weights(number)]
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
@@ -69,25 +78,36 @@ def build_local(
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
-    units = {
-        number: Unit(
-            number,
-            [w for name, w in weights.items() if model.unit_of[name] == number],
-            groups.units[number],
-            pool,
-            precision,
-            resident=number not in dropped,
-            at_host=bool({"weights", "optimizer"} & set(layout.offload)),
-            replicas_apart=program.replicated,
-        )
-        for number in held
-    }
-    _place(model, units, mine, layout, at, world.device)
-    draw = partial(_fill, model, units, weights)
+
+    def units_of(*, frozen: bool) -> dict[int, Unit]:
+        own = {unit: list[Weight]() for unit in held}
+        for name, weight in weights.items():
+            if model.unit_of[name] in own and weight.frozen == frozen:
+                own[model.unit_of[name]].append(weight)
+        return {
+            number: Unit(
+                number,
+                chosen,
+                groups.whole if frozen and groups.whole else groups.units[number],
+                pool,
+                precision,
+                resident=number not in dropped,
+                at_host=bool({"weights", "optimizer"} & set(layout.offload)),
+                replicas_apart=program.replicated,
+                frozen=frozen,
+            )
+            for number, chosen in own.items()
+            if chosen
+        }
+
+    units, still = units_of(frozen=False), units_of(frozen=True)
+    all_units = {n: [u[n] for u in (units, still) if n in u] for n in held}
+    _place(model, all_units, mine, layout, at, world.device)
+    draw = partial(_fill, model, all_units, weights)
     if seed is not None:
         draw(seed)
     kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
-    pieces = {p: _piece(model, p, program, units, kinds, layout, world.device) for p in mine}
+    pieces = {p: _piece(model, p, program, all_units, kinds, layout, world.device) for p in mine}
 
     def edge(piece: int, batch: Mapping[str, Tensor]) -> Bundle:
         if model.edges:
@@ -98,7 +118,7 @@ def build_local(
             like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
         return {name: torch.empty_like(x, device=world.device) for name, x in like.items()}
 
-    return LocalModel(pieces, units, groups, pool, at, edge, draw)
+    return LocalModel(pieces, units, still, groups, pool, at, edge, draw)
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:
@@ -110,7 +130,7 @@ def _piece(
     model: Model,
     piece: int,
     program: Program,
-    units: dict[int, Unit],
+    units: Mapping[int, Sequence[Unit]],
     kinds: set[str],
     layout: Layout,
     device: torch.device,
@@ -122,7 +142,7 @@ def _piece(
         compiled = CompiledModule(module, layout.compile, device, selective=again)
     return Piece(
         module,
-        [units[unit] for unit in program.units(piece)],
+        [unit for number in program.units(piece) for unit in units[number]],
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,
@@ -134,7 +154,7 @@ def _piece(
 
 def _place(
     model: Model,
-    units: dict[int, Unit],
+    units: Mapping[int, Sequence[Unit]],
     mine: Sequence[int],
     layout: Layout,
     at: Mapping[str, int],
@@ -142,7 +162,8 @@ def _place(
 ) -> None:
     """The model's parameters become those of the units; its buffers are made and cut."""
     originals = {parameter: name for name, parameter in model.weights.items()}
-    bound = {name: p for unit in units.values() for name, p in unit.parameters.items()}
+    every = [unit for each in units.values() for unit in each]
+    bound = {name: p for unit in every for name, p in unit.parameters.items()}
     for piece in mine:
         prefix, module = model.pieces[piece]
         for path, child in module.named_modules():
@@ -176,8 +197,10 @@ def _buffers(
         module._buffers[name] = whole[tuple(slice(c.start, c.stop) for c in cuts)].clone()
 
 
-def _fill(model: Model, units: dict[int, Unit], weights: dict[str, Weight], seed: int) -> None:
-    for unit in units.values():
+def _fill(
+    model: Model, units: Mapping[int, Sequence[Unit]], weights: dict[str, Weight], seed: int
+) -> None:
+    for unit in (unit for each in units.values() for unit in each):
         if unit.home.is_meta:
             continue
         for name in unit.parameters:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
+from ..layout.rules import AXIS_OF, LORA
 from ..layout.shape import HUB
 from ..layout.source import load_source, running, split_name
-from ..models import Decoder, DeepMlp, RopeScaling, decoder, mlp
+from ..models import Decoder, DeepMlp, RopeScaling, adapt, decoder, draw_lora, mlp
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -43,7 +44,7 @@ class Model:
     batch)` gives what comes into a piece as tensors on meta. `counts` says how many whole units a dim
     has that is cut in units: heads and kv. `rates` names weights that an update moves by their
     gradient's sign alone, and how far; the gradient's norm is without them. The last piece returns the
-    loss as a sum.
+    loss as a sum. A parameter that requires no gradient is frozen.
     """
 
     pieces: tuple[tuple[str, nn.Module], ...]
@@ -78,6 +79,17 @@ class Model:
             for name, parameter in module.named_parameters():
                 first.setdefault(parameter, f"{prefix}.{name}")
         return {name: parameter for parameter, name in first.items()}
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The names of the weights that are not trained."""
+        return frozenset(name for name, p in self.weights.items() if not p.requires_grad)
+
+    @cached_property
+    def frozen_units(self) -> tuple[int, ...]:
+        """The units of which no weight is trained."""
+        trained = {unit for name, unit in self.unit_of.items() if name not in self.frozen}
+        return tuple(sorted({*self.unit_of.values()} - trained))
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
@@ -128,13 +140,45 @@ def build_model(shape: Shape, *, dropout: float = 0.0) -> Model:
         if shape.kind == "mlp":
             deep = DeepMlp(width=shape.hidden, layers=shape.layers)
             pieces, rules = mlp.describe(deep)
-            return Model(pieces, Rules.parse(rules), {}, deep.draw, shape)
+            model = Model(pieces, Rules.parse(rules), {}, deep.draw, shape)
+            return _freeze(model, shape)
         plain = decoder_of(shape, dropout=dropout)
         pieces, rules = decoder.describe(plain)
+        rules = _adapt(plain, Rules.parse(rules), shape) + rules
     counts = {"heads": shape.heads, "kv": shape.kv_heads}
-    balanced = (name for name, _ in plain.named_parameters() if name.endswith("router.bias"))
-    rates = dict.fromkeys(balanced, shape.balance_rate)
-    return Model(pieces, Rules.parse(rules), counts, plain.draw, shape, rates)
+    made = _freeze(Model(pieces, Rules.parse(rules), counts, plain.draw, shape), shape)
+    balanced = (n for n in made.weights if n.endswith("router.bias") and n not in made.frozen)
+    return replace(made, rates=dict.fromkeys(balanced, shape.balance_rate))
+
+
+def _freeze(model: Model, shape: Shape) -> Model:
+    """Freeze what the shape does not train. A weight that two pieces use is the first one's."""
+    for name, weight in model.weights.items():
+        weight.requires_grad_(
+            is_lora(name) if shape.lora_r else model.unit_of[name] not in shape.frozen
+        )
+    return model
+
+
+def _adapt(model: Decoder, rules: Rules, shape: Shape) -> str:
+    """Give the linears that the shape names low-rank adapters; the lines of their factors."""
+    lines = []
+    for name, module in model.layers.named_modules():
+        block, _, path = name.partition(".")
+        if path.rpartition(".")[2] not in shape.adapters or not isinstance(module, nn.Linear):
+            continue
+        adapt(module, shape.lora_r, shape.lora_alpha)
+        out, into = rules.dims(f"layers.{name}.weight")
+        rank = LORA if {out, into} & AXIS_OF.keys() else "-"
+        if block == "0":
+            lines += [f"layers.*.{path}.lora.a.weight : {rank} {into}\n"]
+            lines += [f"layers.*.{path}.lora.b.weight : {out} {rank}\n"]
+    return "".join(lines)
+
+
+def is_lora(name: str) -> bool:
+    """Whether a weight is a factor of a low-rank adapter."""
+    return ".lora." in name
 
 
 def decoder_of(shape: Shape, **changes: Any) -> Decoder:
@@ -186,6 +230,9 @@ def start(model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32
     key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
     weight = torch.empty(model.weights[name].shape)
+    if is_lora(name):
+        draw_lora(name, weight, generator)
+        return weight.to(dtype)
     model.draw(name, weight, generator)
     if model.draw is _draw and name in model.padding:
         weight[model.padding[name]] = 0.0  # as nn.Embedding itself starts

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ..comm import Work
+from ..models import LoraLinear
 from .compile import CompiledModule, Factors
 from .data import Then, Unit, multiply, storage_of
 from .recompute import Selected, giving, keeping
@@ -150,26 +151,28 @@ class _Product(torch.autograd.Function):
         transposed: bool,
         due: list[_Due] | None,
     ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.owner, ctx.biased, ctx.transposed, ctx.due = owner, bias is not None, transposed, due
+        ctx.save_for_backward(*[] if owner[0].frozen else [x])
+        ctx.owner, ctx.transposed, ctx.due = owner, transposed, due
         matmul = owner[0].precision.matmul
         return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         unit, name = ctx.owner
-        (x,) = ctx.saved_tensors
         weight, matmul = unit.parameters[name], unit.precision.matmul
         if matmul is None:
             into = gradient @ (weight.mT if ctx.transposed else weight)
         else:
             into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=matmul)
+        bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        if unit.frozen:
+            return into, None, bias, None, None, None
+        (x,) = ctx.saved_tensors
         if ctx.due is None:
             _Due(unit, name, x, gradient, ctx.transposed).contribute()
         else:
             # Detached: an input with its graph would lead back to the list, and neither be freed.
             ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), ctx.transposed))
-        bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
         return into, None, bias, None, None, None
 
 
@@ -198,6 +201,7 @@ class Piece:
         compiled: CompiledModule | None = None,
     ) -> None:
         self.module, self.units, self.takes = module, tuple(units), tuple(takes)
+        self.trained = tuple(unit for unit in units if not unit.frozen)
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
         self.compiled = compiled
         self.kept: dict[int, _Kept] = {}
@@ -212,7 +216,7 @@ class Piece:
             # `weight_product(x)`.
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
-                transposed = not isinstance(child, _Linear | RowLinear)
+                transposed = not isinstance(child, _Linear | RowLinear | LoraLinear)
                 if compiled:
                     matmul = self.owners[own.weight][0].precision.matmul
                     compiled.add(own, transposed=transposed, matmul=matmul)
@@ -322,7 +326,7 @@ class Piece:
     def weight_gradient(self, microbatch: int) -> None:
         """The weight gradients that were put off: one product each, into the flat gradient."""
         kept = self.kept.pop(microbatch)
-        for unit in self.units:
+        for unit in self.trained:
             unit.open()
         if kept.whole:
             kept.whole()
@@ -330,7 +334,7 @@ class Piece:
             due.contribute()
 
     def _run(self, kept: _Kept, gradients: Bundle) -> None:
-        for unit in self.units:
+        for unit in self.trained:
             unit.open()
         names = [name for name in kept.roots if name in gradients]
         if names:

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
-from ..layout.rules import AXIS_OF, Cut
-from ..models import Dropout, ExpertMlps, RMSNorm, Router, token_loss
+from ..layout.rules import AXIS_OF, LORA, Cut
+from ..models import Dropout, ExpertMlps, LoraLinear, RMSNorm, Router, token_loss
 from .groups import Groups
 from .model import Model
 
@@ -41,6 +41,7 @@ class Weight:
     adds: str = ""
     counted: bool = True
     rate: float = 0.0  # see `Model.rates`
+    frozen: bool = False
 
     @cached_property
     def local(self) -> tuple[int, ...]:
@@ -84,15 +85,15 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
         whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
         counted = tp % copies == 0 if whole or adds else True
-        rate = model.rates.get(name, 0.0)
-        weights[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted, rate)
+        rate, frozen = model.rates.get(name, 0.0), name in model.frozen
+        weights[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen)
     return weights
 
 
 def partial_units(model: Model, layout: Layout) -> set[int]:
     """The units of which ranks of tp have parts of gradients: they did different work."""
     weights = cut_weights(model, layout, {})
-    return {model.unit_of[name] for name, weight in weights.items() if weight.adds}
+    return {model.unit_of[n] for n, weight in weights.items() if weight.adds and not weight.frozen}
 
 
 def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
@@ -103,8 +104,9 @@ def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
         return "kv"  # other query heads used the same key and value head
     if any(AXIS_OF.get(dim) == "tp" for dim in dims):
         return ""  # cut: every rank has its own part
-    if "head" in dims:
-        return "norms"  # q and k norms: other heads
+    if "head" in dims or LORA in dims:
+        # q and k norms: other heads. A factor of an adapter that is whole, the other one being cut.
+        return "norms"
     return "norms" if layout.seq else ""  # norms and row biases: other tokens under seq
 
 
@@ -114,10 +116,12 @@ class RowLinear(nn.Module):
     def __init__(self, plain: nn.Linear, join: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.weight, self.bias, self.join = plain.weight, plain.bias, join
+        self.lora = plain.lora if isinstance(plain, LoraLinear) else None
         self.weight_product: Callable[[Tensor], Tensor] = lambda x: F.linear(x, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.join(self.weight_product(x))
+        part = self.weight_product(x)
+        y = self.join(part if self.lora is None else part + self.lora(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -240,6 +244,8 @@ class _Installer:
             if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
                 continue
             dims = self.model.rules.dims(f"{self.prefix}.{name}.weight".replace("..", "."), 2)
+            if LORA in dims:
+                continue  # inside a linear, whose regions it shares
             # nn.Linear holds (out, in); a bare x @ weight holds (in, out); a lookup (in, out).
             out, into = dims if isinstance(module, nn.Linear) else dims[::-1]
             if AXIS_OF.get(into) == "tp":

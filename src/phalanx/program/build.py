@@ -36,6 +36,7 @@ def build(
     *,
     agree: bool = False,
     parts: Collection[int] = (),
+    frozen: Collection[int] = (),
     whole: bool = False,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
@@ -43,8 +44,8 @@ def build(
     held: Sequence[float] | None = None,
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
-    unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of; with
-    `whole` the optimizer needs whole matrices. `recompute:fit` needs sizes and a limit in bytes; a searched
+    unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
+    those that have none; with `whole` the optimizer needs whole matrices. `recompute:fit` needs sizes and a limit in bytes; a searched
     schedule orders for these costs, each rank keeping at most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
@@ -54,7 +55,7 @@ def build(
         order = search(layout.pp, layout.microbatches, layout.chunks, costs, held)
     else:
         order = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-    program = expand(Program(order.rows, layout.mesh), stages, tied)
+    program = expand(Program(order.rows, layout.mesh), stages, tied, frozen)
 
     def rest(program: Program) -> Program:
         program = sum_parts(_placed(layout, program), parts)

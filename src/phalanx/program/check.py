@@ -262,7 +262,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
                     update = Op(ops.UPDATE, used)
                     yield f"{who}: {op} uses unit {used} after its update {update} in the same step."
         if kind in ops.CONTRIBUTES:
-            unused.update(dict.fromkeys(program.units(unit)))
+            unused.update(dict.fromkeys(program.trained(unit)))
     for unit in sorted(now.gathered) if drops else ():
         drop = Op(ops.DROP, unit)
         yield f"{who}: unit {unit} is still gathered at the end; {drop} is missing after its last use."
@@ -288,7 +288,7 @@ def _ties(program: Program) -> Iterator[str]:
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
         steps = max(1, sum(op.kind == ops.COUNT for op in row))
-        for unit in sorted({unit for _, unit in program.tied}):
+        for unit in sorted({unit for _, unit in program.tied}.difference(program.frozen)):
             rows = {homes[p] for p in program.users(unit) if p in homes}
             times = sum(op.kind == ops.TIE and op.piece == unit for op in row)
             wanted = steps if len(rows) > 1 and number in rows else 0

@@ -104,6 +104,7 @@ class PieceCost:
     weights: float  # numbers of the piece's own weights on this rank, whole: before ZeRO cuts them
     edge: float = 0.0  # bytes of its output, sent on to the next stage
     selected: float = 0.0  # bytes that are kept until P, the input among them
+    frozen: float = 0.0  # those of its weights that are not trained
 
     @property
     def backward(self) -> Load:

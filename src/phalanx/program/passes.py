@@ -27,7 +27,10 @@ def _woven(
 
 
 def expand(
-    program: Program, stages: Sequence[range], tied: tuple[tuple[int, int], ...] = ()
+    program: Program,
+    stages: Sequence[range],
+    tied: tuple[tuple[int, int], ...] = (),
+    frozen: Collection[int] = (),
 ) -> Program:
     """Operations on virtual stages become operations on their pieces; backward goes down."""
     rows = []
@@ -39,7 +42,7 @@ def expand(
                 pieces = reversed(stages[op.piece])
             out += [op._replace(piece=piece) for piece in pieces]
         rows.append(out)
-    return Program(tuple(map(tuple, rows)), program.mesh, program.owner, tied)
+    return Program(tuple(map(tuple, rows)), program.mesh, program.owner, tied, tuple(sorted(frozen)))
 
 
 def recompute(program: Program, stages: Sequence[range], mode: str) -> Program:
@@ -210,7 +213,8 @@ def gather(
 
     Uses of a unit that follow each other directly are one use: the last block is not dropped
     between forward and backward, which begins with it. `load`: from the host, so far ahead, and
-    gathered one unit later.
+    gathered one unit later. Frozen weights that are never dropped are whole at home, as they never
+    become stale.
     """
     leads = [(prefetch, ops.GATHER)]
     if load:
@@ -218,6 +222,7 @@ def gather(
     rows = []
     for row in program.rows:
         uses = _uses(program, row, each_use and drop)
+        uses = [use for use in uses if drop or use[0] not in program.frozen]
         before: dict[int, list[Op]] = defaultdict(list)
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
@@ -256,7 +261,7 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
 
 def reduce(program: Program, *, each_microbatch: bool, replicas: bool = False) -> Program:
     """Gradients summed over a unit's copies: after its last contribution of the step, or of each
-    microbatch. A unit that two pieces of the rank use is summed after both.
+    microbatch. A unit that two pieces of the rank use is summed after both, a frozen one never.
 
     `replicas`: over the shards first, then over the replicas. The second sum stands before the
     next unit's first one, by when the first may have arrived.
@@ -266,7 +271,7 @@ def reduce(program: Program, *, each_microbatch: bool, replicas: bool = False) -
         last: dict[tuple[int, int], int] = {}
         for i, op in enumerate(row):
             if op.kind in ops.CONTRIBUTES:
-                for unit in program.units(op.piece):
+                for unit in program.trained(op.piece):
                     last[unit, op.index if each_microbatch else 0] = i
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
@@ -292,7 +297,7 @@ def tie(program: Program) -> Program:
     for number, row in enumerate(program.rows):
         homes = program.homes[number]
         after: dict[int, list[Op]] = {}
-        for unit in sorted({unit for _, unit in program.tied}):
+        for unit in sorted({unit for _, unit in program.tied}.difference(program.frozen)):
             holders = {homes[piece] for piece in program.users(unit)}
             if len(holders) > 1 and number in holders:
                 last = max(

@@ -88,13 +88,15 @@ class Program:
     """A training step: one list of operations for every rank that differs.
 
     `owner[rank]` is the row that a rank follows; left out, a rank follows the row of its coordinate along
-    `pp`. `tied` lists (piece, unit) pairs: the piece also uses the weights of that unit.
+    `pp`. `tied` lists (piece, unit) pairs: the piece also uses the weights of that unit. `frozen`
+    are the units of which nothing trains: they have no gradient.
     """
 
     rows: tuple[tuple[Op, ...], ...]
     mesh: Mesh = Mesh()
     owner: tuple[int, ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
+    frozen: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.owner:
@@ -175,6 +177,11 @@ class Program:
         """The units whose weights a piece uses: its own, and a tied one."""
         return self._units.get(piece) or (piece,)
 
+    def trained(self, piece: int) -> tuple[int, ...]:
+        """Those of them that have a gradient."""
+        units = self.units(piece)
+        return tuple(u for u in units if u not in self.frozen) if self.frozen else units
+
     @cached_property
     def _units(self) -> dict[int, tuple[int, ...]]:
         users = dict.fromkeys(user for user, _ in self.tied)
@@ -187,6 +194,7 @@ class Program:
     def __str__(self) -> str:
         head = [_HEADER, f"mesh {self.mesh}".rstrip()]
         head += [f"tied {piece}:{unit}" for piece, unit in self.tied]
+        head += [f"frozen {' '.join(map(str, self.frozen))}"] * bool(self.frozen)
         lines = []
         for number, row in enumerate(self.rows):
             ranks = ",".join(map(str, self.ranks(number)))
@@ -225,7 +233,8 @@ def _parse(text: str, source: str) -> Program:
             f" {_few(missing)} are missing or too many in the 'ranks' lines."
         )
     owner = tuple(reading.owner[rank] for rank in range(reading.mesh.size))
-    return Program(tuple(map(tuple, reading.rows)), reading.mesh, owner, tuple(reading.tied))
+    rows, tied = tuple(map(tuple, reading.rows)), tuple(reading.tied)
+    return Program(rows, reading.mesh, owner, tied, tuple(reading.frozen))
 
 
 def _few(ranks: list[int]) -> str:
@@ -239,6 +248,7 @@ class _Reading:
     def __init__(self) -> None:
         self.mesh = Mesh()
         self.tied: list[tuple[int, int]] = []
+        self.frozen: list[int] = []
         self.rows: list[list[Op]] = []
         self.owner: dict[int, int] = {}
 
@@ -250,6 +260,10 @@ class _Reading:
             if not (pair := re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", rest)):
                 raise ProgramError(f"{line[:40]!r}: write 'tied PIECE:UNIT', as in 'tied 5:0'.")
             self.tied.append((int(pair[1]), int(pair[2])))
+        elif word == "frozen":
+            if not re.fullmatch(r"[0-9]{1,6}( [0-9]{1,6})*", rest):
+                raise ProgramError(f"{line[:40]!r}: write 'frozen UNIT UNIT', as in 'frozen 0 5'.")
+            self.frozen += map(int, rest.split())
         elif word == "ranks":
             names, colon, ops = rest.partition(":")
             if not colon or not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", names):
@@ -257,7 +271,7 @@ class _Reading:
             self._ranks([int(name) for name in names.split(",")])
             self.rows[-1] += map(Op.parse, ops.split())
         elif word:
-            raise ProgramError(f"{line[:40]!r} is none of 'mesh', 'tied', 'ranks 0,1: ...'.")
+            raise ProgramError(f"{line[:40]!r} is none of 'mesh', 'tied', 'frozen', 'ranks 0,1: ...'.")
         elif not self.rows:
             raise ProgramError("operations stand before any 'ranks 0,1:' line.")
         else:

@@ -85,6 +85,8 @@ class State:
         self.again = recomputed(self.ops)
         self.has = {op.kind for op in self.ops}
         self.last_piece = program.pieces - 1
+        gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
+        self.at_home = {*program.frozen} - gathered  # whole, whatever is gathered beside them
         self.incoming = {
             (op.piece, op.of == ops.FORWARD, op.index): op
             for op in self.ops
@@ -230,7 +232,7 @@ class State:
         for unit in self.program.units(piece):
             if unit in self.gathered and unit not in self.stale:
                 needs.append(self.gathered[unit])
-            elif ops.GATHER in self.has:
+            elif ops.GATHER in self.has and unit not in self.at_home:
                 # Where weights are gathered, no unit is whole at home.
                 needs.append(Lack(_NO_WEIGHTS.format(unit=unit)))
             elif unit in self.updated:
@@ -305,7 +307,7 @@ class State:
             keeps = ops.FACTORS if kind == ops.INPUT_GRADIENT else ""
         # Norms and biases get their gradient with the input's. A piece without an input has none.
         if kind in ops.CONTRIBUTES or (kind == ops.INPUT_GRADIENT and piece):
-            for unit in self.program.units(piece):
+            for unit in self.program.trained(piece):
                 if unit not in self.open:
                     start.append(_change(WHOLE, unit, 1))
                     self.open[unit] = []

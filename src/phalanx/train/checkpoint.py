@@ -224,15 +224,17 @@ class _Pending:
 def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, Tensor]]:
     """The numbers that this rank writes, flat: those that no rank before it has. Each with the whole
     tensor that it is a shard of, as if it began the first file."""
-    for number, unit in local.units.items():
+    for unit in local.every_unit:
         # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
+        number = unit.number
         if number not in local.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
             padding = any(a == b for a, b in box_of(entry))
             if entry.weight.counted and not padding:
                 run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-                for kind, own in ((WEIGHT, unit.home[run]), *_state(updates[number], entry)):
+                state = () if unit.frozen else _state(updates[number], entry)
+                for kind, own in ((WEIGHT, unit.home[run]), *state):
                     yield _described(kind, entry, own), own
 
 

@@ -115,7 +115,7 @@ def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Update
 
 
 def _refresh(local: LocalModel) -> None:
-    for unit in local.units.values():  # ranks gather here, so all must come
+    for unit in local.every_unit:  # ranks gather here, so all must come
         unit.refresh()
         if unit.resident and unit.groups.gather.size > 1:
             unit.gather().wait()
@@ -350,7 +350,7 @@ def _short(value: object) -> str:
 
 def _misfits(manifest: Manifest, local: LocalModel, updates: Updates) -> list[str]:
     """Why the checkpoint's tensors are not those of this rank's model and optimizer."""
-    own = {w.name: tuple(w.shape) for unit in local.units.values() for w in unit.order}
+    own = {w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order}
     wrong = weight_differences(manifest, own)
     kinds, optimizer = _kinds(manifest), optimizer_name(updates)
     if not kinds:
@@ -362,9 +362,9 @@ def _misfits(manifest: Manifest, local: LocalModel, updates: Updates) -> list[st
     if optimizer and manifest.optimizer != optimizer:
         wrong.append(f"keeps the state of {manifest.optimizer}, the run's optimizer is {optimizer}")
     shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
-    names = [name for kind, name in shapes if kind == WEIGHT]
+    names = [weight.name for unit in local.units.values() for weight in unit.order]
     for kind in kinds:
-        lost = [name for name in names if shapes.get((kind, name)) != shapes[WEIGHT, name]]
+        lost = [name for name in names if shapes.get((kind, name)) != own[name]]
         wrong += [f"{kind} of {lost[0]} is missing or of another shape"] if lost else []
     return wrong
 
@@ -377,12 +377,13 @@ def _kinds(manifest: Manifest) -> list[str]:
 def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     """This rank's homes and optimizer state become those of the checkpoint."""
     kinds = _kinds(reader.manifest)
-    for number, unit in local.units.items():
-        fresh = _fresh_state(updates[number], kinds, reader.manifest.updates)
+    for unit in local.every_unit:
+        trained = [] if unit.frozen else kinds
+        fresh = _fresh_state(updates[unit.number], kinds, reader.manifest.updates) if trained else []
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             unit.home[run] = reader.numbers(WEIGHT, entry).to(unit.home)
-            for kind in kinds:
+            for kind in trained:
                 own, kept = next(f for f in fresh if f[0].start <= entry.offset < f[0].stop)
                 at = slice(run.start - own.start, run.stop - own.start)
                 kept[kind][at] = reader.numbers(kind, entry).to(kept[kind])

@@ -182,6 +182,7 @@ class Executor:
     def _compare(self, state: State, op: Op) -> None:
         """Raise if what this rank holds after an operation is not what the program says."""
         units, pieces = self.local.units, self.local.pieces
+        weights = {n: self.local.weights(n)[-1] for n in (*units, *self.local.frozen)}
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
         copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
         away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
@@ -192,8 +193,8 @@ class Executor:
         inputs = {key for key, what in there.items() if what == INPUT} | parts
         held: dict[str, tuple[set[Any], set[Any]]] = {
             "gathered units": (
-                {n for n, u in units.items() if not u.resident and u.buffer is not None},
-                {n for n in (*state.gathered, *state.loaded) if not units[n].resident},
+                {n for n, u in weights.items() if not u.resident and u.buffer is not None},
+                {n for n in (*state.gathered, *state.loaded) if not weights[n].resident},
             ),
             "open gradients": ({n for n, u in units.items() if u.full is not None}, {*state.open}),
             "reduced gradients": (
@@ -378,13 +379,16 @@ class Executor:
     # ---- weights and gradients
 
     def _gather(self, op: Op) -> Work:
-        return self.local.units[op.piece].gather()
+        units = [unit for unit in self.local.weights(op.piece) if not (unit.frozen and unit.same)]
+        return Together([unit.gather() for unit in units])
 
     def _load(self, op: Op) -> Work:
-        return self.back.begin(self.local.units[op.piece].load())
+        copies = [unit.load() for unit in self.local.weights(op.piece)]
+        return self.back.begin(lambda: [copy() for copy in copies])
 
     def _drop(self, op: Op) -> None:
-        self.local.units[op.piece].drop()
+        for unit in self.local.weights(op.piece):
+            unit.drop()
 
     def _reduce(self, op: Op) -> Work:
         return self.local.units[op.piece].reduce()

@@ -198,7 +198,7 @@ class _Loop:
             model=asdict(self.rank.shape), sequence=self.run_.tokens(self.rank.shape),
             own=self.run_.own, parameters=self.rank.parameters,
             data=self.rank.batches.name,
-            held=sum(unit.part for unit in self.rank.local.units.values()),
+            held=sum(unit.part for unit in self.rank.local.every_unit),
         )  # fmt: skip
         done, stopped = start, False
         self.looked_at = min(start + run.profile.start, run.steps - 1)

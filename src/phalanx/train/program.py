@@ -41,7 +41,10 @@ def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False
     """The checked program of a layout for this model. `whole`: see `Optimizer`."""
     parts = partial_units(model, layout)
     stages = model_stages(model, layout)
-    program = build(layout, stages, model.tied, agree=agree, parts=parts, whole=whole)
+    program = build(
+        layout, stages, model.tied,
+        agree=agree, parts=parts, frozen=model.frozen_units, whole=whole,
+    )  # fmt: skip
     check(program)
     return program
 
@@ -61,6 +64,9 @@ def fitting_program(
     most = limit(max(peak.total for peak in peaks(whole, sizes)))
     stages = model_stages(model, layout)
     parts = partial_units(model, layout)
-    program = build(layout, stages, model.tied, agree=True, parts=parts, sizes=sizes, limit=most)
+    program = build(
+        layout, stages, model.tied,
+        agree=True, parts=parts, frozen=model.frozen_units, sizes=sizes, limit=most,
+    )  # fmt: skip
     check(program)
     return program

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -166,8 +166,8 @@ class Rank:
 
     def memory(self) -> dict[str, dict[str, float]]:
         """Bytes by kind on this rank: as the program promises, and as it was."""
-        units = self.local.units
-        state = {n: _state(self.updates[n]) for n in units}
+        units = self.local.every_unit
+        state = {n: _state(update) for n, update in self.updates.items()}
         row = self.program.owner[self.world.rank]
         promised = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
         pool = sum(n * size * dtype.itemsize for (size, dtype), n in self.local.pool.most.items())
@@ -198,23 +198,25 @@ def _state(update: Update) -> int:
     return sum(_bytes(x) for kept in update.state.values() for x in kept.values() if x.dim())
 
 
-def _sizes(units: Mapping[int, Unit], state: Mapping[int, int], pieces: int) -> Sizes:
+def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:
     """Bytes of this rank's units; what activations take is not known here."""
 
-    def each(bytes_of: Mapping[int, float]) -> tuple[float, ...]:
-        return tuple(float(bytes_of.get(n, 0)) for n in range(pieces))
+    def each(bytes_of: Callable[[Unit], float]) -> tuple[float, ...]:
+        return tuple(
+            float(sum(bytes_of(unit) for unit in units if unit.number == n)) for n in range(pieces)
+        )
+
+    def trained(unit: Unit, numbers: int) -> float:
+        return 0 if unit.frozen else numbers * unit.precision.reduce.itemsize
 
     none = (0.0,) * pieces
-    compute = {n: 0 if u.same else u.numel * u.precision.compute.itemsize for n, u in units.items()}
-    whole = {n: u.numel * u.precision.reduce.itemsize for n, u in units.items()}
-    parts = {n: u.part * u.precision.reduce.itemsize for n, u in units.items()}
-    cut = any(u.groups.reduce.size > 1 for u in units.values())
+    cut = any(unit.groups.reduce.size > 1 for unit in units)
     return Sizes(
         kept=none,
         input=none,
-        home=each({n: _bytes(u.home) for n, u in units.items()}),
-        gathered=each(compute),
-        gradient=each(whole),
-        gradient_shard=each(parts) if cut else (),
-        optimizer=each(state),
+        home=each(lambda u: _bytes(u.home)),
+        gathered=each(lambda u: 0 if u.same else u.numel * u.precision.compute.itemsize),
+        gradient=each(lambda u: trained(u, u.numel)),
+        gradient_shard=each(lambda u: trained(u, u.part)) if cut else (),
+        optimizer=tuple(float(state.get(n, 0)) for n in range(pieces)),
     )

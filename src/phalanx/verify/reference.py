@@ -121,13 +121,17 @@ def reference(
     come back there are moved by one unit in the last place: what this changes is rounding.
     """
     start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
-    masters = {name: nn.Parameter(x.clone()) for name, x in start.items()}
+    train = {name: weight.requires_grad for name, weight in model.weights.items()}
+    masters = {name: nn.Parameter(x.clone(), requires_grad=train[name]) for name, x in start.items()}
     same = precision.compute == precision.master and nudge is None
     copies = masters
     if not same:
-        copies = {name: nn.Parameter(x.to(precision.compute)) for name, x in start.items()}
+        copies = {
+            name: nn.Parameter(x.to(precision.compute), requires_grad=train[name])
+            for name, x in start.items()
+        }
     _install(model, copies)
-    trained = {name: x for name, x in masters.items() if name not in model.rates}
+    trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
     update = _optimizer(optimizer, trained, rate(0))
     seen = []
     for step in range(steps):
@@ -150,6 +154,7 @@ def reference(
         gradients = {
             name: torch.zeros_like(x) if x.grad is None else x.grad.clone()
             for name, x in masters.items()
+            if train[name]
         }
         norm = float(nn.utils.clip_grad_norm_(trained.values(), clip or math.inf))
         if scaler:
@@ -177,6 +182,11 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
     size = tuple(model.weights[name].shape)
     owner: Any = getattr(model.draw, "__self__", None)
+    if name.endswith(".lora.b.weight"):
+        return torch.zeros(size)
+    if name.endswith(".lora.a.weight"):  # as peft: Kaiming's uniform with a slope of root five
+        factor = torch.empty(size)
+        return nn.init.kaiming_uniform_(factor, a=math.sqrt(5), generator=generator)
     if isinstance(owner, Decoder):
         if name.endswith(".bias"):
             return torch.zeros(size)

@@ -55,8 +55,8 @@ class Setting:
 
 
 class Part(NamedTuple):
-    """Some numbers of a weight, as one rank has them before the first step (then without a
-    gradient) or after a step."""
+    """Some numbers of a weight, as one rank has them before the first step (-1) or after a step. One
+    that is frozen, as all before the first step, has no gradient."""
 
     step: int
     entry: Entry
@@ -64,9 +64,10 @@ class Part(NamedTuple):
     weight: Tensor
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        if self.gradient is None:
+        if self.step < 0:
             return [("start", self.weight)]
-        return [("gradient", self.gradient), ("weight", self.weight)]
+        gradient = [] if self.gradient is None else [("gradient", self.gradient)]
+        return [*gradient, ("weight", self.weight)]
 
 
 # A number (or experts) for each of some tokens of a piece's output: which tokens, and the numbers.
@@ -210,8 +211,8 @@ def _numbered(batch: Batch) -> Tensor:
 
 
 def _parts(local: LocalModel, gradients: Mapping[int, Tensor], step: int) -> Iterable[Part]:
-    for number, unit in local.units.items():
-        gradient, home = gradients.get(number), unit.home
+    for unit in local.every_unit:
+        gradient, home = None if unit.frozen else gradients.get(unit.number), unit.home
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             part = None if gradient is None else gradient[run].cpu()

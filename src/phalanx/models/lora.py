@@ -1,0 +1,51 @@
+"""Low-rank adapters (Hu et al. 2021): a linear that is frozen, and beside it a trained product of two
+thin matrices."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Lora(nn.Module):
+    """b(a(x)) times alpha / r."""
+
+    def __init__(self, into: int, out: int, r: int, alpha: float) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(into, r, bias=False), nn.Linear(r, out, bias=False)
+        self.scale = alpha / r
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x))
+        return y * self.scale
+
+
+class LoraLinear(nn.Linear):
+    """A linear with an adapter; its own weight and bias keep their names."""
+
+    lora: Lora
+
+    def weight_product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, self.weight, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight_product(x, self.bias) + self.lora(x)
+
+
+def adapt(linear: nn.Linear, r: int, alpha: float) -> None:
+    """Give a linear an adapter. Another class and not another module, so that its names remain."""
+    linear.lora = Lora(linear.in_features, linear.out_features, r, alpha)
+    linear.__class__ = LoraLinear
+
+
+@torch.no_grad()
+def draw_lora(name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
+    """The start of a factor, as peft's: `a` uniform by its number of columns, `b` zero."""
+    if name.endswith("lora.b.weight"):
+        weight.zero_()
+    else:
+        bound = 1 / math.sqrt(weight.shape[1])
+        weight.uniform_(-bound, bound, generator=generator)
