@@ -81,7 +81,7 @@ def _layout(text: str, shape: Shape, args: argparse.Namespace) -> int:
     fitting = layout.recompute == "fit"
     built = replace(layout, recompute="none") if fitting else layout
     parts = partial_pieces(layout, shape)
-    program = build(built, stages, tied, agree=args.clip, parts=parts)
+    program = build(built, stages, tied, agree=args.clip, parts=parts, frozen=shape.frozen)
     proof = check(program)
     figures: dict[str, Any] = {
         "legal": True,

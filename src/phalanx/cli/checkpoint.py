@@ -18,6 +18,7 @@ _EPILOG = """\
   phalanx checkpoint show runs/first
   phalanx checkpoint verify runs/first/checkpoints/step-00000100
   phalanx checkpoint export runs/first --to exported --dtype BF16
+  phalanx checkpoint export runs/lora --to adapter --adapter
   phalanx checkpoint import Llama-3.2-1B --out runs/second
 
 DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
@@ -121,15 +122,18 @@ def _export(argv: list[str]) -> int:
     named = "the model_type where several fit, as mistral for llama"
     parser.add("--family", default="", choices=FAMILIES, metavar="NAME", help=named)
     parser.add("--dtype", default="", type=str.upper, choices=STORED, help="of the numbers")
+    parser.add("--adapter", action="store_true", help="LoRA alone, as peft loads it; else merged")
     args = parser.read(argv)
     path = _checkpoints(args.source)[0]
+    from ..train.checkpoint_adapter import export_adapter
     from ..train.checkpoint_exchange import export_weights
     from ..train.checkpoint_format import verify_checkpoint
 
     if faults := verify_checkpoint(path):
         say("\n".join(faults))
         return 1
-    return _written(args, export_weights(path, Path(args.to), family=args.family, dtype=args.dtype))
+    export = export_adapter if args.adapter else export_weights
+    return _written(args, export(path, Path(args.to), family=args.family, dtype=args.dtype))
 
 
 def _import(argv: list[str]) -> int:

@@ -110,8 +110,12 @@ def _key(model: Shape | str, sequence: int, target: str) -> str:
 
 def _repeated(shape: Shape) -> Shape:
     """The shape with as few blocks as repeat: one, or as many as have windows of their own. First
-    blocks without experts count as if they had them."""
-    return replace(shape, layers=max(1, len(shape.windows)), dense_layers=0)
+    blocks without experts count as if they had them. Blocks are frozen where all are."""
+    still = [name for name in shape.freeze if not name.startswith("layers")]
+    if {*range(1, 1 + shape.layers)} <= {*shape.frozen}:
+        still.append("layers")
+    layers = max(1, len(shape.windows))
+    return replace(shape, layers=layers, dense_layers=0, freeze=tuple(still))
 
 
 @cache

@@ -131,6 +131,17 @@ class Preparing:
 
 
 @dataclass(frozen=True)
+class LoraChoice:
+    """Low-rank adapters in the linears of the blocks; all other weights are frozen."""
+
+    r: int = key(0, "rank; 0: no adapters, all weights are trained", minimum=0, maximum=1 << 16)
+    alpha: float = key(8.0, "the adapter's output is multiplied by alpha / r", above=0)
+    targets: tuple[str, ...] = key(
+        ("all-linear",), "wq, wk, wv, wo, gate, up, down, or q_proj and so on as peft says"
+    )
+
+
+@dataclass(frozen=True)
 class Run:
     """One training run. `shape` and `layout_of` resolve the names in it."""
 
@@ -149,6 +160,7 @@ class Run:
         "python",
         "python (its own library's text), or a path, or several as 'a:0.7, b:0.3'; see `phalanx data`",
     )
+    freeze: str = key("", "pieces that are not trained, as embed, layers.0-3, head")
     document_masks: bool = key(True, "no attention between documents of a sequence")
     packing: str = key(
         "",
@@ -175,6 +187,7 @@ class Run:
     memory: float = key(
         0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU", minimum=0
     )
+    lora: LoraChoice = table(LoraChoice, "LoRA: adapters are trained, and nothing else")
     optimizer: OptimizerChoice = table(OptimizerChoice, "optimizer and learning-rate schedule")
     checkpoint: Checkpoints = table(Checkpoints, "when checkpoints are saved, and where")
     train: Training = table(Training, "what happens when ranks fail or are missing")
@@ -256,7 +269,13 @@ class Run:
         # Learned positions are weights: their number is the model's and not the run's.
         learned = plain.positions == "learned"
         sequence = plain.sequence if learned else self.sequence or plain.sequence
-        return replace(plain, batch=self.batch or plain.batch, sequence=sequence)
+        sized = replace(plain, batch=self.batch or plain.batch, sequence=sequence)
+        if self.freeze:
+            sized = replace(sized, freeze=tuple(re.split("[, ]+", self.freeze.strip())))
+        if not self.lora.r:
+            return sized
+        targets = tuple(_PEFT.get(name, name) for name in self.lora.targets if name != ALL_LINEAR)
+        return replace(sized, lora_r=self.lora.r, lora_alpha=self.lora.alpha, lora_targets=targets)
 
     def layout_of(self, shape: Shape | None = None) -> Layout | None:
         """The layout, with `precision` and `microbatch` in it; None for `auto`. Without a shape the
@@ -331,6 +350,13 @@ def _weighted(item: str) -> tuple[str, Fraction]:
 
 
 Adopt = Callable[[Run], Run]
+# Keys of a shape that are not the model's but the run's.
+_TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.targets"}
+ALL_LINEAR = "all-linear"  # as peft writes it
+_PEFT = {
+    "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "gate",
+    "up_proj": "up", "down_proj": "down",
+}  # fmt: skip
 # Keys of earlier versions.
 _RENAMED = {
     "masks": "document_masks",
@@ -370,6 +396,9 @@ _OTHERS = {
     "out": ("output_dir", "out_dir", "dump_folder"),
     "train.restarts": ("max_restarts", "restarts"),
     "train.fallback": ("fallback", "layout.fallback"),
+    "lora.r": ("lora_r", "lora_rank", "lora.rank"),
+    "lora.alpha": ("lora_alpha", "lora.lora_alpha"),
+    "lora.targets": ("target_modules", "lora.target_modules", "lora_target"),
     "checkpoint.every": ("save_interval", "save_steps", "checkpoint_interval"),
     "validation.every": ("eval_interval", "eval_steps"),
     "validation.batches": ("eval_iters",),
@@ -416,6 +445,10 @@ def _misfits(run: Run) -> Iterator[Mistake]:
     """What does not fit together, though each key by itself is right. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
+    for place in ("lora.r", "freeze") if run.own else ():
+        if run.lora.r if place == "lora.r" else run.freeze:
+            what = f"{place} with model = {run.own!r}, no built-in decoder"
+            yield Mistake(place, what, "Leave it out; your own class may use requires_grad_(False)")
     shape = None
     try:
         if isinstance(run.model, dict):  # read here once more, for the keys of its mistakes
@@ -424,9 +457,12 @@ def _misfits(run: Run) -> Iterator[Mistake]:
             yield from reader.mistakes
         shape = None if run.own else run.shape
     except ShapeError as error:
-        for wrong in () if isinstance(run.model, dict) else error.mistakes:
-            what = f"model = {run.model!r}: {wrong.place}: {wrong.what}"
-            yield Mistake("model", what, wrong.way_out)
+        for wrong in error.mistakes:
+            if wrong.place in _TRAINED:
+                yield wrong._replace(place=_TRAINED[wrong.place])
+            elif not isinstance(run.model, dict):
+                what = f"model = {run.model!r}: {wrong.place}: {wrong.what}"
+                yield Mistake("model", what, wrong.way_out)
     except LayoutError as error:
         what = f"model = {run.model!r}: {str(error).rstrip('.')}"
         yield Mistake("model", what, "See `phalanx check --help`")

@@ -32,7 +32,8 @@ class LoraLinear(nn.Linear):
         return F.linear(x, self.weight, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight_product(x, self.bias) + self.lora(x)
+        y: Tensor = self.lora(x)
+        return self.weight_product(x, self.bias) + y
 
 
 def adapt(linear: nn.Linear, r: int, alpha: float) -> None:

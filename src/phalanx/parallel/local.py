@@ -34,7 +34,7 @@ class LocalModel:
     pool: BufferPool
     coordinates: dict[str, int]  # where the rank sits on each axis
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
-    draw: Callable[[int], None]  # gives the weights of a seed's start
+    draw: Callable[..., None]  # gives weights (all, or those `chosen` by name) a seed's start
 
     def weights(self, unit: int) -> list[Unit]:
         """All weights of a unit: what it trains, and what of it is frozen."""
@@ -198,12 +198,16 @@ def _buffers(
 
 
 def _fill(
-    model: Model, units: Mapping[int, Sequence[Unit]], weights: dict[str, Weight], seed: int
+    model: Model,
+    units: Mapping[int, Sequence[Unit]],
+    weights: dict[str, Weight],
+    seed: int,
+    chosen: Callable[[str], bool] = lambda name: True,
 ) -> None:
     for unit in (unit for each in units.values() for unit in each):
         if unit.home.is_meta:
             continue
-        for name in unit.parameters:
+        for name in filter(chosen, unit.parameters):
             whole = start(model, name, seed, unit.precision.master)
             unit.fill(name, weights[name].part(whole))
         unit.refresh()

@@ -24,7 +24,7 @@ from ..program import ops, schedule
 from ..program.state import IN_FLIGHT
 from .price import OpTime
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
-from .step import Pricer, Three, Units
+from .step import Pricer, Three, Units, frozen_bytes
 
 Array = NDArray[np.float64]
 
@@ -65,8 +65,8 @@ def bounds(space: Space, x: Options, pricer: Pricer) -> Bounds:
             ]
             for count in x.counts
         ]
-        numbers = _Numbers(three, x.inners)
-        priced = priced or _priced(units, numbers.weights)
+        numbers = _Numbers(three, x.inners, space.request.shape)
+        priced = priced or _priced(units, numbers)
         mine = [p for p, parted in enumerate(split) if parted == way]
         pipes = [x.pipelines[p] for p in mine]
         stages = _stages(space.request.shape, x.grid.pp, tuple(pipes))
@@ -102,7 +102,9 @@ def _least(
 class _Numbers:
     """Times and sizes of embedding, block and head, arrays (microbatches, 1, inner choices, 1)."""
 
-    def __init__(self, three: Sequence[Sequence[Three]], inners: Sequence[Inner]) -> None:
+    def __init__(
+        self, three: Sequence[Sequence[Three]], inners: Sequence[Inner], shape: Shape
+    ) -> None:
         def array(kind: int, of: str) -> Array:
             return np.array([[_number(t[kind], of) for t in row] for row in three])[
                 :, None, :, None
@@ -116,6 +118,10 @@ class _Numbers:
         self.kept = array(1, "kept")
         self.temporary = np.minimum(array(1, "temporary"), array(2, "temporary"))
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
+        self.frozen = [float(_number(three[0][0][kind], "frozen")) for kind in range(3)]
+        if {*shape.frozen} & {*range(1, 1 + shape.layers)}:
+            self.frozen[1] = self.weights[1]  # some blocks hold less than others: the least
+        self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
         part = inner(lambda name: name == "selective") > 0
         self.input = np.where(part, array(1, "selected"), array(1, "input"))
         self.kept_after_i = array(1, "kept_after_i")
@@ -149,8 +155,9 @@ def _units(space: Space, grid: Grid, zero: Zero) -> Units:
     return Units(layout, r.hardware, r.profile)
 
 
-def _priced(units: Sequence[Units], weights: Sequence[float]) -> _Unit:
-    each = [[unit.of(n) for unit in units] for n in weights]
+def _priced(units: Sequence[Units], n: _Numbers) -> _Unit:
+    both = zip(n.trained, n.frozen, strict=True)
+    each = [[unit.of(*numbers) for unit in units] for numbers in both]
     alone = 1.0 / units[0].hardware.crowding
     return _Unit(
         np.array([[u.gather * alone for u in row] for row in each]),
@@ -344,12 +351,17 @@ def _memory(
     kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept)
     kept = kept + waiting * n.kept_after_i + n.temporary
     begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
-    numbers = s.blocks * n.weights[1] + s.embed * n.weights[0] + s.head * n.weights[2]
+    numbers, still, every = (
+        s.blocks * block + s.embed * embed + s.head * head
+        for embed, block, head in (n.trained, n.frozen, n.weights)
+    )
     held = []
     for zero, unit in zip(x.zeros, units, strict=True):
         part = unit.shards if zero.stage else 1.0
         optimizer = 0.0 if space.offload else p.optimizer_bytes / part
         always = numbers * (optimizer + (0.0 if zero.stage == 3 else p.weight_bytes))
+        apart = Layout(zero=zero.stage, offload=space.offload)
+        always = always + still * frozen_bytes(apart, p, part)
         shards = numbers * p.gradient_bytes / part
         gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
         then = kept
@@ -357,11 +369,11 @@ def _memory(
             # Beside the shards, which are there from a unit's first sum.
             beside = max(0.0, p.reduce_bytes - p.gradient_bytes / part)
             sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
-            then = then + (whole * n.weights[1] + sums * min(n.weights)) * beside
+            then = then + (whole * n.trained[1] + sums * min(n.trained)) * beside
         if zero.stage == 3:
             always = always + min(n.weights) * p.gathered_bytes
             if zero.gather == "step":
-                then = then + there * (numbers - min(n.weights)) * p.gathered_bytes
+                then = then + there * (every - min(n.weights)) * p.gathered_bytes
         late = (then[3:] + begun * gradients).max(axis=0)
         most = np.maximum(then[:3].max(axis=0), late)
         held.append((always + np.maximum(most, shards)).max(axis=-1))

@@ -58,6 +58,7 @@ class PieceTimes:
     weights: float  # numbers, before ZeRO shards them
     edge: float
     selected: float = 0.0
+    frozen: float = 0.0  # those of the weights that are not trained
 
     @property
     def backward(self) -> float:
@@ -164,6 +165,7 @@ class PieceParts:
             input=c.input,
             temporary=c.temporary + 2 * self.scores,
             weights=c.weights,
+            frozen=c.frozen,
             edge=c.edge,
             selected=c.selected,
         )

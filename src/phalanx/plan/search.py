@@ -293,7 +293,8 @@ def _smallest(request: Request, pricer: Pricer) -> Choice | None:
         dp = ranks // model
         states = profile.weight_bytes + profile.gradient_bytes + profile.optimizer_bytes / dp
         # What a rank always holds does not fit: no microbatch is small enough.
-        if batch < dp or (model < ranks and states * shape.total / model > request.room):
+        least_held = states * shape.trained + profile.gathered_bytes * (shape.total - shape.trained)
+        if batch < dp or (model < ranks and least_held / model > request.room):
             continue
         for tp in (d for d in range(min(request.hardware.node, model), 0, -1) if model % d == 0):
             pp = model // tp

@@ -270,13 +270,18 @@ class Units:
         self.on_host = "optimizer" in x.offload
         self.weights_on_host = "weights" in x.offload or self.on_host
 
-    def of(self, numbers: float) -> UnitTimes:
+    def of(self, numbers: float, frozen: float = 0.0) -> UnitTimes:
+        """Of so many weights, and of so many that are frozen beside them. What they need not takes no
+        time."""
         seconds, p, n = self.hardware.network.seconds, self.profile, self.shards
-        gathered, size = numbers * p.gathered_bytes, numbers * p.reduce_bytes
-        part = n if self.zero else 1.0
-        gather = seconds("all_gather", gathered, n, self.near) if self.zero else 0.0
+        cut = self.zero == 3 or self.weights_on_host
+        gathered = (numbers + frozen * cut) * p.gathered_bytes
+        size, part = numbers * p.reduce_bytes, n if self.zero else 1.0
+        gather = seconds("all_gather", gathered, n, self.near) if self.zero and gathered else 0.0
         load = gathered / part / self.hardware.host if self.weights_on_host else 0.0
-        replicas = 0.0
+        reduce = replicas = 0.0
+        if not size:
+            return UnitTimes(gather, load, reduce, replicas, tie=0.0, update=0.0)
         if not self.zero:
             reduce = seconds("all_reduce", size, self.replicas * n, self.near)
         elif n > 1:
@@ -309,15 +314,19 @@ def costs_of(
     alone = 1.0 / hardware.crowding
     pieces: dict[tuple[str, int], float] = {}
     # Ranks of tp have parts of the gradients of norms: two to a block.
-    norms = 2 * case.shape.hidden * profile.reduce_bytes
-    parts = network.seconds("all_reduce", norms, x.tp, 1) * alone
+    numbers = 2 * case.shape.hidden
+    if r := case.shape.lora_r:  # or of the factor of each adapter that is whole
+        both = case.shape.adapters.items()
+        numbers = r * sum(out if name in ("wo", "down") else into for name, (into, out) in both)
+    parts = network.seconds("all_reduce", numbers * profile.reduce_bytes, x.tp, 1) * alone
     edge, gathered = three[1].edge, 0.0
     if profile.scatters_sends and not x.seq and x.tp > 1:
         edge, gathered = edge / x.tp, network.seconds("all_gather", edge, x.tp, 1)
     sent = (network.seconds("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
     for piece in range(last + 1):
         t = three[0 if piece == 0 else 2 if piece == last else 1]
-        unit = of(t.weights)
+        still = _frozen(case.shape, piece, t)
+        unit = of(t.weights - still, still)
         part = x.recompute == "selective" and 0 < piece < last
         kept = t.selected if part else t.kept if x.recompute in ("none", "selective") else t.input
         pieces |= {
@@ -348,6 +357,18 @@ def costs_of(
     return Costs({}, pieces | {(ops.COUNT, -1): count, (ops.AGREE, -1): agree})
 
 
+def _frozen(shape: Shape, piece: int, t: PieceTimes) -> float:
+    """Numbers of a piece that are not trained: blocks are costed as if all were alike."""
+    return t.weights if piece in shape.frozen else t.frozen
+
+
+def frozen_bytes(layout: Layout, profile: SoftwareProfile, part: float) -> float:
+    """What a frozen weight takes where it lies between its uses, over so many shards."""
+    if {"weights", "optimizer"} & {*layout.offload}:
+        return 0.0
+    return profile.gathered_bytes / (part if layout.zero == 3 else 1.0)
+
+
 def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     """Bytes of every piece and unit of a case's program."""
     x, last = case.layout, case.shape.pieces - 1
@@ -362,18 +383,22 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     def each(size: Callable[[PieceTimes], float]) -> tuple[float, ...]:
         return tuple(map(size, all_))
 
+    still = [_frozen(case.shape, p, t) for p, t in enumerate(all_)]
+
+    def trained(size: float, frozen: float = 0.0) -> tuple[float, ...]:
+        both = zip(all_, still, strict=True)
+        return tuple(size * (t.weights - apart) + frozen * apart for t, apart in both)
+
     return Sizes(
         kept=each(lambda t: t.kept),
         input=each(lambda t: t.input),
         kept_after_i=each(lambda t: t.kept_after_i),
         temporary=each(lambda t: t.temporary),
-        home=each(lambda t: home * t.weights),
+        home=trained(home, frozen_bytes(x, profile, part)),
         gathered=each(lambda t: (profile.gathered_bytes if whole else 0.0) * t.weights),
-        gradient=each(lambda t: gradient * t.weights),
-        gradient_shard=each(lambda t: profile.gradient_bytes / part * t.weights)
-        if part > 1
-        else (),
-        optimizer=each(lambda t: held * t.weights),
+        gradient=trained(gradient),
+        gradient_shard=trained(profile.gradient_bytes / part) if part > 1 else (),
+        optimizer=trained(held),
         edge=each(lambda t: t.edge),
         selected=each(lambda t: t.selected),
     )
@@ -426,9 +451,9 @@ class _Built:
 @lru_cache(maxsize=_BUILT)
 def _built(
     layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
-    parts: tuple[int, ...], overlaps: bool,
+    parts: tuple[int, ...], frozen: tuple[int, ...], overlaps: bool,
 ) -> _Built:  # fmt: skip
-    program = build(layout, stages, tied, agree=True, parts=parts)
+    program = build(layout, stages, tied, agree=True, parts=parts, frozen=frozen)
     return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 
@@ -438,13 +463,14 @@ def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProf
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     parts = partial_pieces(case.layout, shape)
     if not traits(layout.schedule).searched and layout.recompute != "fit":
-        return _built(layout, stages, tied, parts, profile.overlaps_data)
+        return _built(layout, stages, tied, parts, shape.frozen, profile.overlaps_data)
     program = build(
         layout,
         stages,
         tied,
         agree=True,
         parts=parts,
+        frozen=shape.frozen,
         costs=costs_of(case, three, hardware, profile),
         sizes=sizes_of_case(case, three, profile),
         limit=(hardware.memory - profile.context) / profile.reserve,

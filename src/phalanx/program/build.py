@@ -45,8 +45,9 @@ def build(
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
     unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
-    those that have none; with `whole` the optimizer needs whole matrices. `recompute:fit` needs sizes and a limit in bytes; a searched
-    schedule orders for these costs, each rank keeping at most `held` microbatches."""
+    those that have none; with `whole` the optimizer needs whole matrices. `recompute:fit` needs
+    sizes and a limit in bytes; a searched schedule orders for these costs, each rank keeping at
+    most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
         costs = _stage_costs(

@@ -42,7 +42,9 @@ def expand(
                 pieces = reversed(stages[op.piece])
             out += [op._replace(piece=piece) for piece in pieces]
         rows.append(out)
-    return Program(tuple(map(tuple, rows)), program.mesh, program.owner, tied, tuple(sorted(frozen)))
+    return Program(
+        tuple(map(tuple, rows)), program.mesh, program.owner, tied, tuple(sorted(frozen))
+    )
 
 
 def recompute(program: Program, stages: Sequence[range], mode: str) -> Program:

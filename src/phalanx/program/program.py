@@ -271,7 +271,9 @@ class _Reading:
             self._ranks([int(name) for name in names.split(",")])
             self.rows[-1] += map(Op.parse, ops.split())
         elif word:
-            raise ProgramError(f"{line[:40]!r} is none of 'mesh', 'tied', 'frozen', 'ranks 0,1: ...'.")
+            raise ProgramError(
+                f"{line[:40]!r} is none of 'mesh', 'tied', 'frozen', 'ranks 0,1: ...'."
+            )
         elif not self.rows:
             raise ProgramError("operations stand before any 'ranks 0,1:' line.")
         else:

@@ -32,6 +32,7 @@ from ..layout.families import (
 from ..layout.files import write_text
 from ..layout.shape import HUB
 from ..parallel import build_model, load_model
+from ..parallel.model import is_lora
 from .checkpoint import SAVING, Snapshot, commit, steps
 from .checkpoint_format import (
     DTYPES,
@@ -76,13 +77,12 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     else:
         family = family_of(shape, family)
         _refuse_unknown(path, shape, weights.values())
-        data = sources(FAMILIES[family], weights)
+        data = sources(FAMILIES[family], [name for name in weights if not is_lora(name)])
     if dtype and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}.")
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.iterdir()):
-        raise CheckpointError(f"{out} is not empty; choose a new folder.")
-    kind = DTYPES[dtype or next(iter(weights.values())).dtype]
+    make_empty(out)
+    plain = [name for name in weights if not is_lora(name)]
+    kind = DTYPES[dtype or weights[plain[0]].dtype]
     theirs = {source.name: source.packed for source in data.values()}
     sizes = [
         sum(math.prod(weights[name].shape) for name in packed) * kind.itemsize
@@ -95,7 +95,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         for file, shard in zip(names, shards, strict=True):
             tensors: dict[str, Tensor] = {}
             for name in shard:
-                whole = torch.cat([reader.whole(weights[each]) for each in theirs[name]]).to(kind)
+                whole = torch.cat([_merged(reader, each) for each in theirs[name]]).to(kind)
                 if "*" in name:
                     tensors |= {name.replace("*", str(e)): x for e, x in enumerate(whole.unbind())}
                     continue
@@ -105,11 +105,9 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
             write_file(out / file, tensors, {"format": "pt"})
             files |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
-    run = manifest.config.get("run")
-    begun = str(run.get("model", "")) if isinstance(run, dict) else ""
     copied, known = list[str](), dict[str, Any]()
-    if begun.startswith(HUB):
-        copied, known = _tokenizer(Path(begun.removeprefix(HUB)), out)
+    if begun := begun_with(manifest):
+        copied, known = _tokenizer(Path(begun), out)
     if shape.positions != "learned" and type(known.get("sequence")) is int:
         shape = replace(shape, sequence=known.pop("sequence"))  # not that of the run
     stored = str(kind).removeprefix("torch.")
@@ -121,6 +119,31 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     for name, table in ((INDEX, index), (CONFIG, config)):
         write_text(out / name, json.dumps(table, indent=2) + "\n", durable=True)
     return [out / name for name in (*names, INDEX, CONFIG, *copied)]
+
+
+def make_empty(out: Path) -> None:
+    """Make the folder of an export."""
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise CheckpointError(f"{out} is not empty; choose a new folder.")
+
+
+def begun_with(manifest: Manifest) -> str:
+    """The folder of the model of Hugging Face that the checkpoint's run began with, else empty."""
+    run = manifest.config.get("run")
+    begun = str(run.get("model", "")) if isinstance(run, dict) else ""
+    return begun.removeprefix(HUB) if begun.startswith(HUB) else ""
+
+
+def _merged(reader: TensorReader, name: str) -> Tensor:
+    """A whole weight, with what its adapter adds to it."""
+    whole, shape = reader.whole(reader.tensors[WEIGHT, name]), reader.manifest.shape
+    a, b = ((WEIGHT, f"{name.removesuffix('weight')}lora.{each}.weight") for each in "ab")
+    if shape is None or a not in reader.tensors:
+        return whole
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    up, down = (reader.whole(reader.tensors[each]).to(wide) for each in (b, a))
+    return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(whole.dtype)
 
 
 def _turned(family: str, name: str, dims: int) -> bool:

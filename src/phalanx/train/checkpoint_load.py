@@ -25,6 +25,7 @@ from ..layout.families import code_of
 from ..layout.run import Run
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
+from ..parallel.model import is_lora
 from .checkpoint import Updates, box_of, optimizer_name, steps, why
 from .checkpoint_format import (
     DTYPES,
@@ -101,11 +102,12 @@ def load(
 
 
 def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Updates) -> None:
-    """Fill this rank's weights from elsewhere, before the first step; every rank calls it."""
+    """Fill this rank's weights from elsewhere, before the first step; every rank calls it. Adapters are
+    not there: they stay as they were drawn."""
 
     def fill() -> None:
         with source() as reader:
-            if wrong := _misfits(reader.manifest, local, updates):
+            if wrong := _misfits(reader.manifest, local, updates, drawn=is_lora):
                 raise CheckpointError("; ".join(wrong))
             _fill(reader, local, updates)
 
@@ -348,10 +350,16 @@ def _short(value: object) -> str:
 # ---- its numbers, in this layout
 
 
-def _misfits(manifest: Manifest, local: LocalModel, updates: Updates) -> list[str]:
-    """Why the checkpoint's tensors are not those of this rank's model and optimizer."""
+def _misfits(
+    manifest: Manifest,
+    local: LocalModel,
+    updates: Updates,
+    drawn: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """Why the checkpoint's tensors are not those of this rank's model and optimizer. Weights that are
+    `drawn` need not be there."""
     own = {w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order}
-    wrong = weight_differences(manifest, own)
+    wrong = weight_differences(manifest, {n: shape for n, shape in own.items() if not drawn(n)})
     kinds, optimizer = _kinds(manifest), optimizer_name(updates)
     if not kinds:
         return wrong
@@ -379,8 +387,12 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     kinds = _kinds(reader.manifest)
     for unit in local.every_unit:
         trained = [] if unit.frozen else kinds
-        fresh = _fresh_state(updates[unit.number], kinds, reader.manifest.updates) if trained else []
+        fresh = (
+            _fresh_state(updates[unit.number], kinds, reader.manifest.updates) if trained else []
+        )
         for entry in unit.entries():
+            if (WEIGHT, entry.weight.name) not in reader.tensors:
+                continue
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             unit.home[run] = reader.numbers(WEIGHT, entry).to(unit.home)
             for kind in trained:

@@ -26,6 +26,7 @@ from ..layout import Layout, LayoutError, recipe
 from ..layout.choices import FP32
 from ..layout.run import Run
 from ..parallel.compile import graphs
+from ..parallel.model import is_lora
 from ..program import Span, Timeline
 from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
@@ -226,6 +227,7 @@ class _Loop:
         )
         if loaded is None:
             if hub := self.run_.hub:
+                self.rank.local.draw(self.run_.seed, is_lora)
                 begin(partial(HubReader, Path(hub)), self.rank.local, self.rank.updates)
                 self.log.notice("model", f"the weights are those of {hub}")
             else:

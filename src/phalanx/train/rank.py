@@ -172,7 +172,7 @@ class Rank:
         promised = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
         pool = sum(n * size * dtype.itemsize for (size, dtype), n in self.local.pool.most.items())
         measured = {
-            "weights": float(sum(_bytes(u.home) for u in units.values())),
+            "weights": float(sum(_bytes(u.home) for u in units)),
             "optimizer": float(sum(state.values())),
             "gathered and gradients": float(pool),
         }

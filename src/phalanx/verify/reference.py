@@ -122,7 +122,9 @@ def reference(
     """
     start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
-    masters = {name: nn.Parameter(x.clone(), requires_grad=train[name]) for name, x in start.items()}
+    masters = {
+        name: nn.Parameter(x.clone(), requires_grad=train[name]) for name, x in start.items()
+    }
     same = precision.compute == precision.master and nudge is None
     copies = masters
     if not same:
