@@ -321,12 +321,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
         "dp2",
         "blocks.0.mlp.drop is a Dropout",
     ),
-    "a frozen weight": (
-        at(UP, lambda m: m.weight.requires_grad_(False)),
-        "",
-        "",
-        f"{UP}.weight is frozen",
-    ),
     "a hook on a weight's gradient": (
         at(UP, lambda m: m.weight.register_hook(lambda g: 2 * g)),
         "",

@@ -96,10 +96,10 @@ def hardware(name: str = "h100x16") -> Hardware:
 
 def request(
     name: str = "h100x16", *, batch: int = BATCH, limit: float = 0.85, layers: int = 8,
-    software: SoftwareProfile | None = None,
+    software: SoftwareProfile | None = None, **trained: object,
 ) -> Request:  # fmt: skip
     return Request(
-        replace(SHAPE, layers=layers), hardware(name), software or profile("phalanx"), Costing(),
+        replace(SHAPE, layers=layers, **trained), hardware(name), software or profile("phalanx"), Costing(),
         SEQUENCE, batch, limit=limit,
     )  # fmt: skip
 
@@ -216,9 +216,22 @@ def test_an_update_on_the_host_takes_longer_and_leaves_the_rest() -> None:
 WORLDS = [("h100x4", 8, 4, 0.85), ("h100x8", 16, 4, 0.85), ("a100-80x8", 8, 4, 0.2)]
 
 
-def _screened(name: str, batch: int, layers: int, limit: float) -> Screened:
-    asked = request(name, batch=batch, layers=layers, limit=limit)
+def _screened(name: str, batch: int, layers: int, limit: float, **trained: object) -> Screened:
+    asked = request(name, batch=batch, layers=layers, limit=limit, **trained)
     return Screened(Space(asked), Pricer(asked))
+
+
+@pytest.mark.parametrize("frozen", [("embed", "layers.0-1"), ("head", "layers")])
+def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
+    screened = _screened("h100x4", 8, 4, 0.85, freeze=frozen)
+    whole = _screened("h100x4", 8, 4, 0.85)
+    for i in range(0, len(screened), max(1, len(screened) // 150)):
+        layout = screened.layout(i)
+        found, all_ = screened.pricer.choose(layout), whole.pricer.choose(layout)
+        assert screened.step[i] <= found.step * (1 + 1e-9), layout
+        assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
+        assert found.memory["optimizer"] < all_.memory["optimizer"] or layout.offload, layout
+        assert found.bytes < all_.bytes, layout
 
 
 @pytest.mark.parametrize(("name", "batch", "layers", "limit"), WORLDS)

@@ -33,6 +33,28 @@ def _kinds(program: Program, kinds: str) -> list[list[str]]:
     return [[str(op) for op in row if op.kind in kinds] for row in program.rows]
 
 
+@pytest.mark.parametrize("text", ["dp2 pp2 zero1 1f1b:2", "dp2 zero3 accum:2", "dp2 zero2 accum:2"])
+def test_frozen_units_are_gathered_at_most_and_never_summed_or_updated(text: str) -> None:
+    layout = Layout.parse(text)
+    stages = [range(3), range(3, 6)] if layout.pp > 1 else [range(6)]
+    program = build(layout, stages, ((5, 0),), agree=True, frozen=(0, 1, 5))
+    check(program)
+    assert Program.parse(str(program)) == program
+    units = {
+        kind: {op.piece for row in program.rows for op in row if op.kind == kind} for kind in "GSUT"
+    }
+    assert units["S"] == units["U"] == {2, 3, 4}
+    assert units["G"] == ({0, 1, 2, 3, 4, 5} if layout.zero == 3 else {2, 3, 4})
+    assert units["T"] == set()
+    plain = build(layout, stages, ((5, 0),), agree=True)
+    sizes = Sizes.counts(6)
+    for some, every in zip(peaks(program, sizes), peaks(plain, sizes), strict=True):
+        assert some.kinds["gradients"] <= every.kinds["gradients"]
+    assert sum(p.kinds["gradients"] for p in peaks(program, sizes)) < sum(
+        p.kinds["gradients"] for p in peaks(plain, sizes)
+    )
+
+
 def test_stages_become_their_pieces_and_backward_goes_down() -> None:
     program = expand(schedule("zb-h1", 2, 1), [range(2), range(2, 5)])
     assert _kinds(program, "FIW") == [

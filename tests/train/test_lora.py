@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from test_families import VOCAB, saved, theirs, widened
 from torch import Tensor, nn
 
 from phalanx.comm import launch
-from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model, start
 from phalanx.parallel.model import is_lora
 from phalanx.train.checkpoint_adapter import export_adapter
-from phalanx.train.checkpoint_exchange import export_weights
+from phalanx.train.checkpoint_exchange import export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest
 from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import train
@@ -156,3 +154,86 @@ def test_an_adapter_of_packed_linears_gives_the_merged_logits(
         first, second = tuned(tokens).logits, merged(tokens).logits
     assert (first - second).abs().max() < 2e-6 * first.abs().max()
     assert (first - before).abs().max() > 1e-3, "the adapter does something"
+
+
+def test_a_run_that_goes_on_is_equal_to_the_bit_and_its_frozen_weights_have_no_state(
+    tmp_path: Path, corpus: Path
+) -> None:
+    folder, layout = saved(theirs("llama"), tmp_path / "hub"), "dp2 zero3 bf16"
+    states = []
+    for name, stops in (("whole", (4,)), ("twice", (2, 4))):
+        for steps in stops:
+            more = (f"layout={layout}", f"out={tmp_path}/{name}", f"steps={steps}")
+            run = Run.parse("", "run", words(folder, corpus, *more))
+            launch(train, 2, run, layout, True, backend="threads")
+        states.append(hash_tensors(run.checkpoints / "step-00000004"))
+    assert states[0] == states[1]
+    stored = {each.title: each for each in read_manifest(run.checkpoints / "step-00000004").tensors}
+    frozen, trained = stored["weight/embed.tokens.weight"], "layers.0.attn.wq.lora.a.weight"
+    assert frozen.dtype == "BF16", "what is not trained is kept as it is computed with"
+    assert stored[f"exp_avg/{trained}"].dtype == stored[f"weight/{trained}"].dtype == "F32"
+    assert {n.partition("/")[2] for n in stored if n.startswith("exp_avg/")} == {
+        n.partition("/")[2] for n in stored if ".lora." in n
+    }
+
+
+@pytest.mark.parametrize("layout", ["dp2 zero3 bf16", "dp2 zero1 bf16", "tp2 bf16"])
+def test_a_run_holds_what_by_hand_frozen_weights_and_adapters_take(
+    layout: str, tmp_path: Path, corpus: Path
+) -> None:
+    folder = saved(theirs("qwen2"), tmp_path / "hub")
+    more = (f"layout={layout}", f"out={tmp_path}/run", "steps=1", 'lora.targets=["wq","down"]')
+    run = Run.parse("", "run", words(folder, corpus, *more))
+    launch(train, 2, run, layout, True, backend="threads")
+    events = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    held = next(event for event in events if event["event"] == "memory")["ranks"]
+    adapters = 2 * R * (32 + 32 + 40 + 32)  # two blocks; wq and down are 32 by 32 and 32 by 40
+    base = sum(p.numel() for p in theirs("qwen2").parameters())
+    parts = 2 if "dp2" in layout else 1
+    for rank in held:
+        measured, promised = rank["measured"], rank["promised"]
+        assert measured["weights"] == promised["weights"]
+        assert measured["optimizer"] == promised["optimizer"]
+        if "tp" not in layout:
+            whole = base / (2 if "zero3" in layout else 1)
+            assert measured["optimizer"] == pytest.approx(8 * adapters / parts, rel=0.02)
+            assert measured["weights"] == pytest.approx(2 * whole + 4 * adapters / parts, rel=0.02)
+
+
+def test_pieces_that_a_run_freezes_stay_and_the_others_train(tmp_path: Path, corpus: Path) -> None:
+    folder = saved(theirs("qwen2"), tmp_path / "hub")
+    more = ("layout=pp2", f"out={tmp_path}/run", "lora.r=0", "freeze=embed, layers.0")
+    run = Run.parse("", "run", words(folder, corpus, *more))
+    launch(train, 2, run, "pp2", True, backend="threads")
+    path = run.checkpoints / "step-00000004"
+    export_weights(path, tmp_path / "out")
+    before, after = (
+        transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).state_dict()
+        for each in (folder, tmp_path / "out")
+    )
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {n for n in before if n.startswith(("model.layers.1", "model.norm", "lm_"))}
+
+
+def test_an_adapter_is_exported_of_a_run_with_lora_only(tmp_path: Path, corpus: Path) -> None:
+    folder = saved(theirs("llama"), tmp_path / "hub")
+    path = import_weights(folder, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="trained no LoRA"):
+        export_adapter(path, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("lora.r=2", 'lora.targets=["q_proj","w9"]'), "lora.targets: lora_targets names 'w9'"),
+        (("lora.r=2", "freeze=embed"), "freeze beside LoRA"),
+        (("freeze=embed,layers.0-9",), "freeze names block 9 of 4"),
+        (("freeze=layer.0",), "freeze names 'layer.0', which is no piece"),
+        (("freeze=embed,layers,head",), "every piece is frozen"),
+        (("lora_rank=2",), "Write lora.r"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_its_key(more: tuple[str, ...], said: str) -> None:
+    with pytest.raises(RunError) as refused:
+        Run.parse("", "run", ("model=tiny", *more))
+    assert said in str(refused.value)

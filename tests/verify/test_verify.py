@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,7 +12,8 @@ from adversary import late_worlds
 from phalanx.cli.main import main
 from phalanx.comm import RankFailed, World
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, legal
+from phalanx.layout import Layout, Shape, legal
+from phalanx.parallel import Model, build_model
 from phalanx.verify import SHAPES, batch_of, compare, covering, every_layout, verify
 from phalanx.verify.reference import Trace, TracedStep
 from seeded import FAULTS, Fault, catch, swapped
@@ -57,6 +60,30 @@ def test_recomputation_to_fit_selective_and_offload_agree_in_combination() -> No
         pp2 stages:1-3; pp2 stages:4-0 zero1 dp2; dp2 pp2 zero3 gather:step 1f1b:4
     """
     assert failures(verify(SHAPES["gqa"], Layout.parse_many(" ".join(texts.split())))) == []
+
+
+def _with_frozen_weights(shape: Shape) -> Model:
+    """A weight without its bias, a norm, a tied embedding."""
+    model = build_model(shape)
+    for name in ("embed.tokens.weight", "layers.0.attn.wq.weight", "layers.1.mlp_norm.weight"):
+        model.weights[name].requires_grad_(False)
+    return model
+
+
+TRAINED_IN_PART = """
+    ; dp2 zero1 accum:3; dp2 tp2 seq zero3; dp2 pp2 zero2 1f1b:4; cp2 tp2 zero3 recompute:selective;
+    tp4 seq; pp2 zb-h1:3; dp2x2 zero3 accum:2; dp2 zero3 offload:weights,optimizer
+"""
+
+
+@pytest.mark.parametrize("name", ["gqa", "gpt"])
+def test_adapters_and_frozen_weights_agree_with_one_process(name: str) -> None:
+    shape, layouts = SHAPES[name], Layout.parse_many(" ".join(TRAINED_IN_PART.split()))
+    adapted = replace(shape, lora_r=3)
+    frozen = replace(shape, freeze=("embed", "layers.1"))
+    make = partial(_with_frozen_weights, shape)
+    found = [failures(verify(each, layouts, steps=2)) for each in (adapted, frozen)]
+    assert [*found, failures(verify(shape, layouts, steps=2, make=make))] == [[], [], []]
 
 
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:

@@ -16,7 +16,7 @@ from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.families import code_of
 from ..layout.files import open_regular, reason
-from ..layout.run import PYTHON
+from ..layout.run import PYTHON, shape_named
 from ..layout.source import names_source, refuse_broken
 from ..plan import Machine, cluster
 from ..plan.hardware import Hardware, hardware_of
@@ -54,10 +54,10 @@ def in_precision(words: str, precision: str) -> Layout:
 
 
 def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    """The shape of --model, and what makes a model of the user's own. Such a file is run, as only it
-    knows the sizes of its model."""
+    """The shape of --model, which may be a run file, and what makes a model of the user's own. Such a
+    file is run, as only it knows the sizes of its model."""
     if not code_of(name)[0]:
-        return Shape.load(name), None
+        return shape_named(name), None
     if names_source(name):
         refuse_broken(name, LayoutError)
     from ..parallel.model import load_model

@@ -14,6 +14,7 @@ from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
 from ..layout.numbers import bytes_text, count_text
+from ..layout.run import shape_named
 from ..layout.stages import partial_pieces
 from ..plan.hardware import hardware_of
 from ..plan.link import joined
@@ -31,6 +32,7 @@ the layout says otherwise. A model that nobody has costed yet loads torch.
 
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
   phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
+  phalanx check "dp8 zero3 bf16" --model run.toml --device h100
   phalanx check step.txt"""
 
 
@@ -52,7 +54,7 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     text = " ".join(args.what)
     if args.model is not None:
-        return _layout(text, Shape.load(args.model), args)
+        return _layout(text, shape_named(args.model), args)
     if args.device or args.cluster:
         raise UsageError("what a device has to hold is known of a layout: add --model.")
     if text.endswith(".txt") or Path(text).is_file():
@@ -90,6 +92,7 @@ def _layout(text: str, shape: Shape, args: argparse.Namespace) -> int:
         "ranks": layout.ranks,
         "parameters": shape.total,
         "active_parameters": shape.active,
+        "trained_parameters": shape.trained,
         "operations": sum(map(len, program.rows)),
         "virtual_stages": [[stage.start, stage.stop] for stage in stages],
         "stages": [_held(layout, shape, program, proof, row) for row in range(layout.pp)],
@@ -165,6 +168,7 @@ def _text(layout: Layout, shape: Shape, figures: dict[str, Any]) -> str:
     head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
     size = f"{count_text(shape.total)} parameters"
     size += f", {count_text(shape.active)} active" * bool(shape.experts)
+    size += f", {count_text(shape.trained)} trained" * (shape.trained < shape.total)
     proved = f"{layout} is legal for {shape.name} ({size}); its program is proved."
     needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
     return "\n".join(needs) + (

@@ -13,6 +13,7 @@ from ..cost import cached_costs
 from ..layout import Run
 from ..layout.choices import BF16, FP32, PRECISIONS
 from ..layout.numbers import bytes_text, parse_count
+from ..layout.run import run_file
 from ..plan import MachineError
 from ..plan.local import profile_for
 from ..plan.search import Plan, baselines, search
@@ -87,12 +88,13 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
         saving = saving_seconds(request.shape.total, ranks)
         every = round(interval(saving, 3600 * MTBF_HOURS / ranks) / best.step)
         words = [f"steps={steps}", f"checkpoint.every={min(max(1, every), steps)}"]
-    text = (
-        f'model = "{args.model}"\nlayout = "{best.layout}"\n'
-        f'precision = "{best.layout.precision}"\n'
-        f"batch = {request.batch}\nsequence = {request.sequence}\n"
-    )
-    return Run.parse(text, args.out, tuple(words))
+    words += [
+        f'layout="{best.layout}"', f'precision="{best.layout.precision}"',
+        f"batch={request.batch}", f"sequence={request.sequence}",
+    ]  # fmt: skip
+    if run_file(args.model):  # all else is as it says
+        return Run.load(args.model, tuple(words))
+    return Run.parse(f'model = "{args.model}"\n', args.out, tuple(words))
 
 
 def _nothing(request: Request, plan: Plan, *, as_json: bool) -> int:
@@ -147,7 +149,7 @@ def _ways_out(request: Request, least: float, room: float) -> list[str]:
 def request_flags(parser: Parser) -> None:
     """The flags that say what is planned, where, and with what software."""
     add, part = parser.add, real(lambda x: 0 < x <= 1, "above 0 and up to 1")
-    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="what is trained")
+    add("--model", default="8b", metavar="SHAPE|FILE", help="what is trained; also of a run file")
     add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
     add("--machine", metavar="FILE", help="of --cluster this: what doctor --out wrote")
     add("--ranks", type=whole(), help="of --cluster this; default its devices")

@@ -45,6 +45,7 @@ compared: it is listed and counted apart.
   phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
   phalanx verify --model gpt --ranks 4 --cover 40
   phalanx verify --ranks 8 --part 1/4
+  phalanx verify --lora 4 --ranks 4 --cover 40
   phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
 
 `make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each."""
@@ -76,6 +77,7 @@ def run(argv: list[str]) -> int:
         help="in which layouts are compared",
     )
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
+    add("--lora", type=whole(), default=0, metavar="R", help="train adapters of this rank alone")
     add("--dropout", type=rate, default=0.0, metavar="RATE", help="of the built-in models")
     add("--packed", action="store_true", help="sequences packed with documents")
     add("--seed", help="of weights and batches")
@@ -94,6 +96,10 @@ def run(argv: list[str]) -> int:
         raise UsageError("--dropout is for the built-in models; write the rate into your own.")
     _try_log(args.log)
     shape, make = _model(args.model)
+    if args.lora and make is not None:
+        raise UsageError("--lora is for the built-in models.")
+    if args.lora:  # in the name, as a log of verdicts is named by it
+        shape = replace(shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}")
     layouts = list(_layouts(args, shape, make))
     if args.part:  # every n-th layout, so that each part has its share of the large ones
         layouts = layouts[args.part[0] - 1 :: args.part[1]]

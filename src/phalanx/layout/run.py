@@ -20,7 +20,7 @@ from typing import Any
 from .choices import ACCUM, PRECISIONS
 from .codec import FileError, Mistake, Reader, dump, key, schema, table
 from .families import code_of
-from .files import read_text
+from .files import parse_toml, read_text
 from .layout import Layout
 from .legal import legal, nearest
 from .mesh import LayoutError
@@ -419,6 +419,20 @@ _POINTERS = {old: f"It is now {new}" for old, new in _RENAMED.items()} | {
     other: f"Write {ours}" for ours, others in _OTHERS.items() for other in others
 }
 _WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
+
+
+def run_file(name: str) -> Run | None:
+    """The run of a file that names a model or a layout; None of a file of sizes, or of no file."""
+    if not name.endswith(".toml") or not Path(name).is_file():
+        return None
+    keys = parse_toml(read_text(name, "run file", LayoutError), name, LayoutError).keys()
+    return Run.load(name) if keys & {"model", "layout"} else None
+
+
+def shape_named(name: str) -> Shape:
+    """The shape of a name, or of the model of a run file, with what the run trains of it."""
+    run = run_file(name)
+    return run.shape if run else Shape.load(name)
 
 
 def run_schema() -> dict[str, Any]:
