@@ -22,6 +22,7 @@ SHAPES = {
         TINY, positions="learned", tied=True, gated=False, norm="layer", bias="all", kv_heads=4
     ),
     "wide heads": replace(TINY, head_dim=24, heads=6, kv_heads=3, layers=3),
+    "adapters": replace(TINY, lora_r=3, lora_targets=("wq", "down")),
 }
 
 

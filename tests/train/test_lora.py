@@ -225,7 +225,7 @@ def test_an_adapter_is_exported_of_a_run_with_lora_only(tmp_path: Path, corpus: 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("lora.r=2", 'lora.targets=["q_proj","w9"]'), "lora.targets: lora_targets names 'w9'"),
+        (("lora.r=2", 'lora.targets=["q_proj","w9"]'), "lora_targets names 'w9'. Linears are wq"),
         (("lora.r=2", "freeze=embed"), "freeze beside LoRA"),
         (("freeze=embed,layers.0-9",), "freeze names block 9 of 4"),
         (("freeze=layer.0",), "freeze names 'layer.0', which is no piece"),

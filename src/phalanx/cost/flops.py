@@ -13,10 +13,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..layout import Shape
+from ..layout.rules import LORA
 from ..program import Program, ops
 
-# A backward computes two products for each of the forward: the input's gradient and the weight's.
+# A backward computes two products for each of the forward: the input's gradient and the weight's, of
+# a frozen weight the first alone.
 BACKWARD = 2.0
+FROZEN_BACKWARD = 1.0
 # Flash attention keeps no scores: its backward computes them again, five products for two.
 FLASH_BACKWARD = 2.5
 
@@ -50,6 +53,8 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
     for piece in range(1, 1 + shape.layers):
         for name, k, n, count in shape.products(piece):
             found.append(OpFlops(piece, name, *[2.0 * rows * k * n * count] * 2))
+        for into, out in shape.adapters.values():
+            found.append(OpFlops(piece, LORA, *[2.0 * rows * shape.lora_r * (into + out)] * 2))
         if shape.kind == "decoder":
             # Two products, q k and p v, each of head_dim multiply-adds for each pair and head.
             per_pair = 4.0 * shape.head_dim * shape.heads * batch
@@ -74,11 +79,12 @@ def step_flops(
     """What one step needs and, with its program, what is computed again in it."""
     ops = forward_flops(shape, batch, sequence)
     again = _recomputed(program) if program else {}
-    model = sum(op.causal * (1 + BACKWARD) for op in ops)
-    full = sum(op.full * (1 + BACKWARD) for op in ops)
-    hardware = 0.0
+    model = full = hardware = 0.0
     for op in ops:
-        backward = FLASH_BACKWARD if op.attends else BACKWARD
+        frozen = op.piece in shape.frozen or (shape.lora_r and op.name != LORA)
+        backward = FROZEN_BACKWARD if frozen and not op.attends else BACKWARD
+        model, full = model + op.causal * (1 + backward), full + op.full * (1 + backward)
+        backward = FLASH_BACKWARD if op.attends else backward
         hardware += op.causal * (1 + backward + again.get(op.piece, 0.0))
     return StepFlops(model, hardware, full)
 
