@@ -88,10 +88,8 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
         saving = saving_seconds(request.shape.total, ranks)
         every = round(interval(saving, 3600 * MTBF_HOURS / ranks) / best.step)
         words = [f"steps={steps}", f"checkpoint.every={min(max(1, every), steps)}"]
-    words += [
-        f'layout="{best.layout}"', f'precision="{best.layout.precision}"',
-        f"batch={request.batch}", f"sequence={request.sequence}",
-    ]  # fmt: skip
+    words += [f'layout="{best.layout}"', f'precision="{best.layout.precision}"']
+    words += [f"batch={request.batch}", f"sequence={request.sequence}"]
     if run_file(args.model):  # all else is as it says
         return Run.load(args.model, tuple(words))
     return Run.parse(f'model = "{args.model}"\n', args.out, tuple(words))

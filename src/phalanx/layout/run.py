@@ -353,10 +353,8 @@ Adopt = Callable[[Run], Run]
 # Keys of a shape that are not the model's but the run's.
 _TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.targets"}
 ALL_LINEAR = "all-linear"  # as peft writes it
-_PEFT = {
-    "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "gate",
-    "up_proj": "up", "down_proj": "down",
-}  # fmt: skip
+_PEFT = {f"{name}_proj": f"w{name}" for name in "qkvo"}
+_PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
 # Keys of earlier versions.
 _RENAMED = {
     "masks": "document_masks",

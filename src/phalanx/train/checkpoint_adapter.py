@@ -59,12 +59,19 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
             ranks[re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)] = len(own)
     more = {module: n for module, n in ranks.items() if n > 1}
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": begun_with(manifest),
-        "r": shape.lora_r, "lora_alpha": shape.lora_alpha, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": [*ranks], "fan_in_fan_out": data.transposed, "inference_mode": True,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": begun_with(manifest),
+        "r": shape.lora_r,
+        "lora_alpha": shape.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [*ranks],
+        "fan_in_fan_out": data.transposed,
+        "inference_mode": True,
         "rank_pattern": {module: n * shape.lora_r for module, n in more.items()},
         "alpha_pattern": {module: n * shape.lora_alpha for module, n in more.items()},
-    }  # fmt: skip
+    }
     make_empty(out)
     write_file(out / WEIGHTS, tensors, {"format": "pt"})
     write_text(out / CONFIG, json.dumps(config, indent=2) + "\n", durable=True)

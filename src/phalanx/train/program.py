@@ -41,10 +41,8 @@ def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False
     """The checked program of a layout for this model. `whole`: see `Optimizer`."""
     parts = partial_units(model, layout)
     stages = model_stages(model, layout)
-    program = build(
-        layout, stages, model.tied,
-        agree=agree, parts=parts, frozen=model.frozen_units, whole=whole,
-    )  # fmt: skip
+    still = model.frozen_units
+    program = build(layout, stages, model.tied, agree=agree, parts=parts, frozen=still, whole=whole)
     check(program)
     return program
 
@@ -65,8 +63,14 @@ def fitting_program(
     stages = model_stages(model, layout)
     parts = partial_units(model, layout)
     program = build(
-        layout, stages, model.tied,
-        agree=True, parts=parts, frozen=model.frozen_units, sizes=sizes, limit=most,
-    )  # fmt: skip
+        layout,
+        stages,
+        model.tied,
+        agree=True,
+        parts=parts,
+        frozen=model.frozen_units,
+        sizes=sizes,
+        limit=most,
+    )
     check(program)
     return program
