@@ -224,13 +224,17 @@ def _screened(name: str, batch: int, layers: int, limit: float, **trained: objec
 @pytest.mark.parametrize("frozen", [("embed", "layers.0-1"), ("head", "layers")])
 def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
     screened = _screened("h100x4", 8, 4, 0.85, freeze=frozen)
-    whole = _screened("h100x4", 8, 4, 0.85)
+    whole, less = _screened("h100x4", 8, 4, 0.85), 0
     for i in range(0, len(screened), max(1, len(screened) // 150)):
         layout = screened.layout(i)
         found, all_ = screened.pricer.choose(layout), whole.pricer.choose(layout)
         assert screened.step[i] <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
-        assert found.bytes < all_.bytes, layout
+        assert found.bytes <= all_.bytes, layout
+        less += (
+            found.bytes < 0.9 * all_.bytes
+        )  # not where a rank that freezes nothing is the fullest
+    assert less
 
 
 @pytest.mark.parametrize(("name", "batch", "layers", "limit"), WORLDS)

@@ -119,8 +119,9 @@ class _Numbers:
         self.temporary = np.minimum(array(1, "temporary"), array(2, "temporary"))
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
         self.frozen = [float(_number(three[0][0][kind], "frozen")) for kind in range(3)]
-        if {*shape.frozen} & {*range(1, 1 + shape.layers)}:
-            self.frozen[1] = self.weights[1]  # some blocks hold less than others: the least
+        for piece in shape.frozen:  # of blocks some hold less than others: the least
+            kind = 0 if piece == 0 else 1 + (piece == shape.pieces - 1)
+            self.frozen[kind] = self.weights[kind]
         self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
         part = inner(lambda name: name == "selective") > 0
         self.input = np.where(part, array(1, "selected"), array(1, "input"))
