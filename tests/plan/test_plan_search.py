@@ -230,7 +230,6 @@ def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
         found, all_ = screened.pricer.choose(layout), whole.pricer.choose(layout)
         assert screened.step[i] <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
-        assert found.bytes <= all_.bytes, layout
         less += (
             found.bytes < 0.9 * all_.bytes
         )  # not where a rank that freezes nothing is the fullest
