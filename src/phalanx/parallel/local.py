@@ -97,7 +97,9 @@ def build_local(
                 frozen=frozen,
             )
             for number, chosen in own.items()
-            if chosen
+            if (
+                chosen if frozen else number not in model.frozen_units
+            )  # a piece may have no weights
         }
 
     units, still = units_of(frozen=False), units_of(frozen=True)
