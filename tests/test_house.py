@@ -301,9 +301,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 3855, "program": 3193, "draw": 1421, "plan": 3738, "models": 1441, "comm": 4625,
-    "parallel": 3631, "cost": 1236, "bench": 1195, "train": 6449, "verify": 1321, "report": 594,
-    "lab": 2884, "cli": 5382,
+    "layout": 3968, "program": 3221, "draw": 1421, "plan": 3780, "models": 1497, "comm": 4625,
+    "parallel": 3735, "cost": 1236, "bench": 1195, "train": 6587, "verify": 1334, "report": 594,
+    "lab": 2884, "cli": 5396,
 }  # fmt: skip
 
 
