@@ -24,7 +24,7 @@ SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
 
 LEVELS: dict[str, int] = {
-    "layout": 0, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4, "cost": 5,
+    "layout": 0, "hang": 1, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4, "cost": 5,
     "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "cli": 9,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
@@ -301,9 +301,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 3968, "program": 3221, "draw": 1421, "plan": 3780, "models": 1497, "comm": 4625,
-    "parallel": 3735, "cost": 1236, "bench": 1195, "train": 6587, "verify": 1334, "report": 594,
-    "lab": 2884, "cli": 5396,
+    "layout": 3988, "program": 3232, "draw": 1421, "plan": 3780, "models": 1497, "comm": 4693,
+    "parallel": 3735, "cost": 1236, "bench": 1195, "train": 6861, "verify": 1334, "report": 600,
+    "lab": 2884, "hang": 967, "cli": 5440,
 }  # fmt: skip
 
 

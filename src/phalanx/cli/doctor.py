@@ -8,10 +8,13 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ..draw import Bars, bars, text_table
+from ..hang import diagnose, snapshot
+from ..hang.watcher import FILE as HANG
 from ..layout import Shape
 from ..layout.choices import BF16, FP8, FP32, LOCAL_RANKS
 from ..layout.numbers import binary_text, flops_text, rate_text, seconds_text
@@ -30,7 +33,7 @@ from ..plan import (
     read_topology,
 )
 from .bench import of_peak
-from .usage import Parser, read, result, save, say, whole, write
+from .usage import Parser, UsageError, read, result, save, say, whole, write
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
@@ -44,6 +47,7 @@ _EPILOG = """\
   phalanx doctor links
   phalanx doctor clusters [NAME]      levels and totals, as of llama3 or h100x64
   phalanx doctor hierarchy NAME       registers to network: size and speed
+  phalanx doctor hang RUNDIR          where each rank of a running run is, and why it hangs
 
 Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
 
@@ -57,6 +61,7 @@ def run(argv: list[str]) -> int:
         "links": ("Every link, one direction and both.", {}, _links),
         "clusters": ("Levels and totals of clusters.", _NAME, _clusters),
         "hierarchy": ("From registers to the network: size and speed.", _DEVICE, _hierarchy),
+        "hang": ("Where the ranks of a running run are, with stacks; why it hangs.", _RUN, _hang),
     }
     if argv and argv[0] in subjects:
         description, name, show = subjects[argv[0]]
@@ -94,6 +99,25 @@ Shown = tuple[Mapping[str, object], str]  # figures, and the text of them
 _FILE = {"nargs": "?", "metavar": "FILE", "help": "what nvidia-smi topo -m printed; default: here"}
 _NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
 _DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
+_RUN = {"metavar": "RUNDIR", "help": "the `out` of a run that is running on this host"}
+
+
+def _hang(args: argparse.Namespace) -> Shown:
+    """The ranks of this host, whether the run hangs or not."""
+    states, timeout, elsewhere = snapshot(Path(args.name))
+    if not states:
+        raise UsageError(
+            f"no rank of {args.name} is running on this host. Name the `out` of a run that is; of one"
+            f" that hung and was ended, {Path(args.name, HANG)} has the ranks, if it is there."
+        )
+    found = diagnose(states, timeout or 60.0)
+    lines = list(found.lines) if found.hangs else ["the run goes on", *found.lines]
+    lines += [line for state in states for line in ("", *state.lines)]
+    if elsewhere:
+        lines += ["", f"further ranks run on {', '.join(elsewhere)}: ask there"]
+    figures = {"hangs": found.hangs, "ranks": [state.to_json() for state in states]}
+    return figures, "\n".join(lines)
+
 
 # ---- this machine
 

@@ -7,12 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ..hang.watcher import FILE as HANG
 from ..layout import Layout, LayoutError, Shape
 from ..layout.environment import (
     EnvironmentMistake,
@@ -40,6 +41,8 @@ Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from 
   phalanx train steps=50
   phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
   torchrun --nproc-per-node 8 --no-python phalanx train run.toml
+  phalanx train run.toml hang.timeout=300    # seconds that a rank may stand still; 0: for ever
+  phalanx train run.toml hang.straggler=1.5  # report ranks that take so many times their peers' time
   phalanx train run.toml --print-config"""
 
 
@@ -217,6 +220,7 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     from ..train.lock import RunLocked
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
+    from ..train.watched import call_timeout
 
     if args.ranks not in (None, at.size):
         raise UsageError(
@@ -227,7 +231,12 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     config = config.for_ranks(at.size)
     if not args.json and not at.rank:
         progress(str(at))
-    world = join(at.size, backend=args.backend, interface=config.network.interface)
+    world = join(
+        at.size,
+        backend=args.backend,
+        call_timeout=call_timeout(config),
+        interface=config.network.interface,
+    )
     gpus = at.size if world.device.type == "cuda" else 0
     try:
         # What one rank refuses ends the others too, with its words.
@@ -342,13 +351,15 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     from ..train.data import DataError
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
+    from ..train.watched import call_timeout
 
     failures = (TrainError, CheckpointError, JournalError, DataError)
     # What the run itself refuses is a sentence, and would be refused again.
     refusals = tuple(k.__name__ for k in (*failures, RanksDiffer, LayoutError, ProgramError))
     restarts, before = config.train.restarts, None
-    terms = {"backend": args.backend, "apart": restarts > 0}
+    terms = {"backend": args.backend, "apart": restarts > 0, "timeout": call_timeout(config)}
     for left in range(restarts, -1, -1):
+        begun = time.time()
         try:
             outcomes = launch(train, layout.ranks, config, str(layout), args.json, True, **terms)
             first: Outcome = outcomes[0]
@@ -359,7 +370,7 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
                 complain(f"rank {error.rank}: {text}: {cut}")
                 break
             refused = text.startswith(refusals)
-            complain(text if refused else str(error))
+            complain(text if refused else _hung(config, begun) or str(error))
             if refused or not left:
                 break
         except failures as error:
@@ -374,6 +385,15 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
         before = saved
         complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
     return None
+
+
+def _hung(config: Run, begun: float) -> str:
+    """That the run hung, if its watcher has ended the ranks; the reason has been printed."""
+    file = Path(config.out, HANG)
+    with suppress(OSError):
+        if file.stat().st_mtime >= begun:
+            return f"the run hung and was ended; the stacks of all its ranks are in {file}"
+    return ""
 
 
 def _cut_file(config: Run) -> str:

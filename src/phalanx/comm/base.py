@@ -5,6 +5,7 @@ a backend has to write. How the bytes travel is not here; what each collective c
 """
 
 import threading
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,6 +15,8 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+
+from phalanx.hang.positions import WAITS, Positions
 
 OPS = ("sum", "average", "min", "max", "product")
 HALVES = (torch.bfloat16, torch.float16)
@@ -113,6 +116,23 @@ def split_call(name: str, groups: Sequence[tuple[int, ...]]) -> Call:
     return Call("split", _NOTHING, op=f"{name!r} into {[list(group) for group in groups]}")
 
 
+class RecordedCall(Work):
+    """A call that has been written down: who waits for it is seen to."""
+
+    def __init__(self, work: Work, number: int, positions: Positions) -> None:
+        self.work, self.number, self.positions = work, number, positions
+
+    def wait(self) -> None:
+        words, begun = self.positions.words, time.perf_counter()
+        words[WAITS] = self.number
+        self.work.wait()
+        words[WAITS] = 0
+        self.positions.waits.append((begun, time.perf_counter()))
+
+    def done(self) -> bool:
+        return self.work.done()
+
+
 def disagreement(number: int, name: str, sides: Sequence[tuple[int, str]]) -> str:
     """The sentence about calls of two ranks that do not match."""
     calls = ", ".join(f"rank {rank} is in {call}" for rank, call in sides)
@@ -143,6 +163,9 @@ class Group(ABC):
     float32 and rounded once (over NCCL: as NCCL does). A NaN on any rank survives min and max.
     """
 
+    positions: Positions | None = None  # where this rank's calls are written down
+    number = 0  # of the group there
+
     def __init__(self, name: str, rank: int, ranks: Sequence[int], device: torch.device) -> None:
         self.name = name
         self.rank = rank
@@ -162,12 +185,26 @@ class Group(ABC):
         """Wait until all that was sent has left. Only where every receive of it is, or will be,
         posted without anything more from here."""
 
-    def _do(self, call: Call, wait: bool) -> Work:
+    def _do(self, call: Call, wait: bool, number: int = 0) -> Work:
+        """Make a call. `number`: as it has been written down, if it has."""
         check(self, call)
-        work = self._begin(call)
+        if self.positions is None:
+            work = self._begin(call)
+        else:
+            number = number or self.record(self.positions, call.kind, call.x, call.op, call.at)
+            work = RecordedCall(self._begin(call), number, self.positions)
         if wait:
             work.wait()
         return work
+
+    def record(self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1) -> int:
+        """Write down a call; its number."""
+        key = kind, x.shape, x.dtype, op, at
+        text = positions.text_of_call(key)
+        if text is None:
+            text = positions.new_call(key, Call(kind, x, op=op, at=at).signature())
+        peer = at if kind in ("send", "receive") else -1
+        return positions.call(self.number, text, peer, kind == "send")
 
     def _begin_with_itself(self, call: Call) -> Work:
         """A send to, or a receive from, the rank that makes the call."""
@@ -249,6 +286,7 @@ class World(ABC):
     """All ranks of a run, as one of them sees it. Groups are split from it."""
 
     sharing = 1  # ranks that compute on the device of this one
+    positions: Positions | None = None
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
@@ -295,7 +333,14 @@ class World(ABC):
         group = self._groups[name] = self._split(name, fixed, tuple(flows))
         if group.size > 1:
             _open_groups()[name] = group
+            if self.positions is not None:
+                group.number = self.positions.group(name, group.ranks)
+                group.positions = self.positions
         return group
+
+    def record(self, positions: Positions | None) -> None:
+        """From here on, calls of groups that are split are written down; with None, no more."""
+        self.positions = positions
 
     def own(self, groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """Which of the groups this rank is in."""

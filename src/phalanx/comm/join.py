@@ -60,13 +60,15 @@ def join(
     backend: str = "auto",
     timeout: float = 300.0,
     interface: str = "",
+    call_timeout: float | None = None,
     environment: Mapping[str, str] = os.environ,
     devices: Devices | None = None,
 ) -> World:
     """This process's rank of the world it was started in; alone if nothing has started one.
 
     A process group that torch.distributed has already is used as it is, and stays when the world closes.
-    `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and for calls.
+    `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and, unless they
+    have a `call_timeout`, for calls.
     `interface` is what ranks talk over; by default the one from which rank 0's host is reached.
     """
     devices = devices or Devices()
@@ -94,7 +96,9 @@ def join(
     mine.use(os.environ)
     if not at.one_host:
         check_routes(store, at, mine)
-    return ProcessWorld(backend, store, at.rank, size, gpu=gpu or 0, timeout=timeout)
+    return ProcessWorld(
+        backend, store, at.rank, size, gpu=gpu or 0, timeout=call_timeout or timeout
+    )
 
 
 # ---- what ranks settle before the first of them opens a connection to another

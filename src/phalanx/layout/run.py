@@ -118,6 +118,24 @@ class Profiling:
 
 
 @dataclass(frozen=True)
+class Hangs:
+    """When a run is taken to hang, and which ranks are reported as slow."""
+
+    timeout: float = key(
+        60.0,
+        "seconds, beyond its longest operation, that a rank may stand still until the run is ended"
+        " with the reason; 0: never",
+        minimum=0,
+        maximum=1e6,
+    )
+    straggler: float = key(
+        2.0,
+        "report a rank whose own work takes so many times that of its peers; 0 disables",
+        minimum=0,
+    )
+
+
+@dataclass(frozen=True)
 class Preparing:
     """How `data` becomes tokens of a model's own tokenizer."""
 
@@ -196,6 +214,7 @@ class Run:
     validation: Validation = table(Validation, "the loss on the validation split")
     profile: Profiling = table(Profiling, "a trace of some steps")
     prepare: Preparing = table(Preparing, "how text is read where `model` has a tokenizer")
+    hang: Hangs = table(Hangs, "when a run is taken to hang, and which ranks are reported as slow")
 
     @classmethod
     def parse(
@@ -400,6 +419,7 @@ _OTHERS = {
     "checkpoint.every": ("save_interval", "save_steps", "checkpoint_interval"),
     "validation.every": ("eval_interval", "eval_steps"),
     "validation.batches": ("eval_iters",),
+    "hang.timeout": ("ddp_timeout", "nccl_timeout", "distributed_timeout", "init_timeout_seconds"),
     "metrics.every": ("log_interval", "logging_steps", "log_freq"),
     'layout="dp8 zero3" for FSDP over 8 ranks, "dp8" for DDP': (
         "fsdp", "zero", "zero_stage", "ddp", "hsdp", "sharding",

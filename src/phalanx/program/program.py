@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,6 +68,17 @@ class Op(NamedTuple):
             return f"{self.piece}{self.kind}{self.index}"
         unit = "" if self.piece < 0 else str(self.piece)
         return f"{unit}{self.kind}" + (f"#{self.index}" if self.index else "")
+
+    def described(self, names: Sequence[str]) -> str:
+        """The operation in words, with the names of pieces: forward of layers.2, microbatch 0."""
+        kind = ops.KINDS[self.of or self.kind].name
+        if self.of:
+            kind += f", {ops.KINDS[self.kind].name} {'to' if self.kind == ops.SEND else 'from'}"
+            return f"{names[self.piece]} {kind} {names[self.peer]}, microbatch {self.index}"
+        of = f" of {names[self.piece]}" if self.piece >= 0 else ""
+        return f"{kind}{of}" + (
+            f", microbatch {self.index}" if self.kind in ops.ON_MICROBATCH else ""
+        )
 
     @classmethod
     def parse(cls, word: str) -> Op:

@@ -102,6 +102,7 @@ def report(folder: Path, compared: Compared | None = None) -> str:
         "One step, as measured": _timeline(folder),
         "Predicted against measured": compared.html() if compared else "",
         "Mesh": _mesh(journal.starts[-1]),
+        "The run hung": _hangs(journal),
         "What happened": _events(journal),
         "Configuration": _configuration(folder),
         "Versions": _versions(journal),
@@ -268,12 +269,17 @@ def _mesh(start: Record) -> Html:
     return tag("div", mesh_svg(picture), cls="scroll")
 
 
+def _hangs(journal: _Journal) -> Html:
+    """What the watcher said each time, as it was on the screen."""
+    return Html("".join(tag("pre", str(record.get("text", ""))) for record in journal.of("hang")))
+
+
 def _events(journal: _Journal) -> Html:
     begun = _number(journal.starts[0], "time")
     rows = [
         (f"{_number(r, 'time') - begun:.1f} s", r["event"], r.get("step", ""), " ".join(_words(r)))
         for r in journal.records
-        if r["event"] not in ("step", "memory")
+        if r["event"] not in ("step", "memory", "hang")
     ]
     return tag("div", table(("after", "event", "step", "details"), rows, left=True), cls="fold")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..comm import CommError, Group, Work
+from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
 from ..parallel import Unit, count_valid
 from ..parallel.data import Then, Together
 from ..parallel.local import LocalModel
@@ -64,6 +65,10 @@ class Executor:
     """
 
     checked = False
+    words: memoryview[int] | list[int] = [
+        0
+    ] * WORDS  # where the number of each operation is written
+    first = 0  # the number of the row's first
 
     def __init__(
         self,
@@ -129,17 +134,22 @@ class Executor:
         self.moments: list[tuple[Op, Any, Any]] = []  # when operations began and ended
         self.clock.begin()
         state = State(self.program, self.number) if self.checked else None
-        for op in self.row:
+        words = self.words
+        for place, op in enumerate(self.row, self.first):
+            words[OP] = place
             self._perform(op)
             if state:
                 state.apply(op, state.needs(op))
                 self._compare(state, op)
         for op in tuple(self.under_way):
             self._wait(op)
+        words[OP] = -1
         for group in (self.local.groups.activations, self.local.groups.gradients):
             group.flush()
         named = self._numbers()
+        words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
         read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        words[WAITS] = 0
         at = self.clock.seconds
         spans = (Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments)
         result = StepResult(
@@ -148,6 +158,11 @@ class Executor:
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
         return result
+
+    def write_to(self, positions: Positions, names: Sequence[str]) -> None:
+        """Write down from here on at which operation this rank is; with the names of pieces."""
+        self.words = positions.words
+        self.first = positions.texts([f"{op} ({op.described(names)})" for op in self.row])
 
     def _numbers(self) -> dict[str, Tensor]:
         """What is read after a step, each of shape (1,)."""

@@ -22,6 +22,8 @@ import torch
 
 from ..comm import World
 from ..comm.agree import broadcast_text, errors_of, exchange
+from ..hang import Positions
+from ..hang.positions import STEP
 from ..layout import Layout, LayoutError, recipe
 from ..layout.choices import FP32
 from ..layout.run import Run
@@ -38,6 +40,8 @@ from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
 from .log import RunLog, memory_of
 from .program import shape_of
 from .rank import Rank
+from .stragglers import OwnTime, Stragglers
+from .watched import tell_compilations, watched
 
 STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
 IN_A_ROW = 3  # so many steps that are not finite end a run
@@ -68,12 +72,16 @@ def train(
     recipe's, as only the command plans.
     `held`: the process that started the ranks holds the run's folders (`lock.py`); else rank 0 does.
     """
-    with _only_run(world, run, held=held), hold_as_rank(Path(run.out), run.checkpoints):
+    with (
+        _only_run(world, run, held=held),
+        hold_as_rank(Path(run.out), run.checkpoints),
+        watched(world, run) as positions,
+    ):
         chosen = Layout.parse(layout) if layout else _layout_of(run, world)
         rank = Rank(world, run, chosen, drawn=False)
         with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
             rank.trainer.wants_to_stop = requested
-            loop = _Loop(rank, quiet=quiet)
+            loop = _Loop(rank, positions, quiet=quiet)
             try:
                 return loop.run()
             finally:
@@ -173,8 +181,14 @@ def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
 class _Loop:
     """The steps of one start of a run."""
 
-    def __init__(self, rank: Rank, *, quiet: bool) -> None:
+    def __init__(self, rank: Rank, positions: Positions, *, quiet: bool) -> None:
         self.rank, self.run_, self.trainer = rank, rank.run, rank.trainer
+        self.positions = positions
+        names = [name for name, _ in rank.model.pieces]
+        for executor in (rank.trainer, rank.validator):
+            executor.write_to(positions, names)
+        if rank.layout.compile:
+            tell_compilations(positions)
         self.everyone = rank.local.groups.everyone
         self.log = RunLog(rank.run, active=rank.world.rank == 0, quiet=quiet)
         kept = rank.run.checkpoint
@@ -184,12 +198,16 @@ class _Loop:
             on_failure="stop" if kept.on_disk_full == "stop" else "go on",
         )  # fmt: skip
         self.bad = 0
+        self.own = OwnTime()
+        self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
         self.unsaved = ""
         self.loss: float | None = None
         self.validated: tuple[int, float | None] = (-1, None)
 
     def run(self) -> Outcome:
-        run, start = self.run_, self._resume()
+        run = self.run_
+        with self.positions.phase("reading a checkpoint", str(run.checkpoints)):
+            start = self._resume()
         for notice in self.rank.batches.notices:
             self.log.notice("data", notice)
         self.log.start(
@@ -202,17 +220,21 @@ class _Loop:
             held=sum(unit.part for unit in self.rank.local.every_unit),
         )  # fmt: skip
         done, stopped = start, False
+        self.positions.begin()
         self.looked_at = min(start + run.profile.start, run.steps - 1)
         with _profiled(self.rank) as stepped:
             for step in range(start, run.steps):
-                self._step(step)
+                self.positions.words[STEP] = step
+                with self.positions.phase("in a step" if step > start else "first step"):
+                    self._step(step)
                 stepped()
                 done = step + 1
                 stopped = self.trainer.stops and done < run.steps
                 self._after(done, stopped=stopped)
                 if stopped:
                     break
-        self._decided(self.saver.finish())
+        with self.positions.phase("saving", str(run.checkpoints)):
+            self._decided(self.saver.finish())
         self._end(done, stopped)
         return Outcome(done, self.loss, self.validated[1], stopped, self.unsaved)
 
@@ -258,8 +280,11 @@ class _Loop:
 
     def _step(self, step: int) -> None:
         begun = time.perf_counter()
+        self.positions.waits.clear()
         lr = learning_rate(self.run_.optimizer, step, self.run_.steps)
-        own = self.rank.batch(step)
+        with self.positions.phase("loading data", self.rank.batches.corpus.name):
+            own = self.rank.batch(step)
+        first, read = begun, time.perf_counter()
         if step == self.looked_at:
             self.everyone.barrier()
             begun = time.perf_counter()
@@ -269,7 +294,10 @@ class _Loop:
             self.bad = 0
         else:
             self._not_finite(step)
-        self.log.seconds.append(time.perf_counter() - begun)
+        ended = time.perf_counter()
+        self.log.seconds.append(ended - begun)
+        waits = self.positions.waits
+        self.own.add(ended - first, read - first, result.timeline.spans, waits)
         if step == self.looked_at:
             self._look(step, result, begun)
         last = self.trainer.stops or step + 1 == self.run_.steps
@@ -277,13 +305,19 @@ class _Loop:
             self._log_step(step + 1, lr, result)
 
     def _log_step(self, done: int, lr: float, result: StepResult) -> None:
-        memory = torch.tensor(
-            [memory_of(self.rank.world.device)], dtype=torch.float64, device=self.everyone.device
+        own = torch.tensor(
+            [memory_of(self.rank.world.device), *self.own.taken()],
+            dtype=torch.float64,
+            device=self.everyone.device,
         )
-        self.everyone.all_reduce(memory, "max")
+        table = own.new_empty(self.everyone.size, len(own))  # a row for each rank
+        self.everyone.all_gather(table, own)
         norm = math.nan if result.norm is None else result.norm
-        numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr, "memory": float(memory)}
-        self.log.step(done, numbers)
+        numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr}
+        steps = len(self.log.seconds)
+        self.log.step(done, numbers | {"memory": float(table[:, 0].max())})
+        for slow in self.stragglers.look(table[:, 1:].tolist(), steps):
+            self.log.event("straggler", str(slow), step=done, **slow._asdict())
 
     def _not_finite(self, step: int) -> None:
         """The step was skipped everywhere: name the first bad piece, and end after a few in a row."""
@@ -340,12 +374,14 @@ class _Loop:
         if run.validation.batches and (last or _due(done, run.validation.every)):
             self._validate(done)
         if last or stopped or _due(done, run.checkpoint.every):
-            self._decided(self.saver.save(self._progress(done)))
+            with self.positions.phase("saving", str(run.checkpoints)):
+                self._decided(self.saver.save(self._progress(done)))
         else:
             self._decided(self.saver.poll())
 
     def _validate(self, done: int) -> None:
-        loss = self.rank.validation()
+        with self.positions.phase("validating"):
+            loss = self.rank.validation()
         self.validated = (done, loss)
         if loss is not None:
             self.log.validation(done, loss, self.rank.batches.bits_per_byte(loss))

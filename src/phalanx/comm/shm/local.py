@@ -7,6 +7,7 @@ its own, and a rank that computes does not help others on.
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from phalanx.comm.settle import settle
 from phalanx.comm.shm.arena import Arena, Extent, forget
 from phalanx.comm.shm.lines import Collectives, Inbox, Line, LineWork, Outbox, Receives
 from phalanx.comm.shm.watch import Watch
+from phalanx.hang.positions import WAITS, Positions
 
 _COMPLETE = Work()
 _BARRIER = Call("barrier", torch.empty(0))
@@ -53,9 +55,17 @@ class ShmGroup(Group):
         self._closed = False
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
-        if wait and self.size > 1 and self._world.small_all_reduce(self._collectives, x, op):
-            return _COMPLETE
-        return super().all_reduce(x, op, wait=wait)
+        number, positions = 0, self.positions
+        if wait and self.size > 1:
+            if positions is not None:
+                begun, number = time.perf_counter(), self.record(positions, "all_reduce", x, op)
+                positions.words[WAITS] = number
+            if self._world.small_all_reduce(self._collectives, x, op):
+                if positions is not None:
+                    positions.words[WAITS] = 0
+                    positions.waits.append((begun, time.perf_counter()))
+                return _COMPLETE
+        return self._do(Call("all_reduce", x, op=op), wait, number)
 
     def _begin(self, call: Call) -> Work:
         if call.kind in ("send", "receive"):
@@ -153,6 +163,10 @@ class ShmWorld(World):
         self._segments[self._splits] = segment
         ranks = self.own(groups)
         return ShmGroup(self, Collectives(self._arena, segment, name, ranks, self._splits))
+
+    def record(self, positions: Positions | None) -> None:
+        super().record(positions)
+        self._watch.watched = positions is not None and positions.watched
 
     def free(self, number: int) -> None:
         """A group is closed; another may have its segment."""

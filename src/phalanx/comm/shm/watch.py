@@ -37,7 +37,12 @@ class CommTimeout(CommError):
 
 
 class Watch:
-    """How one rank waits, and what it and the others are doing."""
+    """How one rank waits, and what it and the others are doing.
+
+    `watched`: a process outside looks for ranks that stand still, and knows more of them.
+    """
+
+    watched = False
 
     def __init__(self, arena: Arena, size: int, timeout: float, cores: int) -> None:
         self._arena, self._size, self._timeout = arena, size, timeout
@@ -126,7 +131,7 @@ class Watch:
         state = process_state(pid)
         if state in "ZX":
             return f"rank {rank} is lost, its process {pid} has ended; {self._doings()}"
-        if state != "T":
+        if state != "T" or self.watched:
             self._standing.pop(rank, None)
         elif time.monotonic() - self._standing.setdefault(rank, time.monotonic()) > STANDSTILL:
             why = f"rank {rank} does not answer, its process {pid} has been stopped;"

@@ -1,0 +1,270 @@
+"""Which rank is not doing what the program says, from the positions of all ranks.
+
+A rank that waits in a call waits for the members of the group that have not made it. Whoever is waited
+for, directly or over others, and waits for nobody itself, is why the run stands still; where all wait
+for each other, the calls of a group differ, and the first that does is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from .positions import DEVICE, KNOWN, OVER, Made
+
+PATIENCE = 30  # times the limit that a save, a start or a compilation may do nothing at all
+STOPPED = 2.0  # seconds that one rank may be stopped (SIGSTOP) while others are not
+CALLS_SENT = 256
+_FRAMES, _RANKS = 6, 16  # shown on the screen
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank, as its host's watcher sees it. `still`: seconds since it last went on; `waits`: the
+    number of the call that it waits in, `DEVICE` for its own GPU, 0 for none."""
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    phase: str
+    note: str
+    op: str
+    still: float
+    longest: float
+    waits: int
+    state: str  # of the process, as /proc shows it: R, S, D, T; X: it is gone
+    doing: str = ""  # what its thread does by the kernel: a system call, a file, computing
+    locked: bool = False  # none of its threads gets the interpreter's lock
+    calls: tuple[Made, ...] = ()
+    stack: tuple[str, ...] = ()
+
+    @property
+    def call(self) -> Made | None:
+        """The call it waits in."""
+        return next((call for call in self.calls if call.number == self.waits), None)
+
+    @property
+    def where(self) -> str:
+        """What it does, by itself."""
+        if self.state == "X":
+            return f"its process {self.pid} has ended"
+        if self.phase in OVER:
+            return "it has ended" if self.phase == "ended" else "it has failed"
+        at = f"at {self.op}" if self.op else self.phase
+        note = f", {self.note}" if self.note and not self.op else ""
+        stopped = "stopped (SIGSTOP), " if self.state == "T" else ""
+        return f"it is {stopped}{at}{note}"
+
+    @property
+    def lines(self) -> list[str]:
+        """All that is known, with the whole stack."""
+        waits = f", waits in {_named(self.call)}" if self.call else ""
+        doing = f" [{self.doing}]" if self.doing else ""
+        who = f"rank {self.rank} on {self.host}, process {self.pid}"
+        where = self.where.removeprefix("it is ")
+        line = f"{who}: step {self.step + 1}, {where}{waits}, for {self.still:.1f} s{doing}"
+        return [line, *_frames(self, 100)]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(replace(self, calls=self.calls[-CALLS_SENT:]))
+
+    @classmethod
+    def from_json(cls, table: Mapping[str, Any]) -> RankState:
+        calls = []
+        for call in table["calls"]:
+            name, ranks, before = call["group"]
+            calls.append(Made(**{**call, "group": (name, tuple(ranks), before)}))
+        return cls(**{**table, "calls": tuple(calls), "stack": tuple(table["stack"])})
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Whether the run hangs, and in one screen why; `ranks` are those that are the cause."""
+
+    hangs: bool
+    ranks: tuple[int, ...]
+    lines: tuple[str, ...]
+    full: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+
+def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] = ()) -> Diagnosis:
+    """Why ranks stand still, if they do. `missing`: hosts whose watchers do not answer."""
+    world = {r.rank: r for r in ranks}
+    awaited = {r.rank: waited_for(r, world) for r in ranks}
+    limit = timeout + max((r.longest for r in ranks), default=0.0)
+    stuck = [r for r in ranks if _is_cause(r, awaited, limit, world)]
+    live = [r for r in ranks if r.phase not in OVER and r.state != "X"]
+    hangs = bool(stuck) or (bool(live) and all(_stands(r, awaited, limit) for r in live))
+    hangs = hangs or bool(missing and any(r.still > limit for r in live))
+    if not hangs:
+        return Diagnosis(False, (), tuple(_healthy(ranks, timeout)))
+    step = max((r.step for r in live), default=0)
+    longest = max((r.still for r in ranks if r.phase not in OVER), default=0.0)
+    lines = [f"the run hangs at step {step + 1}: it stands still since {longest:.0f} s"]
+    lines[0] += f" (hang.timeout = {timeout:g} s, longest operation {limit - timeout:.1f} s)"
+    lines += [f"host {host} does not answer" for host in missing]
+    for r in stuck[:4]:
+        lines += _cause(r, ranks, awaited)
+    if not stuck and not missing:
+        lines += _differing(ranks, awaited)
+        shown = [r for r in live if r.stack]
+        for r in shown[:2]:
+            lines += [f"rank {r.rank}:", *_frames(r, 3)]
+    lines += _waiters(ranks, awaited)
+    full = [*lines, ""]
+    for r in ranks:
+        full += r.lines
+    return Diagnosis(True, tuple(r.rank for r in stuck), tuple(lines), tuple(full))
+
+
+def waited_for(r: RankState, world: Mapping[int, RankState]) -> tuple[int, ...]:
+    """The ranks that a rank waits for, of those that are known; its own, if it is for its GPU."""
+    if r.waits == 0 or r.phase in OVER or r.state in "XT":
+        return ()
+    if r.waits == DEVICE:
+        behind = [o.rank for o in world.values() if o.waits != DEVICE and o.rank != r.rank]
+        return tuple(behind) or (r.rank,)
+    call = r.call
+    if call is None:
+        return (r.rank,)
+    if call.peer >= 0:
+        return (call.peer,)
+    others = [m for m in call.group[1] if m != r.rank and m in world]
+    absent = [m for m in others if not _has_made(world[m], call)]
+    # All have made it: one that does not wait may have to move its part of it.
+    idle = [m for m in others if world[m].waits == 0]
+    return tuple(absent or idle or [m for m in call.group[1] if m != r.rank])
+
+
+def _has_made(r: RankState, call: Made) -> bool:
+    made = [c.nth for c in r.calls if c.group == call.group and c.peer < 0]
+    return max(made, default=-1) >= call.nth
+
+
+def _stands(r: RankState, awaited: Mapping[int, tuple[int, ...]], limit: float) -> bool:
+    return bool(awaited[r.rank]) and r.still > limit
+
+
+def _is_cause(
+    r: RankState,
+    awaited: Mapping[int, tuple[int, ...]],
+    limit: float,
+    world: Mapping[int, RankState],
+) -> bool:
+    waiters = [o for o, who in awaited.items() if r.rank in who and o != r.rank]
+    if r.state == "X" or r.phase in OVER:
+        return any(world[o].still > limit for o in waiters)
+    if r.state == "T":
+        others = [o for o in world.values() if o.rank != r.rank]
+        alone = not others or any(o.state != "T" for o in others)
+        return alone and r.still > min(limit, STOPPED)
+    if awaited[r.rank]:
+        return False
+    return r.still > (PATIENCE * limit if r.phase in KNOWN else limit)
+
+
+def _cause(
+    r: RankState, ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]
+) -> Iterator[str]:
+    """What a rank should be doing by the calls of those that wait for it, and what it does."""
+    calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
+    call = next((c for c in calls if c is not None), None)
+    should = f" should be in {_named(call)}{_of(call)};" if call else ""
+    for_ = f", for {r.still:.0f} s" if r.phase not in OVER and r.state != "X" else ""
+    yield f"rank {r.rank}{should or ':'} {r.where}{for_}"
+    if r.doing:
+        lock = "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
+        yield f"    process {r.pid} on {r.host}: {r.doing}{lock}"
+    yield from _frames(r, _FRAMES)
+
+
+def _named(call: Made) -> str:
+    way = ""
+    if call.peer >= 0:
+        way = f" {'to' if call.sends else 'from'} rank {call.peer}"
+    return f"{call.text}{way} on {call.group[0]}"
+
+
+def _of(call: Made) -> str:
+    return f" of {call.op}" if call.op else ""
+
+
+def _frames(r: RankState, most: int) -> list[str]:
+    return [f"      {frame}" for frame in r.stack[:most]]
+
+
+def _waiters(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]) -> Iterator[str]:
+    """A line for all that wait for the same in the same call."""
+    alike: dict[str, list[RankState]] = {}
+    for r in ranks:
+        if awaited[r.rank]:
+            call = r.call
+            what = f"{_named(call)}{_of(call)}" if call else f"its own GPU, {r.op or r.phase}"
+            who = span([o for o in awaited[r.rank] if o != r.rank])
+            alike.setdefault(f"for {who}, in {what}" if who else f"for {what}", []).append(r)
+    for count, (what, waiting) in enumerate(alike.items()):
+        if count == _RANKS:
+            yield f"and {len(alike) - count} more"
+            return
+        verb = "waits" if len(waiting) == 1 else "wait"
+        since = max(r.still for r in waiting)
+        yield f"{span([r.rank for r in waiting])} {verb} {what}, for {since:.0f} s"
+
+
+def span(ranks: Sequence[int]) -> str:
+    """rank 3; ranks 0-2, 5."""
+    if not ranks:
+        return ""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:8])
+    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {text}{more}"
+
+
+def _differing(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]) -> Iterator[str]:
+    """The first call of a group that two of its members have made otherwise, or not both."""
+    yield "all ranks wait for each other: they do not make the same calls"
+    differs: list[tuple[int, str]] = []
+    for group in dict.fromkeys(call.group for r in ranks for call in r.calls):
+        by_nth: dict[int, dict[int, Made]] = {}
+        for r in ranks:
+            for call in r.calls:
+                if call.group == group and call.peer < 0:
+                    by_nth.setdefault(call.nth, {})[r.rank] = call
+        for nth, made in sorted(by_nth.items()):
+            if len({(c.text, c.op) for c in made.values()}) > 1:
+                sides: dict[str, list[int]] = {}
+                for rank, call in made.items():
+                    sides.setdefault(f"{call.text}{_of(call)}", []).append(rank)
+                text = "; ".join(f"{span(who)}: {what}" for what, who in sides.items())
+                first = min(c.number for c in made.values())
+                differs.append(
+                    (first, f"the first that differs is call {nth} of {group[0]}: {text}")
+                )
+                break
+    if differs:
+        yield min(differs)[1]
+    elif absent := [(r, o) for r in ranks for o in awaited[r.rank] if r.call and o != r.rank]:
+        r, rank = absent[0]
+        if (missed := r.call) is not None:
+            what = f"{_named(missed)}{_of(missed)}"
+            yield f"rank {rank} has not made {what}, where rank {r.rank} waits"
+
+
+def _healthy(ranks: Sequence[RankState], timeout: float) -> Iterator[str]:
+    """Ranks that take long at what may take long."""
+    for r in ranks:
+        if r.still > timeout and r.phase in KNOWN and r.waits == 0 and r.state != "X":
+            note = f" {r.note}" if r.note else ""
+            yield f"rank {r.rank} is {r.phase}{note} for {r.still:.0f} s; it is not ended for that"

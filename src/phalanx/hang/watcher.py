@@ -1,0 +1,392 @@
+"""The process that watches the ranks of one host, and ends them when their run hangs.
+
+It is started by the first rank of the host and shares nothing with the ranks but the memory that they
+write their positions to, so it works whatever they are stuck in. It ends when they have. Where a run
+has several hosts, each watcher writes what it sees into the run's folder once a rank of its own stands
+still; all of them then come to the same diagnosis.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .diagnosis import Diagnosis, RankState, diagnose
+from .positions import (
+    BEAT,
+    BEATS,
+    LONGEST,
+    NATIVE,
+    OVER,
+    PID,
+    SINCE,
+    STEP,
+    WAITS,
+    WORKING,
+    PositionReader,
+    alive,
+)
+
+FOLDER = ".ranks"  # in a run's folder: who watches which ranks, and what they see
+FILE = "hang.txt"  # in a run's folder: the last hang, with the stacks of all ranks
+_POLL = 0.1
+# `layout.files` is imported where a run hangs: loading `layout` would double what a watcher's start takes.
+_ANSWER = 1.5  # seconds that watchers of other hosts, and stacks, are waited for
+# System calls of x86-64 that threads are seen in.
+_NAMES = """
+    0 read, 1 write, 2 open, 7 poll, 17 pread64, 18 pwrite64, 19 readv, 20 writev, 23 select, 35
+    nanosleep, 45 recvfrom, 56 clone, 61 wait4, 74 fsync, 75 fdatasync, 82 rename, 202 futex (a
+    lock), 230 clock_nanosleep, 232 epoll_wait, 257 openat, 270 pselect6, 271 ppoll, 435 clone3
+"""
+_CALLS = {
+    int(number): name
+    for number, _, name in (each.partition(" ") for each in " ".join(_NAMES.split()).split(", "))
+}
+_ON_FILES = {0, 1, 17, 18, 19, 20, 74, 75}  # whose first argument is an open file
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """The ranks of one host, as others find them: rank, process, its start, and where its memory is."""
+
+    host: str
+    out: str
+    hosts: tuple[str, ...]  # all of the run, this one included
+    timeout: float
+    ranks: tuple[tuple[int, int, int, tuple[str, ...]], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Hosted:
+        table = json.loads(text)
+        ranks = tuple((int(r), int(p), int(s), tuple(map(str, f))) for r, p, s, f in table["ranks"])
+        return cls(
+            str(table["host"]),
+            str(table["out"]),
+            tuple(map(str, table["hosts"])),
+            float(table["timeout"]),
+            ranks,
+        )
+
+    def __str__(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def path(self) -> Path:
+        return Path(self.out, FOLDER, f"{self.host}.json")
+
+
+class _Watched:
+    """One rank of this host."""
+
+    def __init__(self, entry: tuple[int, int, int, tuple[str, ...]], host: str) -> None:
+        self.rank, self.pid, self.started, paths = entry
+        self.host, self.reader = host, PositionReader(paths)
+        if self.reader.words[PID] != self.pid:
+            raise OSError(f"{paths[0]} is not the memory of process {self.pid}")
+        self.since = time.monotonic()
+        self.mark = self.reader.mark()
+        self.effort, self.beat, self.beat_since = 0, 0, self.since
+        self.longest = 0.0
+
+    def look(self, now: float) -> None:
+        """See whether it has gone on."""
+        mark = self.reader.mark()
+        working = self.reader.phase in WORKING
+        effort = _effort(self.pid) if working else 0
+        beat = self.reader.words[BEAT]
+        if beat != self.beat:
+            self.beat, self.beat_since = beat, now
+        if mark == self.mark and (not working or effort == self.effort):
+            return
+        waited = self.mark[WAITS - STEP] != 0
+        if not waited and not working and self.reader.phase not in OVER:
+            self.longest = max(self.longest, now - self.since)
+        self.mark, self.effort, self.since = mark, effort, now
+        self.reader.words[SINCE] = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e3)
+        self.reader.words[LONGEST] = int(self.longest * 1e3)
+
+    def skip(self, seconds: float) -> None:
+        """The watcher itself stood still for so long, and perhaps all with it."""
+        self.since += seconds
+        self.beat_since += seconds
+
+    @property
+    def gone(self) -> bool:
+        return not alive(self.pid, self.started)
+
+
+def state_of(watched: _Watched, now: float, stack: Sequence[str] = ()) -> RankState:
+    """What there is to know about a rank now."""
+    reader, words = watched.reader, watched.reader.words
+    state, doing = ("X", "") if watched.gone else _by_kernel(watched.pid, words[NATIVE])
+    locked = now - watched.beat_since > 4 * BEATS and state not in "TDX"
+    return RankState(
+        rank=watched.rank,
+        host=watched.host,
+        pid=watched.pid,
+        step=words[STEP],
+        phase=reader.phase,
+        note=reader.note,
+        op=reader.operation,
+        still=now - watched.since,
+        longest=watched.longest,
+        waits=words[WAITS],
+        state=state,
+        doing=doing,
+        locked=locked,
+        calls=tuple(reader.calls()),
+        stack=tuple(stack),
+    )
+
+
+def _stat(pid: int, thread: int) -> tuple[str, int]:
+    """The state of a thread, and its ticks of computing."""
+    fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[11]) + int(fields[12])
+
+
+def _by_kernel(pid: int, thread: int) -> tuple[str, str]:
+    """The state of a rank's thread, and what the kernel says that it does."""
+    try:
+        state, _ = _stat(pid, thread)
+    except (OSError, IndexError, ValueError):
+        return "X", ""
+    words = {"R": "computing", "S": "asleep", "D": "waits for a disk or the kernel", "T": "stopped"}
+    return state, f"{words.get(state, state)}{_system_call(pid, thread)}"
+
+
+def _system_call(pid: int, thread: int) -> str:
+    with suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+        if fields[0] not in ("running", "-1") and os.uname().machine == "x86_64":
+            number = int(fields[0])
+            of = ""
+            if number in _ON_FILES:
+                of = f" of {os.readlink(f'/proc/{pid}/fd/{int(fields[1], 16)}')}"
+            return f" in {_CALLS.get(number, f'system call {number}')}{of}"
+    with suppress(OSError):
+        if (channel := Path(f"/proc/{pid}/task/{thread}/wchan").read_text()) not in ("", "0"):
+            return f" in {channel}"
+    return ""
+
+
+def _effort(pid: int) -> int:
+    """What grows as a process works at what its positions do not show: ticks and bytes."""
+    total = 0
+    with suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15]))
+        for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2]:
+            total += int(line.split()[1]) >> 16
+    return total
+
+
+class Watcher:
+    """The ranks of one host, watched until they have ended or are ended."""
+
+    def __init__(self, hosted: Hosted) -> None:
+        self.hosted = hosted
+        self.ranks = [_Watched(entry, hosted.host) for entry in hosted.ranks]
+        self.told: set[str] = set()
+        self.published = 0.0
+        self.missing: list[str] = []  # hosts that do not answer
+
+    def watch(self) -> Diagnosis | None:
+        """Return when all ranks have ended, or with the diagnosis when they hang."""
+        last = time.monotonic()
+        while not all(r.reader.phase in OVER or r.gone for r in self.ranks):
+            time.sleep(_POLL)
+            now = time.monotonic()
+            if now - last > 1.0 + _POLL:  # as after Ctrl-Z, or on a machine that slept
+                for r in self.ranks:
+                    r.skip(now - last - _POLL)
+            last = now
+            for r in self.ranks:
+                r.look(now)
+            if self.hosted.timeout and self._stands(now) and (found := self._found(now)):
+                return found
+        return None
+
+    def _stands(self, now: float) -> bool:
+        """Whether it is worth to look closer."""
+        timeout = self.hosted.timeout
+        live = [r for r in self.ranks if r.reader.phase not in OVER]
+        return any(now - r.since > min(timeout, 2.0) and _stopped(r.pid) for r in live) or any(
+            now - r.since > timeout for r in live
+        )
+
+    def _found(self, now: float) -> Diagnosis | None:
+        states = [state_of(r, now) for r in self.ranks]
+        others, self.missing = self._others(states, now)
+        found = diagnose([*states, *others], self.hosted.timeout, self.missing)
+        if not found.hangs:
+            for line in found.lines if self._speaks() else ():
+                self._notice(line)
+            return None
+        with_stacks = self._with_stacks(states)
+        others, self.missing = self._others(with_stacks, time.monotonic(), final=True)
+        return diagnose([*with_stacks, *others], self.hosted.timeout, self.missing)
+
+    def _notice(self, line: str) -> None:
+        about = line.partition(" for ")[0]
+        if about not in self.told:
+            self.told.add(about)
+            _print(line)
+
+    def _with_stacks(self, states: list[RankState]) -> list[RankState]:
+        begins = [r.reader.ask_for_stacks() for r in self.ranks]
+        end = time.monotonic() + 0.5
+        stacks: list[list[str]] = []
+        while time.monotonic() < end:
+            time.sleep(0.02)
+            stacks = [r.reader.stack(b) for r, b in zip(self.ranks, begins, strict=True)]
+            answers = [s or st.state in "TDX" for s, st in zip(stacks, states, strict=True)]
+            if all(answers):
+                break
+        return [replace(s, stack=tuple(each)) for s, each in zip(states, stacks, strict=True)]
+
+    # ---- other hosts
+
+    def _speaks(self) -> bool:
+        """The first host that answers speaks for all."""
+        return self.hosted.host == next(h for h in self.hosted.hosts if h not in self.missing)
+
+    def _others(
+        self, states: Sequence[RankState], now: float, *, final: bool = False
+    ) -> tuple[list[RankState], list[str]]:
+        """What the other hosts see, and which of them do not answer."""
+        others = [host for host in self.hosted.hosts if host != self.hosted.host]
+        if not others:
+            return [], []
+        if final or now - self.published > 0.5:
+            from ..layout.files import write_text
+
+            self.published = now
+            text = json.dumps({"time": time.time(), "ranks": [s.to_json() for s in states]})
+            _within(2.0, lambda: write_text(self._seen(self.hosted.host), text))
+        end, found = time.monotonic() + _ANSWER, dict[str, list[RankState]]()
+        while True:
+            for host in others:
+                with suppress(OSError, ValueError, KeyError, TypeError):
+                    table = json.loads(self._seen(host).read_text())
+                    if abs(time.time() - table["time"]) < self.hosted.timeout + 60:
+                        found[host] = [RankState.from_json(r) for r in table["ranks"]]
+            if len(found) == len(others) or time.monotonic() > end:
+                break
+            time.sleep(_POLL)
+        missing = [host for host in others if host not in found]
+        return [state for each in found.values() for state in each], missing
+
+    def _seen(self, host: str) -> Path:
+        return Path(self.hosted.out, FOLDER, f"{host}.seen.json")
+
+    # ---- the end
+
+    def end(self, found: Diagnosis) -> None:
+        """Say why, end the ranks of this host, and write it down."""
+        speaks, out = self._speaks(), Path(self.hosted.out)
+        writing = threading.Thread(target=_write_down, args=(out, found), daemon=True)
+        if speaks:
+            _print(f"{found.text}\nthe run is ended; stacks of all ranks: {out / FILE}")
+            writing.start()
+            writing.join(0.3)  # who has started the ranks looks for it when they go
+        for r in self.ranks:
+            if not r.gone:
+                with suppress(OSError):
+                    os.kill(r.pid, signal.SIGKILL)
+        if speaks:
+            writing.join(5.0)  # the disk may be what is blocked
+
+
+def _write_down(out: Path, found: Diagnosis) -> None:
+    """The hang as a file, and as a record of the run."""
+    from ..layout.files import write_text
+
+    with suppress(OSError):
+        write_text(out / FILE, "\n".join(found.full) + "\n")
+    record = {"event": "hang", "time": round(time.time(), 3), "ranks": found.ranks}
+    line = json.dumps({**record, "text": found.text}) + "\n"
+    with suppress(OSError):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
+        fd = os.open(out / "metrics.jsonl", flags)
+        os.write(fd, b"\n" + line.encode())
+        os.close(fd)
+
+
+def _within(seconds: float, do: Any) -> None:
+    """Do what a disk may block, and go on without it then."""
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def _stopped(pid: int) -> bool:
+    with suppress(OSError, IndexError, ValueError):
+        return _stat(pid, pid)[0] == "T"
+    return False
+
+
+def _print(text: str) -> None:
+    from ..layout.files import printable
+
+    lines = printable(text).splitlines()
+    with suppress(OSError):
+        os.write(2, "".join(f"phalanx: {line}\n" for line in lines[:1]).encode())
+        os.write(2, "".join(f"  {line}\n" for line in lines[1:]).encode())
+
+
+# ---- from outside
+
+
+def snapshot(folder: Path, seconds: float = 1.0) -> tuple[list[RankState], float, list[str]]:
+    """The ranks of a run on this host, its timeout, and the hosts whose ranks are not to be seen."""
+    states, timeout, hosts, here = list[RankState](), 60.0, list[str](), set[str]()
+    for hosted, watched in _live(folder):
+        timeout, hosts = hosted.timeout, [*hosted.hosts]
+        here.add(hosted.host)
+        begins = [r.reader.ask_for_stacks() for r in watched]
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            for r in watched:
+                r.look(time.monotonic())
+        for r, begin in zip(watched, begins, strict=True):
+            words, now = r.reader.words, time.monotonic()
+            if r.since < end - seconds + 0.04 and words[SINCE]:
+                r.since = min(r.since, words[SINCE] / 1e3)
+            r.longest = max(r.longest, words[LONGEST] / 1e3)
+            states.append(state_of(r, now, r.reader.stack(begin)))
+    return states, timeout, [host for host in hosts if host not in here]
+
+
+def _live(folder: Path) -> Iterator[tuple[Hosted, list[_Watched]]]:
+    for path in sorted(Path(folder, FOLDER).glob("*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            hosted = Hosted.parse(path.read_text())
+            here = [entry for entry in hosted.ranks if alive(entry[1], entry[2])]
+            if watched := [_Watched(entry, hosted.host) for entry in here]:
+                yield hosted, watched
+
+
+def main() -> int:
+    """Watch the ranks that standard input names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hosted = Hosted.parse(sys.stdin.read())
+    try:
+        watcher = Watcher(hosted)
+    except OSError:
+        return 0  # the ranks are gone already
+    if (found := watcher.watch()) is not None:
+        watcher.end(found)
+    with suppress(OSError):
+        hosted.path.unlink()
+    return 0

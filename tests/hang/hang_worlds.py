@@ -1,0 +1,47 @@
+"""Small runs of which one rank does something else at one operation."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from phalanx.layout.run import Run
+from phalanx.program import ops
+from phalanx.train import checkpoint
+from phalanx.train.executor import Executor
+from phalanx.train.loop import train
+
+WORDS = (
+    "model={layers=2,hidden=16,heads=2,ffn=24,vocab=256}", "batch=4", "sequence=12",
+    "validation.batches=0", "steps=6",
+)  # fmt: skip
+
+
+def run_in(out: Path, *more: str) -> Run:
+    return Run.parse("", "run", (*WORDS, f"out={out}", *more))
+
+
+def sleeps_in_a_backward(world: Any, run: Run, layout: str, who: int) -> Any:
+    perform, backwards = Executor._perform, list[Any]()
+
+    def performed(self: Executor, op: Any) -> None:
+        if world.rank == who and op.kind == ops.BACKWARD and op.piece == 1:
+            backwards.append(op)
+            if len(backwards) == 2:  # of the second step
+                time.sleep(1e6)
+        perform(self, op)
+
+    Executor._perform = performed  # type: ignore[method-assign]
+    return train(world, run, layout, True)
+
+
+def saves_slowly(world: Any, run: Run, layout: str, seconds: float) -> Any:
+    write = checkpoint.write_file
+
+    def written(*given: Any) -> Any:
+        time.sleep(seconds * (world.rank == 1))
+        return write(*given)
+
+    checkpoint.write_file = written
+    return train(world, run, layout, True)
