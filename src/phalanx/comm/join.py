@@ -78,7 +78,7 @@ def join(
         if ranks not in (None, _dist.get_world_size()):
             there = f"the process group that is there has {_dist.get_world_size()}"
             raise CommMisuse(f"the run needs {ranks} ranks and {there}; start {ranks}.")
-        return ProcessWorld.existing(timeout)
+        return ProcessWorld.existing(call_timeout or timeout)
     at = rendezvous(environment)
     size = 1 if at is None else at.size
     if ranks is not None and ranks != size:
