@@ -282,7 +282,7 @@ class _Loop:
         begun = time.perf_counter()
         self.positions.waits.clear()
         lr = learning_rate(self.run_.optimizer, step, self.run_.steps)
-        with self.positions.phase("loading data", self.rank.batches.corpus.name):
+        with self.positions.phase("loading data", self.rank.batches.name):
             own = self.rank.batch(step)
         first, read = begun, time.perf_counter()
         if step == self.looked_at:
