@@ -116,7 +116,14 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None
         windows=(4,), softcap=1.0, logit_softcap=1.0, query_scalar=3.0, embed_scale=2.0,
         activation="silu", qk_norm_wide=True,
     )  # fmt: skip
-    keys = {each.partition(":")[0] for each in differing_sizes(plain, other)}
+    experts = replace(
+        plain, experts=4, top_k=2, expert_ffn=3, shared_experts=1, dense_layers=1, scores="sigmoid",
+        normalized=False, routed_scale=2.0, balance="bias", balance_rate=0.1,
+    )  # fmt: skip
+    adapted = replace(plain, lora_r=2, lora_alpha=1.0, lora_targets=("wq",))
+    others = (other, experts, adapted, replace(plain, freeze=("embed",)))
+    wrong = [each for one in others for each in differing_sizes(plain, one)]
+    keys = {each.partition(":")[0] for each in wrong}
     assert keys == {f.name for f in dataclasses.fields(Shape)} - {"name", "source", "batch"}
     # A longer sequence is another model only where positions are weights.
     assert differing_sizes(plain, replace(plain, sequence=9)) == []
