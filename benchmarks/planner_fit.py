@@ -14,9 +14,9 @@ from collections import defaultdict
 from phalanx.cost import cached_costs
 from phalanx.plan.fit import Path
 from phalanx.plan.profile import FITTED, SoftwareProfile, profile
-from published.predict import PublishedRun, runs_of
-from published.score import shared, some
-from published.table import read_table
+from phalanx.plan.published import PublishedRun, runs_of
+from phalanx.plan.table import read_table
+from published.held_out import shared, some
 
 
 def main() -> None:

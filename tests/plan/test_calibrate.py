@@ -89,6 +89,17 @@ def test_from_two_runs_all_of_computing_is_slower_by_one_factor() -> None:
     assert _off(after, _timed(LAYOUTS[2:], truth)) < 0.05
 
 
+def test_what_does_not_help_runs_that_are_left_out_is_not_moved() -> None:
+    begin = SoftwareProfile()
+    # Right in the middle, each run off by what repeats of it differ: there is nothing to learn.
+    noise = (1.04, 0.96, 1.03, 0.97, 1.02)
+    runs = [
+        replace(run, run=replace(run.run, seconds=run.run.seconds * off))
+        for run, off in zip(_timed(LAYOUTS[::2], begin), noise, strict=True)
+    ]
+    assert calibrated(begin, runs) == begin
+
+
 def test_some_of_the_runs_are_spread_evenly_over_them() -> None:
     runs = _timed(LAYOUTS, SoftwareProfile())
     names = [run.run.name for run in spread_over(runs, 4)]

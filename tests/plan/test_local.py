@@ -145,7 +145,7 @@ def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hid
     load = Load((Product(512, 512, 512),), launches=1000.0)
     cut, here = Layout.parse("fp32"), hardware_of_machine(MACHINE, 1)
     times = [
-        op_parts(load, hardware, cut, "fp32", "flash-2").under(SoftwareProfile(host=1.0))
+        op_parts(load, hardware, cut, "fp32", SoftwareProfile()).under(SoftwareProfile(host=1.0))
         for hardware in (here, replace(here, cores=0))
     ]
     product = here.rates.product(load.products[0], "fp32") / SoftwareProfile().speed
@@ -161,11 +161,11 @@ def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where
     load = Load((Product(512, 512, 512),), messages=(MessageLoad("cp.ring", "send", 4096.0),))
     busy = hardware_of_machine(MACHINE, 2)
     idle = replace(busy, cores=4)
-    assert op_parts(load, busy, ring, "fp32", "flash-2").ring == 0.0
+    assert op_parts(load, busy, ring, "fp32", SoftwareProfile()).ring == 0.0
     # Each of two ranks carries what it sends and what it is sent, on the one core that it has.
     one = busy.network.seconds("send", 4096.0, 2, 1)
-    assert op_parts(load, busy, ring, "fp32", "flash-2").messages == pytest.approx(2 * one)
-    assert op_parts(load, idle, ring, "fp32", "flash-2").ring > 0.0
-    seen = op_parts(load, busy, ring, "fp32", "flash-2").under(local_profile())
-    hidden = op_parts(load, idle, ring, "fp32", "flash-2").under(local_profile())
+    assert op_parts(load, busy, ring, "fp32", SoftwareProfile()).messages == pytest.approx(2 * one)
+    assert op_parts(load, idle, ring, "fp32", SoftwareProfile()).ring > 0.0
+    seen = op_parts(load, busy, ring, "fp32", SoftwareProfile()).under(local_profile())
+    hidden = op_parts(load, idle, ring, "fp32", SoftwareProfile()).under(local_profile())
     assert seen.messages > hidden.messages == 0.0

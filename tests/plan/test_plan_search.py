@@ -269,11 +269,16 @@ def test_bounds_hold_when_every_piece_is_costed_too(
     })  # fmt: skip
     screened = Screened(space, pricer)
     assert (screened.step >= first.step * (1 - 1e-9)).all()
+    nearer = 0
     for i in range(0, len(screened), max(1, len(screened) // 150)):
         found = pricer.choose(screened.layout(i))
         assert screened.step[i] <= found.step * (1 + 1e-9), screened.layout(i)
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), screened.layout(i)
         assert screened.step[i] > 0.5 * found.step  # a bound that says nothing screens nothing
+        before = screened.step[i]
+        assert before <= screened.follow(i) <= found.step * (1 + 1e-9), screened.layout(i)
+        nearer += screened.step[i] > before * (1 + 1e-9)
+    assert nearer > 10  # a schedule by itself says more than its parts
 
 
 def test_candidates_are_legal_and_their_texts_parse_back_and_are_different() -> None:

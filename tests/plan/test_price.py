@@ -130,6 +130,16 @@ def test_messages_of_data_parallel_are_seen_where_nothing_is_computed_beside_the
     assert seen.parts["data"] > least > alone.parts["data"]
 
 
+def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage() -> None:
+    beside = replace(BARE, overlaps_data=False)
+    (alone, _), (seen, three) = (_one(f"{dp}pp4 1f1b:16 bf16", what=beside) for dp in ("", "dp2 "))
+    network = hardware_of(cluster("h100x8")).network
+    weights = max(three[0].weights, three[2].weights) + SHAPE.layers / 4 * three[1].weights
+    sums = network.seconds("all_reduce", 4 * weights, 2, 1)
+    # All stages sum at once when the last of them has computed: not each before the next one.
+    assert seen.step - alone.step < 1.5 * sums
+
+
 def test_sends_that_do_not_overlap_take_the_time_of_the_stage_that_sends() -> None:
     plain, three = _one("pp2 1f1b:16 bf16")
     seen, _ = _one("pp2 1f1b:16 bf16", what=replace(BARE, overlaps_sends=False))

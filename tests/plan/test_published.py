@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from by_hand import pieces
 
-import planner_score
+from phalanx.cli import plan_calibrate, plan_score
+from phalanx.cli.usage import UsageError
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError
 from phalanx.plan.fit import fit
 from phalanx.plan.profile import FITTED, profile
-from published.predict import logged, runs_of
-from published.score import score
-from published.table import read_table
+from phalanx.plan.published import logged, runs_of
+from phalanx.plan.score import score
+from phalanx.plan.table import read_table
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
 ffn glu heads kv_heads head_dim vocab tied seq global_batch micro_batch tp sp pp vpp cp dp zero hsdp_shard
@@ -169,18 +170,42 @@ def test_a_row_that_cannot_be_predicted_says_why(tmp_path: Path) -> None:
 def test_each_run_is_listed_with_its_error_and_the_parts_of_its_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner_score, "cached_costs", piece_costs)
+    monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
     rows = [{**row, "step_time_s": 2.0} for row in layouts()[:3]]
-    words = [str(table(tmp_path / "runs.csv", rows)), "--each", "--no-held-out"]
-    assert planner_score.run([*words, "--json"]) == 0
+    words = [str(table(tmp_path / "runs.csv", rows)), "--each"]
+    assert plan_score.run([*words, "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]["made"]
     assert [run["measured_s"] for run in runs] == [2.0] * 3
-    assert all(sum(run["parts"].values()) == pytest.approx(run["predicted_s"]) for run in runs)
-    assert planner_score.run(words) == 0
+    assert all(sum(run["parts"].values()) == pytest.approx(run["held_out_s"]) for run in runs)
+    assert plan_score.run(words) == 0
     told = capsys.readouterr().out
     for run in runs:
         assert f"{100 * (run['predicted_s'] / 2.0 - 1):+.1f}%" in told
         assert run["layout"] in told
+
+
+def test_a_table_is_scored_with_numbers_that_were_not_fitted_on_it_and_after_some_of_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_score, "cached_costs", piece_costs)
+    monkeypatch.setattr(plan_calibrate, "cached_costs", piece_costs)
+    # Software of the default numbers, on a machine whose computing is slower by a quarter.
+    default = profile("default")
+    slower = replace(default, speed=0.8 * default.speed, traffic=1.25 * default.traffic)
+    path = measured_by(tmp_path / "t.csv", slower)
+    words = [str(path), "--rows", "5", "--profile", "default", "--json"]
+    assert plan_score.run(words) == 0
+    (found,) = json.loads(capsys.readouterr().out)["families"]
+    assert found["held_out"]["median"] > 0.1
+    assert found["after_five"]["median"] < 0.04
+    assert plan_calibrate.run([*words, "--out", str(tmp_path / "profile.toml")]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert sum(run["used"] for run in runs) == 5
+    assert len(runs) == len(layouts())
+    assert np.median([abs(run["after"]) for run in runs]) < 0.04
+    assert profile(str(tmp_path / "profile.toml")).speed == pytest.approx(slower.speed, rel=0.1)
+    with pytest.raises(UsageError, match="not both"):
+        plan_calibrate.run([str(path), str(tmp_path)])
 
 
 def test_what_is_no_table_is_refused(tmp_path: Path) -> None:

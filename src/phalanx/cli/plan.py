@@ -24,7 +24,7 @@ from .plan_text import plan_figures, plan_text
 from .usage import Parser, UsageError, print_json, real, say, whole, write
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
-_SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost"}
+_SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
 _MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
 _DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
 _MORE_DEVICES = (2, 4, 8, 16)

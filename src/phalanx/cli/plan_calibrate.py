@@ -22,16 +22,20 @@ from ..plan.calibrate import (
     spread_over,
 )
 from ..plan.local import profile_for
-from ..plan.profile import FITTED, SoftwareProfile
+from ..plan.profile import FITTED, SoftwareProfile, profile
+from ..plan.published import runs_of
+from ..plan.table import read_table
 from .before import Where, where
-from .usage import Parser, print_json, say, whole, write
+from .usage import Parser, UsageError, print_json, say, whole, write
 
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
   phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
   phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx --rows 5
+  phalanx plan calibrate table.csv --rows 5 --out profile.toml
 
 A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
+A table is what `phalanx plan score` reads; its rows name their devices, and one framework is fitted.
 The numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not decide stays as it was.
 Exit code 0: done; 2: wrong usage."""
 
@@ -44,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         _EXAMPLES,
     )
     add = parser.add
-    add("runs", nargs="+", metavar="RUNDIR")
+    add("runs", nargs="+", metavar="RUNDIR|TABLE.csv")
     add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
     add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
     add(
@@ -59,17 +63,10 @@ def run(argv: Sequence[str]) -> int:
     parser.add_output("--out", ".toml", help="a profile for phalanx plan --profile FILE")
     add("--json")
     args = parser.read(argv)
-    runs = [read_run(Path(folder)) for folder in args.runs]
-    groups = by_model(runs)
-    places = [_where(args, group) for group in groups]
-    precision = runs[0].case.layout.precision
-    before = profile_for(places[0].hardware, args.profile, precision)
-    costed_runs = [
-        run
-        for group, at in zip(groups, places, strict=True)
-        for hardware in [at.hardware]
-        for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
-    ]
+    tables = [name for name in args.runs if name.endswith(".csv")]
+    if tables and len(tables) < len(args.runs):
+        raise UsageError("name folders of runs or tables, not both at once.")
+    before, costed_runs = _of_tables(args) if tables else _of_folders(args)
     used = spread_over(costed_runs, args.rows or 0)
     after = calibrated(before, used)
     if args.out:
@@ -80,6 +77,33 @@ def run(argv: Sequence[str]) -> int:
     else:
         say(_text(rows, before, after, args.out))
     return 0
+
+
+def _of_folders(args: Namespace) -> tuple[SoftwareProfile, list[CostedRun]]:
+    """Where the fit begins, and the runs."""
+    runs = [read_run(Path(folder)) for folder in args.runs]
+    groups = by_model(runs)
+    places = [_where(args, group) for group in groups]
+    before = profile_for(places[0].hardware, args.profile, runs[0].case.layout.precision)
+    return before, [
+        run
+        for group, at in zip(groups, places, strict=True)
+        for hardware in [at.hardware]
+        for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
+    ]
+
+
+def _of_tables(args: Namespace) -> tuple[SoftwareProfile, list[CostedRun]]:
+    """The same of tables: the rows of `--profile`'s software, or of the first row's."""
+    chosen = profile(args.profile) if args.profile else None
+    rows = [row for path in args.runs for row in read_table(path, chosen)]
+    rows = [row for row in rows if row.profile.name == rows[0].profile.name]
+    runs, refused = runs_of(rows, cached_costs)
+    known = [run.costed for run in runs if run.counts]
+    if not known:
+        why = next(iter(refused.values()), "none has a step time")
+        raise UsageError(f"no row of {', '.join(args.runs)} can be fitted: {why}")
+    return rows[0].profile, known
 
 
 def _where(args: Namespace, runs: Sequence[Measured]) -> Where:

@@ -24,7 +24,7 @@ from ..program import ops, schedule
 from ..program.state import IN_FLIGHT
 from .price import OpTime
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
-from .step import Pricer, Three, Units, frozen_bytes
+from .step import Pricer, Three, Units, distance, frozen_bytes
 
 Array = NDArray[np.float64]
 
@@ -231,6 +231,106 @@ def _of_units(each: Array, s: _Stages) -> Array:
     embed, block, head = each[:, :, None, None]
     held = s.embed[:, 0] * embed + s.blocks[:, 0] * block + s.head[:, 0] * head
     return np.asarray(held)
+
+
+# ---- one candidate: its schedule alone, stage by stage
+
+
+class _Node(NamedTuple):
+    """An operation of a stage: the places of the one before it on its rank and of the one whose value
+    it takes (0: none), which of the stages' times it takes, and whether the value is a message."""
+
+    before: int
+    value: int
+    key: int
+    sent: bool
+
+
+_NODES = 150_000  # of a schedule that is followed
+
+
+@lru_cache(maxsize=64)
+def _stage_nodes(
+    name: str, pp: int, chunks: int, count: int
+) -> tuple[tuple[_Node, ...], tuple[tuple[str, int], ...]]:
+    """The operations of a schedule in an order in which they can happen, and (kind, stage) of each
+    key."""
+    rows = schedule(name, pp, count, chunks).rows
+    last, keys = pp * chunks - 1, dict[tuple[str, int], int]()
+    rank = {op.piece: r for r, row in enumerate(rows) for op in row}
+    place: dict[tuple[bool, int, int], int] = {}  # forward or not, stage, microbatch
+    nodes, at, latest = [_Node(0, 0, 0, False)], [0] * pp, [0] * pp
+    moved = True
+    while moved:
+        moved = False
+        for r, row in enumerate(rows):
+            while at[r] < len(row):
+                op = row[at[r]]
+                forward, value, source = op.kind == ops.FORWARD, 0, op.piece
+                if op.kind == ops.FORWARD or op.kind in ops.PROPAGATES:
+                    source += -1 if forward else 1
+                    if 0 <= source <= last:
+                        value = place.get((forward, source, op.index), -1)
+                    if value < 0:
+                        break
+                    place[forward, op.piece, op.index] = len(nodes)
+                key = keys.setdefault((op.kind, op.piece), len(keys))
+                nodes.append(_Node(latest[r], value, key, value > 0 and rank[source] != r))
+                latest[r] = len(nodes) - 1
+                at[r] += 1
+                moved = True
+    return tuple(nodes), tuple(keys)
+
+
+def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer) -> float:
+    """Seconds that the schedule of one candidate takes by itself, without what concerns units: no
+    program of it is faster. 0 where that is not looked at: without a pipeline, too long, or with frozen
+    pieces."""
+    (_, c, p, q), pp = at, x.grid.pp
+    pipe, inner, count = x.pipelines[p], x.inners[q], x.counts[c]
+    request = space.request
+    long = 3 * pp * pipe.chunks * count > _NODES
+    if pp == 1 or long or request.hardware.cores or request.shape.frozen:
+        return 0.0
+    layout = space.layout(x, *at)
+    cut = space.cut(x.grid, inner, split=layout.splits_backward)
+    embed, block, head = pricer.three(cut, space.rows(x.grid, count), True)
+    blocks = _blocks(space.request.shape, pp, pipe)
+    again = block.again.total if inner.recompute != "none" else 0.0
+    segment = _segment(inner.recompute)
+
+    def seconds(kind: str, stage: int) -> tuple[float, float]:
+        """Of what needs no gradient, and of the rest."""
+        n, first, final = blocks[stage], stage == 0, stage == len(blocks) - 1
+        parts = {
+            ops.FORWARD: lambda t: t.forward.total,
+            ops.INPUT_GRADIENT: lambda t: t.inputs.total,
+            ops.WEIGHT_GRADIENT: lambda t: t.weights_.total,
+            ops.BACKWARD: lambda t: t.backward,
+        }
+        one = parts[kind]
+        time = n * one(block) + first * one(embed) + final * one(head)
+        if kind not in ops.PROPAGATES:
+            return 0.0, time
+        # What a segment with the head computed just now is not computed again.
+        repeated = max(0.0, n - final * segment) * again
+        return min(repeated, segment * again), time + max(0.0, repeated - segment * again)
+
+    nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
+    times = [seconds(*key) for key in keys]
+    hop = space.request.hardware.network.seconds("send", block.edge, pp, distance(layout, "pp"))
+    if space.request.profile.scatters_sends:
+        hop = 0.0
+    ends = [0.0] * len(nodes)
+    for n, (before, value, key, sent) in enumerate(nodes[1:], 1):
+        begin, made = ends[before], ends[value]
+        if sent:
+            # It is asked for beside the computation before, and not earlier.
+            made = max(made, ends[nodes[before].before]) + hop
+        alone, rest = times[key]
+        begin += alone
+        ends[n] = (made if made > begin else begin) + rest
+    return max(ends)
 
 
 @lru_cache(maxsize=4096)

@@ -11,15 +11,16 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import Any, TypeVar
 
 from ..layout import Layout, Shape, piece_layout
 from ..layout.codec import decode
 from ..layout.journal import read_journal
+from ..program import ops
 from .device import MachineError, MachineFileError
 from .fit import Path as LongestPath
-from .fit import fit
+from .fit import TimedRun, fit
 from .hardware import Hardware
 from .price import PieceParts
 from .profile import SoftwareProfile
@@ -30,12 +31,20 @@ from .step import (
     Three,
     case_of,
     choice,
+    computed,
     costs_of,
+    kind_of,
     longest,
     parts_of,
 )
 
-_BIAS_STEP, _BIAS_STEPS = 0.05, 14  # of the factor's logarithm: from a half to twice
+T = TypeVar("T")
+_BIAS_STEP, _BIAS_STEPS = 0.025, 28  # of the factor's logarithm: from a half to twice
+_PRIOR = 0.25  # runs that one guess of no bias counts as
+_FOLDS = 5  # in which runs are left out to see whether more numbers help
+_LEAST = 3  # runs with which that can be seen
+_WORTH = 0.8  # of the error that is left before, if more is moved
+_MOVES = 40
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class CostedRun:
 
     def choice(self, profile: SoftwareProfile) -> Choice:
         """What its step takes and holds."""
-        return choice(self.run.case, self._three(profile), self.hardware, profile)
+        return choice(self.run.case, self.three(profile), self.hardware, profile)
 
     def step(self, profile: SoftwareProfile) -> float:
         return self.choice(profile).step
@@ -71,18 +80,47 @@ class CostedRun:
         if self.hardware.cores:  # ranks share cores: no path is independent of the others
             return self.step
         case = self.run.case
-        counts = longest(case, self._three(profile), self.hardware, profile)
+        three, last = self.three(profile), case.shape.pieces - 1
+        costs = costs_of(case, three, self.hardware, profile)
+        often: dict[tuple[int, str], float] = defaultdict(float)  # of the three, what is computed
+        rest = 0.0  # messages and updates, which no fitted number changes
+        for (rank, op), count in longest(case, three, self.hardware, profile).items():
+            rest += count * costs.of(op, rank)
+            for kind in _COMPUTED.get(op.kind, ()):
+                often[kind_of(op.piece, last), kind] += count
+        return _ComputedPath(self, dict(often), rest - _seconds(often, three))
 
-        def seconds(other: SoftwareProfile) -> float:
-            costs = costs_of(case, self._three(other), self.hardware, other)
-            return sum(count * costs.of(op, rank) for (rank, op), count in counts.items())
-
-        return seconds
-
-    def _three(self, profile: SoftwareProfile) -> Three:
-        slower = profile.pipe_host if self.run.case.layout.pp > 1 else 1.0
-        embed, block, head = (part.under(profile, slower) for part in self.parts)
+    def three(self, profile: SoftwareProfile) -> Three:
+        piped = self.run.case.layout.pp > 1
+        embed, block, head = (part.under(profile, piped) for part in self.parts)
         return embed, block, head
+
+
+@dataclass(frozen=True)
+class _ComputedPath:
+    """Seconds of a path through a run's program: what is computed on it, under any numbers, and the
+    rest."""
+
+    run: CostedRun
+    often: Mapping[tuple[int, str], float]
+    rest: float
+
+    def __call__(self, profile: SoftwareProfile) -> float:
+        return self.rest + _seconds(self.often, self.run.three(profile))
+
+
+# What each operation computes, as `computed` names it.
+_COMPUTED = {
+    **{kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)},
+    ops.BACKWARD: (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT),
+    ops.RECOMPUTE: (ops.RECOMPUTE,),
+    ops.RECOMPUTE_PART: (ops.RECOMPUTE,),
+}
+
+
+def _seconds(often: Mapping[tuple[int, str], float], three: Three) -> float:
+    times = [computed(t) for t in three]
+    return math.fsum(count * times[which][kind] for (which, kind), count in often.items())
 
 
 def costed(
@@ -99,25 +137,55 @@ def costed(
     return found
 
 
-def calibrated(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
-    """The profile whose fitted numbers come nearest to the runs: first all of computing slower or
-    faster by one factor, then each number by itself. What few runs do not decide stays near there."""
+def calibrated(base: SoftwareProfile, runs: Sequence[TimedRun]) -> SoftwareProfile:
+    """The profile whose fitted numbers come nearest to the runs: as they are, all of computing slower
+    or faster by one factor, or each number by itself. The more is moved, the more it has to help:
+    with runs that are left out in turn. What few runs do not decide stays near where it is."""
     timed = [run for run in runs if run.measured > 0]
     if not timed:
         return base
-    # No run of one's own is clipped: on a machine file that is twice too fast all of them are far off.
-    return fit(_biased(base, timed), timed, clip=math.inf)
+    paths: dict[int, LongestPath] = {id(run): run.longest(base) for run in timed}
+    met: dict[int, list[LongestPath]] = {}
+
+    def biased(some: Sequence[TimedRun]) -> SoftwareProfile:
+        return _biased(base, [(paths[id(run)], run.measured) for run in some])
+
+    def fitted(some: Sequence[TimedRun]) -> SoftwareProfile:
+        # No run of one's own is clipped: on a machine file that is twice too fast all are far off.
+        return fit(biased(some), some, clip=math.inf, moves=_MOVES, met=met)
+
+    if len(timed) < _LEAST:
+        return biased(timed)
+    folds = range(min(_FOLDS, len(timed)))
+    best, least = base, _off(base, timed, paths)
+    for way in (biased, fitted):
+        off: list[float] = []
+        for fold in folds:
+            moved = way([run for n, run in enumerate(timed) if n % len(folds) != fold])
+            off += _off(moved, timed[fold :: len(folds)], paths)
+        # Of most runs, and not of one that is far off.
+        if all(middle(off) < _WORTH * middle(least) for middle in (fmean, median)):
+            best, least = way(timed), off
+    return best
 
 
-def _biased(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
-    paths = [(run.longest(base), run.measured) for run in runs]
+def _off(
+    profile: SoftwareProfile, runs: Sequence[TimedRun], paths: Mapping[int, LongestPath]
+) -> list[float]:
+    """Relative errors, as logarithms."""
+    return [abs(math.log(paths[id(run)](profile) / run.measured)) for run in runs]
+
+
+def _biased(base: SoftwareProfile, known: Sequence[tuple[LongestPath, float]]) -> SoftwareProfile:
+    """With the factor of computing that comes nearest, nearer to none the fewer runs say so."""
     factors = [math.exp(_BIAS_STEP * k) for k in range(-_BIAS_STEPS, _BIAS_STEPS + 1)]
 
     def off(factor: float) -> float:
         profile = _slower(base, factor)
-        return math.fsum(abs(math.log(path(profile) / seconds)) for path, seconds in paths)
+        return math.fsum(abs(math.log(path(profile) / seconds)) for path, seconds in known)
 
-    return _slower(base, min(sorted(factors, key=lambda factor: abs(math.log(factor))), key=off))
+    found = min(sorted(factors, key=lambda factor: abs(math.log(factor))), key=off)
+    return _slower(base, found ** (len(known) / (len(known) + _PRIOR)))
 
 
 def _slower(base: SoftwareProfile, factor: float) -> SoftwareProfile:
@@ -127,7 +195,7 @@ def _slower(base: SoftwareProfile, factor: float) -> SoftwareProfile:
     )
 
 
-def spread_over(runs: Sequence[CostedRun], count: int) -> list[CostedRun]:
+def spread_over(runs: Sequence[T], count: int) -> list[T]:
     """So many of the runs, evenly over their order; all where `count` is 0 or there are no more."""
     if not 0 < count < len(runs):
         return list(runs)

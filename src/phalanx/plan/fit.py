@@ -8,7 +8,7 @@ the paths that have become the longest, until none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -30,6 +30,11 @@ class TimedRun(Protocol):
     def longest(self, profile: SoftwareProfile) -> Path: ...
 
 
+def longest_of(run: TimedRun, profile: SoftwareProfile) -> Path:
+    """The longest path of a run's program under a profile."""
+    return run.longest(profile)
+
+
 def fit(
     base: SoftwareProfile,
     runs: Sequence[TimedRun],
@@ -38,13 +43,14 @@ def fit(
     moves: int = 80,
     clip: float = _CLIP,
     met: dict[int, list[Path]] | None = None,
+    each: Callable[..., Iterable[Path]] = map,
 ) -> SoftwareProfile:
     """The profile whose numbers come nearest to the measured steps: mean absolute log error.
 
     Numbers are held where `base` has them, the more the fewer runs there are. `weights` are of the
     runs, one each if left out; `moves` is how many the search makes in a round; `clip` is how far off
     a run still pulls; `met`, the paths of each run that earlier fits met: with it nothing is
-    simulated where paths are known.
+    simulated where paths are known; `each` maps simulating over runs.
     """
     known = [
         (run, weight)
@@ -82,8 +88,9 @@ def fit(
     simulated = not all(paths)
     for number in range(_ROUNDS if simulated else 1):
         if simulated:
-            for (run, _), those in zip(known, paths, strict=True):
-                those.append(run.longest(at(best)))
+            all_runs, here = [run for run, _ in known], [at(best)] * len(known)
+            for path, those in zip(each(longest_of, all_runs, here), paths, strict=True):
+                those.append(path)
         best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
     return at(best)
 

@@ -75,37 +75,44 @@ class OpParts:
     host: float
     ring: float  # sends that travel while a block is computed
     messages: float  # the other ones inside the operation
-    members: float  # ranks that the messages' groups have, all added
+    calls: float  # how many messages these are
+    members: float  # ranks that their groups have, all added, where there are several servers
     serial: bool = False  # the device is the host: what starts a kernel computes it too
 
-    def under(self, profile: SoftwareProfile, slower: float = 1.0) -> OpTime:
-        """Its times. `slower`: how much slower starting kernels is than the profile says."""
+    def under(self, profile: SoftwareProfile, piped: bool = False) -> OpTime:
+        """Its times, in a pipeline or without one."""
         device = self.products / profile.speed + self.attention
         device += self.moved * profile.traffic * (FUSED if profile.fused else 1.0)
         inside = 0.0 if profile.overlaps_tensor else self.messages
         beside = self.ring + self.messages - inside
         hidden = min(beside, _OVERLAP * device)
         seen = inside + beside - hidden + (0.0 if self.serial else SLOWED * hidden)
-        host = slower * (self.host * profile.host + self.members * profile.member_host)
+        host = self.host * profile.host + self.calls * profile.call_host
+        if piped:
+            host = self.host * profile.host * profile.pipe_host + self.calls * profile.call_host
+            host += self.members * profile.member_host
         return OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
 
 
-def op_parts(load: Load, hardware: Hardware, cut: Layout, dtype: str, kernel: str) -> OpParts:
-    """The parts of one operation on one rank, with that kernel of attention."""
+def op_parts(
+    load: Load, hardware: Hardware, cut: Layout, dtype: str, profile: SoftwareProfile
+) -> OpParts:
+    """The parts of one operation on one rank, with the profile's kernels."""
     ring, messages = _messages(load, hardware, cut)
     if hardware.cores and hardware.ranks >= hardware.cores:
         # No core is left to carry a ring's messages, and each carries what comes and what goes.
         # Messages were measured among ranks that share the cores, as `simulate` has it again.
         ring, messages = 0.0, 2 * ring + messages / hardware.crowding
-    rates = hardware.rates
+    rates, several = hardware.rates, hardware.ranks > hardware.node
     return OpParts(
         products=sum(rates.product(p, dtype) for p in load.products),
-        attention=sum(_attention(a, hardware, dtype, kernel) for a in load.attention),
+        attention=sum(_attention(a, hardware, dtype, profile.attention) for a in load.attention),
         moved=rates.move(load.moved),
         host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
         ring=ring,
         messages=messages,
-        members=float(sum(_group(m, cut)[0] for m in load.messages)),
+        calls=float(len(load.messages)),
+        members=float(sum(_group(m, cut)[0] for m in load.messages)) if several else 0.0,
         serial=bool(hardware.cores),
     )
 
@@ -152,9 +159,9 @@ class PieceParts:
     cost: PieceCost
     scores: float  # bytes, where attention keeps them
 
-    def under(self, profile: SoftwareProfile, slower: float = 1.0) -> PieceTimes:
+    def under(self, profile: SoftwareProfile, piped: bool = False) -> PieceTimes:
         c = self.cost
-        forward, inputs, weights, again = (op.under(profile, slower) for op in self.ops)
+        forward, inputs, weights, again = (op.under(profile, piped) for op in self.ops)
         return PieceTimes(
             forward,
             inputs,
@@ -186,7 +193,7 @@ def piece_parts(
         )
     loads = (cost.forward, cost.input_gradient, cost.weight_gradient, again)
     forward, inputs, weights, repeated = (
-        op_parts(load, hardware, cut, dtype, profile.attention) for load in loads
+        op_parts(load, hardware, cut, dtype, profile) for load in loads
     )
     if fused and cut.recompute == "selective":
         more = profile.repeats * forward.products

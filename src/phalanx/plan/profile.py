@@ -42,7 +42,10 @@ class SoftwareProfile:
         False, "with `seq`: column-parallel inputs are kept sharded, and gathered again"
     )
     repeats: float = key(0.0, "part of the products that `selective` computes again too")
-    member_host: float = key(0.0, "seconds to start a message, for each rank of its group")
+    call_host: float = key(0.0, "seconds to start a message")
+    member_host: float = key(
+        0.0, "the same for each rank of its group, in a pipeline over several servers"
+    )
     pipe_host: float = key(0.55, "how much slower a pipeline starts its operations")
     strain: float = key(0.0, "part of the step that is added where memory is nearly full")
     recompute: str = key("none", "what it computes again where a table says nothing of it")
@@ -53,6 +56,7 @@ class SoftwareProfile:
     scatters_sends: bool = key(
         False, "each tensor-parallel rank sends its part to the next stage, which gathers them"
     )
+    one_port: bool = key(False, "a data-parallel collective uses one port of a server, not all")
     balanced: bool = key(False, "stages count embedding and head as blocks; else blocks are even")
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")

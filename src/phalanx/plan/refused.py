@@ -47,25 +47,23 @@ def refusals(
         if choice.parts:
             least[i] = choice.step
     found = []
+    known = screened.known()
     lost = [f for f in _families(screened) if f[1].any() and not (best and f[1][best[0]])]
     for family, mask in lost:
-        limit, misses = screened.spent + budget // len(lost), 0
-        while best and len(able := np.flatnonzero(mask & fits)):
-            i = int(able[np.argmin(least[able])])
-            if screened.spent < limit and i not in screened.choices:
-                if screened.costs(i):
-                    np.maximum(least, screened.step, out=least)
-                    fits &= screened.bytes <= room
-                elif screened.simulate(i).parts:
-                    least[i] = screened.choices[i].step
-                else:
-                    misses += 1
-                    fits[i] = False
-                    if misses == _MISSES:  # the fast ones hold too much: of those that hold less
-                        fits[mask] &= screened.bytes[mask] <= _EMPTIER * room
-                continue
-            found.append(_slower(family, screened, i, float(least[i]), best[0]))
-            break
+        limit = screened.spent + budget // len(lost)
+        able = np.flatnonzero(mask & fits) if best else np.empty(0, int)
+        for _ in range(_MISSES):
+            # Of those that are costed, if any: what is not costed says little.
+            some = able[known[able]] if known[able].any() else able
+            i = int(some[np.argmin(least[some])]) if len(some) else -1
+            if i < 0 or i in screened.choices or screened.spent >= limit:
+                break
+            if parts := screened.simulate(i).parts:
+                least[i] = sum(parts.values())
+                break
+            able = able[screened.bytes[able] <= _EMPTIER * screened.bytes[i]]
+        if len(able):
+            found.append(_slower(family, screened, i, float(least[able].min()), best[0]))
         else:
             rows = np.flatnonzero(mask)
             i = int(rows[np.argmin(screened.bytes[rows])])
@@ -117,11 +115,14 @@ def _labels(
     return np.broadcast_to(np.array(names, dtype="U16").reshape(shape), sizes)
 
 
-def _slower(family: str, screened: Screened, i: int, step: float, winner: int) -> Refusal:
-    """The best of a family beside the best of all. One that was not simulated is slower by at
-    least so much."""
+def _slower(family: str, screened: Screened, i: int, least: float, winner: int) -> Refusal:
+    """A family beside the best of all: by how much at least, and one of its layouts with what costs it
+    most. The family's best is as slow as that, or faster by a little."""
     best = screened.choices[winner]
-    by = step / best.step
+    simulated = screened.choices.get(i)
+    parts = simulated.parts if simulated else {}
+    sure = simulated is not None and bool(parts) and simulated.step <= least
+    by = least / best.step
     slower = (
         "as fast"
         if by < 1.0005
@@ -129,21 +130,19 @@ def _slower(family: str, screened: Screened, i: int, step: float, winner: int) -
         if by >= 2
         else (f"{100 * (by - 1):.1f} % slower")
     )
-    simulated = screened.choices.get(i)
-    reason = f"{'at best' if simulated else 'at least'} {slower}"
-    if simulated and by >= 1.0005:
-        more = {name: simulated.parts[name] - took for name, took in best.parts.items()}
-        part = max(more, key=more.__getitem__)
-        if more[part] > 0:
-            reason += f": {_PARTS[part]} takes {1e3 * more[part]:,.0f} ms more"
+    reason = f"{'at best' if sure else 'at least'} {slower}"
+    more = {name: parts[name] - took for name, took in best.parts.items()} if parts else {"": 0.0}
+    part = max(more, key=more.__getitem__)
+    if more[part] > 0:
+        reason += f": {_PARTS[part]} takes {1e3 * more[part]:,.0f} ms more"
     return Refusal(family, "slower", reason, str(screened.layout(i)), by)
 
 
 def _large(family: str, screened: Screened, i: int, room: float) -> Refusal:
     least = float(screened.bytes[i])
     reason = f"needs {bytes_text(least)} or more of {bytes_text(room)}"
-    if not screened.costs(i):
-        memory = screened.simulate(i).memory
+    memory = screened.simulate(i).memory
+    if sum(memory.values()) > room:
         kinds = sorted(MEMORY, key=lambda kind: -memory[kind])[:3]
         parts = ", ".join(f"{kind} {bytes_text(memory[kind])}" for kind in kinds)
         reason = f"needs {bytes_text(sum(memory.values()))} of {bytes_text(room)}: {parts}"

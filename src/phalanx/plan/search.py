@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..layout import Layout, LayoutError, legal, recipe
-from .bounds import Array, Bounds, bounds
+from ..layout.choices import traits
+from ..program.program import uncollected
+from .bounds import Array, Bounds, bounds, followed
 from .refused import Refusal, refusals
 from .space import Options, Space
 from .step import Choice, Pricer, Request
@@ -55,12 +59,15 @@ class Screened:
         self.found: list[Bounds] = [bounds(space, x, pricer) for x in space.options]
         self.starts = np.cumsum([0, *(np.prod(x.sizes) for x in space.options)])
         self.choices: dict[int, Choice] = {}
+        self.followed: dict[int, float] = {}
         self.spent = 0
         self._join()
 
     def _join(self) -> None:
         self.step = np.concatenate([b.step.ravel() for b in self.found])
         self.bytes = np.concatenate([b.bytes.ravel() for b in self.found])
+        for i, seconds in self.followed.items():
+            self.step[i] = max(self.step[i], seconds)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -84,6 +91,26 @@ class Screened:
         zero = x.zeros[z]._replace(shards=0)
         return x.grid._replace(order=""), zero, x.counts[c], pipe[:2], x.inners[q]
 
+    def known(self) -> NDArray[np.bool_]:
+        """Which candidates have their pieces costed."""
+        each = []
+        for x in self.space.options:
+            flags = np.array(
+                [
+                    [
+                        self.pricer.known(
+                            self.space.cut(
+                                x.grid, inner, split=traits(pipe.schedule).splits_backward
+                            )
+                        )
+                        for inner in x.inners
+                    ]
+                    for pipe in x.pipelines
+                ]
+            )
+            each.append(np.broadcast_to(flags, x.sizes).ravel())
+        return np.concatenate(each)
+
     def costs(self, i: int) -> bool:
         """Cost the pieces of a candidate. True if they were not known: bounds have changed."""
         layout = self.layout(i)
@@ -97,6 +124,13 @@ class Screened:
                 self.found[n] = bounds(self.space, other, self.pricer)
         self._join()
         return True
+
+    def follow(self, i: int) -> float:
+        """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
+        if i not in self.followed:
+            self.followed[i] = followed(self.space, *self.at(i), self.pricer)
+            self.step[i] = max(self.step[i], self.followed[i])
+        return float(self.step[i])
 
     def simulate(self, i: int) -> Choice:
         if i not in self.choices:
@@ -124,29 +158,38 @@ class Screened:
         """Simulate candidates whose bound of memory is no more than `least`, in the order of time,
         until no other can be among the best. False: too many did not fit."""
         request, done, missed = self.space.request, set[int](), self.spent + _MISSES
-        order: Iterator[int] | None = None
+        order: list[int] | None = None
+        closer: list[tuple[float, int]] = []  # a heap of those whose schedule was followed
         while True:
             if order is None:
                 fits = np.flatnonzero(self.bytes <= least)
-                # Of two that are as fast, the one that holds less.
+                # Of two that are as fast, the one that holds less. The first stands last.
                 rounded = np.round(np.log(self.step[fits]), 6)
-                order = iter(fits[np.lexsort((self.bytes[fits], rounded))].tolist())
-            i = next(order, -1)
+                order = fits[np.lexsort((self.bytes[fits], rounded))][::-1].tolist()
+            near = bool(closer) and (not order or closer[0][0] <= self.step[order[-1]])
+            i = closer[0][1] if near else order[-1] if order else -1
             ahead = sorted(self.choices[j].step for j in ideas.values())
             enough = len(ahead) >= top and ahead[top - 1] <= self.step[i]
             if i < 0 or enough or self.spent > _OPS:
                 return True
             if self.spent > missed and len(ahead) < top:
                 return False
-            if i in done:
-                continue
-            if self.costs(i):
-                order = None
-                continue
-            done.add(i)
-            layout = self.layout(i)
-            if legal(layout, request.shape, batch=request.batch, sequence=request.sequence):
-                continue
+            if near:
+                heappop(closer)
+            else:
+                order.pop()
+                if i in done:
+                    continue
+                if self.costs(i):
+                    order = None
+                    continue
+                done.add(i)
+                layout = self.layout(i)
+                if legal(layout, request.shape, batch=request.batch, sequence=request.sequence):
+                    continue
+                if order and self.follow(i) > self.step[order[-1]]:
+                    heappush(closer, (self.follow(i), i))
+                    continue
             if self.simulate(i).bytes > room:
                 continue
             idea = self.idea(i)
@@ -162,6 +205,7 @@ class Screened:
         return []
 
 
+@uncollected()
 def search(request: Request, *, top: int = 10) -> Plan:
     """The plan: the best layouts of a request."""
     pricer, room = Pricer(request), request.room
@@ -251,16 +295,18 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
         "smallest tp x pp that fits, biggest microbatch": _smallest(request, pricer),
         "the recipe of `train --layout auto`": picked,
     }
-    return tuple(
-        Baseline(rule, choice, choice is not None and choice.bytes <= request.room)
-        for rule, choice in rules.items()
-    )
+    found = []
+    for rule, choice in rules.items():
+        if choice and not choice.parts:  # too large, so that only its memory is known
+            choice = pricer.choose(choice.layout)
+        found.append(Baseline(rule, choice, choice is not None and choice.bytes <= request.room))
+    return tuple(found)
 
 
 def _simulated(request: Request, pricer: Pricer, layouts: Sequence[Layout]) -> Iterator[Choice]:
     for x in layouts:
         if not legal(x, request.shape, batch=request.batch, sequence=request.sequence):
-            yield pricer.choose(x)
+            yield pricer.choose(x, request.room)
 
 
 def _axes(**sizes: int) -> str:

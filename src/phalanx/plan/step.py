@@ -172,13 +172,12 @@ class Pricer:
         if (cut, rows, piped) not in self._times:
             self.cost([cut])
             r, kinds = self.request, self._pieces[cut]
-            slower = r.profile.pipe_host if piped else 1.0
             case = Case(r.shape, cut, rows, r.sequence)
             e, b, h = parts_of(kinds, case, r.hardware, r.profile, cut)
             self._times[cut, rows, piped] = (
-                e.under(r.profile, slower),
-                b.under(r.profile, slower),
-                h.under(r.profile, slower),
+                e.under(r.profile, piped),
+                b.under(r.profile, piped),
+                h.under(r.profile, piped),
             )
         return self._times[cut, rows, piped]
 
@@ -264,6 +263,8 @@ class Units:
         self.hardware, self.profile, self.zero = hardware, profile, x.zero
         self.shards, self.replicas = float(mesh.of("dp.shard") * x.cp), mesh.of("dp.replicate")
         self.near = distance(x, "cp" if x.cp > 1 else "dp.shard")
+        if profile.one_port:  # as far from each other as if none shared a server
+            self.near = max(self.near, hardware.node)
         self.far = distance(x, "dp.replicate")
         # Two halves of a pipeline are as far from each other as its ends.
         self.ends = distance(x, "pp") * x.pp / 2
@@ -304,6 +305,21 @@ class Units:
         return self.hardware.rates.move(_TOUCHED)
 
 
+def kind_of(piece: int, last: int) -> int:
+    """Which of the three a piece is: embedding, block or head."""
+    return 0 if piece == 0 else 2 if piece == last else 1
+
+
+def computed(t: PieceTimes) -> dict[str, float]:
+    """Seconds of what a piece computes, by kind of operation; a whole backward is both its parts."""
+    return {
+        ops.FORWARD: t.forward.total,
+        ops.INPUT_GRADIENT: t.inputs.total,
+        ops.WEIGHT_GRADIENT: t.weights_.total,
+        ops.RECOMPUTE: t.again.total,
+    }
+
+
 def costs_of(
     case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile, *, slower: float = 1.0
 ) -> Costs:
@@ -323,29 +339,33 @@ def costs_of(
     if profile.scatters_sends and not x.seq and x.tp > 1:
         edge, gathered = edge / x.tp, network.seconds("all_gather", edge, x.tp, 1)
     sent = (network.seconds("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
+    alike: dict[tuple[int, float], dict[str, float]] = {}  # by kind of piece and what is frozen
     for piece in range(last + 1):
-        t = three[0 if piece == 0 else 2 if piece == last else 1]
-        still = _frozen(case.shape, piece, t)
+        which = kind_of(piece, last)
+        t, still = three[which], _frozen(case.shape, piece, three[which])
+        if (which, still) in alike:
+            continue
         unit = of(t.weights - still, still)
-        part = x.recompute == "selective" and 0 < piece < last
+        part = x.recompute == "selective" and which == 1
         kept = t.selected if part else t.kept if x.recompute in ("none", "selective") else t.input
-        pieces |= {
-            (ops.FORWARD, piece): t.forward.total * slower,
-            (ops.INPUT_GRADIENT, piece): t.inputs.total * slower,
-            (ops.WEIGHT_GRADIENT, piece): t.weights_.total * slower,
-            (ops.RECOMPUTE, piece): t.again.total * slower,
-            (ops.RECOMPUTE_PART, piece): t.again.total * slower,
-            (ops.GATHER, piece): unit.gather * alone,
-            (ops.LOAD, piece): unit.load,
-            (ops.SUM_PARTS, piece): parts,
-            (ops.REDUCE, piece): unit.reduce * alone,
-            (ops.REDUCE_REPLICAS, piece): unit.replicas * alone,
-            (ops.TIE, piece): unit.tie * alone,
-            (ops.UPDATE, piece): unit.update,
-            (ops.RECEIVE, piece): sent,
-            (ops.OFFLOAD, piece): kept / hardware.host,
-            (ops.RELOAD, piece): kept / hardware.host,
+        alike[which, still] = {
+            **{kind: time * slower for kind, time in computed(t).items()},
+            ops.RECOMPUTE_PART: t.again.total * slower,
+            ops.GATHER: unit.gather * alone,
+            ops.LOAD: unit.load,
+            ops.SUM_PARTS: parts,
+            ops.REDUCE: unit.reduce * alone,
+            ops.REDUCE_REPLICAS: unit.replicas * alone,
+            ops.TIE: unit.tie * alone,
+            ops.UPDATE: unit.update,
+            ops.RECEIVE: sent,
+            ops.OFFLOAD: kept / hardware.host,
+            ops.RELOAD: kept / hardware.host,
         }
+    for piece in range(last + 1):
+        which = kind_of(piece, last)
+        known = alike[which, _frozen(case.shape, piece, three[which])]
+        pieces |= {(kind, piece): time for kind, time in known.items()}
     if not profile.overlaps_sends and x.pp > 1:
         # The device sends and then goes on: at the ends of virtual stages.
         for stage in stage_pieces(x, case.shape):
@@ -372,7 +392,7 @@ def frozen_bytes(layout: Layout, profile: SoftwareProfile, part: float) -> float
 def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     """Bytes of every piece and unit of a case's program."""
     x, last = case.layout, case.shape.pieces - 1
-    all_ = [three[0 if p == 0 else 2 if p == last else 1] for p in range(last + 1)]
+    all_ = [three[kind_of(p, last)] for p in range(last + 1)]
     part = x.mesh.of("dp.shard") * x.cp if x.zero else 1
     whole = x.zero == 3 or "weights" in x.offload  # weights come and go
     home = 0.0 if whole else profile.weight_bytes
@@ -439,6 +459,17 @@ class _Built:
         return compiled(self.program, self.blocking, self.walked)
 
     @cached_property
+    def peaks(self) -> dict[Sizes, tuple[Mapping[str, float], ...]]:
+        return {}
+
+    def held(self, sizes: Sizes) -> tuple[Mapping[str, float], ...]:
+        """What each rank holds at its peak, by kind."""
+        if sizes not in self.peaks:
+            followed = [state.steps for state in self.walked]
+            self.peaks[sizes] = tuple(p.then for p in peaks(self.program, sizes, followed))
+        return self.peaks[sizes]
+
+    @cached_property
     def repeats(self) -> dict[tuple[int, int], Repeat | None]:
         return {}
 
@@ -453,7 +484,9 @@ def _built(
     layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
     parts: tuple[int, ...], frozen: tuple[int, ...], overlaps: bool,
 ) -> _Built:  # fmt: skip
-    program = build(layout, stages, tied, agree=True, parts=parts, frozen=frozen)
+    program = build(
+        layout, stages, tied, agree=True, parts=parts, frozen=frozen, overlaps=overlaps
+    )
     return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 
@@ -471,6 +504,7 @@ def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProf
         agree=True,
         parts=parts,
         frozen=shape.frozen,
+        overlaps=profile.overlaps_data,
         costs=costs_of(case, three, hardware, profile),
         sizes=sizes_of_case(case, three, profile),
         limit=(hardware.memory - profile.context) / profile.reserve,
@@ -531,8 +565,7 @@ def _simulated(
     sizes = sizes_of_case(case, three, profile)
     layout = more[2] if more else case.layout
     built = _program(case, three, hardware, profile)
-    followed = [state.steps for state in built.walked]
-    held = [_held(p.then, hardware, profile) for p in peaks(built.program, sizes, followed)]
+    held = [_held(kinds, hardware, profile) for kinds in built.held(sizes)]
     memory = max(held, key=lambda kinds: sum(kinds.values()))
     stages = tuple(held) if layout.pp > 1 else ()
     if sum(memory.values()) > room:  # more microbatches never hold less
@@ -645,11 +678,25 @@ def predicted(
 
 def longest(
     case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile
-) -> dict[tuple[int, Op], int]:
+) -> dict[tuple[int, Op], float]:
     """How often each (rank, operation) stands on the path that the step is the length of."""
-    costs = costs_of(case, three, hardware, profile)
-    made = _program(case, three, hardware, profile).compiled
-    _, ends = times(made, costs)
-    prices = made.prices(costs)
-    slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]
-    return {slowest[n]: count for n, count in critical(made, ends).items() if prices[n]}
+    costs, layout = costs_of(case, three, hardware, profile), case.layout
+    for count, period, tail in (*_fewer(layout), (layout.microbatches, 0, 0)):
+        few = replace(case, layout=replace(layout, microbatches=count))
+        built = _program(few, three, hardware, profile)
+        part = built.repeat(period, tail) if period else None
+        if period and not part:
+            continue
+        made = built.compiled
+        _, ends = times(made, costs)
+        weight, whole = [1.0] * len(ends), max(ends)
+        if part:
+            again = (layout.microbatches - count) / period
+            weight = [1.0 + again * inside for inside in part.inside]
+            whole += again * shift(made, part, ends)
+        path, prices = critical(made, ends, weight), made.prices(costs)
+        if abs(sum(prices[n] * often for n, often in path.items()) - whole) > 1e-9 * whole:
+            continue
+        slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]
+        return {slowest[n]: often for n, often in path.items() if prices[n]}
+    raise AssertionError("the path of a whole step is as long as the step")

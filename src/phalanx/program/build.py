@@ -38,6 +38,7 @@ def build(
     parts: Collection[int] = (),
     frozen: Collection[int] = (),
     whole: bool = False,
+    overlaps: bool = True,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
     limit: float = float("inf"),
@@ -45,9 +46,10 @@ def build(
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
     unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
-    those that have none; with `whole` the optimizer needs whole matrices. `recompute:fit` needs
-    sizes and a limit in bytes; a searched schedule orders for these costs, each rank keeping at
-    most `held` microbatches."""
+    those that have none; with `whole` the optimizer needs whole matrices; without `overlaps`, gradients
+    that are summed once a step are summed when all of it is computed. `recompute:fit` needs sizes and
+    a limit in bytes; a searched schedule orders for these costs, each rank keeping at most `held`
+    microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
         costs = _stage_costs(
@@ -59,7 +61,7 @@ def build(
     program = expand(Program(order.rows, layout.mesh), stages, tied, frozen)
 
     def rest(program: Program) -> Program:
-        program = sum_parts(_placed(layout, program), parts)
+        program = sum_parts(_placed(layout, program, overlaps), parts)
         program = finish(program, agree=agree)
         return matrices(program) if whole and layout.shards > 1 else program
 
@@ -93,13 +95,16 @@ def forward_only(program: Program, layout: Layout) -> Program:
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
 
 
-def _placed(layout: Layout, program: Program) -> Program:
+def _placed(layout: Layout, program: Program, overlaps: bool) -> Program:
     """What follows from the order of computing."""
     if "activations" in layout.offload:
         program = offload_activations(program)
     program = _fed(layout, program)
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
-    program = reduce(program, each_microbatch=layout.reduce == "micro", replicas=replicas)
+    each = layout.reduce == "micro"
+    program = reduce(
+        program, each_microbatch=each, replicas=replicas, at_end=not (overlaps or each)
+    )
     return tie(program)
 
 

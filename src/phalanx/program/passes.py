@@ -261,12 +261,15 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
     )
 
 
-def reduce(program: Program, *, each_microbatch: bool, replicas: bool = False) -> Program:
+def reduce(
+    program: Program, *, each_microbatch: bool, replicas: bool = False, at_end: bool = False
+) -> Program:
     """Gradients summed over a unit's copies: after its last contribution of the step, or of each
     microbatch. A unit that two pieces of the rank use is summed after both, a frozen one never.
 
     `replicas`: over the shards first, then over the replicas. The second sum stands before the
-    next unit's first one, by when the first may have arrived.
+    next unit's first one, by when the first may have arrived. `at_end`: all of them after what the
+    rank computes and sends, as software does that does not overlap them.
     """
     rows = []
     for row in program.rows:
@@ -275,6 +278,8 @@ def reduce(program: Program, *, each_microbatch: bool, replicas: bool = False) -
             if op.kind in ops.CONTRIBUTES:
                 for unit in program.trained(op.piece):
                     last[unit, op.index if each_microbatch else 0] = i
+        if at_end:
+            last = dict.fromkeys(sorted(last, key=last.__getitem__), len(row) - 1)
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
         latest: Op | None = None

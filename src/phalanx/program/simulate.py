@@ -306,12 +306,13 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
     return longer if a == b and all(ends[y] - ends[x] <= most for x, y in pairs) else 0.0
 
 
-def critical(made: Compiled, ends: list[float]) -> Counter[int]:
-    """How often each of `priced` stands on the path that the makespan is the length of."""
-    path: Counter[int] = Counter()
+def critical(made: Compiled, ends: list[float], weight: Sequence[float]) -> dict[int, float]:
+    """How often each of `priced` stands on the path that the makespan is the length of. An event
+    counts as often as `weight` says."""
+    path: dict[int, float] = {}
     at = max(range(len(ends)), key=ends.__getitem__, default=-1)
     while at >= 0:
-        path[made.price[at]] += 1
+        path[made.price[at]] = path.get(made.price[at], 0.0) + weight[at]
         at = max(made.before[at], key=ends.__getitem__, default=-1)
     return path
 

@@ -92,7 +92,6 @@ class State:
             for op in self.ops
             if op.kind == ops.RECEIVE
         }
-        self._needs = {kind: self._needs_of(kind) for kind in self.has}
         # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
@@ -114,8 +113,10 @@ class State:
 
     def walk(self) -> Iterator[tuple[Op, list[Op | Lack]]]:
         """Every operation with what it needs. When it is yielded, the state is that before it."""
+        # Not kept: what refers to itself is freed late, and a search makes many.
+        needs_of = {kind: self._needs_of(kind) for kind in self.has}
         for op in self.ops:
-            needs = self._needs[op[0]](op)
+            needs = needs_of[op[0]](op)
             yield op, needs
             self.steps.append((op, needs, *self.apply(op, needs)))
         if self.steps:
@@ -132,7 +133,7 @@ class State:
 
     def needs(self, op: Op) -> list[Op | Lack]:
         """The operations on this rank that must have finished, and what no operation provides."""
-        return self._needs[op.kind](op)
+        return self._needs_of(op.kind)(op)
 
     def _needs_of(self, kind: str) -> Callable[[Op], list[Op | Lack]]:
         """What finds the needs of operations of a kind."""

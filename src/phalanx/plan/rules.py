@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .table import Row
-
-__all__ = ["RULES"]
+from .table import PublishedRow
 
 
-def _data_parallel(row: Row) -> Any:
+def _data_parallel(row: PublishedRow) -> Any:
     """The most data parallel, recomputed, the biggest microbatch."""
     case = row.case
     assert case is not None
@@ -18,7 +16,7 @@ def _data_parallel(row: Row) -> Any:
     return (-x.dp, x.recompute == "none", -x.zero, -case.rows)
 
 
-def _smallest(row: Row) -> Any:
+def _smallest(row: PublishedRow) -> Any:
     """The smallest tp and pp that ran, the biggest microbatch. Knowing what ran is a gift to it."""
     case = row.case
     assert case is not None
@@ -26,7 +24,7 @@ def _smallest(row: Row) -> Any:
     return (row.out_of_memory, x.tp * x.pp, x.tp, -case.rows)
 
 
-def _recipe(row: Row) -> Any:
+def _recipe(row: PublishedRow) -> Any:
     """Large models sharded and recomputed, small ones plain; tensor parallel inside a node."""
     case = row.case
     assert case is not None
@@ -39,7 +37,7 @@ def _recipe(row: Row) -> Any:
     )  # fmt: skip
 
 
-RULES: dict[str, Callable[[Row], Any]] = {
+RULES: dict[str, Callable[[PublishedRow], Any]] = {
     "data parallel": _data_parallel,
     "smallest tp pp": _smallest,
     "recipe": _recipe,

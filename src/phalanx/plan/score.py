@@ -7,35 +7,29 @@ noise and their software differ. Each is predicted with numbers that were fitted
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.plan.fit import Path, fit
-from phalanx.plan.profile import SoftwareProfile, profile
-
-from .predict import MOST, PublishedRun, logged
+from ..program.program import uncollected
+from .profile import SoftwareProfile
+from .published import MOST, PublishedRun, logged
 from .rules import RULES
-from .table import Row
-
-__all__ = ["Errors", "Held", "Run", "Score", "hold_out", "score", "shared", "some"]
+from .table import PublishedRow
 
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
 _FULL = 0.9  # of a device's memory: above it a run is predicted to fail
-_ROWS = 8  # of a profile on a device that a fit takes
-_FIVE = 5  # rows of its own that a family is calibrated with
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
 @dataclass(frozen=True)
-class Errors:
+class StepErrors:
     """Relative errors of step time."""
 
     median: float
@@ -46,7 +40,7 @@ class Errors:
     within_10: float
 
     @classmethod
-    def of(cls, ratios: NDArray[np.float64]) -> Errors | None:
+    def of(cls, ratios: NDArray[np.float64]) -> StepErrors | None:
         """From predicted over measured; None where there is nothing to compare."""
         if not len(ratios):
             return None
@@ -59,25 +53,25 @@ class Errors:
 
 
 @dataclass(frozen=True)
-class Held:
-    """The numbers of a family that has not been seen, and after five rows of it."""
+class HeldOut:
+    """The numbers of a family that has not been seen, and after the rows of it that are `seen`."""
 
     numbers: SoftwareProfile
     after: SoftwareProfile
-    seen: tuple[Row, ...]
+    seen: tuple[PublishedRow, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class ScoredRow:
     """A row with what was predicted of it."""
 
-    row: Row
+    row: PublishedRow
     step: float
     memory: float  # of the fullest rank
     reported: float  # of the rank whose memory the software reports
     parts: Mapping[str, float]  # of the step, with the family held out where it was
     held: float = 0.0  # the step with the family held out of the fit; 0: it was not
-    after: float = 0.0  # the step after five other rows of the family; 0: it is one of them
+    after: float = 0.0  # the step after a few other rows of the family; 0: it is one of them
 
     @property
     def per_token(self) -> float:
@@ -111,17 +105,17 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Score:
+class FamilyScore:
     """One family. What its tables have no data for is None. Order and regret are of predictions with
     the family held out, where it was."""
 
     family: str
     rows: int
     predicted: int
-    errors: Errors | None = None
-    held_out: Errors | None = None
-    after_five: Errors | None = None
-    scaled: Errors | None = None
+    errors: StepErrors | None = None
+    held_out: StepErrors | None = None
+    after_five: StepErrors | None = None
+    scaled: StepErrors | None = None
     tau: float | None = None
     groups: int = 0
     regret: Mapping[int, float] | None = None  # by how many picks may be tried
@@ -130,7 +124,7 @@ class Score:
     memory_error: float | None = None
     oom: Mapping[str, float] | None = None  # precision, recall, accuracy, and `refused` of what ran
     left_out: Mapping[str, int] = field(default_factory=dict)  # why, and how many
-    runs: tuple[Run, ...] = ()
+    runs: tuple[ScoredRow, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """The score as JSON has it."""
@@ -157,41 +151,47 @@ class Score:
         return figures
 
 
+@uncollected()
+def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
+    """What is predicted of a row, with its own profile's numbers and with those of `held`."""
+    row = run.row
+    own = run.choice(row.profile)
+    scored = ScoredRow(row, own.step, own.bytes, logged(own, row.profile), own.parts)
+    if not held or not row.step:
+        return scored
+    other = run.choice(held.numbers)
+    seen = not held.seen or row in held.seen
+    after = 0.0 if seen else run.choice(held.after).step
+    return replace(scored, parts=other.parts, held=other.step, after=after)
+
+
 def score(
     published: Sequence[PublishedRun],
     refused: Mapping[int, str],
-    rows: Sequence[Row],
+    rows: Sequence[PublishedRow],
     *,
     most_ranks: int = 0,
-    held: Mapping[str, Held] | None = None,
-) -> tuple[Score, ...]:
+    held: Mapping[str, HeldOut] | None = None,
+    each: Callable[..., Iterable[ScoredRow]] = map,
+) -> tuple[FamilyScore, ...]:
     """Every family of the rows. `held` are the numbers of each without it; `most_ranks` leaves
-    larger runs out."""
-    scored: dict[str, dict[int, Run]] = defaultdict(dict)
+    larger runs out; `each` is what maps `scored_row` over them."""
+    scored: dict[str, dict[int, ScoredRow]] = defaultdict(dict)
     left: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for i, why in refused.items():
         left[rows[i].family][why] += 1
     # Runs of one program one after the other: it is built once.
-    order = sorted(range(len(published)), key=lambda n: _program(published[n].row))
-    for n in order:
-        each = published[n]
-        row = each.row
+    order = []
+    for n in sorted(range(len(published)), key=lambda n: _program(published[n].row)):
+        row = published[n].row
         most = most_ranks or MOST.get(row.family, row.ranks)
         if row.ranks > most:
             left[row.family][f"more than {most} devices"] += 1
-            continue
-        choice = each.choice(row.profile)
-        scored[row.family][n] = Run(
-            row, choice.step, choice.bytes, logged(choice, row.profile), choice.parts
-        )
-        if held and row.family in held and row.step:
-            without, after = held[row.family].numbers, held[row.family].after
-            other = each.choice(without)
-            own = each.row not in held[row.family].seen
-            scored[row.family][n] = replace(
-                scored[row.family][n], parts=other.parts, held=other.step,
-                after=each.choice(after).step if own else 0.0,
-            )  # fmt: skip
+        else:
+            order.append(n)
+    numbers = [(held or {}).get(published[n].row.family) for n in order]
+    for n, run in zip(order, each(scored_row, [published[n] for n in order], numbers), strict=True):
+        scored[run.row.family][n] = run
     families = list(dict.fromkeys(row.family for row in rows))
     return tuple(
         _score(
@@ -204,24 +204,24 @@ def score(
     )
 
 
-def _program(row: Row) -> Any:
+def _program(row: PublishedRow) -> Any:
     assert row.case is not None
     x = row.case.layout
     return x.pp, row.case.shape.layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
 
 
-def _score(family: str, runs: list[Run], rows: int, left: Mapping[str, int]) -> Score:
+def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int]) -> FamilyScore:
     timed = [x for x in runs if x.row.step > 0]
     ratios = np.array([x.step / x.row.step for x in timed])
     regret, misses, rules, count = _regrets(runs)
-    return Score(
+    return FamilyScore(
         family=family,
         rows=rows,
         predicted=len(runs),
-        errors=Errors.of(ratios),
-        held_out=Errors.of(np.array([x.held / x.row.step for x in timed if x.held])),
-        after_five=Errors.of(np.array([x.after / x.row.step for x in timed if x.after])),
-        scaled=Errors.of(ratios / np.median(ratios)) if len(ratios) else None,
+        errors=StepErrors.of(ratios),
+        held_out=StepErrors.of(np.array([x.held / x.row.step for x in timed if x.held])),
+        after_five=StepErrors.of(np.array([x.after / x.row.step for x in timed if x.after])),
+        scaled=StepErrors.of(ratios / np.median(ratios)) if len(ratios) else None,
         tau=_tau(timed, _noise(family)),
         groups=count,
         regret=regret,
@@ -238,15 +238,15 @@ def _noise(family: str) -> float:
     return next((v for k, v in NOISE.items() if k == family), _USUAL_NOISE)
 
 
-def _by_group(runs: Sequence[Run]) -> list[list[Run]]:
+def _by_group(runs: Sequence[ScoredRow]) -> list[list[ScoredRow]]:
     """Rows of equal model, devices and sequence."""
-    found: dict[Any, list[Run]] = defaultdict(list)
+    found: dict[Any, list[ScoredRow]] = defaultdict(list)
     for x in runs:
         found[x.row.group].append(x)
     return list(found.values())
 
 
-def _tau(timed: Sequence[Run], noise: float) -> float | None:
+def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
     """Kendall's, over pairs of one group that are further apart than the source's own noise."""
     agree = differ = 0
     for group in _by_group(timed):
@@ -261,7 +261,7 @@ def _tau(timed: Sequence[Run], noise: float) -> float | None:
 
 
 def _regrets(
-    runs: Sequence[Run],
+    runs: Sequence[ScoredRow],
 ) -> tuple[dict[int, float] | None, int, dict[str, float] | None, int]:
     """Mean loss of the first pick, and of the best of the first 3 and 5, over groups of three
     layouts or more; how many first picks ran out of memory; and the same of plain rules."""
@@ -275,7 +275,7 @@ def _regrets(
         count += 1
         best = min(ran)
 
-        def lost(x: Run, best: float = best) -> float:
+        def lost(x: ScoredRow, best: float = best) -> float:
             return x.per_token / best - 1 if x.row.step > 0 else _MISS
 
         order = sorted(group, key=lambda x: (not x.fits, x.predicted_per_token))
@@ -291,14 +291,14 @@ def _regrets(
     return mean, misses, {k: float(np.mean(v)) for k, v in rules.items()}, count
 
 
-def _memory_error(runs: Sequence[Run]) -> float | None:
+def _memory_error(runs: Sequence[ScoredRow]) -> float | None:
     """Median relative error of peak memory."""
     known = [x for x in runs if x.row.memory > 0]
     off = [abs(x.reported / x.row.memory - 1) for x in known]
     return float(np.median(off)) if off else None
 
 
-def _oom(runs: Sequence[Run]) -> dict[str, float] | None:
+def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
     """Out of memory, as predicted and as it was."""
     if not runs:
         return None
@@ -313,46 +313,3 @@ def _oom(runs: Sequence[Run]) -> dict[str, float] | None:
         "accuracy": float(np.mean(was == failing)),
         "refused": float(np.sum(failing & ~was)) / max(1.0, float(np.sum(~was))),
     }
-
-
-def shared(
-    runs: Sequence[PublishedRun], met: dict[int, list[Path]], base: SoftwareProfile
-) -> SoftwareProfile:
-    """One set of numbers for runs of many profiles; every family counts one, however many rows."""
-    sizes = Counter(run.row.family for run in runs)
-    weights = [1 / sizes[run.row.family] for run in runs]
-    return fit(base, runs, weights=weights, moves=30, met=met)
-
-
-def hold_out(published: Sequence[PublishedRun]) -> dict[str, Held]:
-    """For each family the numbers of `default` as they are without it, and then with five rows."""
-    met: dict[int, list[Path]] = {}
-    known = some(published)
-    base = shared(known, met, profile("default"))
-    found = {}
-    for family in dict.fromkeys(run.row.family for run in known):
-        others = [run for run in known if run.row.family != family]
-        own = [run for run in published if run.row.family == family and run.counts]
-        if not others:
-            continue
-        without = shared(others, met, base)
-        five = _even(own, _FIVE)
-        after = fit(without, five, met=met, clip=math.inf)
-        found[family] = Held(without, after, tuple(run.row for run in five))
-    return found
-
-
-def some(published: Sequence[PublishedRun]) -> list[PublishedRun]:
-    """Some rows of every profile on every device: more tell a fit little that is new."""
-    kinds: dict[Any, list[PublishedRun]] = defaultdict(list)
-    for run in published:
-        if run.counts and run.row.case is not None:
-            kinds[run.row.family, run.row.profile.name, run.row.device, run.row.case.dtype].append(
-                run
-            )
-    return [run for those in kinds.values() for run in _even(those, _ROWS)]
-
-
-def _even(runs: Sequence[PublishedRun], count: int) -> list[PublishedRun]:
-    picked = np.linspace(0, len(runs) - 1, min(count, len(runs))).round().astype(int)
-    return [runs[i] for i in picked]

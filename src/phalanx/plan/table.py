@@ -10,16 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from phalanx.layout import Axis, Layout, LayoutError, Mesh, Shape, legal
-from phalanx.plan import MachineError
-from phalanx.plan.device import Device, device, devices
-from phalanx.plan.hardware import Hardware, hardware_of
-from phalanx.plan.link import Cluster, Level, cluster
-from phalanx.plan.profile import SoftwareProfile, profile_named
-from phalanx.plan.space import spread
-from phalanx.plan.step import Case
-
-__all__ = ["Row", "read_table"]
+from ..layout import Axis, Layout, LayoutError, Mesh, Shape, legal
+from .device import Device, MachineError, device, devices
+from .hardware import Hardware, hardware_of
+from .link import Cluster, Level, cluster
+from .profile import SoftwareProfile, profile_named
+from .space import spread
+from .step import Case
 
 _DEVICES = (
     (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"H100.*PCI", "h100-pcie"),
@@ -86,7 +83,7 @@ class CellError(MachineError):
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One published run. `case` is None where it cannot be predicted; then `why` says why."""
 
     source: str
@@ -118,7 +115,9 @@ class Row:
         return (self.source, self.model, self.device, self.ranks, sequence)
 
 
-def read_table(path: str | Path, profile: SoftwareProfile | None = None) -> tuple[Row, ...]:
+def read_table(
+    path: str | Path, profile: SoftwareProfile | None = None
+) -> tuple[PublishedRow, ...]:
     """All rows of a table in the format of the published measurements."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -138,7 +137,7 @@ def read_table(path: str | Path, profile: SoftwareProfile | None = None) -> tupl
 
 def _row(
     number: int, columns: list[str], cells: list[str], chosen: SoftwareProfile | None, stem: str
-) -> Row:
+) -> PublishedRow:
     fields = dict.fromkeys(columns, "") | dict(zip(columns, cells, strict=False))
     profile = chosen or profile_named(fields.get("framework", ""))
     kind, case, hardware, why = None, None, None, ""
@@ -168,7 +167,7 @@ def _row(
         why = f"line {number}, {error}"
     except (LayoutError, MachineError, ValueError) as error:
         why = str(error)
-    return Row(
+    return PublishedRow(
         source=fields["source"] or stem, name=fields.get("row_id", ""), model=fields.get("model", ""),
         device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
         profile=profile, step=step, memory=memory,

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.layout import Layout, LayoutError, Shape, piece_layout
-from phalanx.plan.calibrate import CostedRun, Measured
-from phalanx.plan.fit import Path
-from phalanx.plan.profile import FITTED, SoftwareProfile
-from phalanx.plan.step import Choice, CostFunction, PieceKinds, parts_of
-
-from .table import Row
-
-__all__ = ["MOST", "PublishedRun", "logged", "runs_of"]
+from ..layout import Layout, LayoutError, Shape, piece_layout
+from .calibrate import CostedRun, Measured
+from .fit import Path
+from .profile import FITTED, SoftwareProfile
+from .step import Choice, CostFunction, PieceKinds, parts_of
+from .table import PublishedRow
 
 # Families with a pathological tail: the most devices of a run that is judged, and the part of a
 # device's memory above which its allocator thrashes.
@@ -27,7 +24,7 @@ FULL = 0.8
 class PublishedRun:
     """A row of a table, costed once, to be simulated under many profiles."""
 
-    row: Row
+    row: PublishedRow
     costed: CostedRun
 
     @property
@@ -50,8 +47,18 @@ class PublishedRun:
         return self.costed.choice(self.under(numbers))
 
     def longest(self, numbers: SoftwareProfile) -> Path:
-        path = self.costed.longest(self.under(numbers))
-        return lambda other: path(self.under(other))
+        return _PublishedPath(self, self.costed.longest(self.under(numbers)))
+
+
+@dataclass(frozen=True)
+class _PublishedPath:
+    """A path of a run, under the numbers of any profile and the facts of its own."""
+
+    run: PublishedRun
+    path: Path
+
+    def __call__(self, profile: SoftwareProfile) -> float:
+        return self.path(self.run.under(profile))
 
 
 def logged(choice: Choice, profile: SoftwareProfile) -> float:
@@ -62,7 +69,7 @@ def logged(choice: Choice, profile: SoftwareProfile) -> float:
 
 
 def runs_of(
-    rows: Sequence[Row], piece_costs: CostFunction
+    rows: Sequence[PublishedRow], piece_costs: CostFunction
 ) -> tuple[list[PublishedRun], dict[int, str]]:
     """All rows that can be predicted; and why the others cannot."""
     refused = {i: row.why for i, row in enumerate(rows) if row.case is None}
@@ -82,7 +89,7 @@ def runs_of(
     return [found[i] for i in sorted(found)], refused
 
 
-def _run(row: Row, kinds: PieceKinds) -> PublishedRun:
+def _run(row: PublishedRow, kinds: PieceKinds) -> PublishedRun:
     case, hardware = row.case, row.hardware
     assert case is not None
     assert hardware is not None
@@ -91,7 +98,7 @@ def _run(row: Row, kinds: PieceKinds) -> PublishedRun:
     return PublishedRun(row, CostedRun(Measured(row.name, case, row.step), hardware, parts))
 
 
-def _costed_as(row: Row) -> Layout:
+def _costed_as(row: PublishedRow) -> Layout:
     """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
     assert row.case is not None
     cut = piece_layout(row.case.layout)
