@@ -37,15 +37,17 @@ def run(argv: Sequence[str]) -> int:
     rows = [row for path in args.tables for row in read_table(path)]
     published, refused = runs_of(rows, cached_costs)
     only = args.only.split(",") if args.only else sorted({run.row.family for run in published})
-    mine = [n for n, row in enumerate(rows) if row.family in only]
-    chosen = [run for run in published if run.row.family in only]
-    why = {mine.index(n): why for n, why in refused.items() if n in mine}
+    scores: list[FamilyScore] = []
     with ProcessPoolExecutor(args.jobs) as pool:
         each = partial(pool.map, chunksize=_CHUNK) if args.jobs > 1 else map
         held = hold_out(published, only, each)
-        scores = score(chosen, why, [rows[n] for n in mine], held=held, each=each)
-    if args.out:
-        _write(args.out, scores)
+        for family in only:
+            mine = [n for n, row in enumerate(rows) if row.family == family]
+            runs = [run for run in published if run.row.family == family]
+            why = {mine.index(n): why for n, why in refused.items() if n in mine}
+            scores += score(runs, why, [rows[n] for n in mine], held=held, each=each)
+            if args.out:  # after each: this takes long
+                _write(args.out, scores)
     print(score_text(scores))
     return 0
 

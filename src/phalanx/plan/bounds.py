@@ -24,7 +24,7 @@ from ..program import ops, schedule
 from ..program.state import IN_FLIGHT
 from .price import OpTime
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
-from .step import Pricer, Three, Units, distance, frozen_bytes
+from .step import Pricer, Three, Units, computed, distance, frozen_bytes
 
 Array = NDArray[np.float64]
 
@@ -298,18 +298,14 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
     blocks = _blocks(space.request.shape, pp, pipe)
     again = block.again.total if inner.recompute != "none" else 0.0
     segment = _segment(inner.recompute)
+    embed_, blocks_, head_ = (
+        computed(t) | {ops.BACKWARD: t.backward} for t in (embed, block, head)
+    )
 
     def seconds(kind: str, stage: int) -> tuple[float, float]:
         """Of what needs no gradient, and of the rest."""
         n, first, final = blocks[stage], stage == 0, stage == len(blocks) - 1
-        parts = {
-            ops.FORWARD: lambda t: t.forward.total,
-            ops.INPUT_GRADIENT: lambda t: t.inputs.total,
-            ops.WEIGHT_GRADIENT: lambda t: t.weights_.total,
-            ops.BACKWARD: lambda t: t.backward,
-        }
-        one = parts[kind]
-        time = n * one(block) + first * one(embed) + final * one(head)
+        time = n * blocks_[kind] + first * embed_[kind] + final * head_[kind]
         if kind not in ops.PROPAGATES:
             return 0.0, time
         # What a segment with the head computed just now is not computed again.

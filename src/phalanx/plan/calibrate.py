@@ -38,7 +38,7 @@ from .step import (
     parts_of,
 )
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 _BIAS_STEP, _BIAS_STEPS = 0.025, 28  # of the factor's logarithm: from a half to twice
 _PRIOR = 0.25  # runs that one guess of no bias counts as
 _FOLDS = 5  # in which runs are left out to see whether more numbers help
@@ -195,7 +195,7 @@ def _slower(base: SoftwareProfile, factor: float) -> SoftwareProfile:
     )
 
 
-def spread_over(runs: Sequence[T], count: int) -> list[T]:
+def spread_over(runs: Sequence[Item], count: int) -> list[Item]:
     """So many of the runs, evenly over their order; all where `count` is 0 or there are no more."""
     if not 0 < count < len(runs):
         return list(runs)

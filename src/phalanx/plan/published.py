@@ -106,9 +106,12 @@ def _costed_as(row: PublishedRow) -> Layout:
 
 
 def _costed(
-    piece_costs: CostFunction, shape: Shape, sequence: int, cuts: Mapping[Layout, list[int]],
+    piece_costs: CostFunction,
+    shape: Shape,
+    sequence: int,
+    cuts: Mapping[Layout, list[int]],
     refused: dict[int, str],
-) -> dict[Layout, PieceKinds]:  # fmt: skip
+) -> dict[Layout, PieceKinds]:
     """The cuts of one shape together; where one cannot be, each by itself."""
     try:
         return dict(piece_costs(shape, list(cuts), sequence=sequence))

@@ -32,9 +32,12 @@ def _recipe(row: PublishedRow) -> Any:
     large = case.shape.total > 1e9
     wanted = 1 if case.shape.total < 50e9 and row.ranks <= 1000 else 8
     return (
-        abs(x.tp - wanted), x.pp, -x.zero if large else x.zero,
-        (x.recompute == "none") == large, -case.rows,
-    )  # fmt: skip
+        abs(x.tp - wanted),
+        x.pp,
+        -x.zero if large else x.zero,
+        (x.recompute == "none") == large,
+        -case.rows,
+    )
 
 
 RULES: dict[str, Callable[[PublishedRow], Any]] = {

@@ -46,10 +46,13 @@ class StepErrors:
             return None
         off = np.abs(ratios - 1)
         return cls(
-            float(np.median(off)), float(np.mean(off)), float(np.quantile(off, 0.8)),
+            float(np.median(off)),
+            float(np.mean(off)),
+            float(np.quantile(off, 0.8)),
             float(np.quantile(off, 0.9)),
-            float(np.mean(off <= 0.05)), float(np.mean(off <= 0.10)),
-        )  # fmt: skip
+            float(np.mean(off <= 0.05)),
+            float(np.mean(off <= 0.10)),
+        )
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,21 @@ class ScoredRow:
         row = self.row
         assert row.case is not None
         return {
-            "row": row.name, "model": row.model, "devices": row.ranks,
-            "layout": str(row.case.layout), "sequence": row.case.sequence,
-            "measured_s": row.step or None, "predicted_s": self.step,
-            "held_out_s": self.held or None, "parts": dict(self.parts),
-            "measured_gb": row.memory / 1e9 or None, "predicted_gb": self.reported / 1e9,
+            "row": row.name,
+            "model": row.model,
+            "devices": row.ranks,
+            "layout": str(row.case.layout),
+            "sequence": row.case.sequence,
+            "measured_s": row.step or None,
+            "predicted_s": self.step,
+            "held_out_s": self.held or None,
+            "parts": dict(self.parts),
+            "measured_gb": row.memory / 1e9 or None,
+            "predicted_gb": self.reported / 1e9,
             "fullest_gb": self.memory / 1e9,
-            "out_of_memory": row.out_of_memory, "fits": self.fits,
-        }  # fmt: skip
+            "out_of_memory": row.out_of_memory,
+            "fits": self.fits,
+        }
 
 
 @dataclass(frozen=True)

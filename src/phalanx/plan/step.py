@@ -291,10 +291,13 @@ class Units:
         else:
             reduce = seconds("all_reduce", size, self.replicas, self.far)
         return UnitTimes(
-            gather, load, reduce, replicas,
+            gather,
+            load,
+            reduce,
+            replicas,
             tie=seconds("all_reduce", size / part, 2.0, self.ends),
             update=self._update() * numbers / part,
-        )  # fmt: skip
+        )
 
     def _update(self) -> float:
         """Adam for one number; with its averages on the host, there and back, with its memory."""
@@ -483,7 +486,7 @@ class _Built:
 def _built(
     layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
     parts: tuple[int, ...], frozen: tuple[int, ...], overlaps: bool,
-) -> _Built:  # fmt: skip
+) -> _Built:
     program = build(
         layout, stages, tied, agree=True, parts=parts, frozen=frozen, overlaps=overlaps
     )

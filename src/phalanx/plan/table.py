@@ -168,12 +168,22 @@ def _row(
     except (LayoutError, MachineError, ValueError) as error:
         why = str(error)
     return PublishedRow(
-        source=fields["source"] or stem, name=fields.get("row_id", ""), model=fields.get("model", ""),
-        device=kind.name if kind else "", ranks=ranks, case=case, hardware=hardware,
-        profile=profile, step=step, memory=memory,
-        out_of_memory=status == "oom", why=why, notes=fields.get("notes", ""), batch=batch,
+        source=fields["source"] or stem,
+        name=fields.get("row_id", ""),
+        model=fields.get("model", ""),
+        device=kind.name if kind else "",
+        ranks=ranks,
+        case=case,
+        hardware=hardware,
+        profile=profile,
+        step=step,
+        memory=memory,
+        out_of_memory=status == "oom",
+        why=why,
+        notes=fields.get("notes", ""),
+        batch=batch,
         empty=case is not None and _empty(case, profile),
-    )  # fmt: skip
+    )
 
 
 def _number(fields: Mapping[str, str], key: str) -> float:
@@ -267,16 +277,24 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if zero == 0 or dp % shard:
         shard = dp
     mesh = Mesh(
-        (Axis("pp", (n["pp"],)), Axis("dp", (dp // shard, shard)), Axis("cp", (n["cp"], 1)),
-         Axis("tp", (n["tp"],)))
-    )  # fmt: skip
+        (
+            Axis("pp", (n["pp"],)),
+            Axis("dp", (dp // shard, shard)),
+            Axis("cp", (n["cp"], 1)),
+            Axis("tp", (n["tp"],)),
+        )
+    )
     layout = Layout(
-        mesh=mesh, seq=bool(_meaning(fields, "sp", "flag")) and n["tp"] > 1, zero=zero,
-        schedule=schedule, chunks=chunks, microbatches=count,
+        mesh=mesh,
+        seq=bool(_meaning(fields, "sp", "flag")) and n["tp"] > 1,
+        zero=zero,
+        schedule=schedule,
+        chunks=chunks,
+        microbatches=count,
         recompute=_meaning(fields, "act_ckpt") or profile.recompute,
         precision="bf16" if precision in ("fp8", "fp4") else precision,
         offload=tuple(filter(None, (_meaning(fields, "offload"),))),
-    )  # fmt: skip
+    )
     for broken in legal(layout, shape):
         if broken.rule in ("heads", "kv", "ffn"):
             raise CellError("tp", str(n["tp"]), f"is impossible: {broken.what}")
@@ -353,14 +371,21 @@ def _shape(fields: Mapping[str, str]) -> Shape:
         raise MachineError("the row does not say its model's layers or width")
     heads, hidden = _count(fields, "heads"), _count(fields, "hidden")
     return Shape(
-        name=fields.get("model", ""), layers=_count(fields, "layers"), hidden=hidden, heads=heads,
+        name=fields.get("model", ""),
+        layers=_count(fields, "layers"),
+        hidden=hidden,
+        heads=heads,
         kv_heads=_count(fields, "kv_heads", heads),
         head_dim=_head(_number(fields, "head_dim") or hidden / heads),
-        ffn=_count(fields, "ffn", 4 * hidden), vocab=_count(fields, "vocab", 51200),
-        sequence=_count(fields, "seq", 0), gated=gated, norm="rms" if gated else "layer",
-        positions="rope" if gated else "learned", tied=bool(_meaning(fields, "tied", "flag")),
+        ffn=_count(fields, "ffn", 4 * hidden),
+        vocab=_count(fields, "vocab", 51200),
+        sequence=_count(fields, "seq", 0),
+        gated=gated,
+        norm="rms" if gated else "layer",
+        positions="rope" if gated else "learned",
+        tied=bool(_meaning(fields, "tied", "flag")),
         bias="none" if gated else "all",
-    )  # fmt: skip
+    )
 
 
 def _seconds(fields: Mapping[str, str], case: Case) -> float:
@@ -392,9 +417,18 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     """The cluster of a row: its device's family, with the network that the row tells of."""
-    family = {"a100-80": "a100-80", "a100-40": "a100-40", "h100-sxm": "h100", "h200": "h200",
-              "h100-96": "h100-96",              "b200": "b200", "gb200": "gb200", "mi300x": "mi300x",
-              "tpu-v5p": "tpu-v5p", "trainium2": "trainium2"}.get(name)  # fmt: skip
+    family = {
+        "a100-80": "a100-80",
+        "a100-40": "a100-40",
+        "h100-sxm": "h100",
+        "h200": "h200",
+        "h100-96": "h100-96",
+        "b200": "b200",
+        "gb200": "gb200",
+        "mi300x": "mi300x",
+        "tpu-v5p": "tpu-v5p",
+        "trainium2": "trainium2",
+    }.get(name)
     if "efa" in link.lower() and name == "h100-sxm":
         family = "h100-efa"
     if family is None:
