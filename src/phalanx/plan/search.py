@@ -278,9 +278,13 @@ def baselines(request: Request) -> tuple[Baseline, ...]:
     ranks, pricer = request.hardware.ranks, Pricer(request)
     try:
         own = recipe(
-            request.shape, ranks, batch=request.batch, sequence=request.sequence,
-            memory=request.hardware.memory, precision=request.precision,
-        )  # fmt: skip
+            request.shape,
+            ranks,
+            batch=request.batch,
+            sequence=request.sequence,
+            memory=request.hardware.memory,
+            precision=request.precision,
+        )
         picked = next(_simulated(request, pricer, [own]), None)
     except LayoutError:
         picked = None
