@@ -484,12 +484,14 @@ class _Built:
 
 @lru_cache(maxsize=_BUILT)
 def _built(
-    layout: Layout, stages: tuple[range, ...], tied: tuple[tuple[int, int], ...],
-    parts: tuple[int, ...], frozen: tuple[int, ...], overlaps: bool,
+    layout: Layout,
+    stages: tuple[range, ...],
+    tied: tuple[tuple[int, int], ...],
+    parts: tuple[int, ...],
+    frozen: tuple[int, ...],
+    overlaps: bool,
 ) -> _Built:
-    program = build(
-        layout, stages, tied, agree=True, parts=parts, frozen=frozen, overlaps=overlaps
-    )
+    program = build(layout, stages, tied, agree=True, parts=parts, frozen=frozen, overlaps=overlaps)
     return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 
