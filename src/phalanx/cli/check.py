@@ -14,13 +14,12 @@ from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout, Shape, legal, nearest, stage_pieces
 from ..layout.numbers import bytes_text, count_text
-from ..layout.run import shape_named
 from ..layout.stages import partial_pieces
 from ..plan.hardware import hardware_of
 from ..plan.link import joined
 from ..plan.step import Request
 from ..program import Program, Proof, build, check, faults
-from .before import in_precision, misfit, where
+from .before import in_precision, misfit, model_of, where
 from .memory import held, held_text, request_for
 from .usage import Parser, UsageError, read, result
 
@@ -54,7 +53,12 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     text = " ".join(args.what)
     if args.model is not None:
-        return _layout(text, shape_named(args.model), args)
+        shape, make = model_of(args.model)
+        if make:
+            from ..parallel import refuse_unfit
+
+            refuse_unfit(make(), Layout.parse(text))
+        return _layout(text, shape, args, args.model if make else "")
     if args.device or args.cluster:
         raise UsageError("what a device has to hold is known of a layout: add --model.")
     if text.endswith(".txt") or Path(text).is_file():
@@ -65,7 +69,7 @@ def run(argv: list[str]) -> int:
     )
 
 
-def _layout(text: str, shape: Shape, args: argparse.Namespace) -> int:
+def _layout(text: str, shape: Shape, args: argparse.Namespace, own: str) -> int:
     layout = Layout.parse(text)
     sizes = {"batch": args.batch or 0, "sequence": args.seq or 0}
     if wrong := misfit(layout, shape, **sizes):
@@ -76,7 +80,7 @@ def _layout(text: str, shape: Shape, args: argparse.Namespace) -> int:
         near = list(map(str, nearest(layout, shape, **sizes)))
         result(args, {"legal": False, "violations": reasons, "nearest": near}, wrong)
         return 1
-    request = _request(layout, shape, args)
+    request = replace(_request(layout, shape, args), model=own)
     stages = stage_pieces(layout, shape)
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.

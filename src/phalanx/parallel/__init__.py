@@ -5,13 +5,14 @@ from .context import install_context, leaks
 from .data import BufferPool, Entry, Precision, Unit
 from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
-from .model import Model, build_model, load_model, start
+from .model import Model, Original, build_model, load_model, start
 from .pieces import Piece
 from .tensor import VocabularyCrossEntropy, Weight, cut_weights, install_regions
 
 __all__ = [
     "Entry",
     "Model",
+    "Original",
     "Piece",
     "BufferPool",
     "Precision",

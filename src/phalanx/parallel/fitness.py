@@ -50,7 +50,7 @@ def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
 def misfits(model: Model, layout: Layout) -> tuple[str, ...]:
     """Every part of the model that this layout would compute wrongly, a sentence each."""
     wrong = [*_unnamed(model), *_untrainable(model)]
-    if model.theirs and layout.compile:
+    if model.original and layout.compile:
         wrong.append("transformers' own code is not compiled here. Leave compile out.")
     if layout.seq and layout.tp > 1 and not wrong:
         wrong += _uncut(model)

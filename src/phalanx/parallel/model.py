@@ -34,6 +34,16 @@ def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
         weight.normal_(0.0, 0.02, generator=generator)
 
 
+@dataclass(frozen=True)
+class Original:
+    """Of a model in transformers' own code: what its weights are called in files, what its plan for tp
+    and pp gets wrong, and the summed loss of a batch by the code as it was, not taken apart."""
+
+    files: Mapping[str, str]
+    notes: tuple[str, ...]
+    loss: Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], float]
+
+
 @dataclass(frozen=True, eq=False)
 class Model:
     """Pieces in the order of the data, on the meta device or with weights of their own.
@@ -54,10 +64,7 @@ class Model:
     shape: Shape | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
     edges: Edges | None = None  # where more than `x` passes from stage to stage
-    theirs: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of transformers' code: a weight's name
-    notes: tuple[str, ...] = ()  # and what of its plan is wrong
+    original: Original | None = None
     padding: Mapping[str, int] = field(init=False)  # a lookup's weight: its padding token's row
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..layout import LayoutError, Rules, Shape
@@ -29,7 +30,7 @@ from ..layout.families import hub_config, shape_of
 from ..layout.rules import Cut
 from ..models import Core
 from ..models.loss import CrossEntropy
-from .model import Model, Undrawn
+from .model import Model, Original, Undrawn
 
 ATTENTION = "phalanx"  # in their table of attention functions
 _ATTENTION_OF_ITS_OWN = "its attention does not go through ALL_ATTENTION_FUNCTIONS"
@@ -264,15 +265,39 @@ def load_transformers(folder: str) -> Model:
     shape, name = shape_of(table, where), str(table["model_type"])
     try:
         with Undrawn():
-            return _Described(_made(table, name), shape).model()
+            described = _Described(_made(table, name), shape)
+            model, names = described.model()
     except LayoutError as error:
         raise LayoutError(
             f"{where}: {str(error).rstrip('.')}: this model cannot be trained."
         ) from None
+    files = {ours: described.files[theirs] for ours, theirs in names.items()}
+    loss = functools.partial(_their_loss, table, name, names)
+    return replace(model, original=Original(files, tuple(described.notes), loss))
 
 
-def _made(table: Mapping[str, Any], name: str) -> Any:
-    """Their model of a configuration, on meta."""
+def _their_loss(
+    table: Mapping[str, Any],
+    name: str,
+    names: Mapping[str, str],
+    weights: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+) -> float:
+    """The summed loss of a batch in float64, by their model as it is, with their plain attention."""
+    with _InFloat64(), torch.no_grad():
+        made = _made(table, name, "eager", "cpu")
+        theirs = dict(made.named_parameters())
+        for ours, weight in weights.items():
+            theirs[names[ours]].copy_(weight)
+        given = {"input_ids": batch["tokens"], "position_ids": batch["positions"]}
+        logits = made(**given, use_cache=False).logits.flatten(0, 1)
+        return float(F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum"))
+
+
+def _made(
+    table: Mapping[str, Any], name: str, attention: str = ATTENTION, device: str = "meta"
+) -> Any:
+    """Their model of a configuration."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -301,9 +326,9 @@ def _made(table: Mapping[str, Any], name: str) -> Any:
     )
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             auto: Any = AutoModelForCausalLM
-            made = auto.from_config(config, attn_implementation=ATTENTION)
+            made = auto.from_config(config, attn_implementation=attention)
     except KeyError as error:
         _refuse({_ATTENTION_OF_ITS_OWN: error.args == (ATTENTION,)})
         raise LayoutError(f"its code cannot be made: {_line(error)}") from None
@@ -455,8 +480,9 @@ class _Described:
 
     # ---- which weights are cut
 
-    def model(self) -> Model:
-        """The model, with the rules that the plan gives where its parts can be cut."""
+    def model(self) -> tuple[Model, dict[str, str]]:
+        """The model, with the rules that the plan gives where its parts can be cut, and what its
+        weights are called in theirs."""
         embed = TransformersEmbed(self.frame, self.before)
         head = TransformersHead(self.frame, self.after, len(self.blocks) - 1)
         rules = {**self._outer_rules("embed", embed), **self._outer_rules("head", head)}
@@ -479,10 +505,9 @@ class _Described:
                 positions="learned" if learned else "rope",
             ),
         )
-        theirs = {name: self.files[p] for name, p in model.weights.items()}
+        names = {name: self.names[p] for name, p in model.weights.items()}
         assert model.shape is not None
-        shape = replace(model.shape, tied=bool(model.tied))
-        return replace(model, shape=shape, theirs=theirs, notes=tuple(self.notes))
+        return replace(model, shape=replace(model.shape, tied=bool(model.tied))), names
 
     def _outer_rules(self, piece: str, module: nn.Module) -> dict[str, str]:
         """Lookups and the head are cut over the vocabulary, where they are torch's own."""
@@ -611,7 +636,7 @@ class _Described:
         self.notes[f"{where}: {what}"] = None
 
 
-def _stored(causal: Any) -> dict[nn.Parameter, str]:
+def _stored(causal: Any) -> dict[str, str]:
     """What the weights are called in files: some have had other names than they have in the code."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -619,7 +644,7 @@ def _stored(causal: Any) -> dict[nn.Parameter, str]:
     files = {x: name for name, x in revert_weight_conversion(causal, every).items()}
     lost = [name for name, x in every.items() if x not in files]
     _refuse({f"its files hold {', '.join(lost[:3])} in another form": lost})
-    return files
+    return {name: files[x] for name, x in every.items()}
 
 
 def _layers(causal: Any) -> tuple[list[Any], nn.ModuleList]:

@@ -31,7 +31,7 @@ from ..layout.families import (
 )
 from ..layout.files import write_text
 from ..layout.shape import HUB
-from ..parallel import build_model, load_model
+from ..parallel import Model, build_model, load_model
 from ..parallel.model import is_lora
 from .checkpoint import SAVING, Snapshot, commit, steps
 from .checkpoint_format import (
@@ -73,7 +73,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     weights = {each.name: each for each in manifest.tensors if each.kind == WEIGHT}
     own = own_model(manifest)
     if own.startswith(HUB) and code_of(own)[0]:
-        family, data = "", {n: HubTensor(t, (n,)) for n, t in load_model(own).theirs.items()}
+        family, data = "", _tensors_of(load_model(own))
     else:
         family = family_of(shape, family)
         _refuse_unknown(path, shape, weights.values())
@@ -146,6 +146,12 @@ def _merged(reader: TensorReader, name: str) -> Tensor:
     return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(whole.dtype)
 
 
+def _tensors_of(model: Model) -> dict[str, HubTensor]:
+    """Where the weights of a model in transformers' own code are."""
+    assert model.original is not None
+    return {name: HubTensor(theirs, (name,)) for name, theirs in model.original.files.items()}
+
+
 def _turned(family: str, name: str, dims: int) -> bool:
     """Whether theirs is the transpose of ours."""
     data = FAMILIES.get(family)
@@ -206,7 +212,7 @@ class HubReader(TensorReader):
         model = build_model(shape) if data else load_model(f"{HUB}{folder.path}")
         ours = {n: tuple(p.shape) for n, p in model.weights.items()}
         if data is None:
-            where = {name: HubTensor(theirs, (name,)) for name, theirs in model.theirs.items()}
+            where = _tensors_of(model)
         else:
             if not any(name.startswith(data.layers) for name in tensors):
                 # Saved without what is around the blocks: the names are shorter.

@@ -22,7 +22,8 @@ from ..comm.launch import Runner, workers
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
 from ..layout.files import read_text
-from ..parallel import Model, Precision, build_model, refuse_unfit
+from ..models import IGNORED
+from ..parallel import Model, Original, Precision, build_model, refuse_unfit
 from ..program import ProgramError, Recorded, Timeline
 from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
@@ -108,6 +109,8 @@ def verify(
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
     truth = truth_of(make, setting)
+    if model.original and precision.compute == torch.float64:
+        _refuse_other(model.original, truth.trace, setting)
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
         by_size.setdefault(layout.ranks, []).append(layout)
@@ -119,6 +122,17 @@ def verify(
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
             yield verdict
+
+
+def _refuse_other(original: Original, trace: Trace, setting: Setting) -> None:
+    """Refuse to compare layouts of pieces that are not what transformers computes with all of them."""
+    batch = setting.batches(0)
+    loss = original.loss(trace.start, batch) / max(1, int((batch["targets"] != IGNORED).sum()))
+    if not math.isclose(loss, trace.steps[0].loss, rel_tol=1e-9):
+        raise LayoutError(
+            f"one process has a loss of {trace.steps[0].loss:.10g} with the pieces of this model, and"
+            f" transformers' own forward one of {loss:.10g}: what it computes was not understood."
+        )
 
 
 def _world(
