@@ -26,7 +26,7 @@ from phalanx.layout.families import code_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
-from phalanx.parallel import build_model, load_model
+from phalanx.parallel import build_model, load_model, transformers_code
 from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
 from phalanx.train.checkpoint_format import read_manifest, verify_checkpoint
@@ -403,6 +403,23 @@ def test_other_commands_take_the_folder(
     folder = saved(theirs(name), tmp_path / "hub")
     assert main(command.format(f"hf:{folder}").split()) == 0
     assert name in capsys.readouterr().out
+
+
+def test_pieces_that_are_not_what_transformers_computes_are_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"hf:{saved(theirs('granite'), tmp_path / 'hub')}"
+    plain = transformers_code.TransformersHead.logits
+    assert main(["check", "dp2 tp2 seq", "--model", name]) == 0
+    assert main(["check", "dp2 compile", "--model", name]) == 2
+    assert main(["cost", "--model", name]) == 0
+    words = ["verify", "--model", name, "--layouts", "dp2", "--steps", "1"]
+    assert main(words) == 0
+    monkeypatch.setattr(
+        transformers_code.TransformersHead, "logits", lambda *args: 1.01 * plain(*args)
+    )
+    assert main(words) == 2
+    assert "what it computes was not understood" in capsys.readouterr().err
 
 
 # ---- folders from elsewhere

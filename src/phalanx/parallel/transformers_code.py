@@ -351,6 +351,8 @@ class _Described:
     def __init__(self, causal: Any, shape: Shape) -> None:
         self.causal, self.shape, self.config = causal, shape, causal.config
         self.names = {p: name for name, p in causal.named_parameters()}
+        deep = [name for x, name in self.names.items() if x.dim() > 2][:1]
+        _refuse({f"it has experts or convolutions ({', '.join(deep)})": deep})
         self.files = _stored(causal)
         self.path, layers = _layers(causal)
         self.blocks: list[Any] = list(layers)
@@ -374,12 +376,11 @@ class _Described:
         _refuse(
             {
                 _ATTENTION_OF_ITS_OWN: not seen,
-                "it has blocks without attention, or with two": {*map(len, owners)} != {1},
+                "it has blocks without attention, or with two": seen and {*map(len, owners)} != {1},
                 "its blocks differ in heads": len(seen) > 1,
-                "it has experts": any(x.dim() > 2 for x in self.names),
-                f"its blocks have tables of their own ({', '.join(tables[:3])})": tables,
+                f"its blocks have tables of their own ({', '.join(tables[:1])})": tables,
                 f"it has weights outside of its modules ({', '.join(bare)})": bare,
-                "its windows are not told to its attention": self._windows(owners),
+                "its windows are not told to its attention": seen and self._windows(owners),
                 "its rope changes with the length of a sequence": self._stretched() & _BY_LENGTH,
             }
         )
@@ -389,7 +390,9 @@ class _Described:
         """Whether its configuration has windows, or chunks, that attention was not called with."""
         types = list(getattr(self.config, "layer_types", None) or ())
         kinds = [
-            "sliding_attention" if m.core.window else "full_attention" for m, *_ in owners if m
+            "sliding_attention" if m.core.window else "full_attention"
+            for found in owners
+            for m in found
         ]
         if types:
             return types != kinds
