@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 from ..comm import World
-from ..comm.agree import broadcast_text, errors_of, exchange
+from ..comm.agree import agreement, broadcast_text, errors_of, exchange
 from ..hang import Positions
 from ..hang.positions import STEP
 from ..layout import Layout, LayoutError, recipe
@@ -110,6 +110,8 @@ def _only_run(world: World, run: Run, *, held: bool) -> Iterator[None]:
         yield
         return
     begun = time.time()
+    with agreement(world) as facts:  # else it is the folder that is not shared
+        facts["out"] = run.out
     start, refusal = world.split("start", [range(world.size)]), ""
     with ExitStack() as stack:
         if world.rank == 0:
