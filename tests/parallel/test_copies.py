@@ -228,7 +228,9 @@ def seen(*copies: list[float], gradients: list[list[float]] | None = None) -> li
 
 
 def one_step(part: Part) -> Seen:
-    return Seen([part], losses=[1.0], counts=[1.0], norms=[1.0], scales=[1.0], outputs=[{}])
+    return Seen(
+        [part], losses=[1.0], counts=[1.0], norms=[1.0], scales=[1.0], outputs=[{}], routes=[{}]
+    )
 
 
 def rate(step: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_a_block_leaves_its_input_and_what_was_dear_and_will_be_asked_for(
     With seq the stream is cut, and what was gathered for the column products is whole.
     Nothing of a part of a sum, and nothing of what the last product adds to the stream."""
     if text == "tp4 seq" and shape.kv_heads % 4:
-        shape = Shape(**{**vars(shape), "kv_heads": 4})
+        shape = replace(shape, kv_heads=4)
     layout = Layout.parse(text)
     t, h = layout.tp, shape.hidden
     kv = h * shape.kv_heads // shape.heads

@@ -37,7 +37,7 @@ def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
     count from one, 0)."""
     if shape.kind == "mlp":
         return normal(name, seed, size, math.sqrt(2 / shape.hidden))
-    last = name.split(".")[-2]
+    last = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
     if name.endswith(".bias"):
         return torch.zeros(size)
     if last == "norm" or last.endswith("_norm"):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from phalanx.comm import World, launch
+from phalanx.hang.positions import Positions
 from phalanx.layout import Layout, Run
 from phalanx.train import Saver, hash_tensors, verify_checkpoint
 from phalanx.train.loop import _Loop
@@ -48,7 +49,7 @@ class Went(NamedTuple):
 def _went(world: World, run: Run, layout: str, steps: int, copy: Path | None) -> Went:
     """Go on from what is there, save at once elsewhere, and make so many steps; then save."""
     rank = Rank(world, run, Layout.parse(layout))
-    loop = _Loop(rank, quiet=True)
+    loop = _Loop(rank, Positions(world.rank), quiet=True)
     start = loop._resume()
     loop.log.start(start, rank.flops, (1.0, ""), rank.tokens)
     loop.looked_at = -1

