@@ -5,6 +5,7 @@ import re
 import pytest
 
 from phalanx.layout import Layout, LayoutError, Mesh, Shape, legal, nearest, stage_pieces
+from phalanx.layout.cases import SHAPES
 
 TINY = Shape.load("tiny")  # 4 layers, 4 heads, 2 kv heads, ffn 128, sequence 64, batch 16
 
@@ -119,3 +120,31 @@ def test_the_nearest_keeps_what_it_can() -> None:
 def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
     with pytest.raises(LayoutError, match=r"stages:1-2 is 2 stages of 3 blocks; .* tiny has 4"):
         stage_pieces(Layout.parse("pp2 stages:1-2"), TINY)
+
+
+@pytest.mark.parametrize(
+    ("text", "rules", "words"),
+    [
+        ("ep2", set(), ""),
+        ("ep7 tp2 seq zero3", set(), ""),
+        (
+            "ep8",
+            {"ep"},
+            "ep=8 for a model with 7 experts.\n  Use ep 7 or less, and dp for the rest.",
+        ),
+        ("tp2 ep2 compile", {"experts"}, "Leave compile out"),
+        ("dp4 ep7", {"batch"}, "dp=4 x ep=7 x 1 microbatches less than one sequence each"),
+    ],
+)
+def test_experts_over_ranks(text: str, rules: set[str], words: str) -> None:
+    broken = legal(Layout.parse(text), SHAPES["experts"])
+    assert {v.rule for v in broken} == rules
+    assert words in "".join(map(str, broken))
+    assert all(
+        not legal(x, SHAPES["experts"]) for x in nearest(Layout.parse(text), SHAPES["experts"])
+    )
+
+
+def test_ep_needs_experts() -> None:
+    (wrong,) = legal(Layout.parse("ep2"), TINY)
+    assert str(wrong) == "ep=2 for a model with no experts.\n  Use dp in place of ep."

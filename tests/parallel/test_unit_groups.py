@@ -97,10 +97,14 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
     for text, dense, expert in (
         (
             "dp2x2 zero3",
-            UnitAxes(("dp.shard", "cp"), ("dp.replicate",)),
-            (("cp",), ("dp.replicate",)),
+            UnitAxes(("dp.shard", "cp", "ep"), ("dp.replicate",)),
+            (("cp", "ep"), ("dp.replicate",)),
         ),
-        ("dp2x2", UnitAxes((), ("dp.replicate", "dp.shard", "cp")), ((), ("dp.replicate", "cp"))),
+        (
+            "dp2x2",
+            UnitAxes((), ("dp.replicate", "dp.shard", "cp", "ep")),
+            ((), ("dp.replicate", "cp", "ep")),
+        ),
     ):
         layout = Layout.parse(text)
         assert unit_axes(model, layout, 0) == dense
@@ -109,7 +113,7 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
             unit_axes(model, layout, 2)
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt", "qwen", "mlp"])
+@pytest.mark.parametrize("name", ["gqa", "gpt", "qwen", "experts", "mlp"])
 @pytest.mark.parametrize("text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq"])
 def test_what_a_shape_says_of_sums_over_tp_follows_from_the_rule_table(
     name: str, text: str

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from phalanx.comm import Work
 from phalanx.models import ExpertMlps, Router
 from phalanx.models.experts import _Counted
-from phalanx.parallel import Unit, batch, local, tensor
+from phalanx.parallel import Unit, batch, experts, groups, local, tensor
+from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
 
 from .fault import fault, swapped
@@ -133,3 +134,66 @@ def _() -> AbstractContextManager[None]:
 @fault("experts: the bias is trained like a weight", "experts", "dp2", "step 0: the norm")
 def _() -> AbstractContextManager[None]:
     return _weights(rate=0.0)
+
+
+# ---- experts over ranks
+
+
+def _axes(wrong: tuple[str, ...]) -> AbstractContextManager[None]:
+    """A unit of experts has the groups of the other weights, or of something else."""
+    right = groups.unit_axes
+
+    def axes(model: Any, layout: Any, unit: int) -> UnitAxes:
+        found = right(model, layout, unit)
+        return found if unit < len(model.pieces) else UnitAxes(found.shard, wrong)
+
+    return swapped(groups, "unit_axes", axes)
+
+
+@fault("ep: experts are summed over the dense group", "experts", "dp2 ep2", "mlp.routed")
+def _() -> AbstractContextManager[None]:
+    return _axes(("dp", "cp", "ep"))
+
+
+@fault("ep: gradients of experts are not summed over dp", "experts", "dp2 ep2", "mlp.routed")
+def _() -> AbstractContextManager[None]:
+    return _axes(())
+
+
+@fault("ep: gradients of experts are divided by ep", "experts", "ep2", "mlp.routed")
+def _() -> AbstractContextManager[None]:
+    right = Unit.reduce
+
+    def reduce(unit: Unit) -> Work:
+        for weight in unit.order:
+            grad = unit.parameters[weight.name].grad
+            if ".routed." in weight.name and grad is not None:
+                grad /= 2
+        return right(unit)
+
+    return swapped(Unit, "reduce", reduce)
+
+
+@fault("ep: what comes is not sorted by expert", "experts", "ep2", "output of layers.1")
+def _() -> AbstractContextManager[None]:
+    right = experts.on_ranks
+
+    def on_ranks(compute: Any, *args: Any) -> Tensor:
+        def unsorted(tokens: Tensor, counts: Tensor) -> Tensor:
+            return compute(tokens.flip(0), counts).flip(0)
+
+        return right(unsorted, *args)
+
+    return swapped(experts, "on_ranks", on_ranks)
+
+
+@fault("ep: the count of tokens is without the ranks of ep", "experts", "ep2", "the loss")
+def _() -> AbstractContextManager[None]:
+    right = groups.open_groups
+
+    def opened(world: Any, *args: Any, **more: Any) -> Any:
+        found = right(world, *args, **more)
+        alone = world.split("alone", [(rank,) for rank in range(world.size)])
+        return replace(found, count=alone)
+
+    return swapped(local, "open_groups", opened)

@@ -83,6 +83,13 @@ def test_adapters_and_frozen_weights_agree_with_one_process(name: str) -> None:
     assert [*found, failures(verify(shape, layouts, steps=2, make=make))] == [[], [], []]
 
 
+def test_experts_without_a_token_agree_over_ranks() -> None:
+    """Five tokens of each rank choose among 16 experts, so that most have none."""
+    shape = replace(SHAPES["experts"], experts=16, top_k=1, batch=8, sequence=5)
+    layouts = Layout.parse_many("ep8; ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2")
+    assert failures(verify(shape, layouts, steps=1)) == []
+
+
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:
     layouts = covering(every_layout(SHAPES["gqa"], 8, axes="dp cp tp"), 1)
     some = [x for x in layouts if x.cp > 1][:30]

@@ -140,15 +140,17 @@ def _held(
 ) -> dict[str, object]:
     """What the ranks of one pipeline stage hold."""
     pieces = sorted(p for p, at in program.host.items() if at == row)
-    whole = sum(shape.parameters(unit) for unit in {u for p in pieces for u in program.units(p)})
-    parts = layout.tp * (layout.shards if layout.zero == 3 else 1)
+    units = {u for p in pieces for u in program.units(p)}
+    whole, routed = sum(map(shape.parameters, units)), sum(map(shape.routed, units))
+    shards = layout.shards if layout.zero == 3 else 1
+    held = (whole - routed) / shards + routed / max(shards, layout.ep)
     kinds = proof.counts[row].kinds
     return {
         "ranks": list(program.ranks(row)),
         "pieces": pieces,
         "parameters": whole,
         # Norms and repeated k/v heads, which tp does not cut, come on top: a few in a thousand.
-        "parameters_per_rank": -(-whole // parts),
+        "parameters_per_rank": math.ceil(held / layout.tp),
         "held_microbatches": proof.held[row],
         "held_pieces": kinds.get("activations", 0.0) + kinds.get("inputs", 0.0),
         "gathered_units": kinds.get("gathered", 0.0),

@@ -44,7 +44,9 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     layout = Layout.parse(" ".join(args.layout))
     shape, make = model_of(args.model)
-    batch = max(shape.batch, layout.dp * layout.microbatches)  # of a batch one microbatch is costed
+    batch = max(
+        shape.batch, layout.data * layout.microbatches
+    )  # of a batch one microbatch is costed
     refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
     cut, model = piece_layout(layout), args.model if make else shape
     pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[cut]

@@ -192,7 +192,7 @@ def _run(
     scales: Scales,
     selected: Selected | None,
 ) -> PieceCost:
-    own = [unit for unit in piece.units if unit.number == piece.units[0].number]
+    own = [unit for unit in piece.units if unit.piece == piece.units[0].piece]
     dtype = own[0].precision.compute
     bundle, entry = {}, 0
     if not piece.first:
@@ -238,4 +238,5 @@ def _run(
         frozen=float(sum(unit.numel for unit in own if unit.frozen)),
         edge=float(leaves),
         selected=float(part),
+        experts=float(sum(unit.numel for unit in own if unit.number != unit.piece)),
     )

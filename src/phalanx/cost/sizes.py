@@ -50,7 +50,7 @@ def sizes_of(
         model = make()
         try:
             held = build_local(world, layout, model, program, precision=precision, prefix=PREFIX)
-            own = microbatches(whole, layout, held.coordinates["dp"], held.coordinates["cp"])[0]
+            own = microbatches(whole, layout, held.coordinates["data"], held.coordinates["cp"])[0]
             width = model.shape.hidden if model.shape else 0
             edge = edge_shape(own, width, layout.tp if layout.seq else 1)
             parts = {op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART}
@@ -100,10 +100,8 @@ def _of_units(
     compute = precision.compute.itemsize
 
     def each(bytes: Callable[[Unit], int], *, frozen: bool = False) -> tuple[float, ...]:
-        return tuple(
-            float(sum(bytes(u) for u in units.get(n, ()) if frozen or not u.frozen))
-            for n in range(pieces)
-        )
+        own = [[*units.get(n, ()), *units.get(n + pieces, ())] for n in range(pieces)]
+        return tuple(float(sum(bytes(u) for u in some if frozen or not u.frozen)) for some in own)
 
     def always(unit: Unit) -> int:
         """The home and, beside it or around it, weights that never leave."""

@@ -13,7 +13,7 @@ from .legal import divisors, legal
 from .mesh import Axis, LayoutError, Mesh
 from .shape import Shape
 
-AXES = ("dp", "pp", "cp", "tp")
+AXES = ("dp", "pp", "cp", "tp", "ep")
 _SMALL = Shape(
     "small", layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12, batch=25
 )
@@ -54,18 +54,20 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
-def every_layout(shape: Shape, ranks: int, *, axes: str = "dp pp cp tp") -> tuple[Layout, ...]:
-    """All legal layouts of 1 to `ranks` ranks over these axes, each once."""
-    layouts = dict.fromkeys(_all(shape, ranks, set(axes.split())))
+def every_layout(shape: Shape, ranks: int, *, axes: str = " ".join(AXES)) -> tuple[Layout, ...]:
+    """All legal layouts of 1 to `ranks` ranks over these axes, each once; over ep where there are
+    experts."""
+    free = set(axes.split()) - ({"ep"} if not shape.experts else set())
+    layouts = dict.fromkeys(_all(shape, ranks, free))
     return tuple(layout for layout in layouts if not legal(layout, shape))
 
 
 def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
-    for dp, pp, cp, tp in _grids(ranks, [name in axes for name in AXES]):
+    for dp, pp, cp, tp, ep in _grids(ranks, [name in axes for name in AXES]):
         for inner, ulysses in product(divisors(dp), divisors(cp)):
             mesh = Mesh((
                 Axis("dp", (dp // inner, inner)), Axis("pp", (pp,)),
-                Axis("cp", (cp // ulysses, ulysses)), Axis("tp", (tp,)),
+                Axis("cp", (cp // ulysses, ulysses)), Axis("tp", (tp,)), Axis("ep", (ep,)),
             ))  # fmt: skip
             if inner == 1 and dp > 1:
                 continue
@@ -111,7 +113,7 @@ def _recomputes(axes: set[str]) -> tuple[str, ...]:
 def _features(x: Layout) -> dict[str, object]:
     return {
         "dp": x.dp, "shard": x.mesh.of("dp.shard"), "pp": x.pp, "ring": x.mesh.of("cp.ring"),
-        "ulysses": x.mesh.of("cp.ulysses"), "tp": x.tp, "seq": x.seq, "zero": x.zero,
+        "ulysses": x.mesh.of("cp.ulysses"), "tp": x.tp, "ep": x.ep, "seq": x.seq, "zero": x.zero,
         "order": (x.schedule, x.chunks, x.microbatches), "recompute": x.recompute,
     }  # fmt: skip
 

@@ -132,24 +132,33 @@ class Layout:
         return self.mesh.of("tp")
 
     @property
+    def ep(self) -> int:
+        return self.mesh.of("ep")
+
+    @property
+    def data(self) -> int:
+        """How many ranks have sequences of their own: those of ep, which share experts, too."""
+        return self.dp * self.ep
+
+    @property
     def copies(self) -> int:
-        """How many ranks work with each weight: gradients are summed over them."""
-        return self.dp * self.cp
+        """How many ranks work with each weight but an expert's: gradients are summed over them."""
+        return self.data * self.cp
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """The axes over which a unit's weights, gradients or optimizer state are cut."""
-        return ("dp.shard", "cp") if self.zero else ()
+        return ("dp.shard", "cp", "ep") if self.zero else ()
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes over which the shards are copies of each other."""
-        return ("dp.replicate",) if self.zero else ("dp", "cp")
+        return ("dp.replicate",) if self.zero else ("dp", "cp", "ep")
 
     @property
     def shards(self) -> int:
-        """Into how many parts a unit is cut by ZeRO."""
-        return self.mesh.of("dp.shard") * self.cp if self.zero else 1
+        """Into how many parts a unit is cut by ZeRO, if it is not of experts."""
+        return self.mesh.of("dp.shard") * self.cp * self.ep if self.zero else 1
 
     @property
     def virtual_stages(self) -> int:

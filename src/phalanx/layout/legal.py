@@ -50,10 +50,10 @@ def _divisors(n: int) -> str:
 
 
 def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
-    if x.mesh.of("ep") > 1:
-        yield Violation(
-            "ep", f"ep={x.mesh.of('ep')}: no model here has experts.", "Leave ep out of the layout."
-        )
+    if x.ep > max(1, s.experts):
+        what = f"ep={x.ep} for a model with {s.experts or 'no'} experts."
+        way_out = f"Use ep {s.experts} or less, and dp for the rest." if s.experts else ""
+        yield Violation("ep", what, way_out or "Use dp in place of ep.")
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
         yield Violation("seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2.")
@@ -144,14 +144,15 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
 
 
 def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
-    if batch < x.dp * x.microbatches:
+    if batch < x.data * x.microbatches:
+        over = f"dp={x.dp} x ep={x.ep}" if x.ep > 1 else f"dp={x.dp}"
         what = (
-            f"a batch of {batch} gives dp={x.dp} x {x.microbatches} microbatches less than"
+            f"a batch of {batch} gives {over} x {x.microbatches} microbatches less than"
             " one sequence each."
         )
         way_out = (
-            f"Use a batch of {x.dp * x.microbatches} or more, or at most"
-            f" {max(1, batch // x.dp)} microbatches with dp={min(x.dp, batch)}."
+            f"Use a batch of {x.data * x.microbatches} or more, or at most"
+            f" {max(1, batch // x.data)} microbatches with dp={min(x.dp, batch)}."
         )
         yield Violation("batch", what, way_out)
 
@@ -182,7 +183,7 @@ def nearest(
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
     """Other meshes of the same size, each with the same choices where they still mean something."""
-    order = [a.name for a in x.mesh.axes if a.name != "ep"]  # no model here has experts
+    order = [a.name for a in x.mesh.axes if a.name != "ep"]  # dp is as near
     order += [name for name in ("dp", "pp", "cp", "tp") if name not in order]
     inner = x.mesh.of("dp.shard") if x.mesh.of("dp.replicate") > 1 and x.zero else 0
     ulysses = {1, x.mesh.of("cp.ulysses")}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from .mesh import LayoutError
 
 # One map sends names to axes; a name that is not in it is whole on every rank ("-" is such a name).
-AXIS_OF: dict[str, str] = {"vocab": "tp", "heads": "tp", "kv": "tp", "ffn": "tp"}
+AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") | {"experts": "ep"}
 # The rank of a low-rank adapter, beside a weight that is cut: whole, and its ranks did different work.
 LORA = "lora"
-DIMS = ("embed", "experts", "head", "position", LORA, "-", *AXIS_OF)
+DIMS = ("embed", "head", "position", LORA, "-", *AXIS_OF)
 
 
 @dataclass(frozen=True)

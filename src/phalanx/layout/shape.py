@@ -195,6 +195,10 @@ class Shape:
         """Whether a piece has experts."""
         return self.experts > 0 and self.dense_layers < piece <= self.layers
 
+    def routed(self, piece: int) -> int:
+        """Numbers in the weights of one piece that ep cuts."""
+        return self.experts * self._feed_forward(self.expert_ffn) if self.sparse(piece) else 0
+
     def parameters(self, piece: int, *, active: bool = False) -> int:
         """Numbers in the weights of one piece; a tied output weight is counted with the embedding.
         With `active` of the routed experts those alone that a token goes through."""

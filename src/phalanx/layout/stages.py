@@ -96,12 +96,12 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
 
 
 def piece_layout(layout: Layout) -> Layout:
-    """The part of a layout that a piece's cost depends on: tp and cp, seq, selective recomputation,
+    """The part of a layout that a piece's cost depends on: tp, cp and ep, seq, selective recomputation,
     precision, whether it is compiled, and whether the backward is two operations (written as zb-h1).
 
     Copies, stages, ZeRO and whole-piece recomputation change when a piece runs, never what it does.
     """
-    axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp"))
+    axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp", "ep"))
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),
         seq=layout.seq,

@@ -89,6 +89,7 @@ class ExpertMlps(nn.Module):
 
     def __init__(self, hidden: int, ffn: int, experts: int) -> None:
         super().__init__()
+        self.experts = experts  # in the uncut model
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
@@ -97,7 +98,7 @@ class ExpertMlps(nn.Module):
         """x (B, T, hidden); gates and chosen (B, T, top_k)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, and within one by token
-        counts = torch.zeros_like(flat[:1]).expand(len(self.up)).clone()
+        counts = flat.new_zeros(self.experts)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
         tokens = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])
         sent_back = torch.empty_like(order).scatter_(

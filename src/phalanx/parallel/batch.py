@@ -58,15 +58,15 @@ def held_times(length: int, ring: int, ulysses: int, cp: int) -> Tensor:
 def microbatches(
     batch: Mapping[str, Tensor], layout: Layout, dp: int | None, cp: int = 0
 ) -> list[dict[str, Tensor]]:
-    """The microbatches of the ranks at these coordinates on dp and cp. With `dp` None the batch's rows
-    are those of one rank on dp already.
+    """The microbatches of the ranks at these coordinates on dp and cp; where there is ep, `dp` counts
+    over both. With `dp` None the batch's rows are those of one rank on dp already.
 
     Every tensor that has a number for each token is cut alike, positions among them: they come from
     the batch, so a cp rank turns its queries and keys by where their tokens really stand.
     """
     whole = _held(_padded(batch, time_multiple(layout)), layout, cp)
     size = next(iter(whole.values())).shape[0]
-    mine = slice(0, size) if dp is None else share(size, layout.dp, dp)
+    mine = slice(0, size) if dp is None else share(size, layout.data, dp)
     own = mine.stop - mine.start
     return [
         {

@@ -156,7 +156,9 @@ class Unit:
         at_host: bool = False,
         replicas_apart: bool = False,
         frozen: bool = False,
+        piece: int = -1,  # if that is not the unit's number: see `Model.unit_of`
     ) -> None:
+        self.piece = piece if piece >= 0 else number
         if frozen:  # nothing is added to them that fewer digits would lose
             precision = replace(precision, master=precision.compute)
         self.number, self.groups, self.pool, self.precision = number, groups, pool, precision

@@ -47,12 +47,14 @@ class Groups:
     tp: Group  # regions of tensor parallelism
     ring: Group  # context parallelism: blocks of keys and values
     ulysses: Group  # context parallelism: all tokens of some heads
+    ep: Group  # ranks that share experts
     count: Group  # ranks that saw other tokens
     # Stages of one pipeline. Under a V schedule both kinds go both ways, so each has its own order.
     activations: Group
     gradients: Group
     everyone: Group
-    units: tuple[UnitGroups, ...]  # of every unit, also of those on other stages
+    # Of every unit, also of those on other stages, and of every piece's unit of experts.
+    units: tuple[UnitGroups, ...]
     whole: UnitGroups | None  # of frozen weights that every rank keeps whole
 
 
@@ -72,9 +74,10 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
         UnitAxes(*(tuple(a for a in part if a not in cut) for part in axes)) for cut in cuts
     }
     if len(different) > 1:
+        name = model.pieces[unit % len(model.pieces)][0]
         raise LayoutError(
-            f"the weights of {model.pieces[unit][0]} are sharded over different axes of data"
-            " parallelism, and a unit has one group for all. Put them into pieces of their own."
+            f"the weights of {name} are sharded over different axes of data parallelism, and a unit has"
+            " one group for all. Put them into pieces of their own."
         )
     return different.pop() if different else UnitAxes(*axes)
 
@@ -103,8 +106,8 @@ def open_groups(
         flows = _flows(program, forward=forward)
         return world.split(prefix + name, mesh.groups(["pp"]), flows)
 
-    replicas = layout.dp * layout.cp == layout.ranks
-    count, whole = everyone if replicas else along("count", "dp", "cp"), None
+    replicas = layout.copies == layout.ranks
+    count, whole = everyone if replicas else along("count", "dp", "cp", "ep"), None
     if model.frozen and not _cuts_frozen(layout):
         alone = along("alone")
         whole = UnitGroups(alone, alone, count, alone, {})
@@ -113,6 +116,7 @@ def open_groups(
         tp=along("tp", "tp"),
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
+        ep=along("ep", "ep"),
         count=count,
         activations=pipeline("activations", forward=True),
         gradients=pipeline("gradients", forward=False),
@@ -146,7 +150,8 @@ def _open_units(
 
     def groups_of(unit: int) -> UnitGroups:
         axes = unit_axes(model, layout, unit)
-        stages = {program.host[piece] for piece in program.users(unit)}
+        users = program.users(unit) if unit < len(model.pieces) else ()
+        stages = {program.host[piece] for piece in users}
         return UnitGroups(
             gather=shared("gather", mesh.groups(axes.shard)),
             reduce=shared("reduce", mesh.groups(axes.shard)),
@@ -155,7 +160,7 @@ def _open_units(
             also=also,
         )
 
-    return tuple(map(groups_of, range(len(model.pieces))))
+    return tuple(map(groups_of, range(2 * len(model.pieces))))
 
 
 def _in_runs(groups: Ranks, size: int) -> Ranks:

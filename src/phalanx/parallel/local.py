@@ -16,6 +16,7 @@ from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import BufferPool, Precision, Unit
+from .experts import install_experts
 from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, start
@@ -25,7 +26,7 @@ from .tensor import Weight, cut_of, cut_weights, install_regions
 
 @dataclass(frozen=True, eq=False)
 class LocalModel:
-    """One rank's pieces and units by number, the groups to the other ranks, the buffers' pool."""
+    """One rank's pieces, units by number (see `Model.unit_of`), groups to other ranks, buffers' pool."""
 
     pieces: dict[int, Piece]
     units: dict[int, Unit]  # of the weights that are trained
@@ -43,6 +44,11 @@ class LocalModel:
     @property
     def every_unit(self) -> list[Unit]:
         return [unit for number in {**self.units, **self.frozen} for unit in self.weights(number)]
+
+    def of_piece(self, piece: int, *, trained: bool = False) -> list[Unit]:
+        """The weights of a piece, or those of them that are trained: also its unit of experts."""
+        every = self.units.values() if trained else self.every_unit
+        return [unit for unit in every if unit.piece == piece]
 
 
 def model_stages(model: Model, layout: Layout) -> tuple[range, ...]:
@@ -70,6 +76,8 @@ def build_local(
     refuse_unfit(model, layout)
     mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
     held = sorted({unit for piece in mine for unit in program.units(piece)})
+    count = len(model.pieces)
+    held += [piece + count for piece in mine if piece + count in model.unit_of.values()]
     groups = open_groups(world, layout, model, program, prefix=prefix)
     precision = precision or Precision()
     pool = BufferPool(world.device, empty=world.empty, poison=poison)
@@ -77,6 +85,7 @@ def build_local(
     weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
+    install_experts(model, layout, groups.ep)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
 
     def units_of(*, frozen: bool) -> dict[int, Unit]:
@@ -91,14 +100,15 @@ def build_local(
                 groups.whole if frozen and groups.whole else groups.units[number],
                 pool,
                 precision,
-                resident=number not in dropped,
+                resident=number % count not in dropped,
                 at_host=bool({"weights", "optimizer"} & set(layout.offload)),
                 replicas_apart=program.replicated,
                 frozen=frozen,
+                piece=number % count,
             )
             for number, chosen in own.items()
             if (
-                chosen if frozen else number not in model.frozen_units
+                chosen if frozen or number >= count else number not in model.frozen_units
             )  # a piece may have no weights
         }
 
@@ -125,7 +135,8 @@ def build_local(
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:
     at = layout.mesh.coordinates(rank)
-    return {**dict.fromkeys(("dp", "pp", "cp", "tp"), 0), **at}
+    at = {**dict.fromkeys(("dp", "pp", "cp", "tp", "ep"), 0), **at}
+    return at | {"data": at["dp"] * layout.ep + at["ep"]}  # which share of the batch
 
 
 def _piece(
@@ -144,7 +155,11 @@ def _piece(
         compiled = CompiledModule(module, layout.compile, device, selective=again)
     return Piece(
         module,
-        [unit for number in program.units(piece) for unit in units[number]],
+        [
+            unit
+            for number in (*program.units(piece), piece + len(model.pieces))
+            for unit in units.get(number, ())
+        ],
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,

@@ -94,18 +94,24 @@ class Model:
 
     @cached_property
     def frozen_units(self) -> tuple[int, ...]:
-        """The units of which no weight is trained."""
-        trained = {unit for name, unit in self.unit_of.items() if name not in self.frozen}
-        return tuple(sorted({*self.unit_of.values()} - trained))
+        """The pieces of whose units no weight is trained."""
+        count = len(self.pieces)
+        units = {name: unit % count for name, unit in self.unit_of.items()}
+        trained = {unit for name, unit in units.items() if name not in self.frozen}
+        return tuple(sorted({*units.values()} - trained))
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
-        """The unit of each parameter: the first piece that uses it."""
+        """The unit of each parameter: the first piece that uses it. Experts beside other weights are a
+        unit of their own, as they have groups of their own: so many further as there are pieces."""
         names = {parameter: name for name, parameter in self.weights.items()}
         units: dict[str, int] = {}
         for piece, (_, module) in enumerate(self.pieces):
-            for parameter in module.parameters():
-                units.setdefault(names[parameter], piece)
+            mine = [names[parameter] for parameter in module.parameters()]
+            routed = {name for name in mine if "experts" in self.rules.dims(name)}
+            beside = len(self.pieces) if len(routed) < len(mine) else 0
+            for name in mine:
+                units.setdefault(name, piece + beside * (name in routed))
         return units
 
     @cached_property
@@ -117,7 +123,7 @@ class Model:
             for piece, (_, module) in enumerate(self.pieces)
             for parameter in module.parameters()
         }
-        return tuple((piece, unit) for piece, unit in pairs if piece != unit)
+        return tuple((p, unit) for p, unit in pairs if p != unit % len(self.pieces))
 
     def takes(self, piece: int) -> tuple[str, ...]:
         """What a piece names: of all but the first, first the activations, whatever their name."""

@@ -93,7 +93,8 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
 def partial_units(model: Model, layout: Layout) -> set[int]:
     """The units of which ranks of tp have parts of gradients: they did different work."""
     weights = cut_weights(model, layout, {})
-    return {model.unit_of[n] for n, weight in weights.items() if weight.adds and not weight.frozen}
+    trained = (name for name, weight in weights.items() if weight.adds and not weight.frozen)
+    return {model.unit_of[name] % len(model.pieces) for name in trained}
 
 
 def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:

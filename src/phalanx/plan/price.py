@@ -59,6 +59,7 @@ class PieceTimes:
     edge: float
     selected: float = 0.0
     frozen: float = 0.0  # those of the weights that are not trained
+    experts: float = 0.0  # those of the weights that ranks of ep have parts of
 
     @property
     def backward(self) -> float:
@@ -173,6 +174,7 @@ class PieceParts:
             temporary=c.temporary + 2 * self.scores,
             weights=c.weights,
             frozen=c.frozen,
+            experts=c.experts,
             edge=c.edge,
             selected=c.selected,
         )

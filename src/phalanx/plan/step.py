@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
@@ -107,12 +107,12 @@ class Case:
     def tokens(self) -> float:
         """Of one step."""
         x = self.layout
-        return self.rows * x.microbatches * x.dp * self.sequence
+        return self.rows * x.microbatches * x.data * self.sequence
 
 
 def case_of(shape: Shape, layout: Layout, *, batch: int = 0, sequence: int = 0) -> Case:
     """A layout as our own engine runs it: its fullest rank has the most rows."""
-    rows = -(-(batch or shape.batch) // layout.dp) / layout.microbatches
+    rows = -(-(batch or shape.batch) // layout.data) / layout.microbatches
     return Case(shape, layout, rows, sequence or shape.sequence)
 
 
@@ -243,9 +243,18 @@ def distance(layout: Layout, part: str) -> int:
     return stride
 
 
+def _nearest(layout: Layout) -> int:
+    """How far the nearest ranks with copies of a weight are from each other."""
+    axes = (axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1)
+    return min((distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard"))
+
+
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of the collectives over one unit, and of its update."""
+    """Seconds of the collectives over one unit, and of its update. Sums are of units together."""
+
+    def __add__(self, other: UnitTimes) -> UnitTimes:
+        return UnitTimes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     gather: float
     load: float  # from the host
@@ -258,11 +267,18 @@ class UnitTimes:
 class Units:
     """The times of a layout's units, by their numbers of weights."""
 
-    def __init__(self, layout: Layout, hardware: Hardware, profile: SoftwareProfile) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        hardware: Hardware,
+        profile: SoftwareProfile,
+        *,
+        experts: bool = False,  # that ep cuts, and so does not share
+    ) -> None:
         x, mesh = layout, layout.mesh
         self.hardware, self.profile, self.zero = hardware, profile, x.zero
-        self.shards, self.replicas = float(mesh.of("dp.shard") * x.cp), mesh.of("dp.replicate")
-        self.near = distance(x, "cp" if x.cp > 1 else "dp.shard")
+        self.shards = float(mesh.of("dp.shard") * x.cp * (1 if experts else x.ep))
+        self.replicas, self.near = mesh.of("dp.replicate"), _nearest(x)
         if profile.one_port:  # as far from each other as if none shared a server
             self.near = max(self.near, hardware.node)
         self.far = distance(x, "dp.replicate")
@@ -329,6 +345,7 @@ def costs_of(
     """Seconds of every operation of a case's program."""
     x, last = case.layout, case.shape.pieces - 1
     network, of = hardware.network, Units(x, hardware, profile).of
+    routed = Units(x, hardware, profile, experts=True).of
     # Messages were measured among ranks that share the cores, as `times` has it again.
     alone = 1.0 / hardware.crowding
     pieces: dict[tuple[str, int], float] = {}
@@ -348,7 +365,10 @@ def costs_of(
         t, still = three[which], _frozen(case.shape, piece, three[which])
         if (which, still) in alike:
             continue
-        unit = of(t.weights - still, still)
+        # Experts are a unit of their own. Of a piece with frozen weights all are said to be others.
+        apart = 0.0 if still else t.experts
+        unit = of(t.weights - still - apart, still)
+        unit = unit + routed(apart) if apart else unit
         part = x.recompute == "selective" and which == 1
         kept = t.selected if part else t.kept if x.recompute in ("none", "selective") else t.input
         alike[which, still] = {
@@ -374,7 +394,7 @@ def costs_of(
         for stage in filter(None, stage_pieces(x, case.shape)):
             pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < last)
             pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
-    copies, near = x.copies, distance(x, "cp" if x.cp > 1 else "dp.shard")
+    copies, near = x.copies, _nearest(x)
     count = network.seconds("all_reduce", _NUMBER, copies, near) * alone
     agree = network.seconds("all_reduce", _NUMBER, x.ranks, 1) * alone
     return Costs({}, pieces | {(ops.COUNT, -1): count, (ops.AGREE, -1): agree})
@@ -396,7 +416,7 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     """Bytes of every piece and unit of a case's program."""
     x, last = case.layout, case.shape.pieces - 1
     all_ = [three[kind_of(p, last)] for p in range(last + 1)]
-    part = x.mesh.of("dp.shard") * x.cp if x.zero else 1
+    part = x.shards
     whole = x.zero == 3 or "weights" in x.offload  # weights come and go
     home = 0.0 if whole else profile.weight_bytes
     # With a sum after every microbatch the whole gradient is there only until it is sent.
@@ -408,9 +428,14 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
 
     still = [_frozen(case.shape, p, t) for p, t in enumerate(all_)]
 
-    def trained(size: float, frozen: float = 0.0) -> tuple[float, ...]:
+    def trained(size: float, frozen: float = 0.0, *, cut: bool = False) -> tuple[float, ...]:
+        """`cut` over shards, of which experts, that ranks of ep do not share, have fewer."""
+        more = x.ep - 1 if cut and x.zero else 0
         both = zip(all_, still, strict=True)
-        return tuple(size * (t.weights - apart) + frozen * apart for t, apart in both)
+        return tuple(
+            size * (t.weights - apart + more * (0.0 if apart else t.experts)) + frozen * apart
+            for t, apart in both
+        )
 
     return Sizes(
         kept=each(lambda t: t.kept),
@@ -420,8 +445,8 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
         home=trained(home, frozen_bytes(x, profile, part)),
         gathered=each(lambda t: (profile.gathered_bytes if whole else 0.0) * t.weights),
         gradient=trained(gradient),
-        gradient_shard=trained(profile.gradient_bytes / part) if part > 1 else (),
-        optimizer=trained(held),
+        gradient_shard=trained(profile.gradient_bytes / part, cut=True) if part > 1 else (),
+        optimizer=trained(held, cut=True),
         edge=each(lambda t: t.edge),
         selected=each(lambda t: t.selected),
     )
@@ -431,9 +456,9 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
 
 
 def _representative(layout: Layout) -> Layout:
-    """The layout with one rank along tp and cp and as few along dp as need the same operations."""
+    """The layout with one rank along tp, cp and ep and as few along dp as need the same operations."""
     mesh = layout.mesh
-    shards = 2 if layout.zero and mesh.of("dp.shard") * layout.cp > 1 else 1
+    shards = 2 if layout.shards > 1 else 1
     replicas = 2 if mesh.of("dp.replicate") > 1 and shards > 1 else 1
     axes = [Axis("dp", (replicas, shards)), Axis("pp", (layout.pp,))]
     used = tuple(axis for axis in axes if axis.size > 1 or axis.name == "pp")

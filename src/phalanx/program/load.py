@@ -105,6 +105,7 @@ class PieceCost:
     edge: float = 0.0  # bytes of its output, sent on to the next stage
     selected: float = 0.0  # bytes that are kept until P, the input among them
     frozen: float = 0.0  # those of its weights that are not trained
+    experts: float = 0.0  # numbers of those weights that ranks of ep have parts of
 
     @property
     def backward(self) -> Load:

@@ -71,8 +71,8 @@ class Kind:
     paint: Paint
 
 
-_COPIES = ("dp", "cp")  # ranks that see other tokens
-_SHARDS = ("dp.shard", "cp")  # those of them that hold parts of one copy of the weights
+_COPIES = ("dp", "cp", "ep")  # ranks that see other tokens
+_SHARDS = ("dp.shard", "cp", "ep")  # those of them that hold parts of one copy of the weights
 _ALL = ("dp", "pp", "cp", "tp", "ep")
 
 # In the order in which legends and tables list them.

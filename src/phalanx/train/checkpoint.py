@@ -227,7 +227,7 @@ def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, T
     for unit in local.every_unit:
         # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
         number = unit.number
-        if number not in local.pieces or unit.groups.replica.rank:
+        if unit.piece not in local.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
             padding = any(a == b for a, b in box_of(entry))

@@ -196,8 +196,11 @@ class Executor:
 
     def _compare(self, state: State, op: Op) -> None:
         """Raise if what this rank holds after an operation is not what the program says."""
-        units, pieces = self.local.units, self.local.pieces
-        weights = {n: self.local.weights(n)[-1] for n in (*units, *self.local.frozen)}
+        # Units of experts are where the others of their pieces are.
+        pieces, count = self.local.pieces, self.program.pieces
+        units = {n: u for n, u in self.local.units.items() if n < count}
+        still = (n for n in self.local.frozen if n < count)
+        weights = {n: self.local.weights(n)[-1] for n in (*units, *still)}
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
         copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
         away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
@@ -271,8 +274,9 @@ class Executor:
 
     def _counts(self, unit: int) -> bool:
         """Each logical weight is counted by one rank of its copies, and on one stage."""
-        home = self.program.host[unit] == self.program.owner[self.rank]
-        return home and self.local.units[unit].groups.replica.rank == 0
+        piece, groups = self.local.units[unit].piece, self.local.units[unit].groups
+        home = self.program.host[piece] == self.program.owner[self.rank]
+        return home and groups.replica.rank == 0
 
     @property
     def _loss_scale(self) -> float:
@@ -394,22 +398,24 @@ class Executor:
     # ---- weights and gradients
 
     def _gather(self, op: Op) -> Work:
-        units = [unit for unit in self.local.weights(op.piece) if not (unit.frozen and unit.same)]
-        return Together([unit.gather() for unit in units])
+        units = self.local.of_piece(op.piece)
+        return Together([unit.gather() for unit in units if not (unit.frozen and unit.same)])
 
     def _load(self, op: Op) -> Work:
-        copies = [unit.load() for unit in self.local.weights(op.piece)]
+        copies = [unit.load() for unit in self.local.of_piece(op.piece)]
         return self.back.begin(lambda: [copy() for copy in copies])
 
     def _drop(self, op: Op) -> None:
-        for unit in self.local.weights(op.piece):
+        for unit in self.local.of_piece(op.piece):
             unit.drop()
 
     def _reduce(self, op: Op) -> Work:
-        return self.local.units[op.piece].reduce()
+        units = self.local.of_piece(op.piece, trained=True)
+        return Together([unit.reduce() for unit in units])
 
     def _reduce_replicas(self, op: Op) -> Work:
-        return self.local.units[op.piece].reduce_replicas()
+        units = self.local.of_piece(op.piece, trained=True)
+        return Together([unit.reduce_replicas() for unit in units])
 
     def _tie(self, op: Op) -> Work:
         unit = self.local.units[op.piece]
@@ -417,7 +423,8 @@ class Executor:
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _sum_parts(self, op: Op) -> Work:
-        return self.local.units[op.piece].sum_parts()
+        units = self.local.of_piece(op.piece, trained=True)
+        return Together([unit.sum_parts() for unit in units])
 
     def _to_owners(self, op: Op) -> Work:
         return cast(MatrixUpdate, self.updates[op.piece]).to_owners()
@@ -427,7 +434,9 @@ class Executor:
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or all leave their weights as they are.
-        self.updates[op.piece](self.lr, self.scale)
+        for number in (op.piece, op.piece + self.program.pieces):
+            if number in self.updates:
+                self.updates[number](self.lr, self.scale)
 
 
 def _norms(unit: Unit) -> Tensor:

@@ -135,7 +135,7 @@ class Rank:
 
     @cached_property
     def _rows(self) -> slice:
-        return share(self.batches.size, self.layout.dp, self.local.coordinates["dp"])
+        return share(self.batches.size, self.layout.data, self.local.coordinates["data"])
 
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
@@ -203,7 +203,7 @@ def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Size
 
     def each(bytes_of: Callable[[Unit], float]) -> tuple[float, ...]:
         return tuple(
-            float(sum(bytes_of(unit) for unit in units if unit.number == n)) for n in range(pieces)
+            float(sum(bytes_of(unit) for unit in units if unit.piece == n)) for n in range(pieces)
         )
 
     def trained(unit: Unit, numbers: int) -> float:

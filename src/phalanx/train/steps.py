@@ -87,8 +87,9 @@ class Trainer(Executor):
             for way, p in bad
             if way == ops.BACKWARD
         ]
-        for p in (p for p, norms in self.norms.items() if not norms.isfinite().all()):
-            summed = units[p].groups.reduce.size * units[p].groups.replica.size
+        for n in (n for n, norms in self.norms.items() if not norms.isfinite().all()):
+            p = units[n].piece
+            summed = units[n].groups.reduce.size * units[n].groups.replica.size
             which = f", a sum over {summed} ranks of which any may have made it,"
             which = which if summed > 1 else ""
             causes.append((3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}"))

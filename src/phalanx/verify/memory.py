@@ -58,7 +58,7 @@ def needed(
 
     def together(layout: Layout) -> float:
         """All ranks of a layout, with what they write down and what that is joined to."""
-        wholes = layout.dp * layout.cp  # so many ranks have each number, if none is sharded
+        wholes = layout.copies  # so many ranks have each number, if none is sharded
         shards = layout.shards if layout.zero else 1
         at_home = (4 if layout.zero else 3) * master * parameters * wholes / shards
         gathered = (compute + master) * parameters * wholes

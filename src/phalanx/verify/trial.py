@@ -100,9 +100,10 @@ class _Recorder(Executor):
         self.seen: dict[int, Tensor] = {}
 
     def _update(self, op: Op) -> None:
-        gradient = self.local.units[op.piece].gradient
-        assert gradient is not None
-        self.seen[op.piece] = gradient.detach() / self._loss_scale
+        for number, unit in self.local.units.items():
+            if unit.piece == op.piece:
+                assert unit.gradient is not None
+                self.seen[number] = unit.gradient.detach() / self._loss_scale
         super()._update(op)
 
 
@@ -200,7 +201,7 @@ def train_layout(
 
 def _own(batch: Batch, layout: Layout, local: LocalModel, world: World) -> list[dict[str, Tensor]]:
     numbered = {**batch, TOKEN: _numbered(batch)}
-    own = microbatches(numbered, layout, local.coordinates["dp"], local.coordinates["cp"])
+    own = microbatches(numbered, layout, local.coordinates["data"], local.coordinates["cp"])
     return [on_device(each, world.device) for each in own]
 
 
