@@ -14,9 +14,15 @@ import torch
 from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
 
 from phalanx.parallel import build_model, start
-from phalanx.train import AdamW, Sgd
+from phalanx.train import AdamW, Sgd, checkpoint_load
 from phalanx.train.checkpoint import steps
-from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_format import (
+    CheckpointError,
+    StoredShard,
+    StoredTensor,
+    read_manifest,
+    verify_checkpoint,
+)
 from phalanx.train.checkpoint_load import TensorReader, hash_tensors
 from phalanx.verify import SHAPES
 
@@ -207,3 +213,28 @@ def test_a_rank_whose_part_is_past_the_end_holds_nothing_of_it(tmp_path: Path) -
     assert sorted(part[0].box[0] for part in rows.parts()) == [(0, 3), (3, 6), (6, 9)]
     resaved(tmp_path / "cut", "dp2 zero3", tmp_path / "again", shape=shape)
     assert hash_tensors(tmp_path / "again" / "step-00000000") == hash_tensors(path)
+
+
+def test_a_part_of_rows_is_read_a_few_rows_at_a_time(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where tp cuts columns, a rank that keeps an eighth of a weight does not hold all of it."""
+    path = saved / "step-00000002"
+    monkeypatch.setattr(checkpoint_load, "BLOCK", 3 * SHAPE.hidden * 8)
+    seen: list[int] = []
+
+    class Counted(TensorReader):
+        def _rows(
+            self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int
+        ) -> torch.Tensor:
+            seen.append(last - first)
+            return super()._rows(tensor, part, first, last)
+
+    with Counted(path, read_manifest(path)) as reader:
+        tensor = reader.tensors["weight", "layers.0.mlp.up.weight"]
+        whole = reader.whole(tensor)
+        seen.clear()
+        part = reader.box(tensor, ((1, tensor.shape[0]), (2, 5)))
+    assert torch.equal(part, whole[1:, 2:5])
+    assert max(seen) <= 3
+    assert sum(seen) == tensor.shape[0] - 1

@@ -47,6 +47,7 @@ from .folder import Folder
 from .optimizer import Update
 
 # What torch's optimizers keep for every number.
+BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps a part of each
 KEPT = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
 T = TypeVar("T")
 
@@ -468,11 +469,21 @@ class TensorReader:
             if not common:  # a tensor without dims
                 return self._rows(tensor, part, 0, 1).view(())
             if all(a < b for a, b in common):
-                inside = _slices(common, outer)
-                rows = self._rows(tensor, part, inside[0].start, inside[0].stop)
-                if common == box:  # all of it lies in this part: no copy
-                    return rows[:, *inside[1:]].contiguous()
-                out[_slices(common, box)] = rows[:, *inside[1:]]
+                inside, at = _slices(common, outer), _slices(common, box)
+                whole = common[1:] == outer[1:]
+                if common == box and whole:  # all of it lies in this part: no copy
+                    return self._rows(tensor, part, inside[0].start, inside[0].stop)
+                # Of rows that are cut a few at a time: a rank holds little more than it keeps.
+                count = inside[0].stop - inside[0].start
+                many = (
+                    count
+                    if whole
+                    else max(1, BLOCK // (out.element_size() * math.prod(part[0].local[1:])))
+                )
+                for first in range(0, count, many):
+                    last = min(first + many, count)
+                    rows = self._rows(tensor, part, inside[0].start + first, inside[0].start + last)
+                    out[at[0].start + first : at[0].start + last, *at[1:]] = rows[:, *inside[1:]]
         return out
 
     def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:
