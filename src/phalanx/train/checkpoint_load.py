@@ -472,7 +472,7 @@ class TensorReader:
                 inside, at = _slices(common, outer), _slices(common, box)
                 whole = common[1:] == outer[1:]
                 if common == box and whole:  # all of it lies in this part: no copy
-                    return self._rows(tensor, part, inside[0].start, inside[0].stop)
+                    return self._rows(tensor, part, inside[0].start, inside[0].stop).contiguous()
                 # Of rows that are cut a few at a time: a rank holds little more than it keeps.
                 count = inside[0].stop - inside[0].start
                 many = (
