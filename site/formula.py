@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from phalanx.cost import cost_of_row
 from phalanx.layout import Layout, Shape, piece_layout
-from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product
+from phalanx.program import PieceCost
 
 # What decides which operations a decoder runs; all else of a shape are sizes.
 STRUCTURE = (
@@ -73,17 +74,6 @@ def _value(form: Any, at: Sequence[float]) -> Any:
     return form
 
 
-def _load(row: Sequence[Any]) -> Load:
-    products, attention, moved, launches, messages = row
-    return Load(
-        tuple(Product(*x) for x in products),
-        tuple(AttentionLoad(*x) for x in attention),
-        moved,
-        launches,
-        tuple(MessageLoad(*x) for x in messages),
-    )
-
-
 @dataclass(frozen=True)
 class Formulas:
     """The pieces of one shape under one cut, each a function of a microbatch's rows."""
@@ -110,8 +100,7 @@ def costs_from(
 
         def at(form: Any, rows: float, cut: Layout) -> PieceCost:
             sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])
-            row = _value(form, features(sizes, seq=cut.seq))
-            return PieceCost(*map(_load, row[:4]), *row[4:])
+            return cost_of_row(_value(form, features(sizes, seq=cut.seq)))
 
         found[cut] = Formulas(*(partial(at, form, cut=cut) for form in kinds))
     return found

@@ -58,7 +58,7 @@ def test_what_the_glossary_says_of_other_names_are_layouts_and_keys() -> None:
         if words.startswith("phalanx ") or words in keys | fields or words in VERBS:
             continue
         parallel = words if re.search(r"\b(dp|pp|tp|cp)[0-9]", words) else f"pp2 {words}"
-        Layout.parse(parallel)
+        assert Layout.parse(parallel) != Layout(), words
 
 
 VERBS = ("train", "plan", "report", "plan --explain")

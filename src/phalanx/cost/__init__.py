@@ -1,6 +1,6 @@
 """Floor 5: what operations cost, before they run.
 
-What needs torch is imported when it is asked for: a plan from cached cached_costs starts without it.
+What needs torch is imported when it is asked for: a plan from costs that are kept starts without it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .cache import Pieces, cached_costs
+from .cache import Pieces, cached_costs, cost_of_row
 from .flops import OpFlops, StepFlops, forward_flops, step_flops
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "step_flops",
     "piece_costs",
     "cached_costs",
+    "cost_of_row",
 ]
 
 _WITH_TORCH = {"Live": "live", "sizes_of": "sizes", "piece_costs": "pieces"}

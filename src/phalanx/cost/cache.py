@@ -1,8 +1,8 @@
-"""PieceCost pieces kept on disk, so that a plan does not piece_costs again and need not even load torch.
+"""Costs of pieces kept on disk, so that a plan finds them only once and need not even load torch.
 
 One file for each model and sequence length, holding every cut that was asked for: JSON under
 `$XDG_CACHE_HOME/phalanx/costs`. What a piece can feel is in the file's name, hashed, and so is the
-source of what costing runs: changed code cached_costs again. A file that is damaged is written anew, and
+source of what costing runs: changed code is costed again. A file that is damaged is written anew, and
 one that cannot be written is no loss.
 """
 
@@ -165,7 +165,9 @@ def _costed(
 
 
 def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> Pieces:
-    kinds = tuple(_at(_whole(one), _whole(two), float(many)) for one, two, many in entry["kinds"])
+    kinds = tuple(
+        _at(cost_of_row(one), cost_of_row(two), float(many)) for one, two, many in entry["kinds"]
+    )
     which = tuple(entry["which"])
     if isinstance(model, Shape):
         blocks = which[1:-1]
@@ -202,7 +204,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _whole(row: Sequence[Any]) -> PieceCost:
+def cost_of_row(row: Sequence[Any]) -> PieceCost:
+    """The cost that stands as a list of its fields."""
     loads, numbers = row[:4], row[4:]
     forward, into_input, into_weights, again = map(_load, loads)
     return PieceCost(forward, into_input, into_weights, again, *map(float, numbers))
@@ -234,7 +237,7 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
         known: dict[str, Any] = json.loads(file.read_bytes())
         for entry in known.values():
             for one, two, many in entry["kinds"]:
-                _whole(one), _whole(two), float(many)
+                cost_of_row(one), cost_of_row(two), float(many)
             tuple(map(int, entry["which"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -86,7 +86,7 @@ def cost_kinds(
     target: str = "cuda",
     known: Known | None = None,
 ) -> list[tuple[PieceCost, ...]]:
-    """One PieceCost for each kind of piece, for each number of rows. Who cached_costs many layouts passes
+    """One PieceCost for each kind of piece, for each number of rows. Who costs many layouts passes
     one `known` to all."""
     if model.shape is None:
         raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class Bytes:
     def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded:
         return Encoded(np.frombuffer(raw, np.uint8), lengths)
 
-    def refuse_chats(self) -> None:
+    def refuse_chats(self) -> NoReturn:
         """Raise where chats cannot be made tokens."""
         raise DataError(
             f"chats need a tokenizer with a chat template: --tokenizer FOLDER, with {FILE},"
@@ -76,7 +76,7 @@ class Bytes:
         )
 
     def encode_chat(self, messages: list[Message], tools: Any) -> Encoded:
-        raise NotImplementedError
+        self.refuse_chats()
 
 
 class Tokenizer:
