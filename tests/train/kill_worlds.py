@@ -37,7 +37,7 @@ def _wait(what: Callable[[], bool], why: str, seconds: float = 120.0) -> None:
         sleep(0.0005)
 
 
-def _family(mark: str) -> list[int]:
+def family(mark: str) -> list[int]:
     """The processes that have this in the environment they began with; of a zombie it is empty."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -73,6 +73,10 @@ class Campaign:
         """What the processes of this run, and no others, have in their environment."""
         return f"TMPDIR={self.out}-temporary"
 
+    def python(self) -> list[str]:
+        """What starts Python with the words that follow."""
+        return [sys.executable]
+
     def command(self, last: int) -> subprocess.Popen[bytes]:
         words = [*SMALL, f"out={self.out}", f"steps={last}", f"layout={self.layout}"]
         words.append(f"checkpoint.async={str(self.asynchronous).lower()}")
@@ -80,7 +84,7 @@ class Campaign:
         name, _, folder = self.mark.partition("=")
         Path(folder).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
-            [sys.executable, "-c", CODE, *words, "--json"],
+            [*self.python(), "-c", CODE, *words, "--json"],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1", name: folder},
         )  # fmt: skip
@@ -102,7 +106,7 @@ class Campaign:
             code = process.wait(timeout=60)
         assert code != 0
         self.killed += 1
-        _wait(lambda: not _family(self.mark), "some processes did not end", 20.0)
+        _wait(lambda: not family(self.mark), "some processes did not end", 20.0)
         left = {name for name in _shared() - shared if "phalanx" in name}
         assert not left, f"in shared memory: {left}"
         for step in self._starts()[len(starts) :]:
@@ -117,10 +121,10 @@ class Campaign:
         for starts in range(kills):
             wanted = self._last() + 2 * EVERY
             self._until(starts, wanted)
-            os.kill(max(set(_family(self.mark)) - {process.pid}), signal.SIGKILL)
+            os.kill(max(set(family(self.mark)) - {process.pid}), signal.SIGKILL)
         assert process.wait(timeout=300) == 0
         assert len(self._starts()) == kills + 1
-        assert not _family(self.mark)
+        assert not family(self.mark)
         return last
 
     def _until(self, starts: int, step: int) -> None:
@@ -148,8 +152,8 @@ class Campaign:
         sleep(self.random.uniform(0.0, 0.003))
 
     def _victims(self, pid: int) -> list[int]:
-        family = _family(self.mark)
-        return self.random.choice([[pid], family[-2:-1] or [pid], family[-1:] or [pid], family])
+        there = family(self.mark)
+        return self.random.choice([[pid], there[-2:-1] or [pid], there[-1:] or [pid], there])
 
     # ---- what must hold
 

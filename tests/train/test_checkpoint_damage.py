@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import xxhash
 from checkpoint_worlds import Run, run, saved_twice
 
 from phalanx.train import checkpoint
-from phalanx.train.checkpoint import steps
+from phalanx.train.checkpoint import Saved, steps
 from phalanx.train.checkpoint_format import (
     CHUNK,
     CheckpointError,
@@ -289,3 +291,67 @@ def test_killed_at_any_moment_of_a_save_the_newest_sound_one_is_there(
             break
         moments += 1
     assert 10 < moments < 60
+
+
+@pytest.mark.slow
+def test_whichever_call_of_a_save_fails_once_the_run_goes_on_and_saves_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every write, fsync, rename, and whatever else changes the disk, in turn."""
+    left = 0
+
+    def failing(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), plain.__name__)
+            return plain(*args, **options)
+
+        return call
+
+    class Numbers(io.FileIO):
+        write = failing(io.FileIO.write)
+
+    def opened(path: Path, mode: str = "r", buffering: int = -1, **options: Any) -> Any:
+        plain = buffering or "b" not in mode
+        return open(path, mode, buffering, **options) if plain else Numbers(path, mode)
+
+    def text(descriptor: int, *args: Any, **options: Any) -> Any:
+        file = open(descriptor, *args, **options)  # noqa: SIM115
+        file.write = failing(file.write)  # type: ignore[method-assign]
+        return file
+
+    def work(each: Run) -> tuple[bool, Saved, Saved]:
+        nonlocal left
+        each.resume(there)
+        saver = each.saver(there, keep=1, on_failure="go on")
+        each.steps(1)
+        left = moment
+        first = saver.save(each.progress)[-1]
+        reached, left = left <= 0, 0
+        assert verify_checkpoint(steps(there)[0]) == [], moment
+        each.steps(1)
+        return reached, first, saver.save(each.progress)[-1]
+
+    for name in ("fsync", "open", "rename", "replace", "mkdir", "rmdir", "unlink"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "fdopen", text)
+    told = list[str]()
+    for moment in range(1, 400):
+        there = tmp_path / f"run {moment}"
+        left = 0
+        shutil.copytree(folder, there)
+        [(reached, first, second)] = run("dp1", work)
+        assert (second.step, second.error, second.notice) == (4, "", ""), moment
+        assert verify_checkpoint(second.path) == [], moment
+        assert [path.name for path in there.iterdir()] == ["step-00000004"], moment
+        if not reached:
+            break
+        told.append(first.error or first.notice)
+    # Only what was there before and what is removed anyway fails without a word.
+    assert moment - 1 - told.count("") > 15
+    assert {"write", "fsync", "rename", "mkdir"} <= {
+        name for each in told for name in re.findall(r"\w+", each)
+    }
