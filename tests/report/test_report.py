@@ -52,7 +52,6 @@ def journal(hostile: str = "") -> list[dict[str, Any]]:
             "hfu": 0.4,
             "memory": memory,
             "tokens_per_second": 100.0,
-            "goodput": 0.8,
         }
 
     ranks = [{"promised": {"weights": 2048.0}, "measured": {"weights": 1024.0}}]
@@ -85,7 +84,8 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
     for said in (
         "tiny, 1,234 parameters, on python; step 12 of 12, ended",
         "2 starts; the last as dp2 zero3 on 2 ranks",
-        "goodput 80 %",
+        # 12 steps of half a second, 5 of them lost, in 341 s by the calendar.
+        "goodput 1.76 % of 341 s: steps 1.76 %, lost steps 0.733 %, down 13.5 %, other 84 %",
         "validation loss 2.5000 nats per token, 3.6000 bits per byte",
         "a peak of 2 TFLOP/s over all ranks (measured)",
         "causal attention",

@@ -24,7 +24,7 @@ from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop
 from phalanx.train.learning_rate import learning_rate
-from phalanx.train.log import Goodput, Journal
+from phalanx.train.log import Journal
 from phalanx.train.loop import TrainError
 from phalanx.train.rank import Rank
 
@@ -74,6 +74,15 @@ def test_every_layout_sees_the_same_losses_and_validates_alike(
             assert one["step"] == other["step"]
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-12)
     assert records(out, "step")[0]["norm"] == pytest.approx(records(alone, "step")[0]["norm"])
+
+
+def test_the_parts_of_goodput_are_the_time_that_passed(alone: Path) -> None:
+    (end,) = records(alone, "end")
+    assert sum(end["parts"].values()) == pytest.approx(end["clock"] - end["began"], abs=0.05)
+    for part in ("steps", "starting", "saving", "validating"):
+        assert end["parts"][part] > 0
+    assert end["parts"]["lost steps"] == end["parts"]["down"] == 0
+    assert end["goodput"] == end["parts"]["steps"] / sum(end["parts"].values())
 
 
 def test_bits_per_byte_are_the_validation_loss_in_bits(alone: Path) -> None:
@@ -389,20 +398,6 @@ def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None
     journal.close()
     assert [r["event"] for r in read_journal(path)] == ["start", "end"]
     assert read_journal(path)[1]["loss"] == "inf"
-
-
-def test_goodput_counts_a_step_that_was_done_twice_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.time", lambda: 100.0)
-    step = {"event": "step", "time": 50.0, "steps": 1, "seconds": 5.0}
-    history = [
-        {"event": "start", "time": 0.0, "step": 0},
-        *({**step, "step": n} for n in (1, 2, 3)),
-        {"event": "start", "time": 50.0, "step": 2},
-        {**step, "step": 3},
-    ]
-    goodput = Goodput(history, 3)
-    goodput.add(25.0)
-    assert float(goodput) == pytest.approx((3 * 5 + 25) / 100, rel=1e-3)
 
 
 # ---- rates

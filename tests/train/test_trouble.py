@@ -31,7 +31,7 @@ from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
 from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.data import DataError
-from phalanx.train.log import Goodput, Journal, JournalError
+from phalanx.train.log import Journal, JournalError
 from phalanx.train.rank import Rank, batches_of
 
 WORDS = [
@@ -209,26 +209,6 @@ def test_records_that_are_not_usable_do_not_keep_a_run_from_going_on(
     assert main(["train", *words, "steps=2"]) == 0
     assert "7 lines are not usable and were passed over" in capfd.readouterr().out
     assert 0 < records(out, "step")[-1]["goodput"] <= 1
-
-
-@pytest.mark.parametrize("jump", [-1e9, -30.0, 1e9])
-def test_goodput_is_a_share_of_time_whatever_the_clock_does(
-    jump: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = {"event": "step", "steps": 1, "seconds": 5.0}
-    history = [
-        {"event": "start", "time": 1e9, "step": 0},
-        {**step, "time": 1e9 + 10, "step": 1},
-        {**step, "time": 1e9 + 20 + jump, "step": 2},
-        {"event": "start", "time": 1e9 + 40 + jump, "step": 2},
-    ]
-    monkeypatch.setattr(time, "time", lambda: 1e9 + 50 + jump)
-    goodput = Goodput(history, 2)
-    monkeypatch.setattr(time, "time", lambda: 0.0)  # set back while it runs
-    goodput.add(1e-3)
-    assert 0 < float(goodput) <= 1
-    if jump < 0:  # 10 s, then nothing is known, then 30 s; 10 s of steps
-        assert float(goodput) == pytest.approx(10 / 40, rel=1e-2)
 
 
 # ---- data that is cut

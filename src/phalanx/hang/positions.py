@@ -17,6 +17,7 @@ import re
 import signal
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Positions:
         self.words[THREAD], self.words[NATIVE] = threading.get_ident(), threading.get_native_id()
         self.words[OP] = -1
         self.words[PHASE] = PHASES.index("starting")
+        self.begun = self._since = time.monotonic()
+        self._spent: dict[str, float] = {}
         if self._files[1] >= 0:
             faulthandler.register(STACKS, self._files[1], all_threads=True)
         threading.Thread(target=self._beat, name="positions", daemon=True).start()
@@ -140,7 +143,20 @@ class Positions:
 
     def begin(self) -> None:
         """The rank is ready: from here on it goes on, or hangs."""
+        self._pass()
         self.words[PHASE] = PHASES.index("between steps")
+
+    def _pass(self) -> None:
+        """What has passed is the phase's that ends here."""
+        now, name = time.monotonic(), PHASES[self.words[PHASE]]
+        self._spent[name] = self._spent.get(name, 0.0) + now - self._since
+        self._since = now
+
+    def taken(self) -> dict[str, float]:
+        """Seconds in each phase since this was last asked, each second in the innermost."""
+        self._pass()
+        spent, self._spent = self._spent, {}
+        return spent
 
     @contextmanager
     def phase(self, name: str, note: str = "") -> Iterator[None]:
@@ -149,10 +165,12 @@ class Positions:
         raw = note.encode()[: ROOM - 8]
         self._bytes[NOTE + 8 : NOTE + 8 + len(raw)] = raw
         self._bytes[NOTE : NOTE + 8] = len(raw).to_bytes(8, "little")
+        self._pass()
         self.words[PHASE], self.words[OP] = PHASES.index(name), -1
         try:
             yield
         finally:
+            self._pass()
             self.words[PHASE], self.words[OP] = before
 
     def close(self, how: str) -> None:

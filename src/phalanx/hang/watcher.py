@@ -310,10 +310,11 @@ class Watcher:
 def _write_down(out: Path, found: Diagnosis) -> None:
     """The hang as a file, and as a record of the run."""
     from ..layout.files import write_text
+    from ..layout.goodput import stamp
 
     with suppress(OSError):
         write_text(out / FILE, "\n".join(found.full) + "\n")
-    record = {"event": "hang", "time": round(time.time(), 3), "ranks": found.ranks}
+    record = {"event": "hang", **stamp(), "ranks": found.ranks}
     line = json.dumps({**record, "text": found.text}) + "\n"
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW

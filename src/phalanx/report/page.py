@@ -29,6 +29,7 @@ from ..draw import (
 )
 from ..layout import Layout
 from ..layout.files import read_text
+from ..layout.goodput import Goodput
 from ..layout.journal import read_journal
 from ..layout.numbers import binary_text
 from ..program import Timeline
@@ -153,11 +154,8 @@ def _summary(journal: _Journal) -> Html:
     ]
     if steps:
         rate = statistics.median(_number(s, "tokens_per_second") for s in steps)
-        lines.append(
-            f"loss {_number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median);"
-            f" goodput {100 * _number(steps[-1], 'goodput'):.0f} %: the part of all time spent in steps that"
-            " were kept"
-        )
+        lines.append(f"loss {_number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median)")
+        lines.append(str(Goodput(journal.records)))
     if checked := journal.of("validation"):
         bits = _number(checked[-1], "bits_per_byte")
         more = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""

@@ -1,7 +1,8 @@
 """The log of a run, written by rank 0: metrics.jsonl, a line on the screen, and other tools if wanted.
 
 Each line of metrics.jsonl is one JSON object with an `event`: start, step, validation, checkpoint,
-memory, compile, skip, stop, end. A run that was restarted has several starts in it.
+memory, compile, skip, straggler, stop, end, and hang, which its watcher writes. A run that was
+restarted has several starts in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -24,22 +25,26 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from ..cost import StepFlops
+from ..hang import Positions
 from ..layout.files import open_regular, printable, write_text
-from ..layout.journal import Record, read_journal
+from ..layout.goodput import Goodput, clock, stamp
+from ..layout.journal import read_journal
 from ..layout.run import Run
 
 
 class RunLog:
     """The log of one start of a run. Made on every rank; only rank 0's is `active` and writes."""
 
-    def __init__(self, run: Run, *, active: bool, quiet: bool) -> None:
+    def __init__(self, run: Run, positions: Positions, *, active: bool, quiet: bool) -> None:
+        self.positions = positions
+        self.began = round(clock() - (time.monotonic() - positions.begun), 3)
         self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
         self.seconds: list[float] = []  # of each step since the last line
         self.screen: Screen | None = None
         self.sinks: list[Sink] = []
         if active:
             path, self.goes_on = self.out / "metrics.jsonl", run.checkpoint.on_disk_full == "go-on"
-            self.history = read_journal(path)
+            self.goodput = Goodput(read_journal(path))
             self.journal = Journal(path, goes_on=self.goes_on)
             self._write("run.toml", str(run))
             self.sinks = open_sinks(run)
@@ -51,7 +56,6 @@ class RunLog:
         if not self.active:
             return
         self.flops, self.peak, self.tokens = flops, peak[0], tokens
-        self.goodput = Goodput(self.history, step)
         self.screen = None if self.quiet else Screen(self.run, step)
         if self.goodput.unusable:
             self.say(
@@ -72,17 +76,21 @@ class RunLog:
         if self.screen:
             self.screen.say(text)
 
+    def say_goodput(self) -> None:
+        if self.active:
+            self.say(str(self.goodput))
+
     def event(self, event: str, text: str = "", **values: Any) -> None:
         """Something that happened: a record, and a line if there is a text."""
         if self.active:
-            self.journal.write(event, **values)
+            self._record(event, values)
             if text:
                 self.say(text)
 
     def notice(self, event: str, text: str) -> None:
         """Something that a person should know before the start: a record, and a line."""
         if self.active:
-            self.journal.write(event, text=text)
+            self._record(event, {"text": text})
             if not self.quiet:
                 print_line(text)
 
@@ -93,7 +101,6 @@ class RunLog:
         if not self.active or not count:
             return
         each = total / count
-        self.goodput.add(total)
         values = {
             **numbers,
             "seconds": each,
@@ -101,13 +108,25 @@ class RunLog:
             "mfu": self.flops.model / each / self.peak,
             "mfu_full": self.flops.full / each / self.peak,
             "hfu": self.flops.hardware / each / self.peak,
-            "goodput": float(self.goodput),
         }
-        self.journal.write("step", step=step, steps=count, **values)
+        values["goodput"] = self._record("step", {"step": step, "steps": count, **values})
         for sink in self.sinks:
             sink.write(step, values)
         if self.screen:
             self.screen.write(step, values)
+
+    def _record(self, event: str, values: Mapping[str, Any]) -> float:
+        """Write it down with what the time since the record before went to; the goodput, with it."""
+        spent = {phase: round(seconds, 4) for phase, seconds in self.positions.taken().items()}
+        record: dict[str, Any] = {"event": event, **stamp(), "began": self.began, **values}
+        record["spent"] = spent
+        self.goodput.add(record)
+        if event in ("step", "end", "stop"):
+            record["goodput"] = float(self.goodput)
+        if event in ("end", "stop"):
+            record["parts"] = self.goodput.spent
+        self.journal.write(**record)
+        return float(self.goodput)
 
     def validation(self, step: int, loss: float, bits: float | None) -> None:
         more = "" if bits is None else f", {bits:.4f} bits per byte"
@@ -180,7 +199,7 @@ class Journal:
         self.cut = size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
 
     def write(self, event: str, **values: Any) -> None:
-        record = {"event": event, "time": round(time.time(), 3), **values}
+        record = {"event": event, **values}
         line = (json.dumps(_finite(record)) + "\n").encode()
         try:
             self._append(b"\n" + line if self.cut else line)
@@ -204,53 +223,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Goodput:
-    """Time in steps that count over the time since the first start: what restarts cost is in it.
-
-    Steps that were done again after a restart count once. Of the clock only what lies between two
-    records is believed, and nothing when it was set back; this start is timed by a clock that nobody
-    sets. Records that are not usable are passed over: `unusable` counts them.
-    """
-
-    def __init__(self, history: Iterable[Record], step: int) -> None:
-        kept: list[tuple[int, float]] = []
-        self.unusable, self.before, last = 0, 0.0, None
-        for record in history:
-            try:
-                now = _number(record, "time")
-                if record["event"] == "start":
-                    at = _number(record, "step")
-                    kept = [k for k in kept if k[0] <= at]
-                elif record["event"] == "step":
-                    seconds = _number(record, "seconds") * _number(record, "steps")
-                    kept.append((int(_number(record, "step")), seconds))
-            except ValueError:
-                self.unusable += 1
-                continue
-            self.before += max(0.0, now - (now if last is None else last))
-            last = now
-        if last is not None:
-            self.before += max(0.0, time.time() - last)
-        self.useful = sum(seconds for at, seconds in kept if at <= step)
-        self.before = max(self.before, self.useful)
-        self.begun = time.monotonic()
-
-    def add(self, seconds: float) -> None:
-        self.useful += seconds
-
-    def __float__(self) -> float:
-        wall = self.before + time.monotonic() - self.begun
-        return min(1.0, self.useful / max(1e-9, wall))
-
-
-def _number(record: Record, key: str) -> float:
-    """A number of a record, from 0; ValueError when there is none."""
-    value = record.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e15:
-        raise ValueError(key)
-    return float(value)
 
 
 def print_line(text: str) -> None:

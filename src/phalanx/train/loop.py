@@ -192,7 +192,7 @@ class _Loop:
         if rank.layout.compile:
             tell_compilations(positions)
         self.everyone = rank.local.groups.everyone
-        self.log = RunLog(rank.run, active=rank.world.rank == 0, quiet=quiet)
+        self.log = RunLog(rank.run, positions, active=rank.world.rank == 0, quiet=quiet)
         kept = rank.run.checkpoint
         self.saver = Saver(
             rank.run.checkpoints, rank.local, rank.updates,
@@ -415,6 +415,7 @@ class _Loop:
             self.log.event("stop", text, step=done)
         else:
             self.log.event("end", step=done, loss=self.loss, validation=self.validated[1])
+        self.log.say_goodput()
 
 
 def _due(done: int, every: int) -> bool:
