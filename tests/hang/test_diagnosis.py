@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.hang import PositionReader, Positions, RankState, diagnose
-from phalanx.hang.positions import DEVICE, OP, STEP, WAITS, Made
+from phalanx.hang import PositionReader, Positions, RankState, diagnose, watcher
+from phalanx.hang.positions import DEVICE, OP, STEP, WAITS, Made, started_at
 
 GROUP = ("tp", (0, 1, 2), 0)
 
@@ -154,3 +154,21 @@ def test_what_is_no_memory_of_a_rank_is_refused(tmp_path: object) -> None:
     for path in (f"{tmp_path}/file", "/proc/self/fd/0", f"/proc/{os.getpid()}/fd/0", "/dev/zero"):
         with pytest.raises(OSError, match=re.compile("memory of a rank|No such file")):
             PositionReader([path, path])
+
+
+def test_computing_in_a_first_step_is_not_going_on_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = iter(range(1000))
+    monkeypatch.setattr(watcher, "_effort", lambda pid: next(ticks))
+    positions = Positions(0)
+    pid = os.getpid()
+    for phase, still in (("first step", 3 * 10.0), ("compiling", 0.0)):
+        with positions.phase(phase):
+            seen = watcher._Watched((0, pid, started_at(pid), tuple(positions.paths)), "a")
+            begun = seen.since
+            for n in range(32):  # of a limit of 10 s
+                seen.look(begun + 10.0 * n, 10.0)
+            # For 28 times the limit computing is going on, and not after.
+            assert begun + 310.0 - seen.since == pytest.approx(still)
+    positions.close("ended")

@@ -12,7 +12,7 @@ from hang_worlds import run_in, saves_slowly, sleeps_in_a_backward
 
 from phalanx.cli.main import main
 from phalanx.comm import RankFailed, launch
-from phalanx.hang import snapshot
+from phalanx.hang import ask_elsewhere, snapshot
 from phalanx.hang.watcher import FILE, FOLDER
 from phalanx.layout.journal import read_journal
 from phalanx.report import report
@@ -58,7 +58,14 @@ def test_from_outside_the_same_is_seen_while_a_run_hangs(
         time.sleep(0.1)
     assert main(["doctor", "hang", run.out, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
+    assert main(["top", run.out, "--once"]) == 0
+    top = capsys.readouterr().out
+    elsewhere, unseen = ask_elsewhere(Path(run.out), [], 4.0)
     training.join()
+    assert "step 1/6, running, dp2" in top
+    assert any(line.endswith("S  1B0") for line in top.splitlines())
+    assert [state.op for state in elsewhere][:1] == [OP]  # what another host is answered
+    assert not unseen
     first, second = figures["ranks"]
     assert first["op"] == OP
     assert any("in performed" in frame for frame in first["stack"])

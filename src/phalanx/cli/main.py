@@ -29,6 +29,7 @@ VERBS: dict[str, str] = {
     "data": "text, JSONL or parquet made into token files",
     "checkpoint": "show, verify, export or import a checkpoint",
     "report": "one HTML page of a run",
+    "top": "a run while it goes on, in a terminal: step, speed, ranks",
     "bench": "collectives, matrix products, MFU and overlap of this machine",
     "doctor": "what this machine is, and the catalogue of devices and links",
     "demo": "train, kill a rank, resume in another layout, compare and report",

@@ -3,7 +3,7 @@ its own that starts in a few hundredths of a second."""
 
 from .diagnosis import Diagnosis, RankState, diagnose
 from .positions import PositionReader, Positions
-from .watcher import Hosted, snapshot
+from .watcher import Hosted, ask_elsewhere, snapshot
 
 __all__ = [
     "Diagnosis",
@@ -11,6 +11,7 @@ __all__ = [
     "PositionReader",
     "Positions",
     "RankState",
+    "ask_elsewhere",
     "diagnose",
     "snapshot",
 ]

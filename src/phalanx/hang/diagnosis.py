@@ -36,6 +36,7 @@ class RankState:
     waits: int
     state: str  # of the process, as /proc shows it: R, S, D, T; X: it is gone
     doing: str = ""  # what its thread does by the kernel: a system call, a file, computing
+    memory: int = 0  # bytes of the host's that it holds
     locked: bool = False  # none of its threads gets the interpreter's lock
     calls: tuple[Made, ...] = ()
     stack: tuple[str, ...] = ()

@@ -218,11 +218,17 @@ class PositionReader:
             self._map = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
-        self.words: memoryview[int] = memoryview(self._map)[: WORDS * 8].cast("q")
+        with memoryview(self._map) as whole, whole[: WORDS * 8] as page:
+            self.words: memoryview[int] = page.cast("q")
         self._stacks = os.open(paths[1], os.O_RDONLY | os.O_CLOEXEC)
         self._texts: list[str] = []
         self._groups: dict[int, tuple[str, tuple[int, ...], int]] = {}
         self._read = 0
+
+    def close(self) -> None:
+        self.words.release()
+        self._map.close()
+        os.close(self._stacks)
 
     def mark(self) -> tuple[int, ...]:
         """What changes when the rank goes on."""

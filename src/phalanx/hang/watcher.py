@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .diagnosis import Diagnosis, RankState, diagnose
+from .diagnosis import PATIENCE, Diagnosis, RankState, diagnose
 from .positions import (
     BEAT,
     BEATS,
+    KNOWN,
     LONGEST,
     NATIVE,
     OVER,
@@ -37,6 +38,7 @@ from .positions import (
 )
 
 FOLDER = ".ranks"  # in a run's folder: who watches which ranks, and what they see
+ASKED = "asked"  # in it, a file: who looks from another host touches it, and watchers answer
 FILE = "hang.txt"  # in a run's folder: the last hang, with the stacks of all ranks
 _POLL = 0.1
 # `layout.files` is imported where a run hangs: loading `layout` would double what a watcher's start takes.
@@ -94,17 +96,23 @@ class _Watched:
             raise OSError(f"{paths[0]} is not the memory of process {self.pid}")
         self.since = time.monotonic()
         self.mark = self.reader.mark()
+        self.moved = self.since
         self.effort, self.beat, self.beat_since = 0, 0, self.since
         self.longest = 0.0
 
-    def look(self, now: float) -> None:
-        """See whether it has gone on."""
+    def look(self, now: float, timeout: float = 0.0) -> None:
+        """See whether it has gone on. Computing is going on where much may have to be loaded, but in a
+        first step not for ever: nothing takes that long there, and calls give up not much later."""
         mark = self.reader.mark()
         working = self.reader.phase in WORKING
         effort = _effort(self.pid) if working else 0
         beat = self.reader.words[BEAT]
         if beat != self.beat:
             self.beat, self.beat_since = beat, now
+        self.moved = now if mark != self.mark else self.moved
+        known = self.reader.phase in KNOWN
+        if timeout and not known and now - self.moved > (PATIENCE - 2) * timeout:
+            working = False
         if mark == self.mark and (not working or effort == self.effort):
             return
         waited = self.mark[WAITS - STEP] != 0
@@ -117,6 +125,7 @@ class _Watched:
     def skip(self, seconds: float) -> None:
         """The watcher itself stood still for so long, and perhaps all with it."""
         self.since += seconds
+        self.moved += seconds
         self.beat_since += seconds
 
     @property
@@ -142,6 +151,7 @@ def state_of(watched: _Watched, now: float, stack: Sequence[str] = ()) -> RankSt
         waits=words[WAITS],
         state=state,
         doing=doing,
+        memory=_resident(watched.pid),
         locked=locked,
         calls=tuple(reader.calls()),
         stack=tuple(stack),
@@ -179,6 +189,12 @@ def _system_call(pid: int, thread: int) -> str:
     return ""
 
 
+def _resident(pid: int) -> int:
+    with suppress(OSError, IndexError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
 def _effort(pid: int) -> int:
     """What grows as a process works at what its positions do not show: ticks and bytes."""
     total = 0
@@ -202,6 +218,7 @@ class Watcher:
 
     def watch(self) -> Diagnosis | None:
         """Return when all ranks have ended, or with the diagnosis when they hang."""
+        threading.Thread(target=self._answer, daemon=True).start()
         last = time.monotonic()
         while not all(r.reader.phase in OVER or r.gone for r in self.ranks):
             time.sleep(_POLL)
@@ -211,7 +228,7 @@ class Watcher:
                     r.skip(now - last - _POLL)
             last = now
             for r in self.ranks:
-                r.look(now)
+                r.look(now, self.hosted.timeout)
             if self.hosted.timeout and self._stands(now) and (found := self._found(now)):
                 return found
         return None
@@ -289,6 +306,22 @@ class Watcher:
     def _seen(self, host: str) -> Path:
         return Path(self.hosted.out, FOLDER, f"{host}.seen.json")
 
+    def _answer(self) -> None:
+        """Write what is seen for those who look from other hosts, each time they ask. In a thread, and
+        with readers of its own: a file system that does not answer holds up nothing else."""
+        out, answered = Path(self.hosted.out), 0
+        while True:
+            time.sleep(_ANSWER / 2)
+            with suppress(OSError):
+                asked = Path(out, FOLDER, ASKED).stat().st_mtime_ns
+                if asked != answered:
+                    from ..layout.files import write_text
+
+                    states = [r.to_json() for r in snapshot(out, 0.1, stacks=False)[0]]
+                    path = Path(out, FOLDER, f"{self.hosted.host}.answer.json")
+                    write_text(path, json.dumps({"asked": asked, "ranks": states}))
+                    answered = asked
+
     # ---- the end
 
     def end(self, found: Diagnosis) -> None:
@@ -348,13 +381,15 @@ def _print(text: str) -> None:
 # ---- from outside
 
 
-def snapshot(folder: Path, seconds: float = 1.0) -> tuple[list[RankState], float, list[str]]:
+def snapshot(
+    folder: Path, seconds: float = 1.0, *, stacks: bool = True
+) -> tuple[list[RankState], float, list[str]]:
     """The ranks of a run on this host, its timeout, and the hosts whose ranks are not to be seen."""
     states, timeout, hosts, here = list[RankState](), 60.0, list[str](), set[str]()
     for hosted, watched in _live(folder):
         timeout, hosts = hosted.timeout, [*hosted.hosts]
         here.add(hosted.host)
-        begins = [r.reader.ask_for_stacks() for r in watched]
+        begins = [r.reader.ask_for_stacks() if stacks else -1 for r in watched]
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(0.05)
@@ -365,8 +400,38 @@ def snapshot(folder: Path, seconds: float = 1.0) -> tuple[list[RankState], float
             if r.since < end - seconds + 0.04 and words[SINCE]:
                 r.since = min(r.since, words[SINCE] / 1e3)
             r.longest = max(r.longest, words[LONGEST] / 1e3)
-            states.append(state_of(r, now, r.reader.stack(begin)))
+            states.append(state_of(r, now, r.reader.stack(begin) if stacks else ()))
+            r.reader.close()
     return states, timeout, [host for host in hosts if host not in here]
+
+
+def ask_elsewhere(
+    folder: Path, here: Sequence[str], seconds: float = 0.0
+) -> tuple[list[RankState], list[str]]:
+    """The ranks of a run on other hosts that share its folder, and which of these hosts have not
+    answered; waits so long for them. Ask again, and who has answered in between is seen."""
+    hosts: dict[str, int] = {}
+    for path in Path(folder, FOLDER).glob("*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            hosts |= dict.fromkeys(Hosted.parse(path.read_text()).hosts, 0)
+    if not (others := [host for host in hosts if host not in here]):
+        return [], []
+    asked = Path(folder, FOLDER, ASKED)
+    with suppress(OSError):  # who may not write sees what others have asked for
+        asked.touch()
+    found: dict[str, list[RankState]] = {}
+    end = time.monotonic() + seconds
+    while True:
+        for host in others:
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                table = json.loads(Path(folder, FOLDER, f"{host}.answer.json").read_text())
+                # Both times are those of the file server.
+                if asked.stat().st_mtime_ns - table["asked"] < 10 * 10**9:
+                    found[host] = [RankState.from_json(r) for r in table["ranks"]]
+        if len(found) == len(others) or time.monotonic() > end:
+            states = [state for each in found.values() for state in each]
+            return states, [host for host in others if host not in found]
+        time.sleep(_POLL)
 
 
 def _live(folder: Path) -> Iterator[tuple[Hosted, list[_Watched]]]:

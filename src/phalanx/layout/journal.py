@@ -15,23 +15,40 @@ LIMIT = 1 << 32  # bytes of a journal: years of a run
 LINE = 1 << 24  # bytes of a record
 
 
+class JournalReader:
+    """The records of a journal that may grow while it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at = path, 0
+
+    def more(self) -> list[Record]:
+        """Those that have come since the last call, without lines that are cut or longer than `LINE`."""
+        try:
+            file = open_regular(self.path)
+        except FileNotFoundError:
+            return []
+        records = []
+        with file:
+            if os.fstat(file.fileno()).st_size > LIMIT:
+                raise OSError(
+                    errno.EFBIG,
+                    f"it has more than the {LIMIT:,} bytes that are read",
+                    str(self.path),
+                )
+            file.seek(self.at)
+            while line := file.readline(LINE):
+                if len(line) < LINE and not line.endswith(b"\n"):
+                    break  # it is being written, or a dying process left it
+                self.at += len(line)
+                try:
+                    record = json.loads(line.decode(errors="replace"))
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(record, dict) and "event" in record:
+                    records.append(record)
+        return records
+
+
 def read_journal(path: Path) -> list[Record]:
-    """The records of a run, without lines that are cut or longer than `LINE`."""
-    try:
-        file = open_regular(path)
-    except FileNotFoundError:
-        return []
-    records = []
-    with file:
-        if os.fstat(file.fileno()).st_size > LIMIT:
-            raise OSError(
-                errno.EFBIG, f"it has more than the {LIMIT:,} bytes that are read", str(path)
-            )
-        while line := file.readline(LINE):
-            try:
-                record = json.loads(line.decode(errors="replace"))
-            except (ValueError, RecursionError):
-                continue  # a line that a dying process left unfinished
-            if isinstance(record, dict) and "event" in record:
-                records.append(record)
-    return records
+    """The records of a run so far."""
+    return JournalReader(path).more()

@@ -1,0 +1,199 @@
+"""`phalanx top`: a run while it goes on, in a terminal: steps, speed, memory, ranks, last messages."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from ..hang import RankState, ask_elsewhere, diagnose, snapshot
+from ..hang.positions import OVER
+from ..layout.files import printable
+from ..layout.goodput import Goodput
+from ..layout.journal import JournalReader, Record
+from ..layout.numbers import binary_text
+from .usage import POSITIVE, Parser, UsageError, result, say, screen, whole
+
+_EPILOG = """\
+First the numbers of the last log line and where the time went (goodput), then the ranks, and the
+last messages. Ranks of other hosts are seen where the run's folder is shared; of a run that has
+ended the log is shown. A rank's line says its state (R computes, S waits, D waits for a disk, T is
+stopped), its host memory, step and operation, and for how long it has stood there.
+
+  phalanx top runs/run
+  phalanx top runs/run --once
+
+Ctrl-C ends it, and nothing else. Exit code 0: done; 2: wrong usage."""
+_MESSAGES = 6
+_ENDS = {"end": "ended", "stop": "stopped, can be resumed", "hang": "hung, was ended"}
+_QUIET = ("step", "memory", "compile")  # records that are no messages
+
+
+def run(argv: list[str]) -> int:
+    """Show a run until Ctrl-C."""
+    parser = Parser("phalanx top", "A run while it goes on, in a terminal.", _EPILOG)
+    add = parser.add
+    add("folder", metavar="RUNDIR", help="the `out` of a run")
+    add("--once", action="store_true", help="print it once and end, as where there is no terminal")
+    add("--every", type=POSITIVE, default=1.0, metavar="SECONDS", help="between two looks")
+    add("--width", type=whole(), metavar="N", help="columns; default the terminal's")
+    add("--json", help="once, as JSON")
+    args = parser.read(argv)
+    watched = _Run(Path(args.folder))
+    if not watched.records:
+        raise UsageError(
+            f"{args.folder} holds no run: metrics.jsonl with a record is missing. Name the `out` of one"
+            " that has begun."
+        )
+    width, terminal = screen(args.width)
+    if args.once or args.json or not terminal:
+        watched.look(wait=2.0)
+        result(args, watched.figures(), "\n".join(watched.lines(width)))
+    else:
+        _shown(watched, args.width, args.every)
+    return 0
+
+
+def _shown(watched: _Run, width: int | None, every: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the screen as it was, too
+    console = Console(highlight=False)
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                watched.look()
+                lines = watched.lines(screen(width)[0], console.height)
+                live.update(Text(printable("\n".join(lines)), no_wrap=True), refresh=True)
+                time.sleep(every)
+    except KeyboardInterrupt:
+        say("\n".join(watched.lines(screen(width)[0])))
+
+
+@dataclass
+class _Run:
+    """What there is to see of a run."""
+
+    folder: Path
+    records: list[Record] = field(default_factory=list)  # the last of each kind, and messages
+    ranks: list[RankState] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)  # hosts whose ranks are not seen
+    timeout: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.goodput = Goodput()
+        self.last: dict[str, Record] = {}
+        self.reader = JournalReader(self.folder / "metrics.jsonl")
+        self._read()
+
+    def _read(self) -> None:
+        for record in self.reader.more():
+            self.goodput.add(record)
+            self.last[str(record["event"])] = record
+            if record["event"] not in _QUIET:
+                self.records = [*self.records[-_MESSAGES:], record]
+
+    def look(self, wait: float = 0.0) -> None:
+        """See it as it is now; `wait` so long for other hosts."""
+        self.ranks, self.timeout, _ = snapshot(self.folder, 0.1, stacks=False)
+        others, self.unseen = ask_elsewhere(self.folder, [r.host for r in self.ranks], wait)
+        self.ranks = sorted([*self.ranks, *others], key=lambda r: r.rank)
+        self._read()
+        if self.records[-1]["event"] in _ENDS:
+            self.unseen = []
+
+    @property
+    def state(self) -> str:
+        """What becomes of the run, in a word or two."""
+        live = [r for r in self.ranks if r.phase not in OVER and r.state != "X"]
+        if live:
+            return "hangs" if diagnose(self.ranks, self.timeout or 60.0).hangs else "running"
+        last = _ENDS.get(self.records[-1]["event"], "not running")
+        return "not seen from here" if self.unseen else last
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "run": str(self.folder),
+            "state": self.state,
+            "start": self.last.get("start"),
+            "step": self.last.get("step"),
+            "goodput": float(self.goodput),
+            "parts": self.goodput.spent,
+            "ranks": [
+                {**asdict(r), "calls": [], "waits": r.call.text if r.call else ""}
+                for r in self.ranks
+            ],
+            "unseen": self.unseen,
+            "messages": self.records[-_MESSAGES:],
+        }
+
+    def lines(self, width: int, height: int = 0) -> list[str]:
+        """As a screen of so many columns and rows; 0: of as many as there is."""
+        head = [*self._numbers(), *wrap(str(self.goodput), width, subsequent_indent="  "), ""]
+        messages = ["", *self._messages()]
+        ranks = list(self._ranks())
+        room = max(3, height - len(head) - len(messages) - 1) if height else len(ranks)
+        if len(ranks) > room:
+            ranks = [*ranks[: room - 1], f"and {len(ranks) - room + 1} ranks more"]
+        return [line[:width].rstrip() for line in (*head, *ranks, *messages)]
+
+    def _numbers(self) -> Iterator[str]:
+        start, step = self.last.get("start", {}), self.last.get("step", {})
+        at, steps = (int(_number(r, k)) for r, k in ((step or start, "step"), (start, "steps")))
+        layout = start.get("layout") or "one rank"
+        yield f"{self.folder.resolve().name}: step {at}/{steps}, {self.state}, {layout}"
+        if step:
+            each = _number(step, "seconds")
+            yield (
+                f"loss {_number(step, 'loss'):.4f}  {_number(step, 'tokens_per_second'):,.0f} tokens/s"
+                f"  MFU {100 * _number(step, 'mfu'):.1f} %  {binary_text(_number(step, 'memory'))} at most"
+            )
+            minutes = each * max(0, steps - at) / 60
+            yield f"{each:.3g} s a step, {minutes // 60:.0f}:{minutes % 60:02.0f} h left at that"
+
+    def _ranks(self) -> Iterator[str]:
+        hosts = list(dict.fromkeys(r.host for r in self.ranks))
+        if self.timeout and (found := diagnose(self.ranks, self.timeout)).hangs:
+            yield from found.lines
+            yield ""
+        if self.ranks:
+            yield f"{'rank':>5}  {'process':>9}  {'memory':>9}  {'step':>6}  {'for':>7}     doing"
+        # Those that have stood longest come first where not all have room.
+        for r in sorted(
+            self.ranks, key=lambda r: -int(r.still) if len(self.ranks) > 16 else r.rank
+        ):
+            waits = f", waits in {r.call.text}" if r.call else ""
+            doing = f"{(r.op or r.phase).split(' (')[0]}{waits}"
+            memory = binary_text(r.memory) if r.memory else ""
+            where = f" on {r.host}" if len(hosts) > 1 else ""
+            yield (
+                f"{r.rank:>5}  {r.pid:>9}  {memory:>9}  {r.step + 1:>6}  {r.still:>5.1f} s  {r.state}"
+                f"  {doing}{where}"
+            )
+        if self.unseen:
+            yield f"not seen: the ranks on {', '.join(self.unseen)}"
+
+    def _messages(self) -> Iterator[str]:
+        """The last records that are no steps, with their words."""
+        for record in self.records[-_MESSAGES:]:
+            at = time.strftime("%d %H:%M:%S", time.localtime(_number(record, "time")))
+            words = ("text", "why", "error", "path")
+            told = next((str(record[word]) for word in words if record.get(word)), "")
+            if record["event"] == "validation":
+                told = f"loss {_number(record, 'loss'):.4f}"
+            elif record["event"] == "straggler":
+                told = f"rank {record.get('rank')}: {_number(record, 'seconds'):.3g} s of its own a step"
+            step = f"step {record['step']}  " if "step" in record else ""
+            yield f"{at}  {record['event']}  {step}{told.splitlines()[0] if told else ''}"
+
+
+def _number(record: Record, name: str) -> float:
+    """A number of a record; 0 where there is none."""
+    value = record.get(name)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else 0.0
