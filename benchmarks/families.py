@@ -53,7 +53,6 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "apertus": {},
     "bert": {},
     "bloom": {},
-    "deepseek_v3": {},
     "doge": {},
     "falcon": {},
     "gpt_oss": {},

@@ -145,6 +145,14 @@ def test_experts_over_ranks(text: str, rules: set[str], words: str) -> None:
     )
 
 
+def test_latents_are_cut_over_whole_heads() -> None:
+    (wrong,) = legal(Layout.parse("tp256"), Shape.load("deepseek-v3"))
+    assert str(wrong) == (
+        "tp=256 does not divide heads=128 in layers.*.attn.w*_b.weight.\n"
+        "  Use tp 1, 2, 4, 8, 16, 32, 64, 128."
+    )
+
+
 def test_ep_needs_experts() -> None:
     (wrong,) = legal(Layout.parse("ep2"), TINY)
     assert str(wrong) == "ep=2 for a model with no experts.\n  Use dp in place of ep."

@@ -148,8 +148,28 @@ def test_sizes_are_those_published(name: str, billions: float, active: float) ->
         ("top_k", 9, "top_k = 9 is more than experts = 4"),
         ("dense_layers", 2, "leaves no block of 2 for experts"),
         ("gated", False, "experts are gated MLPs"),
+        ("expert_groups", 3, "experts = 4 are no 3 equal groups of two or more"),
+        ("expert_groups", 4, "experts = 4 are no 4 equal groups of two or more"),
+        ("top_groups", 2, "top_groups = 2 of 1 have 8 experts"),
+        ("value_dim", 4, "without kv_latent"),
     ],
 )
 def test_sizes_that_do_not_fit_together_are_refused(key: str, value: object, words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         Shape.of({"layers": 2, "hidden": 8, "vocab": 5, "experts": 4, key: value})
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"kv_heads": 2}, "keys of latents are each one head's"),
+        ({"bias": "qkv"}, "keys of latents are each one head's"),
+        ({"positions": "learned"}, "rope turns rope_dim = 2 of head_dim = 4"),
+        ({"rope_dim": 6}, "rope turns rope_dim = 6 of head_dim = 4"),
+    ],
+)
+def test_what_latents_cannot_have_is_refused(more: dict[str, object], words: str) -> None:
+    latent = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 5, "kv_latent": 3, "rope_dim": 2}
+    assert Shape.of(latent).turned == 2
+    with pytest.raises(ShapeError, match=words):
+        Shape.of(latent | more)

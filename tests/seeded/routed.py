@@ -136,6 +136,16 @@ def _() -> AbstractContextManager[None]:
     return _weights(rate=0.0)
 
 
+@fault("tp: gradients of latents are those of a rank's heads", "latent", "tp2", "attn.kv_a_norm")
+def _() -> AbstractContextManager[None]:
+    right = tensor._adds
+
+    def adds(dims: Any, *rest: Any) -> str:
+        return "" if "latent" in dims else right(dims, *rest)
+
+    return swapped(tensor, "_adds", adds)
+
+
 # ---- experts over ranks
 
 

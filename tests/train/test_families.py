@@ -22,7 +22,7 @@ from phalanx.cli.train import run as main_train
 from phalanx.cli.usage import UsageError
 from phalanx.comm import launch
 from phalanx.layout import Shape
-from phalanx.layout.families import code_of
+from phalanx.layout.families import code_of, config_of, family_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
 from phalanx.models.decoder import Head
@@ -42,6 +42,11 @@ _PLAIN = {
     "rms_norm_eps": 1e-6, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _LONG = {"rope_theta": 5000.0, "factor": 4.0}
+_LATENTS = {
+    "num_key_value_heads": 4, "kv_lora_rank": 9, "qk_rope_head_dim": 6, "qk_nope_head_dim": 7,
+    "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 # By name: their model type, and what of its configuration is not as in `_PLAIN`.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
@@ -81,6 +86,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
         "norm_topk_prob": True, "mlp_only_layers": [0],
     }),
+    # Latent queries, keys and values; values narrower than keys; experts in groups.
+    "deepseek_v3": ("deepseek_v3", _LATENTS | {"q_lora_rank": 10, "rope_parameters": _LONG | {
+        "rope_type": "yarn", "original_max_position_embeddings": 128, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }}),
+    "deepseek_wide": ("deepseek_v3", _LATENTS | {
+        "q_lora_rank": None, "v_head_dim": 20, "rope_interleave": False, "norm_topk_prob": False,
+    }),
     "gpt2": ("gpt2", {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCAB,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -113,8 +126,11 @@ MORE_CODE: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "yarn", "original_max_position_embeddings": 128,
     }}),
 }  # fmt: skip
+PUBLISHED = {"deepseek-v3": 671_026_419_200}
 WHOLE = ("stablelm", "olmo3")  # every rank of tp has all heads: no seq
-EVERY = [*FAMILIES, *CODE, *(pytest.param(n, marks=pytest.mark.slow) for n in MORE_CODE)]
+LONG = ("deepseek_wide", *MORE_CODE)
+EVERY = [n for n in (*FAMILIES, *CODE) if n not in LONG]
+EVERY += [pytest.param(n, marks=pytest.mark.slow) for n in LONG]
 
 
 def theirs(name: str, **more: Any) -> Any:
@@ -128,9 +144,14 @@ def theirs(name: str, **more: Any) -> Any:
     )
     model = model.float().eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in [*model.parameters(), *biases(model).values()]:
             weight += 0.1 * torch.randn_like(weight)
     return model
+
+
+def biases(model: Any) -> dict[str, Tensor]:
+    """What is added to scores of experts for the choice alone, which are buffers of theirs."""
+    return {name: x for name, x in model.named_buffers() if name.endswith("correction_bias")}
 
 
 def saved(model: Any, folder: Path) -> Path:
@@ -189,6 +210,19 @@ def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) ->
     assert abs(losses[0] / losses[1] - 1) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3"])
+def test_shapes_that_ship_have_as_many_numbers_as_theirs(name: str) -> None:
+    shape = Shape.load(name)
+    config = config_of(shape, family_of(shape), "bfloat16")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(**config)
+        )
+    assert sum(x.numel() for x in model.state_dict().values()) == shape.total
+    mine = sum(w.numel() for w in build_model(shape).weights.values())
+    assert mine == shape.total == PUBLISHED[name]
+
+
 # ---- training
 
 
@@ -221,7 +255,14 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
             {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
         ]
         update = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
-        losses = []
+        losses, counts = [], dict[str, Tensor]()
+        for name, module in wide.named_modules():
+            if hasattr(module, "e_score_correction_bias"):
+                module.register_forward_hook(
+                    lambda m, x, out, n=name: counts.update({n: out[2].flatten().bincount(
+                        minlength=len(m.weight)
+                    )})
+                )  # fmt: skip
         for step in range(run.steps):
             batch = batches.batch(step)
             scores = wide(batch["tokens"]).logits
@@ -230,8 +271,14 @@ def their_steps(model: Any, run: Run) -> tuple[list[float], dict[str, Tensor]]:
             loss.backward()
             nn.utils.clip_grad_norm_(weights, o.clip)
             update.step()
+            # Experts with more tokens than the mean are chosen less, those with fewer more.
+            for name, count in counts.items():
+                above = count * len(count) - count.sum()
+                router = wide.get_submodule(name)
+                router.e_score_correction_bias -= run.shape.balance_rate * above.sign()
             losses.append(float(loss.detach()))
-    return losses, {name: x.detach() for name, x in wide.named_parameters()}
+    weights = {name: x.detach() for name, x in wide.named_parameters()}
+    return losses, weights | biases(wide)
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +322,11 @@ def test_four_steps_in_three_layouts_are_those_of_transformers(
         exported = tmp_path / f"exported-{number}"
         export_weights(path, exported)
         again = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float64)
-        for key, weight in again.named_parameters():
+        for key, weight in [*again.named_parameters(), *biases(again).items()]:
             error = (weight - weights[key]).abs().max() / weights[key].abs().max()
             assert error < 1e-9, (layout, key, error)
-            assert (weights[key] - model.get_parameter(key)).abs().max() > 1e-3, "it was trained"
+            moved = (weights[key] - model.state_dict()[key]).abs().max()
+            assert moved >= run.shape.balance_rate, "it was trained"
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -300,6 +348,16 @@ def test_what_is_exported_and_read_again_is_equal_to_the_bit(name: str, tmp_path
     back = import_weights(tmp_path / "exported", tmp_path / "back")
     assert hash_tensors(back) == hash_tensors(first)
     assert read_manifest(back).shape == read_manifest(first).shape
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = theirs("deepseek_v3")
+    state = {n: x.clone() for n, x in model.state_dict().items()}
+    more = {n.replace(".1.", ".2."): x.clone() for n, x in state.items() if ".layers.1." in n}
+    model.save_pretrained(tmp_path / "hub", state_dict=state | more)
+    found = logits(ours(tmp_path / "hub"), batch()[0])
+    with torch.no_grad():
+        assert (found - model(batch()[0]).logits).abs().max() < 2e-6 * found.abs().max()
 
 
 def test_a_rank_reads_the_bytes_that_it_keeps(

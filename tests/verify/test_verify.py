@@ -26,9 +26,11 @@ def failures(verdicts: object) -> list[str]:
 RANKS = {"gqa": 8, "mlp": 8}  # of the others up to four: `make slow` has all layouts of eight
 # Parts, so that they can run beside each other. At least 150 layouts of the first shape.
 PARTS = [("gqa", part) for part in range(4)] + [(n, p) for n in list(SHAPES)[1:] for p in range(2)]
+LONG = ("latent",)  # of which the default suite has a few layouts alone
+CHOSEN = [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] in LONG)) for x in PARTS]
 
 
-@pytest.mark.parametrize(("name", "part"), PARTS)
+@pytest.mark.parametrize(("name", "part"), CHOSEN)
 def test_layouts_that_cover_every_pair_of_choices_agree_with_one_process(
     name: str, part: int
 ) -> None:
@@ -88,6 +90,12 @@ def test_experts_without_a_token_agree_over_ranks() -> None:
     shape = replace(SHAPES["experts"], experts=16, top_k=1, batch=8, sequence=5)
     layouts = Layout.parse_many("ep8; ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2")
     assert failures(verify(shape, layouts, steps=1)) == []
+
+
+def test_latents_and_groups_of_experts_agree_over_ranks() -> None:
+    texts = "tp4 zero1; dp2 tp2 seq zero3; cp2 tp2 accum:2; pp2 cp2:ulysses zb-h1:2; ep2 tp2 seq"
+    layouts = Layout.parse_many(f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2")
+    assert failures(verify(SHAPES["latent"], layouts, steps=2)) == []
 
 
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:

@@ -88,8 +88,8 @@ def measure_block(
         return y.float().square().mean()
 
     timed = _iteration(device, list(block.parameters()), forward, dtype, limit)
-    matmuls = shape.cost(1) / shape.sequence - shape.sequence * shape.heads * shape.head_dim
-    attention = sequence * shape.heads * shape.head_dim  # multiply-adds of a token, causal
+    matmuls = shape.cost(1) / shape.sequence - shape.sequence * shape.pair_work // 2
+    attention = sequence * shape.pair_work // 2  # multiply-adds of a token, causal
     tokens = 3 * 2.0 * batch * sequence
     name = f"a block of {shape.name}, {batch} x {sequence} tokens"
     full = tokens * (matmuls + 2 * attention)

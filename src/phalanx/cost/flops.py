@@ -56,8 +56,7 @@ def forward_flops(shape: Shape, batch: int, sequence: int) -> tuple[OpFlops, ...
         for into, out in shape.adapters.values():
             found.append(OpFlops(piece, LORA, *[2.0 * rows * shape.lora_r * (into + out)] * 2))
         if shape.kind == "decoder":
-            # Two products, q k and p v, each of head_dim multiply-adds for each pair and head.
-            per_pair = 4.0 * shape.head_dim * shape.heads * batch
+            per_pair = 2.0 * shape.pair_work * batch
             pairs = _pairs(shape, piece, sequence)
             found.append(OpFlops(piece, "attention", per_pair * pairs, per_pair * sequence**2))
     if shape.kind == "decoder":

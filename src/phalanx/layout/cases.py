@@ -50,6 +50,14 @@ SHAPES: dict[str, Shape] = {
         dense_layers=1, scores="sigmoid", routed_scale=1.5, balance="bias", balance_rate=0.01,
         sequence=11,
     ),
+    # Latents of odd widths, values narrower than keys; experts in groups, of which a token meets two; an
+    # odd length and scaled scores.
+    "latent": replace(
+        _SMALL, name="latent", layers=2, kv_heads=4, ffn=20, head_dim=10, kv_latent=7, q_latent=9,
+        rope_dim=4, value_dim=6, rope_pairs="neighbours", query_scalar=7.0, experts=6, top_k=3,
+        expert_ffn=12, shared_experts=1, expert_groups=3, top_groups=2, dense_layers=1,
+        scores="sigmoid", balance="bias", balance_rate=0.01, sequence=11,
+    ),
     "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
 }  # fmt: skip
 

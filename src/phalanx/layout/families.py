@@ -57,6 +57,18 @@ _QWEN3_MOE = {
     "mlp.experts.*.up_proj": "mlp.routed.up",
     "mlp.experts.*.down_proj": "mlp.routed.down",
 }
+_DEEPSEEK = {
+    "self_attn.q_a_proj": "attn.wq_a",
+    "self_attn.q_a_layernorm": "attn.q_a_norm",
+    "self_attn.q_b_proj": "attn.wq_b",
+    "self_attn.kv_a_proj_with_mqa": "attn.wkv_a",
+    "self_attn.kv_a_layernorm": "attn.kv_a_norm",
+    "self_attn.kv_b_proj": "attn.wkv_b",
+    "mlp.gate.e_score_correction_bias": "mlp.router.bias",  # a tensor and no module
+    "mlp.shared_experts.gate_proj": "mlp.shared.gate",
+    "mlp.shared_experts.up_proj": "mlp.shared.up",
+    "mlp.shared_experts.down_proj": "mlp.shared.down",
+}
 _GPT2_BLOCK = {
     "ln_1": "attn_norm",
     "ln_2": "mlp_norm",
@@ -93,6 +105,7 @@ _OTHER_KEYS = _GPT2_KEYS | {
 }
 _GEMMA_SHAPE = {"norm": "rms1", "norms": "both", "activation": "gelu"}
 _GEMMA_CONFIG = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
+_TENSORS = ("router.bias",)  # of ours that stand in the tables by their whole names
 ANY = object()  # a key of a shape that a family leaves open
 
 
@@ -113,7 +126,9 @@ class Family:
     windows: str = ""  # in no block, in "all" blocks alike, or in "some"
     pattern: int = 0  # every so many blocks, one without a window
     transposed: bool = False  # linears hold (in, out)
-    experts: Mapping[str, str] = field(default_factory=dict)  # their keys about experts, and ours
+    further: bool = False  # blocks behind the last predict further tokens: these are left out
+    # Their keys about experts and latent attention, and ours.
+    experts: Mapping[str, str] = field(default_factory=dict)
 
 
 FAMILIES = {
@@ -169,6 +184,38 @@ FAMILIES = {
             "norm_topk_prob": "normalized",
         },
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {"scores": "sigmoid", "balance": "bias"}
+        | dict.fromkeys(
+            (
+                *("kv_latent", "q_latent", "rope_dim", "rope_pairs", "query_scalar"),
+                *("expert_groups", "top_groups", "shared_experts", "routed_scale"),
+                *("expert_ffn", "normalized", "dense_layers"),
+            ),
+            ANY,
+        ),
+        {"q_lora_rank": 1536, "rope_interleave": True, "n_group": 8, "topk_group": 4}
+        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_shared_experts": 1},
+        _BLOCK | _QWEN3_MOE | _DEEPSEEK,
+        keys={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
+        further=True,
+        experts={
+            "n_routed_experts": "experts",
+            "num_experts_per_tok": "top_k",
+            "moe_intermediate_size": "expert_ffn",
+            "norm_topk_prob": "normalized",
+            "routed_scaling_factor": "routed_scale",
+            "n_shared_experts": "shared_experts",
+            "n_group": "expert_groups",
+            "topk_group": "top_groups",
+            "first_k_dense_replace": "dense_layers",
+            "kv_lora_rank": "kv_latent",
+            "q_lora_rank": "q_latent",
+            "qk_rope_head_dim": "rope_dim",
+            "v_head_dim": "value_dim",
+        },
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"norm": "layer", "positions": "learned", "gated": False, "bias": "all"},
@@ -185,7 +232,7 @@ _SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the roo
 _TRAITS = (
     "kind norm norms positions gated activation bias qk_norm qk_norm_wide softcap logit_softcap"
     " query_scalar rope_local_theta expert_ffn shared_experts dense_layers scores normalized"
-    " routed_scale balance"
+    " routed_scale balance kv_latent q_latent rope_dim rope_pairs expert_groups top_groups"
 )
 # Sizes that are copied as they are, both ways.
 _SIZES = {
@@ -234,6 +281,7 @@ def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
         path, _, last = name.rpartition(".")
         routed = path.endswith(".routed")
         path, last = (name, "weight") if routed else (path, last)
+        path, last = (name, "") if name.endswith(_TENSORS) else (path, last)
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", path)
         inner = layer[2] if layer else path
         ours, theirs = (
@@ -243,8 +291,8 @@ def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
         table = family.block if layer else family.outer
         module = [each for each, mine in table.items() if inner in mine.split()][-1]
         packed = tuple(f"{ours}{each}.{last}" for each in table[module].split())
-        packed = (name,) if routed else packed
-        found[name] = HubTensor(f"{theirs}{module}.{last}", packed)
+        packed = (name,) if routed or not last else packed
+        found[name] = HubTensor(f"{theirs}{module}.{last}".removesuffix("."), packed)
     return found
 
 
@@ -285,9 +333,23 @@ class _Config:
     moe_intermediate_size: int | None = key(None, minimum=0)
     norm_topk_prob: bool = True
     mlp_only_layers: tuple[int, ...] | None = None
+    first_k_dense_replace: int = key(0, minimum=0)
+    n_shared_experts: int = key(0, minimum=0)
+    routed_scaling_factor: float = key(1.0, above=0)
+    n_group: int = key(1, minimum=1)
+    topk_group: int = key(1, minimum=1)
+    kv_lora_rank: int = key(0, minimum=0)
+    q_lora_rank: int | None = key(None, minimum=0)
+    qk_rope_head_dim: int = key(0, minimum=0)
+    qk_nope_head_dim: int = key(0, minimum=0)
+    v_head_dim: int = key(0, minimum=0)
+    rope_interleave: bool = False
     # What ours cannot do.
     decoder_sparse_step: int | None = None
     router_jitter_noise: float | None = None
+    moe_layer_freq: int | None = None
+    scoring_func: str | None = None
+    topk_method: str | None = None
     attention_bias: bool | None = False
     mlp_bias: bool | None = False
     partial_rotary_factor: float | None = None
@@ -362,6 +424,9 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
             or sorted(config.mlp_only_layers or ()) != [*range(len(config.mlp_only_layers or ()))]
         ),
         "its router is trained with noise": config.router_jitter_noise,
+        "its experts are not in every block": config.moe_layer_freq not in (None, 1),
+        "its router's scores are not sigmoids": config.scoring_func not in (None, "sigmoid"),
+        "its experts are not chosen with a bias": config.topk_method not in (None, "noaux_tc"),
         "it does not say how many experts it has": family.experts
         and not (config.num_experts and config.num_experts_per_tok),
     }
@@ -375,13 +440,10 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     gated = family.shape.get("gated", True)
     plain = _ACTIVATIONS[activation] == ("silu" if gated else "gelu")
     if family.experts:
-        given |= {
-            "experts": config.num_experts,
-            "top_k": config.num_experts_per_tok,
-            "expert_ffn": config.moe_intermediate_size or config.intermediate_size,
-            "normalized": config.norm_topk_prob,
-            "dense_layers": len(config.mlp_only_layers or ()),
-        }
+        given["dense_layers"] = len(config.mlp_only_layers or ())
+        for their, ours in family.experts.items():
+            value = getattr(config, family.keys.get(their, their))
+            given[ours] = 0 if value is None else value
     given |= {
         "kv_heads": config.num_key_value_heads or heads,
         "head_dim": config.head_dim or hidden // heads,
@@ -399,6 +461,12 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         given["query_scalar"] = 0.0 if scalar == given["head_dim"] else scalar
     if name == "gemma3_text":
         given["rope_local_theta"] = float(local.get("rope_theta", config.rope_local_base_freq))
+    if config.kv_lora_rank:
+        given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
+        given["rope_pairs"] = "neighbours" if config.rope_interleave else "halves"
+        if kind != "default" and rope.get("mscale_all_dim"):
+            scale = 1 + 0.1 * float(rope["mscale_all_dim"]) * math.log(given["rope_factor"])
+            given["query_scalar"] = given["head_dim"] / scale**4
     try:
         return Shape(name, **given)
     except LayoutError as error:
@@ -542,6 +610,10 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
             yield f"{trait} would be {json.dumps(wants)}, not {json.dumps(has)}"
     if bool(shape.experts) != bool(family.experts):
         yield f"experts would be {'none' if shape.experts else 'there'}"
+    if name == "deepseek_v3" and not (shape.kv_latent and shape.shared_experts):
+        yield "kv_latent and shared_experts would be there"
+    if name == "deepseek_v3" and shape.query_scalar and shape.rope_factor == 1:
+        yield f"query_scalar would be head_dim, {shape.head_dim}, not {shape.query_scalar:g}"
     if name == "mixtral" and shape.expert_ffn not in (0, shape.ffn):
         yield f"expert_ffn would be ffn, {shape.ffn}, not {shape.expert_ffn}"
     scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
@@ -566,7 +638,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     config |= {name: getattr(shape, ours) for name, ours in _SIZES.items()}
     config["torch_dtype"] = dtype
     config |= {theirs: getattr(shape, ours) for theirs, ours in data.experts.items()}
-    if shape.dense_layers:
+    if shape.dense_layers and "dense_layers" not in data.experts.values():
         config["mlp_only_layers"] = [*range(shape.dense_layers)]
     if family == "gpt2":
         back = {ours: theirs for theirs, ours in _GPT2_KEYS.items()}
@@ -578,6 +650,16 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         rope["rope_type"] = shape.rope_scaling
         rope |= {k: getattr(shape, ours) for k, ours in _ROPE[shape.rope_scaling].items()}
         config["rope_scaling"] = {k: x for k, x in rope.items() if k != "rope_theta"}
+    if shape.kv_latent:
+        config |= {"q_lora_rank": shape.q_latent or None, "head_dim": shape.turned}
+        config |= {"v_head_dim": shape.valued, "qk_rope_head_dim": shape.turned}
+        config |= {"num_nextn_predict_layers": 0}
+        config["qk_nope_head_dim"] = shape.head_dim - shape.turned
+        config["rope_interleave"] = shape.rope_pairs == "neighbours"
+        if shape.query_scalar:
+            scale = (shape.head_dim / shape.query_scalar) ** 0.25
+            rope["mscale_all_dim"] = round((scale - 1) / (0.1 * math.log(shape.rope_factor)), 12)
+            config["rope_scaling"]["mscale_all_dim"] = rope["mscale_all_dim"]
     if shape.rope_scaling == "dynamic" and shape.rope_factor != 1:
         config["max_position_embeddings"] = shape.rope_original
     # Newer readers take rope from here, older ones from `rope_theta` and `rope_scaling`.

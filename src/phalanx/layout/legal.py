@@ -63,7 +63,8 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
             yield Violation("width", what, f"Use tp {_divisors(s.hidden)}.")
         return
     if s.heads % x.tp:
-        what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.wq.weight."
+        name = "w*_b" if s.kv_latent else "wq"
+        what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
         yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
     elif s.kv_heads % x.tp and x.tp % s.kv_heads:
         what = (

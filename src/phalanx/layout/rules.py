@@ -16,7 +16,9 @@ from .mesh import LayoutError
 AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") | {"experts": "ep"}
 # The rank of a low-rank adapter, beside a weight that is cut: whole, and its ranks did different work.
 LORA = "lora"
-DIMS = ("embed", "head", "position", LORA, "-", *AXIS_OF)
+# What heads are made of, in latent attention: whole, and ranks of tp made other heads of it.
+LATENT = "latent"
+DIMS = ("embed", "head", "position", LORA, LATENT, "-", *AXIS_OF)
 
 
 @dataclass(frozen=True)

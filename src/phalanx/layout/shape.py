@@ -47,6 +47,11 @@ class Shape:
     heads: int = key(1, "query heads", minimum=1, maximum=1 << 16)
     kv_heads: int = key(0, "key and value heads; 0: as many as heads", minimum=0, maximum=1 << 16)
     head_dim: int = key(0, "0: hidden / heads", minimum=0, maximum=1 << 16)
+    # Latent attention: queries, keys and values are made of narrow vectors, of which rope turns some.
+    kv_latent: int = key(0, "width of keys' and values'; 0: none", minimum=0, maximum=1 << 20)
+    q_latent: int = key(0, "width of queries'; 0: none", minimum=0, maximum=1 << 20)
+    rope_dim: int = key(0, "of head_dim, turned by rope; 0: all", minimum=0, maximum=1 << 16)
+    value_dim: int = key(0, "of a head's values; 0: head_dim", minimum=0, maximum=1 << 16)
     ffn: int = key(0, "width of the MLP; 0: 4 hidden", minimum=0, maximum=1 << 23)
     vocab: int = key(0, "tokens of the vocabulary", minimum=0, maximum=1 << 26)
     sequence: int = key(1, "tokens of a sequence", minimum=1, maximum=1 << 28)
@@ -62,6 +67,7 @@ class Shape:
     rope_high: float = key(4.0, "its high_freq_factor; yarn: beta_fast", above=0)
     rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
     rope_attention: float = key(1.0, "yarn's factor of cosine and sine", above=0)
+    rope_pairs: str = key("halves", "what turns together", choices=("halves", "neighbours"))
     windows: tuple[int, ...] = key(
         (), "tokens that a block attends to, 0: all; repeated over the blocks", minimum=0
     )
@@ -82,6 +88,8 @@ class Shape:
     top_k: int = key(1, "experts that a token goes through", minimum=1, maximum=1 << 14)
     expert_ffn: int = key(0, "width of an expert; 0: ffn", minimum=0, maximum=1 << 23)
     shared_experts: int = key(0, "experts of all tokens, as one", minimum=0, maximum=1 << 10)
+    expert_groups: int = key(1, "into which experts are divided", minimum=1, maximum=1 << 14)
+    top_groups: int = key(1, "of those that a token chooses from", minimum=1, maximum=1 << 14)
     dense_layers: int = key(0, "first blocks, which have no experts", minimum=0, maximum=10_000)
     scores: str = key("softmax", "of the router", choices=("softmax", "sigmoid"))
     normalized: bool = key(True, "a token's chosen scores are divided by their sum")
@@ -128,8 +136,18 @@ class Shape:
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
+        yield from self._unlike_latents()
         if not self.experts:
             return
+        each, groups = self.experts // self.expert_groups, self.expert_groups
+        if groups > 1 and (self.experts % groups or each < 2):
+            what = f"experts = {self.experts} are no {groups} equal groups of two or more"
+            yield Mistake("expert_groups", what, "Write a divisor of experts that leaves two")
+        elif self.top_groups > groups or (groups > 1 and self.top_k > each * self.top_groups):
+            what = (
+                f"top_groups = {self.top_groups} of {groups} have {each * self.top_groups} experts"
+            )
+            yield Mistake("top_groups", what, f"Write so many that there are top_k = {self.top_k}")
         if self.top_k > self.experts:
             what = f"top_k = {self.top_k} is more than experts = {self.experts}"
             yield Mistake("top_k", what, f"Write at most {self.experts}")
@@ -141,6 +159,19 @@ class Shape:
         if self.kind == "mlp" or not self.gated or self.bias == "all" or self.activation == "gelu":
             what = "experts are gated MLPs of silu without biases, in a decoder"
             yield Mistake("experts", what, "Leave out kind, gated, bias and activation, or experts")
+
+    def _unlike_latents(self) -> Iterator[Mistake]:
+        if not self.kv_latent:
+            if self.q_latent or self.rope_dim or self.value_dim:
+                what = "q_latent, rope_dim or value_dim without kv_latent"
+                yield Mistake("kv_latent", what, "Write it, or none of them")
+            return
+        if self.kv_heads != self.heads or self.bias != "none" or self.qk_norm:
+            what = "keys of latents are each one head's, without biases and norms of q and k"
+            yield Mistake("kv_latent", what, "Leave out kv_heads, bias and qk_norm")
+        if self.positions != "rope" or self.rope_dim > self.head_dim:
+            what = f"rope turns rope_dim = {self.rope_dim} of head_dim = {self.head_dim}"
+            yield Mistake("rope_dim", what, "Write at most head_dim, and positions = 'rope'")
 
     def _untrainable(self) -> Iterator[Mistake]:
         for name in self.freeze:
@@ -177,7 +208,8 @@ class Shape:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """What of a block may have adapters: features in and out. Of experts none has."""
-        names = ("wq", "wk", "wv", "wo", *("gate", "up", "down") * (not self.experts))
+        ups = ("gate", "up", "down") * (not self.experts)
+        names = ("wq", "wk", "wv", "wo", "wq_b", "wkv_b", *ups)
         return {name: (into, out) for name, into, out, _ in self.products(1) if name in names}
 
     @property
@@ -218,13 +250,41 @@ class Shape:
             return self._attention() + feed + norm * (4 if self.norms == "both" else 2)
         return norm + (0 if self.tied else self.vocab * self.hidden)
 
+    def _projections(self) -> list[tuple[str, int, int]]:
+        """Attention's products with weights: name, features in, features out."""
+        hidden, heads = self.hidden, self.heads
+        wide, narrow = heads * self.head_dim, self.kv_heads * self.head_dim
+        out = [("wo", heads * self.valued, hidden)]
+        if not self.kv_latent:
+            return [("wq", hidden, wide), ("wk", hidden, narrow), ("wv", hidden, narrow), *out]
+        q = [("wq_a", hidden, self.q_latent), ("wq_b", self.q_latent, wide)]
+        both = heads * (self.head_dim - self.turned + self.valued)
+        kv = [("wkv_a", hidden, self.kv_latent + self.turned), ("wkv_b", self.kv_latent, both)]
+        return [*(q if self.q_latent else [("wq", hidden, wide)]), *kv, *out]
+
+    @property
+    def turned(self) -> int:
+        """Features of a head that rope turns."""
+        return self.rope_dim or self.head_dim
+
+    @property
+    def valued(self) -> int:
+        """Features of a head's values."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def pair_work(self) -> int:
+        """Multiply-adds of two tokens that meet, over all heads: a score, and a value that counts."""
+        return self.heads * (self.head_dim + self.valued)
+
     def _attention(self) -> int:
+        products = sum(into * out for _, into, out in self._projections())
+        if self.kv_latent:
+            return products + self.q_latent + self.kv_latent
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         bias = {"none": 0, "qkv": wide + 2 * narrow, "all": wide + 2 * narrow + self.hidden}
         of_qk = wide + narrow if self.qk_norm_wide else 2 * self.head_dim
-        return (
-            self.hidden * (2 * wide + 2 * narrow) + bias[self.bias] + (of_qk if self.qk_norm else 0)
-        )
+        return products + bias[self.bias] + (of_qk if self.qk_norm else 0)
 
     def _feed_forward(self, width: int) -> int:
         ups = 2 if self.gated else 1
@@ -252,17 +312,13 @@ class Shape:
         out, how many such."""
         if self.kind == "mlp":
             return [("weight", self.hidden, self.hidden, 1)]
-        wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sparse = self.sparse(piece)
         count, width = (
             (self.top_k + self.shared_experts, self.expert_ffn) if sparse else (1, self.ffn)
         )
         return [
             *[("router", self.hidden, self.experts, 1)] * sparse,
-            ("wq", self.hidden, wide, 1),
-            ("wk", self.hidden, narrow, 1),
-            ("wv", self.hidden, narrow, 1),
-            ("wo", wide, self.hidden, 1),
+            *[(*product, 1) for product in self._projections()],
             *[("gate", self.hidden, width, count)] * self.gated,
             ("up", self.hidden, width, count),
             ("down", width, self.hidden, count),
@@ -280,7 +336,7 @@ class Shape:
         if piece > self.layers:
             return self.sequence * self.hidden * self.vocab
         matmuls = sum(a * b * count for _, a, b, count in self.products(piece))
-        return self.sequence * (matmuls + self.sequence * self.heads * self.head_dim)
+        return self.sequence * (matmuls + self.sequence * self.pair_work // 2)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -34,14 +34,14 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
 
 def partial_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
     """The pieces of a built-in model with weights of whose gradients ranks of tp have parts: norms
-    that see other tokens (`seq`), q and k norms, key and value heads that several ranks hold. Of LoRA
-    in a linear that is cut, one of the two factors is whole."""
+    that see other tokens (`seq`), q and k norms, latents, key and value heads that several ranks hold.
+    Of LoRA in a linear that is cut, one of the two factors is whole."""
     if layout.tp == 1 or shape.kind == "mlp":
         return ()
     first, last = 0, shape.pieces - 1
     if shape.lora_r:
         return tuple(range(1, last))
-    each_head = shape.qk_norm and not shape.qk_norm_wide
+    each_head = shape.kv_latent or (shape.qk_norm and not shape.qk_norm_wide)
     blocks = range(1, last) if layout.seq or each_head or layout.tp > shape.kv_heads else ()
     ends = ([first] if shape.positions == "learned" else []) + [last]
     return tuple(p for p in (*blocks, *(ends if layout.seq else ())) if p not in shape.frozen)

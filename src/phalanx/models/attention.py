@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions; its core is a child that may be replaced.
+"""Grouped-query and latent attention with rotary positions; their core is a child that may be replaced.
 
 Not here: a key-value cache, dropout of attention probabilities (a fused kernel
 draws that from its own generator, so no two layouts would agree on it).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from torch.nn import functional as F
 from .kernels import HALVES, within_documents
 from .masked import masked_attention, visible_pairs
 from .noise import Dropout
-from .norm import norm_of
+from .norm import RMSNorm, norm_of
+
+LATENT_EPS = 1e-6  # of latents' norms, whatever that of the others is
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,14 @@ class Rope:
         return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
     """`x` (B, T, heads, head_dim), its feature i turned together with feature i + head_dim / 2.
 
-    Published weights in the Hugging Face form pair features so; Meta's own pair neighbours.
+    Published weights in the Hugging Face form pair features so; Meta's own and DeepSeek's pair
+    `neighbours`. What these become stands in halves: queries and keys alike, so scores are the same.
     """
-    first, second = x.to(cos.dtype).chunk(2, -1)
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     return turned.to(x.dtype)
 
@@ -134,14 +139,49 @@ class Core(nn.Module):
         return y.transpose(1, 2)
 
 
-class Attention(nn.Module):
-    """Grouped-query attention: q, k, v, optional norms of q and k (of each head, or wide: over all
-    heads together), rotation, core, wo.
+class HeadsAttention(nn.Module):
+    """What attention of any kind ends with: core, dropout, `wo`. Its kinds say what q, k and v are.
 
     `heads` holds the index of each query head in the uncut model; cut it as wq's heads are cut.
     """
 
     heads: Tensor
+    wo: nn.Linear
+
+    def __init__(self, heads: int, value_dim: int, core: Core, dropout: float) -> None:
+        super().__init__()
+        self.value_dim, self._heads = value_dim, heads
+        self.core, self.dropout = core, Dropout(dropout, place=0)
+        self.register_buffer("heads", torch.arange(heads), persistent=False)
+
+    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, as the core takes them."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        y: Tensor = self.core(*self.projected(x, positions), positions, documents)
+        y = y[..., : self.value_dim].flatten(2)
+        if noise is not None:
+            feature = torch.arange(self.value_dim, device=x.device)
+            index = (self.heads.unsqueeze(-1) * self.value_dim + feature).flatten()
+            y = self.dropout(y, noise, index)
+        out: Tensor = self.wo(y)
+        return out
+
+    def reset_buffers(self) -> None:
+        """Number the heads again, after `to_empty` has left them undefined."""
+        torch.arange(self._heads, out=self.heads)
+
+
+class Attention(HeadsAttention):
+    """Grouped-query attention: q, k, v, optional norms of q and k (of each head, or wide: over all
+    heads together), rotation."""
 
     def __init__(
         self,
@@ -151,6 +191,7 @@ class Attention(nn.Module):
         head_dim: int,
         *,
         rope: Rope | None = None,
+        rope_pairs: str = "halves",
         bias: str = "none",
         qk_norm: bool = False,
         qk_norm_wide: bool = False,
@@ -161,8 +202,8 @@ class Attention(nn.Module):
         softcap: float = 0.0,
         query_scalar: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.head_dim, self.rope, self._heads = head_dim, rope, heads
+        super().__init__(heads, head_dim, Core(window, softcap), dropout)
+        self.head_dim, self.rope, self.rope_pairs = head_dim, rope, rope_pairs
         # On q, so that the core may stay what it is: it divides by the root of head_dim.
         self.query_scale = math.sqrt(head_dim / query_scalar) if query_scalar else 1.0
         qkv = bias != "none"
@@ -176,17 +217,8 @@ class Attention(nn.Module):
         self.k_norm = norm_of(kind, head_dim, eps) if each else None
         self.q_wide_norm = norm_of(kind, heads * head_dim, eps) if wide else None
         self.k_wide_norm = norm_of(kind, kv_heads * head_dim, eps) if wide else None
-        self.core = Core(window, softcap)
-        self.dropout = Dropout(dropout, place=0)
-        self.register_buffer("heads", torch.arange(heads), persistent=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Tensor | None = None,
-        noise: Tensor | None = None,
-    ) -> Tensor:
+    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         per_head = (-1, self.head_dim)
         q, k, v = self.wq(x), self.wk(x), self.wv(x).unflatten(-1, per_head)
         if self.q_wide_norm is not None and self.k_wide_norm is not None:
@@ -196,17 +228,72 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
             cos, sin = self.rope.angles(positions, self.head_dim, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = (rotate(each, cos, sin, self.rope_pairs) for each in (q, k))
         if self.query_scale != 1:
             q = q * self.query_scale
-        y: Tensor = self.core(q, k, v, positions, documents).flatten(2)
-        if noise is not None:
-            feature = torch.arange(self.head_dim, device=x.device)
-            index = (self.heads.unsqueeze(-1) * self.head_dim + feature).flatten()
-            y = self.dropout(y, noise, index)
-        out: Tensor = self.wo(y)
-        return out
+        return q, k, v
 
-    def reset_buffers(self) -> None:
-        """Number the heads again, after `to_empty` has left them undefined."""
-        torch.arange(self._heads, out=self.heads)
+
+class LatentAttention(HeadsAttention):
+    """Attention whose queries, keys and values are made of narrow normed vectors (DeepSeek-V2 2024). The
+    last `rope_dim` features of a head are turned; of a key these are the same for all heads.
+
+    The core has heads of one size: what is narrower, a value mostly, has zeros behind it there.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        head_dim: int,
+        *,
+        kv_latent: int,
+        q_latent: int,
+        rope_dim: int,
+        value_dim: int,
+        rope: Rope,
+        rope_pairs: str,
+        dropout: float,
+        window: int,
+        softcap: float,
+        query_scalar: float,
+    ) -> None:
+        super().__init__(heads, value_dim, Core(window, softcap), dropout)
+        self.head_dim, self.rope_dim, self.kv_latent = head_dim, rope_dim, kv_latent
+        self.rope, self.rope_pairs = rope, rope_pairs
+        self.size = max(head_dim, value_dim)  # of the core's heads, by whose root it divides
+        self.query_scale = math.sqrt(self.size / (query_scalar or head_dim))
+        linear, norm = partial(nn.Linear, bias=False), partial(RMSNorm, eps=LATENT_EPS)
+        self.wq = None if q_latent else linear(hidden, heads * head_dim)
+        self.wq_a = linear(hidden, q_latent) if q_latent else None
+        self.q_a_norm = norm(q_latent) if q_latent else None
+        self.wq_b = linear(q_latent, heads * head_dim) if q_latent else None
+        self.wkv_a = linear(hidden, kv_latent + rope_dim)
+        self.kv_a_norm = norm(kv_latent)
+        self.wkv_b = linear(kv_latent, heads * (head_dim - rope_dim + value_dim))
+        self.wo = linear(heads * value_dim, hidden)
+
+    def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        plain = self.head_dim - self.rope_dim
+        q_head, kv_head = (-1, self.head_dim), (-1, plain + self.value_dim)
+        q = self._queries(x).view(*x.shape[:-1], *q_head)
+        latent, k_turned = torch.split(self.wkv_a(x), [self.kv_latent, self.rope_dim], -1)
+        both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
+        k, v = torch.split(both, [plain, self.value_dim], -1)
+        q, q_turned = torch.split(q, [plain, self.rope_dim], -1)
+        cos, sin = self.rope.angles(positions, self.rope_dim, q.dtype)
+        q_turned = rotate(q_turned, cos, sin, self.rope_pairs)
+        k_turned = rotate(k_turned.unsqueeze(-2), cos, sin, self.rope_pairs)
+        k_turned = k_turned.expand(*k.shape[:-1], -1)
+        q, k = torch.cat((q, q_turned), -1), torch.cat((k, k_turned), -1)
+        q = q * self.query_scale if self.query_scale != 1 else q
+        q, k, v = (F.pad(each, (0, self.size - each.shape[-1])) for each in (q, k, v))
+        return q, k, v
+
+    def _queries(self, x: Tensor) -> Tensor:
+        if self.wq_a is None or self.q_a_norm is None or self.wq_b is None:
+            assert self.wq is not None
+            q: Tensor = self.wq(x)
+            return q
+        y: Tensor = self.wq_b(self.q_a_norm(self.wq_a(x)))
+        return y

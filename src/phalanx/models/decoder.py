@@ -1,5 +1,5 @@
 """A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3,
-OLMo-2, Mixtral and Qwen3 with experts are configurations of its constructor.
+OLMo-2, Mixtral, Qwen3 with experts and DeepSeek-V3 are configurations of its constructor.
 
 It is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each called
 `x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each can be called alone;
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import Attention, Rope, RopeScaling
+from .attention import Attention, HeadsAttention, LatentAttention, Rope, RopeScaling
 from .experts import ExpertMlps, Experts, Router
 from .loss import CrossEntropy
 from .noise import Dropout, block_noise
@@ -36,6 +36,9 @@ layers.*.attn.heads : heads
 layers.*.attn.wq.weight : heads embed
 layers.*.attn.wq.bias : heads
 layers.*.attn.w[kv].weight : kv embed
+layers.*.attn.w*_a.weight : latent embed
+layers.*.attn.*_a_norm.weight : latent
+layers.*.attn.w*_b.weight : heads latent
 layers.*.attn.w[kv].bias : kv
 layers.*.attn.[qk]_norm.weight : head
 layers.*.attn.q_wide_norm.weight : heads
@@ -95,7 +98,7 @@ class Block(nn.Module):
     def __init__(
         self,
         piece: int,
-        attn: Attention,
+        attn: HeadsAttention,
         mlp: nn.Module,
         norms: Sequence[nn.Module | None],  # before attention and mlp, behind them
         *,
@@ -220,6 +223,11 @@ class Decoder(nn.Module):
         rope_theta: float = 10000.0,
         rope_local_theta: float = 0.0,
         rope_scaling: RopeScaling | None = None,
+        rope_pairs: Literal["halves", "neighbours"] = "halves",
+        kv_latent: int = 0,
+        q_latent: int = 0,
+        rope_dim: int = 0,
+        value_dim: int = 0,
         windows: tuple[int, ...] = (),
         softcap: float = 0.0,
         logit_softcap: float = 0.0,
@@ -237,6 +245,8 @@ class Decoder(nn.Module):
         top_k: int = 1,
         expert_ffn: int = 0,
         shared_experts: int = 0,
+        expert_groups: int = 1,
+        top_groups: int = 1,
         dense_layers: int = 0,
         scores: Literal["softmax", "sigmoid"] = "softmax",
         normalized: bool = True,
@@ -256,22 +266,19 @@ class Decoder(nn.Module):
                 not in ("rope", "learned"),
                 f"bias={bias!r}: choose none, qkv or all": bias not in ("none", "qkv", "all"),
                 f"kv_heads={kv_heads} does not divide heads={heads}": heads % kv_heads != 0,
-                f"head_dim={head_dim} is odd, and rope turns pairs": not learned and head_dim % 2,
+                f"head_dim={rope_dim or head_dim} is odd, and rope turns pairs": not learned
+                and (rope_dim or head_dim) % 2,
                 f"dropout={dropout} is not in [0, 1)": not 0 <= dropout < 1,
             }
         )
         rope = None if learned else Rope(rope_theta, rope_scaling)
         local = rope if learned or not rope_local_theta else Rope(rope_local_theta)
-        common: Any = {
-            "bias": bias,
-            "qk_norm": qk_norm,
-            "qk_norm_wide": qk_norm_wide,
-            "norm": norm,
-            "dropout": dropout,
-            "eps": eps,
-            "softcap": softcap,
-            "query_scalar": query_scalar,
-        }
+        common: Any = {"dropout": dropout, "softcap": softcap, "query_scalar": query_scalar}
+        common |= {"rope_pairs": rope_pairs}
+        plain: dict[str, Any] = {"bias": bias}
+        plain |= {"qk_norm": qk_norm, "qk_norm_wide": qk_norm_wide, "norm": norm, "eps": eps}
+        latents: dict[str, Any] = {"kv_latent": kv_latent, "q_latent": q_latent}
+        latents |= {"rope_dim": rope_dim or head_dim, "value_dim": value_dim or head_dim}
         activation = activation or ("silu" if gated else "gelu")
         there = [norms != "post"] * 2 + [norms != "pre"] * 2
         self._depth, self._plus_one = layers, norm == "rms1"
@@ -290,15 +297,21 @@ class Decoder(nn.Module):
                 normalized=normalized,
                 scale=routed_scale,
                 balanced=balance == "bias",
+                groups=(expert_groups, top_groups),
             )
             width = expert_ffn or ffn or 4 * hidden
             shared = feed_forward(shared_experts * width) if shared_experts else None
             return Experts(router, ExpertMlps(hidden, width, experts), shared)
 
+        def attention(**options: Any) -> HeadsAttention:
+            options |= common
+            if kv_latent:
+                return LatentAttention(hidden, heads, head_dim, **latents, **options)
+            return Attention(hidden, heads, kv_heads, head_dim, **plain, **options)
+
         for piece in range(layers):
             window = windows[piece % len(windows)] if windows else 0
-            turns = local if window else rope
-            attn = Attention(hidden, heads, kv_heads, head_dim, rope=turns, window=window, **common)
+            attn = attention(rope=local if window else rope, window=window)
             sparse = experts > 0 and piece >= dense_layers
             mlp = routed() if sparse else feed_forward(ffn or 4 * hidden)
             norms_of_block = [norm_of(norm, hidden, eps) if each else None for each in there]

@@ -6,6 +6,7 @@ float32 or wider. Not here: which rank has which expert.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -48,9 +49,11 @@ class Router(nn.Module):
         normalized: bool,
         scale: float,
         balanced: bool,
+        groups: tuple[int, int] = (1, 1),
     ) -> None:
         super().__init__()
         self.top_k, self.scores, self.normalized, self.scale = top_k, scores, normalized, scale
+        self.groups, self.top_groups = groups
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.bias = nn.Parameter(torch.empty(experts)) if balanced else None
 
@@ -79,9 +82,15 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """What the choice goes by, without gradients."""
+        """What the choice goes by, without gradients. Of groups of experts those are left whose two best
+        have the highest sum (DeepSeek-V3 2024, 2.1.2)."""
         ranked = scores if self.bias is None else scores + self.bias.to(scores.dtype)
-        return ranked.detach()
+        if self.groups == 1:
+            return ranked.detach()
+        grouped = ranked.detach().view(*ranked.shape[:-1], self.groups, -1)
+        best = grouped.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
+        left = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, True)
+        return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(scores.shape)
 
 
 class ExpertMlps(nn.Module):

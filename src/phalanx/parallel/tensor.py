@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
-from ..layout.rules import AXIS_OF, LORA, Cut
+from ..layout.rules import AXIS_OF, LATENT, LORA, Cut
 from ..models import Dropout, ExpertMlps, LoraLinear, RMSNorm, Router, token_loss
 from .groups import Groups
 from .model import Model
@@ -105,8 +105,8 @@ def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
         return "kv"  # other query heads used the same key and value head
     if any(AXIS_OF.get(dim) == "tp" for dim in dims):
         return ""  # cut: every rank has its own part
-    if "head" in dims or LORA in dims:
-        # q and k norms: other heads. A factor of an adapter that is whole, the other one being cut.
+    if {"head", LATENT, LORA} & {*dims}:
+        # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
         return "norms"
     return "norms" if layout.seq else ""  # norms and row biases: other tokens under seq
 

@@ -209,6 +209,10 @@ class HubReader(TensorReader):
 
     def _manifest(self, folder: Folder, shape: Shape) -> Manifest:
         tensors, data = _tensors(folder), FAMILIES.get(shape.name)
+        if data and data.further:
+            blocks = tuple(f"{data.layers}.{n}." for n in range(shape.layers))
+            behind = f"{data.layers}."
+            tensors = {n: x for n, x in tensors.items() if n.startswith(blocks) or behind not in n}
         model = build_model(shape) if data else load_model(f"{HUB}{folder.path}")
         ours = {n: tuple(p.shape) for n, p in model.weights.items()}
         if data is None:
