@@ -1,7 +1,11 @@
 """Train one transformer over any mix of devices: plan, check, verify, measure and draw it.
 
-    from phalanx import Run, join, train
-    outcome = train(join(), Run.load("run.toml"))
+    import phalanx
+
+    phalanx.check("dp2 pp4 tp2 1f1b:8", "8b", device="h100")
+    phalanx.plan("8b", "h100x64", sequence=8192, batch_tokens="4M")
+    phalanx.draw("dp2 pp2 zero3 1f1b:4", "124m")
+    phalanx.train(phalanx.join(), phalanx.Run.load("run.toml"))
 
 `join()` is this process's rank: of a process group that is there already (Ray, Accelerate, a notebook),
 of what torchrun or Slurm has started, or alone. Importing this package loads no torch.
@@ -10,18 +14,64 @@ of what torchrun or Slurm has started, or alone. Importing this package loads no
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import train as train
+    from .api.check import check as check
+    from .api.load import load as load
+    from .api.plan import plan as plan
+    from .api.step import draw as draw
+    from .api.step import simulate as simulate
+    from .api.verify import verify as verify
     from .comm import join as join
+    from .comm import launch as launch
+    from .layout import Layout as Layout
     from .layout import Run as Run
+    from .layout import Shape as Shape
+    from .train.loop import train as train
 
-_HOMES = {"Run": "layout", "join": "comm"}
-__all__ = ["Run", "join", "train"]
+_NAMES = {
+    "api.check": "check",
+    "api.load": "load",
+    "api.plan": "plan",
+    "api.step": "draw simulate",
+    "api.verify": "verify",
+    "comm": "join launch",
+    "layout": "Layout Run Shape",
+    "train.loop": "train",
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+# These are packages too: `phalanx.plan` is one, and `phalanx.plan("8b")` what people want of it.
+_PACKAGES = ("draw", "plan", "train", "verify")
+__all__ = [*_HOMES]
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **terms: Any) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)(*args, **terms)
+
+
+class _Root(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system puts a package here when it is first imported, from wherever.
+        if name in _PACKAGES and type(value) is ModuleType:
+            value.__class__ = _CallablePackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Root
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
     return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from phalanx.cli import bench, draw, plan, usage
+from phalanx.api import TEXT
+from phalanx.api.plan import SEQUENCES
+from phalanx.cli import bench, draw
 from phalanx.cli import verify as verify_command
 from phalanx.layout import Shape, choices, files, journal, layout, mesh, numbers, source
 from phalanx.report import page
@@ -28,12 +30,12 @@ LIMITS = {
     },
     "steps of `verify`": verify_command.STEPS,
     "side of a product of `bench matmul`": bench.LONGEST,
-    "sequences of a step in `plan`": plan.SEQUENCES,
+    "sequences of a step in `plan`": SEQUENCES,
     "tokens of a run in `plan cost`": numbers.MOST,
     "tables or lists inside each other, in TOML and JSON": files.DEPTH,
     "whole number in TOML and JSON": files.INTEGER - 1,
     "bytes of a TOML file": files.SMALL,
-    "bytes of a program, a recorded step or a topology": usage.TEXT,
+    "bytes of a program, a recorded step or a topology": TEXT,
     "bytes of a Python file of your own": source.LIMIT,
     "bytes of a run's `timeline.json`": page.TIMELINE,
     "bytes of a run's `metrics.jsonl`": journal.LIMIT,

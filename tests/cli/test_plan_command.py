@@ -159,8 +159,8 @@ def test_where_every_program_holds_more_than_was_said_the_plan_says_so(
 
     monkeypatch.setattr(Pricer, "choose", full)
     monkeypatch.setattr("phalanx.plan.search._MISSES", 2_000)
-    monkeypatch.setattr("phalanx.cli.plan._MORE_DEVICES", ())
-    monkeypatch.setattr("phalanx.cli.plan._MORE_ROOM", ())
+    monkeypatch.setattr("phalanx.api.plan._MORE_DEVICES", ())
+    monkeypatch.setattr("phalanx.api.plan._MORE_ROOM", ())
     monkeypatch.setattr("phalanx.plan.search._MORE", 2_000)
     monkeypatch.setattr("phalanx.plan.search._EMPTIEST", 3)
     assert main(SMALL) == 1

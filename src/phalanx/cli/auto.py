@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from ..api.request import request_for
 from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..layout.choices import BF16, FP32
 from ..plan import Machine, MachineError, cluster, clusters, device_named
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.local import hardware_of_machine
 from ..plan.search import search
-from .memory import request_for
 
 
 def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:

@@ -1,108 +1,21 @@
-"""What several commands look at before torch is loaded and a process started: whether a layout fits
-a model, and what would end a command within its first seconds."""
+"""What would end a command within its first seconds, found before torch is loaded and a process started."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..layout import Layout, LayoutError, Run, RunError, Shape, legal, nearest, stage_pieces
+from ..layout import Layout, Run, RunError, Shape, legal, stage_pieces
 from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
 from ..layout.codec import Mistake
 from ..layout.environment import launched
-from ..layout.families import code_of
 from ..layout.files import open_regular, reason
-from ..layout.run import PYTHON, shape_named
-from ..layout.source import names_source, refuse_broken
-from ..plan import Machine, cluster
-from ..plan.hardware import Hardware, hardware_of
-from ..plan.local import hardware_of_machine
+from ..layout.run import PYTHON
+from ..layout.source import names_source
 from ..program import build, check, schedule
 from .usage import UsageError, unmakable
 
-if TYPE_CHECKING:
-    from ..parallel import Model
-
 GIB = 2**30
-
-
-def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> str:
-    """Every reason why a layout does not fit a model, and the nearest that do; empty if it fits."""
-    violations = legal(layout, shape, batch=batch, sequence=sequence)
-    if not violations:
-        return ""
-    near = nearest(layout, shape, batch=batch, sequence=sequence)
-    reasons = "".join(f"\n- {violation}" for violation in violations)
-    way_out = f"Nearest that fit: {'; '.join(map(str, near))}." if near else "Nothing near it fits."
-    return f"{layout} does not fit {shape.name}:{reasons}\n{way_out}"
-
-
-def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> None:
-    """Raise with every reason why a layout does not fit a model."""
-    if wrong := misfit(layout, shape, batch=batch, sequence=sequence):
-        raise LayoutError(wrong)
-
-
-def in_precision(words: str, precision: str) -> Layout:
-    """A layout that somebody typed, in this precision unless it names its own."""
-    layout = Layout.parse(words)
-    return layout if "precision" in Layout.written(words) else replace(layout, precision=precision)
-
-
-def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    """The shape of --model, which may be a run file, and what makes a model of the user's own. Such a
-    file is run, as only it knows the sizes of its model."""
-    if not code_of(name)[0]:
-        return shape_named(name), None
-    if names_source(name):
-        refuse_broken(name, LayoutError)
-    from ..parallel.model import load_model
-
-    make = partial(load_model, name)
-    shape = make().shape
-    if shape is None:
-        raise LayoutError(f"{name}: describe() gives no shape; add shape=Shape(...) to its Model.")
-    return shape, make
-
-
-@dataclass(frozen=True)
-class Where:
-    """Hardware that was named, and what its devices are called in the catalogue and by their driver."""
-
-    hardware: Hardware
-    device: str
-    kind: str
-    names: tuple[str, ...]
-
-
-def where(cluster_: str | None, file: str | None, ranks: int = 0, backend: str = "") -> Where:
-    """What --cluster or --machine name, for so many ranks; `this` and nothing are machine.toml."""
-    if cluster_ == "this":
-        cluster_ = None
-    if cluster_ and (file or backend):
-        what = (
-            "--machine both say where it runs" if file else "--backend, which is for a machine file"
-        )
-        raise UsageError(f"--cluster and {what}; name one.")
-    if cluster_:
-        found = cluster(cluster_)
-        if ranks > found.size:
-            raise UsageError(f"{ranks} ranks, and {cluster_} has {found.size} devices.")
-        names = (found.device, *found.kind.drivers)
-        return Where(hardware_of(found, ranks), found.device, "cuda", names)
-    file = file or "machine.toml"
-    if not Path(file).is_file():
-        raise UsageError(
-            f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
-            " or name a cluster: --cluster h100x64."
-        )
-    machine = Machine.load(file)
-    hardware = hardware_of_machine(machine, ranks, backend)
-    return Where(hardware, machine.catalogue, machine.kind, (machine.device,))
 
 
 def refuse_before(run: Run) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections import Counter
 from pathlib import Path
 
+from ..api.load import checkpoints_in
 from ..draw import text_table
 from ..layout.choices import STORED
 from ..layout.families import FAMILIES
@@ -43,35 +43,12 @@ def _parser(what: str, description: str, source: str = "a run, or a checkpoint")
     return parser
 
 
-_NAME = "Name a run's `out`, or one checkpoint in it."
 _THEIRS = "Name a folder with config.json and model.safetensors."
-
-
-def _checkpoints(source: str) -> list[Path]:
-    """The checkpoints of a folder, the newest first."""
-    path = Path(source)
-    if not path.is_dir():
-        raise UsageError(f"{path} holds no checkpoint: there is no such folder. {_NAME}")
-    none = (
-        f"{path} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
-        " name a run's `out`, or one checkpoint in it."
-    )
-    if os.path.lexists(path / "manifest.json"):
-        refuse_irregular(path / "manifest.json", _NAME)
-        return [path]
-    if not any(next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)):
-        raise UsageError(none)
-    from ..train.checkpoint import steps
-
-    saved = steps(path) or steps(path / CHECKPOINTS)
-    if not saved:
-        raise UsageError(none)
-    return saved
 
 
 def _show(argv: list[str]) -> int:
     args = _parser("show", "What a checkpoint holds, and of which run it is.").read(argv)
-    path, *older = _checkpoints(args.source)
+    path, *older = checkpoints_in(args.source)
     from ..train.checkpoint_format import read_manifest
 
     manifest = read_manifest(path)
@@ -105,7 +82,7 @@ def _show(argv: list[str]) -> int:
 
 def _verify(argv: list[str]) -> int:
     args = _parser("verify", "Compares every byte with its checksum.").read(argv)
-    paths = _checkpoints(args.source)
+    paths = checkpoints_in(args.source)
     from ..train.checkpoint_format import verify_checkpoint
 
     faults = {str(path): verify_checkpoint(path) for path in paths}
@@ -124,7 +101,7 @@ def _export(argv: list[str]) -> int:
     parser.add("--dtype", default="", type=str.upper, choices=STORED, help="of the numbers")
     parser.add("--adapter", action="store_true", help="LoRA alone, as peft loads it; else merged")
     args = parser.read(argv)
-    path = _checkpoints(args.source)[0]
+    path = checkpoints_in(args.source)[0]
     from ..train.checkpoint_adapter import export_adapter
     from ..train.checkpoint_exchange import export_weights
     from ..train.checkpoint_format import verify_checkpoint

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from textwrap import wrap
 
+from ..api.request import model_of, refuse_illegal
 from ..cost import Pieces, cached_costs
 from ..draw import text_table
 from ..layout import Layout, piece_layout
 from ..layout.numbers import si_text
 from ..program import Load, PieceCost, ops
-from .before import model_of, refuse_illegal
 from .usage import Parser, result, whole
 
 _EPILOG = """\

@@ -7,43 +7,15 @@ were, they become one Program with its costs, which is checked, simulated and sh
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ..draw import MeshPicture, Picture, chrome, mesh_svg, mesh_text, page, svg, text, text_table
-from ..layout import Layout, LayoutError, Mesh, Shape, stage_pieces
-from ..layout.choices import CHUNKS, SCHEDULES, SEARCHED, traits
-from ..layout.source import names_source
-from ..program import (
-    KINDS,
-    Costs,
-    Program,
-    Recorded,
-    Sizes,
-    Timeline,
-    build,
-    check,
-    ops,
-    repeat,
-    schedule,
-    simulate,
-)
-from .before import refuse_illegal
-from .usage import (
-    Parser,
-    UsageError,
-    flags,
-    print_json,
-    read,
-    real,
-    result,
-    say,
-    screen,
-    whole,
-    write,
-)
+from ..api.step import StepProgram, StepTerms, costs_of, draw, recorded_picture, step_of
+from ..draw import FORMATS, MeshPicture, Picture, mesh_svg, mesh_text, text, text_table
+from ..layout import Layout
+from ..layout.choices import CHUNKS, SCHEDULES
+from ..program import Costs, Recorded, Sizes, Timeline, build, check, ops, simulate
+from .usage import Parser, UsageError, print_json, read, real, result, say, screen, whole, write
 
 MOST = 4096  # ranks of the picture of a mesh
 
@@ -64,18 +36,6 @@ costs what I and W cost together, R left out what F does; any other kind left ou
   phalanx draw accum --layers 4 --zero 3 --costs F=4,B=8,G=4,S=4,U=2
   phalanx draw searched --costs F=1,I=1,W=1 --memory-limit 4 --out best.svg
 """
-_SCHEDULE = (
-    "stages",
-    "microbatches",
-    "chunks",
-    "layers",
-    "zero",
-    "gather",
-    "reduce",
-    "prefetch",
-    "recompute",
-)
-_FORMATS: dict[str, Callable[[Picture], str]] = {".svg": svg, ".html": page, ".json": chrome}
 
 
 def run(argv: list[str]) -> int:
@@ -84,12 +44,30 @@ def run(argv: list[str]) -> int:
     if argv and argv[0] in others:
         return others[argv[0]](argv[1:])
     args = _parser().read(argv)
-    step = _step(args)
-    picture = _picture(step, args)
-    formats = {**_FORMATS, ".txt": lambda _: str(step.program)}
+    args.clip = args.clip or None
+    given = {name: getattr(args, name) for name in StepTerms.__annotations__}
+    terms: Any = {name: value for name, value in given.items() if value is not None}
+    what = " ".join(args.what)
+    if args.cluster and args.model:
+        return _priced(args, terms)
+    step = step_of(what, args.model or "", terms)
+    # Memory over time is on a page and in a trace.
+    memory = bool(args.out) and args.out.endswith((".html", ".json"))
+    picture = step.picture(args.repeat, memory=memory)
+    formats = {**FORMATS, ".txt": lambda _: str(step.program)}
     if args.out:
         write(args.out, formats, picture)
     _show(args, picture, _figures(step, picture, args.repeat) if args.json else {})
+    return 0
+
+
+def _priced(args: argparse.Namespace, terms: Any) -> int:
+    """A layout's step in the seconds of a plan."""
+    picture = draw(" ".join(args.what), args.model, **terms)
+    assert isinstance(picture, Picture)
+    if args.out:
+        write(args.out, FORMATS, picture)
+    _show(args, picture, {"title": picture.title, **_times(picture.timeline)})
     return 0
 
 
@@ -112,6 +90,7 @@ def _parser() -> Parser:
     add("--model")
     add("--batch")
     add("--seq")
+    add("--cluster", metavar="NAME", help="in the seconds of a plan there: h100x64")
     parser.section("all of them")
     add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...")
     add(
@@ -123,7 +102,7 @@ def _parser() -> Parser:
     add("--clip", action="store_true", help="clip gradients: all agree before any update")
     add("--repeat", type=whole(1, 10_000), default=1, metavar="N", help="steps in a row")
     _add_picture(
-        parser, (*_FORMATS, ".txt"), ".svg, .html, .json (for Perfetto), .txt (the program)"
+        parser, (*FORMATS, ".txt"), ".svg, .html, .json (for Perfetto), .txt (the program)"
     )
     return parser
 
@@ -148,225 +127,7 @@ def _show(args: argparse.Namespace, picture: Picture, figures: Mapping[str, obje
         say(text(picture, width=width, colour=colour), end="", colour=colour)
 
 
-# ---- a step
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One training step: its program, what its operations cost, and what it is called."""
-
-    title: str
-    program: Program
-    costs: Costs
-    stages: int
-    chunks: int = 1
-    notes: tuple[str, ...] = ()
-    free: Program | None = None  # the same without the agreement of clipping, where there is one
-
-
-def _step(args: argparse.Namespace) -> _Step:
-    name = " ".join(args.what)
-    if args.what[0] == "program":
-        if len(args.what) != 2:
-            raise UsageError(
-                "`phalanx draw program` takes one file: phalanx draw program step.txt."
-            )
-        return _of_file(args.what[1], args)
-    if args.model:
-        return _of_layout(name, args)
-    if name not in SCHEDULES and _is_layout(name):
-        raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
-    return _of_schedule(name, args)
-
-
-def _is_layout(text: str) -> bool:
-    """Whether a text that is no schedule's name reads as a layout."""
-    try:
-        return not names_source(Layout.parse(text).schedule)
-    except LayoutError:
-        return " " in text
-
-
-def _of_schedule(name: str, args: argparse.Namespace) -> _Step:
-    """The step of a bare schedule: its stages are the only ranks."""
-    if name not in SCHEDULES and not names_source(name):
-        schedule(name, 1, 1)  # refuses it, with the nearest name
-    kind = traits(name)
-    stages = args.stages or (4 if kind.pipelined else 1)
-    microbatches = args.microbatches or 8
-    notes: tuple[str, ...] = ()
-    if kind.whole_batch and microbatches > 1:
-        microbatches = 1
-        notes = (f"{name} sharding takes the batch whole, as one microbatch",)
-    layout = Layout(
-        # ZeRO shards over copies, so there have to be two; they follow the same rows.
-        mesh=Mesh.parse(f"dp2 pp{stages}" if args.zero else f"pp{stages}"),
-        zero=args.zero or 0,
-        schedule=name,
-        chunks=args.chunks or 0,
-        microbatches=microbatches,
-        gather=args.gather or "",
-        reduce=args.reduce or "",
-        prefetch=1 if args.prefetch is None else args.prefetch,
-        recompute=args.recompute or "none",
-    )
-    pieces = _spread(args.layers, layout.virtual_stages)
-    layers = pieces[-1].stop
-    costs = Costs(
-        _costs_of(args.costs, split=layout.splits_backward),
-        share=dict.fromkeys(range(layers), stages / layers),
-    )
-    title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}"
-    title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
-    title += f", zero{layout.zero}" if layout.zero else ""
-    title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
-    program, free = _built(layout, pieces, (), args, costs)
-    return _Step(title, program, costs, stages, layout.chunks, notes, free)
-
-
-def _of_layout(text: str, args: argparse.Namespace) -> _Step:
-    """The step of a layout for a model; an illegal one is refused with the nearest that is not."""
-    if given := flags(args, _SCHEDULE):
-        raise UsageError(
-            f"{given[0]} is part of the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
-        )
-    layout, shape = Layout.parse(text), Shape.load(args.model)
-    refuse_illegal(layout, shape, batch=args.batch or 0, sequence=args.seq or 0)
-    kinds = _costs_of(args.costs, split=layout.splits_backward)
-    # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
-    # by its weights.
-    work, weights = ([f(p) for p in range(shape.pieces)] for f in (shape.cost, shape.parameters))
-    costs = Costs(
-        kinds,
-        share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
-        pieces={
-            (kind, p): kinds[kind] * layout.pp * w / sum(weights)
-            for kind in ops.ON_UNIT
-            if kind in kinds
-            for p, w in enumerate(weights)
-        },
-    )
-    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    program, free = _built(layout, stage_pieces(layout, shape), tied, args, costs)
-    title = f"{str(layout) or 'one rank'} on {shape.name}"
-    return _Step(title, program, costs, layout.pp, layout.chunks, free=free)
-
-
-def _of_file(path: str, args: argparse.Namespace) -> _Step:
-    """The step of a program file, checked."""
-    if given := flags(args, (*_SCHEDULE, "model", "batch", "seq", "memory_limit", "clip")):
-        raise UsageError(f"{given[0]} does not go with a program file, which is the step itself.")
-    program = Program.parse(read(path, "program"), path)
-    check(program)
-    stages = program.mesh.of("pp")
-    split = any(
-        op.kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT) for row in program.rows for op in row
-    )
-    share = dict.fromkeys(range(program.pieces), stages / max(1, program.pieces))
-    costs = Costs(_costs_of(args.costs, split=split), share=share)
-    return _Step(path, program, costs, stages, max(1, program.pieces // stages))
-
-
-def _costs_of(text: str | None, *, split: bool) -> dict[str, float]:
-    """The times in `F=1,B=2,send=0.1`; left out, backward costs twice the forward."""
-    if text is None:
-        if split:
-            return dict.fromkeys((ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT), 1.0)
-        return {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
-    kinds = (*(kind for kind in KINDS if kind not in (ops.DROP, *ops.MESSAGES)), "send")
-    costs: dict[str, float] = {}
-    for word in text.split(","):
-        kind, equals, value = word.strip().partition("=")
-        if kind not in kinds or not equals:
-            raise UsageError(
-                f"--costs: {word.strip()!r} is not KIND=TIME. Kinds are {', '.join(kinds)};"
-                " write --costs F=1,B=2,send=0.1."
-            )
-        if kind in costs:
-            raise UsageError(f"--costs: {kind} stands twice in {text!r}; write it once.")
-        try:
-            costs[kind] = float(value)
-        except ValueError:
-            raise UsageError(f"--costs: {value!r} in {word.strip()!r} is not a number.") from None
-        if not 0 <= costs[kind] < float("inf"):
-            raise UsageError(f"--costs: {word.strip()!r}; a time is 0 or more, and finite.")
-    if not any(costs.get(kind) for kind in (ops.FORWARD, *ops.BACKWARDS)):
-        raise UsageError(f"--costs {text}: nothing takes time; give F and B, or F, I and W.")
-    return costs
-
-
-def _built(
-    layout: Layout,
-    pieces: Sequence[range],
-    tied: tuple[tuple[int, int], ...],
-    args: argparse.Namespace,
-    costs: Costs,
-) -> tuple[Program, Program | None]:
-    """The program, and with clipping also the one without."""
-    limit, fitting = args.memory_limit, layout.recompute == "fit"
-    if limit is not None and not traits(layout.schedule).searched and not fitting:
-        raise UsageError(
-            f"--memory-limit is for the schedule {SEARCHED!r} (microbatches that a stage may hold)"
-            " and for recompute fit (pieces whose activations it may hold whole)."
-        )
-    if limit is None and fitting:
-        raise UsageError("recompute fit needs --memory-limit: how many pieces a stage may hold.")
-    count = pieces[-1].stop
-    step = partial(
-        build,
-        layout,
-        pieces,
-        tied,
-        costs=costs,
-        sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count) if fitting else None,
-        limit=float("inf") if limit is None else limit,
-        held=None if limit is None else [limit] * layout.pp,
-    )
-    return step(agree=args.clip), step() if args.clip else None
-
-
-def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
-    """Layers over virtual stages as evenly as can be, the earlier ones longer."""
-    layers = layers or stages
-    if layers < stages:
-        raise UsageError(
-            f"--layers {layers} cannot fill {stages} stages with one each; use {stages} or more."
-        )
-    ends = [-(-layers * i // stages) for i in range(stages + 1)]
-    return tuple(range(a, b) for a, b in pairwise(ends))
-
-
-def _many(count: int, what: str) -> str:
-    plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
-    return f"{count} {plural}"
-
-
-def _picture(step: _Step, args: argparse.Namespace) -> Picture:
-    proof = check(step.program)
-    # A page and a trace show memory over time; in pieces, as their bytes are not known here.
-    counted = args.out and args.out.endswith((".html", ".json"))
-    sizes = Sizes.counts(step.program.pieces) if counted else None
-    timeline = simulate(repeat(step.program, args.repeat), step.costs, sizes)
-    title = step.title + (f", {args.repeat} steps" if args.repeat > 1 else "")
-    notes = (*step.notes, *_barrier(step, timeline, args.repeat))
-    return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")
-
-
-def _barrier(step: _Step, timeline: Timeline, steps: int) -> tuple[str, ...]:
-    """What the agreement of clipping costs over several steps, measured by leaving it out."""
-    if step.free is None or steps == 1:
-        return ()
-    free = simulate(repeat(step.free, steps), step.costs).makespan
-    if free >= timeline.makespan - 1e-9:
-        return ()
-    return (
-        "clipping is a barrier: no stage updates before all have agreed on the norm, so the next step"
-        f" cannot begin in this one's idle time. Without it the {steps} steps take {free:.4g}, not"
-        f" {timeline.makespan:.4g}: the barrier takes the gain away.",
-    )
-
-
-def _figures(step: _Step, picture: Picture, steps: int) -> dict[str, object]:
+def _figures(step: StepProgram, picture: Picture, steps: int) -> dict[str, object]:
     return {
         "title": picture.title,
         "stages": step.stages,
@@ -406,19 +167,13 @@ def _recorded(argv: list[str]) -> int:
     """The measured timeline of a real step over the predicted one."""
     parser = Parser("phalanx draw run", "A step that ran, over its prediction.", _RUN)
     parser.add("file", metavar="FILE", help="the recorded step")
-    _add_picture(parser, tuple(_FORMATS), ".svg, .html or .json (a trace)")
+    _add_picture(parser, tuple(FORMATS), ".svg, .html or .json (a trace)")
     args = parser.read(argv)
     recorded = Recorded.parse(read(args.file, "recorded step"))
-    held = check(recorded.program).held
     predicted, measured = recorded.predicted(), recorded.measured()
-    note = (
-        f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
-        f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
-    )
-    title = f"a step on {recorded.program.mesh.size} ranks, predicted and measured"
-    picture = Picture(title, predicted, measured, held=held, notes=(note,), clock="s")
+    picture = recorded_picture(recorded)
     if args.out:
-        write(args.out, _FORMATS, picture)
+        write(args.out, FORMATS, picture)
     both = {"predicted": _times(predicted), "measured": _times(measured)}
     _show(args, picture, {**both, "program": str(recorded.program)})
     return 0
@@ -484,7 +239,7 @@ def _recompute(argv: list[str]) -> int:
     parser.add("--costs", metavar="K=T,...", help="of one layer; default F=1,B=2")
     parser.add("--json")
     args = parser.read(argv)
-    costs = Costs(_costs_of(args.costs, split=False))
+    costs = Costs(costs_of(args.costs, split=False))
     modes = ["none", "all", *(f"every={2**k}" for k in range(1, args.layers.bit_length())), "sqrt"]
     table = [_recomputing(mode, args.layers, costs) for mode in modes]
     for line in table:

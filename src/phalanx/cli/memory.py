@@ -1,58 +1,20 @@
-"""Whether a layout fits in the memory of its devices: what the program that a plan builds holds at
-its peak. Costing pieces loads torch where their costs are not cached."""
+"""Whether a run fits in the memory of the devices that are here."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
-from ..cost import cached_costs
+from ..api.request import held, held_text, request_for
 from ..layout import Layout, Run, Shape
-from ..layout.choices import BF16, DTYPES, FP32
+from ..layout.choices import DTYPES
 from ..layout.numbers import bytes_text
-from ..plan.hardware import Hardware, hardware_of
+from ..plan.hardware import hardware_of
 from ..plan.link import joined
-from ..plan.local import local_profile, profile_for
-from ..plan.step import Choice, Pricer, Request
+from ..plan.local import local_profile
 from .before import GIB, machine_memory, moments
 from .usage import UsageError
 
 _CLEARLY = 1.5  # times a machine's memory: what ranks of a CPU hold is known less well, and swaps
-
-
-def request_for(
-    shape: Shape,
-    hardware: Hardware,
-    *,
-    batch: int = 0,
-    sequence: int = 0,
-    precision: str = "",
-    model: str = "",
-) -> Request:
-    """What is planned with our own software; in bf16 on a GPU unless `precision` names another."""
-    precision = precision or (FP32 if hardware.cores else BF16)
-    sequence = sequence or shape.sequence
-    if shape.positions != "learned":
-        shape = replace(shape, sequence=sequence)
-    return Request(
-        shape, hardware, profile_for(hardware, None, precision),
-        partial(cached_costs, target=hardware.target), sequence, batch or shape.batch, precision,
-        model=model,
-    )  # fmt: skip
-
-
-def held(request: Request, layout: Layout) -> Choice:
-    """What a layout's ranks hold, as `plan --explain` says it; on a CPU without its times."""
-    room = 0.0 if request.hardware.cores else math.inf
-    return Pricer(replace(request, precision=layout.precision)).choose(layout, room)
-
-
-def held_text(kinds: Mapping[str, float]) -> str:
-    """`50.7 GB on the fullest rank: weights 2.27 GB, gradients 4.54 GB, ...`."""
-    parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size)
-    return f"{bytes_text(sum(kinds.values()))} on the fullest rank: {parts}"
 
 
 def device_memory(gpus: int, ranks: int) -> float:

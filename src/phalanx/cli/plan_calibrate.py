@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..api.request import Where, where
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout.codec import dump
@@ -25,7 +26,6 @@ from ..plan.local import profile_for
 from ..plan.profile import FITTED, SoftwareProfile, profile
 from ..plan.published import runs_of
 from ..plan.table import read_table
-from .before import Where, where
 from .usage import Parser, UsageError, print_json, say, whole, write
 
 _EXAMPLES = """\

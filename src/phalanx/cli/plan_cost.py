@@ -6,6 +6,7 @@ import argparse
 import math
 from dataclasses import asdict
 
+from ..api.plan_text import utilization
 from ..draw import text_table
 from ..layout.numbers import bytes_text, count_text, parse_count, seconds_text
 from ..plan.search import search
@@ -13,7 +14,6 @@ from ..plan.spend import MTBF_HOURS, SAVED, Spending, saving_seconds, spending
 from ..plan.step import Choice, Request
 from .plan import request_flags, request_of
 from .plan_explain import named
-from .plan_text import utilization
 from .usage import POSITIVE, Parser, print_json, real, say
 
 _EPILOG = f"""\

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+from ..api.plan_text import choice_figures, choice_text
+from ..api.request import in_precision, refuse_illegal
 from ..draw import Picture, text, text_table
 from ..layout import stage_pieces
 from ..layout.numbers import bytes_text
 from ..plan.search import judge
 from ..plan.step import MEMORY, Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
-from .before import in_precision, refuse_illegal
-from .plan_text import choice_figures, choice_text
 from .usage import UsageError, print_json, say, screen
 
 _SHORT = {"activations": "kept"}

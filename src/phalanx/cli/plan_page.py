@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..api.plan_text import utilization
 from ..draw import ChartAxis, Series, chart, frame, paragraphs, table, tag
 from ..layout.numbers import seconds_text
 from ..plan.search import Baseline, Plan
 from ..plan.step import Choice, Request
-from .plan_text import utilization
 
 _Array = NDArray[np.float64]
 Points = list[tuple[float, float]]

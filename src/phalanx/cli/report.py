@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..api.request import where
 from ..layout.files import reason, write_text
-from .before import where
 from .usage import Parser, UsageError, flags, result, save
 
 if TYPE_CHECKING:

@@ -19,15 +19,13 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NoReturn, TypeVar
 
+from ..api import TEXT
+from ..api import UsageError as UsageError
 from ..layout.choices import AUTO, BACKENDS, DEVICES, LOCAL_RANKS, SHM, near_word
 from ..layout.files import open_regular, printable, read_text, reason
 from ..layout.layout import MICROBATCHES
 
 Drawn = TypeVar("Drawn")
-
-
-class UsageError(ValueError):
-    """A command that means nothing: what is wrong with it and how to write it."""
 
 
 class OutputError(Exception):
@@ -228,8 +226,6 @@ def flags(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 # ---- files
-
-TEXT = 1 << 26  # bytes of a program, a recorded step, a topology
 
 
 def read(path: str, what: str, limit: int = TEXT) -> str:

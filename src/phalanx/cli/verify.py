@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..layout import Layout, LayoutError, Shape
-from ..layout.cases import AXES, SHAPES, covering, every_layout
-from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, OPTIMIZERS, THREADS
+from ..api.verify import (
+    Verified,
+    layouts_to_verify,
+    model_to_verify,
+    refuse_too_large,
+    verdict_text,
+)
+from ..layout import Shape
+from ..layout.cases import AXES
+from ..layout.choices import COMPARED, DTYPES, FP64, OPTIMIZERS, THREADS
 from ..layout.families import code_of
-from ..layout.shape import HUB
-from ..layout.source import names_source
-from .before import misfit, model_of
 from .usage import (
     POSITIVE,
     Parser,
@@ -31,8 +34,7 @@ from .usage import (
 )
 
 if TYPE_CHECKING:
-    from ..parallel import Model
-    from ..verify import Verdict
+    pass
 
 STEPS = 10_000
 MOST = 64  # ranks of which all layouts are listed: there are some hundred thousand
@@ -95,17 +97,36 @@ def run(argv: list[str]) -> int:
     if code_of(args.model)[0] and args.dropout:
         raise UsageError("--dropout is for the built-in models; write the rate into your own.")
     _try_log(args.log)
-    shape, make = _model(args.model)
+    shape, make = model_to_verify(args.model)
     if args.lora and make is not None:
         raise UsageError("--lora is for the built-in models.")
     if args.lora:  # in the name, as a log of verdicts is named by it
         shape = replace(shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}")
-    layouts = list(_layouts(args, shape, make))
+    layouts = list(
+        layouts_to_verify(
+            args.layouts,
+            shape,
+            make,
+            ranks=args.ranks,
+            axes=args.axes,
+            cover=args.cover,
+            dtype=args.dtype,
+        )
+    )
     if args.part:  # every n-th layout, so that each part has its share of the large ones
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
     log = _log(args, shape)
     if layouts:
-        _enough(args, shape, make, layouts)
+        refuse_too_large(
+            shape,
+            make,
+            layouts,
+            name=args.model,
+            steps=args.steps,
+            dtype=args.dtype,
+            processes=args.backend != THREADS,
+            memory=args.memory,
+        )
     from ..verify import verify
 
     verdicts = []
@@ -125,35 +146,10 @@ def run(argv: list[str]) -> int:
     ):
         verdicts.append(verdict)
         if not args.json:
-            _print(verdict)
-    compared = [v for v in verdicts if not v.cannot_fit]
-    failed, apart = sum(not v.passed for v in compared), len(verdicts) - len(compared)
-    figures = {
-        "layouts": [asdict(v) for v in verdicts],
-        "passed": len(compared) - failed,
-        "failed": failed,
-        "cannot_fit": apart,
-    }
-    worst = max((v.max_rel_error for v in compared), default=0.0)
-    text = (
-        f"{len(compared) - failed} of {len(compared)} layouts of {shape.name} agree with one"
-        f" process in {args.dtype}; largest relative error {worst:.1e}."
-    )
-    result(args, figures, text + f" {apart} cannot fit and were not compared." * bool(apart))
-    if failed:
-        return 1
-    return 0 if compared else 2
-
-
-def _print(verdict: Verdict) -> None:
-    layout = verdict.layout or "one process"
-    if verdict.cannot_fit:
-        say(f"none cannot fit  {layout}\n     {verdict.first_difference}", flush=True)
-        return
-    mark = "ok  " if verdict.passed else "FAIL"
-    say(f"{mark} {verdict.max_rel_error:8.1e}  {layout}", flush=True)
-    if not verdict.passed:
-        say(f"     {verdict.first_difference}", flush=True)
+            say(verdict_text(verdict), flush=True)
+    found = Verified(shape.name, args.dtype, tuple(verdicts))
+    result(args, found.figures, found.summary)
+    return 0 if found.passed else 1 if found.compared else 2
 
 
 def _axes(text: str) -> str:
@@ -179,69 +175,6 @@ def _try_log(file: str | None) -> None:
         if os.path.lexists(file):
             refuse_irregular(Path(file), "Name another file.", "--log: ")
             try_file(file, "--log")
-
-
-def _enough(
-    args: argparse.Namespace,
-    shape: Shape,
-    make: Callable[[], Model] | None,
-    layouts: Sequence[Layout],
-) -> None:
-    """Refuse what would not fit into memory: the system would kill it half way."""
-    from ..verify.memory import GIB, available, needed
-
-    parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
-    need = needed(
-        shape,
-        parameters,
-        layouts,
-        steps=args.steps,
-        dtype=args.dtype,
-        processes=args.backend != THREADS,
-    )
-    limit = available() if args.memory is None else args.memory * GIB
-    if need.total > limit:
-        where = "are available" if args.memory is None else "may be used (--memory)"
-        raise UsageError(
-            f"verify --model {args.model} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
-            " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
-            " ranks or --steps, or --memory GIB if you know better."
-        )
-
-
-def _model(name: str) -> tuple[Shape, Callable[[], Model] | None]:
-    if name in SHAPES:
-        return SHAPES[name], None
-    file = name.endswith(".toml") or name.startswith(HUB) or names_source(name)
-    if name not in Shape.names() and not file:
-        raise UsageError(
-            f"there is no model {name!r}. Small ones with awkward traits are {', '.join(SHAPES)};"
-            f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."
-        )
-    return model_of(name)
-
-
-def _layouts(
-    args: argparse.Namespace, shape: Shape, make: Callable[[], Model] | None
-) -> tuple[Layout, ...]:
-    if args.layouts is None:
-        every = every_layout(shape, args.ranks, axes=args.axes)
-        if make:
-            from ..parallel import fitting
-
-            every = fitting(make(), every)
-        return covering(every, args.cover) if args.cover else every
-    named = Layout.parse_many(args.layouts)
-    most = max((layout.ranks for layout in named), default=1)
-    if most > LOCAL_RANKS:
-        raise UsageError(
-            f"--layouts: one has {most:,} ranks; one machine starts 1 to {LOCAL_RANKS}."
-        )
-    if wrong := [text for layout in named if (text := misfit(layout, shape))]:
-        raise LayoutError("\n".join(wrong))
-    if COMPARED[args.dtype] != FP64:
-        return tuple(named)
-    return tuple(replace(layout, precision=FP64) for layout in named)
 
 
 def _log(args: argparse.Namespace, shape: Shape) -> Path | None:

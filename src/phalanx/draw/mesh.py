@@ -40,6 +40,13 @@ class MeshPicture:
     layout: Layout
     weight: tuple[tuple[str, int, int], ...] = ()  # (dim, size, unit)
 
+    def __str__(self) -> str:
+        return mesh_text(self)
+
+    def _repr_svg_(self) -> str:
+        """How a notebook shows it."""
+        return mesh_svg(self)
+
     @classmethod
     def parse(cls, layout: str, weight: str = "") -> MeshPicture:
         return cls(Layout.parse(layout), tuple(map(_dim, weight.split())))

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
 from ..program import KINDS, Op, Span, Timeline, ops
@@ -58,6 +59,23 @@ class Picture:
     labels: Mapping[int, str] = field(default_factory=dict)
     unit: str = "bytes"
     clock: str = ""
+
+    def __str__(self) -> str:
+        from .text import text
+
+        return text(self)
+
+    def _repr_svg_(self) -> str:
+        """How a notebook shows it."""
+        from .svg import svg
+
+        return svg(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write a file: .svg, .html with zoom, or .json, a trace for Perfetto."""
+        from . import FORMATS
+
+        Path(path).write_text(FORMATS[Path(path).suffix](self), encoding="utf-8")
 
     @cached_property
     def timelines(self) -> tuple[Timeline, ...]:

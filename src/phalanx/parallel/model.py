@@ -225,11 +225,25 @@ def load_model(text: str) -> Model:
         return load_transformers(text.removeprefix(HUB))
     path, name = split_name(text)
     kind, describe = load_source(path, (name, "describe"), LayoutError)
-    with torch.device("meta"), running(path, LayoutError):
-        made: Model = describe(kind())
+    with running(path, LayoutError):
+        made = _on_meta(kind, describe)
+    return _only_model(made, path)
+
+
+def model_of_class(kind: Callable[[], object], describe: Callable[[Any], object]) -> Model:
+    """A model of a class that is here already, as one of a notebook."""
+    return _only_model(_on_meta(kind, describe), getattr(kind, "__name__", "the model"))
+
+
+def _on_meta(kind: Callable[[], object], describe: Callable[[Any], object]) -> object:
+    with torch.device("meta"):
+        return describe(kind())
+
+
+def _only_model(made: object, where: str) -> Model:
     if not isinstance(made, Model):
         raise LayoutError(
-            f"{path}: describe() returns a {type(made).__name__}, not a Model;"
+            f"{where}: describe() returns a {type(made).__name__}, not a Model;"
             " see docs/bring-your-model.md."
         )
     return made

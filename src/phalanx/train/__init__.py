@@ -10,8 +10,6 @@ have the name of something below.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .data import Batches, Corpus, DataError, open_corpus, prepare
@@ -75,14 +73,3 @@ def __getattr__(name: str) -> Any:
     if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_FILES[name]}", __name__), name)
-
-
-class _Callable(ModuleType):
-    """`phalanx.train` is this package, and `train(join(), run)` what people want of it."""
-
-    def __call__(self, *args: Any, **terms: Any) -> Outcome:
-        outcome: Outcome = __getattr__("train")(*args, **terms)
-        return outcome
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -1,0 +1,220 @@
+"""Whether a layout fits a model, with every reason, and what its ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from ..draw import text_table
+from ..draw.words import wrapped
+from ..layout import Layout, Shape, Violation, legal, nearest, stage_pieces
+from ..layout.numbers import bytes_text, count_text
+from ..layout.stages import partial_pieces
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.link import joined
+from ..plan.step import Request
+from ..program import Program, Proof, build
+from ..program import check as prove
+from . import UsageError
+from .request import held, held_text, in_precision, misfit, model_of, request_for, where
+
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A layout beside a model. It prints as `phalanx check` does.
+
+    `figures` are those of `--json`. `fits`: it is legal, and the device that was named has the memory.
+    """
+
+    layout: Layout
+    shape: Shape
+    figures: Mapping[str, Any]
+    violations: tuple[Violation, ...] = ()
+    nearest: tuple[Layout, ...] = ()
+    refusal: str = field(default="", repr=False)
+
+    @property
+    def legal(self) -> bool:
+        return not self.violations
+
+    @property
+    def fits(self) -> bool:
+        return bool(self.legal and self.figures.get("fits", True))
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes of the fullest rank, by kind."""
+        kinds = self.figures.get("memory_by_kind_gb", {})
+        return {kind: 1e9 * size for kind, size in kinds.items()}
+
+    def __str__(self) -> str:
+        return self.refusal or _text(self.layout, self.shape, self.figures)
+
+
+def check(
+    layout: str | Layout,
+    model: str | Shape,
+    *,
+    batch: int = 0,
+    sequence: int = 0,
+    device: str = "",
+    cluster: str = "",
+    clip: bool = False,
+) -> Checked:
+    """Whether a layout fits a model, and the bytes of its fullest rank.
+
+    `model` is the name of a shape, a .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences,
+    and `sequence` tokens; 0 is the model's. With `device` or `cluster` the bytes are compared with what
+    it has. `clip`: the program has the agreement of gradient clipping.
+
+        check("dp2 pp4 tp2 1f1b:8", "8b", device="h100").fits
+    """
+    text = str(layout)
+    layout = Layout.parse(text)
+    shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
+    if make:
+        from ..parallel import refuse_unfit
+
+        refuse_unfit(make(), layout)
+    sizes = {"batch": batch, "sequence": sequence}
+    if wrong := misfit(layout, shape, **sizes):
+        violations = tuple(legal(layout, shape, **sizes))
+        near = tuple(nearest(layout, shape, **sizes))
+        reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
+        refused = {"legal": False, "violations": reasons, "nearest": [*map(str, near)]}
+        return Checked(layout, shape, refused, violations, near, wrong)
+    request = request_for(
+        shape,
+        _hardware(layout, device, cluster),
+        batch=batch,
+        sequence=sequence,
+        model=str(model) if make else "",
+    )
+    return Checked(layout, shape, _figures(text, layout, shape, request, clip=clip))
+
+
+def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
+    """What was named; of memory without end where nothing was."""
+    if cluster and device:
+        raise UsageError("--cluster and --device both say where it runs; name one.")
+    if cluster:
+        return where(cluster, None, layout.ranks).hardware
+    hardware = hardware_of(joined(device or "h100", layout.ranks))
+    return hardware if device else replace(hardware, name="", memory=math.inf)
+
+
+def _figures(
+    text: str, layout: Layout, shape: Shape, request: Request, *, clip: bool
+) -> dict[str, Any]:
+    stages = stage_pieces(layout, shape)
+    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
+    # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.
+    fitting = layout.recompute == "fit"
+    built = replace(layout, recompute="none") if fitting else layout
+    parts = partial_pieces(layout, shape)
+    program = build(built, stages, tied, agree=clip, parts=parts, frozen=shape.frozen)
+    proof = prove(program)
+    return {
+        "legal": True,
+        "layout": str(layout),
+        "model": shape.name,
+        "ranks": layout.ranks,
+        "parameters": shape.total,
+        "active_parameters": shape.active,
+        "trained_parameters": shape.trained,
+        "operations": sum(map(len, program.rows)),
+        "virtual_stages": [[stage.start, stage.stop] for stage in stages],
+        "stages": [_held(layout, shape, program, proof, row) for row in range(layout.pp)],
+    } | _memory(request, text)
+
+
+def _memory(request: Request, text: str) -> dict[str, Any]:
+    """Of the fullest rank, and whether a device has it."""
+    layout = in_precision(text, request.precision)
+    kinds = held(request, layout).memory
+    figures: dict[str, Any] = {
+        "precision": layout.precision,
+        "batch": request.batch,
+        "sequence": request.sequence,
+        "memory_gb": sum(kinds.values()) / 1e9,
+        "memory_by_kind_gb": {kind: size / 1e9 for kind, size in kinds.items()},
+    }
+    if request.hardware.name:
+        figures |= {"device": request.hardware.name, "limit_gb": request.room / 1e9}
+        figures["fits"] = sum(kinds.values()) <= request.room
+    return figures
+
+
+def _held(
+    layout: Layout, shape: Shape, program: Program, proof: Proof, row: int
+) -> dict[str, object]:
+    """What the ranks of one pipeline stage hold."""
+    pieces = sorted(p for p, at in program.host.items() if at == row)
+    units = {u for p in pieces for u in program.units(p)}
+    whole, routed = sum(map(shape.parameters, units)), sum(map(shape.routed, units))
+    shards = layout.shards if layout.zero == 3 else 1
+    held = (whole - routed) / shards + routed / max(shards, layout.ep)
+    kinds = proof.counts[row].kinds
+    return {
+        "ranks": list(program.ranks(row)),
+        "pieces": pieces,
+        "parameters": whole,
+        # Norms and repeated k/v heads, which tp does not cut, come on top: a few in a thousand.
+        "parameters_per_rank": math.ceil(held / layout.tp),
+        "held_microbatches": proof.held[row],
+        "held_pieces": kinds.get("activations", 0.0) + kinds.get("inputs", 0.0),
+        "gathered_units": kinds.get("gathered", 0.0),
+    }
+
+
+def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
+    mesh = f"{layout.ranks} ranks" + (f" as {layout.mesh}" if layout.ranks > 1 else "")
+    zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
+    rows = [
+        (
+            stage,
+            _spans(held["ranks"]),
+            _spans(held["pieces"]),
+            f"about {count_text(held['parameters_per_rank'])}",
+            f"{held['held_microbatches']:g}",
+            f"{held['gathered_units']:g}",
+        )
+        for stage, held in enumerate(figures["stages"])
+    ]
+    head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
+    size = f"{count_text(shape.total)} parameters"
+    size += f", {count_text(shape.active)} active" * bool(shape.experts)
+    size += f", {count_text(shape.trained)} trained" * (shape.trained < shape.total)
+    proved = f"{layout} is legal for {shape.name} ({size}); its program is proved."
+    needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
+    return "\n".join(needs) + (
+        f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
+        f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
+        f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head."
+        "\nAt most so many at once: held microbatches, gathered units of weights."
+    )
+
+
+def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
+    """The bytes of the fullest rank, and what a device has."""
+    kinds = {kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()}
+    step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
+    yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
+    if "fits" in figures:
+        fits = "It fits" if figures["fits"] else "It does not fit"
+        limit = bytes_text(1e9 * figures["limit_gb"])
+        yield f"{fits} on {figures['device']}: {limit} of a device may be used."
+
+
+def _spans(numbers: Iterable[int]) -> str:
+    """0-3,8-11: neighbours together."""
+    parts = []
+    for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        span = [number for _, number in group]
+        parts.append(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}")
+    return ",".join(parts if len(parts) <= 6 else [*parts[:5], "..."])

@@ -1,0 +1,84 @@
+"""A checkpoint as tensors: whole, by name, in whatever layout it was written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..layout.files import open_regular, reason
+from ..layout.run import CHECKPOINTS
+from . import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+_NAME = "Name a run's `out`, or one checkpoint in it."
+
+
+def checkpoints_in(source: str | Path) -> list[Path]:
+    """The checkpoints of a folder, the newest first: of a run's, of its checkpoints', or one itself."""
+    path = Path(source)
+    if not path.is_dir():
+        raise UsageError(f"{path} holds no checkpoint: there is no such folder. {_NAME}")
+    none = (
+        f"{path} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
+        " name a run's `out`, or one checkpoint in it."
+    )
+    if os.path.lexists(path / "manifest.json"):
+        try:
+            open_regular(path / "manifest.json").close()
+        except OSError as error:
+            what = f"cannot read {path / 'manifest.json'}: {reason(error)}. {_NAME}"
+            raise UsageError(what) from None
+        return [path]
+    if not any(next(folder.glob("step-*"), None) for folder in (path, path / CHECKPOINTS)):
+        raise UsageError(none)
+    from ..train.checkpoint import steps
+
+    saved = steps(path) or steps(path / CHECKPOINTS)
+    if not saved:
+        raise UsageError(none)
+    return saved
+
+
+class SavedTensors(Mapping[str, "Tensor"]):
+    """Whole tensors by name. Each is read from its files when it is asked for, and not kept.
+
+    `kind` is weight, or what the optimizer keeps of each: exp_avg, exp_avg_sq.
+    """
+
+    def __init__(self, path: Path, kind: str = "weight") -> None:
+        from ..train.checkpoint_format import read_manifest
+
+        self.path, self.manifest = path, read_manifest(path)
+        self._tensors = {each.name: each for each in self.manifest.tensors if each.kind == kind}
+        if not self._tensors:
+            kinds = ", ".join(sorted({each.kind for each in self.manifest.tensors}))
+            raise UsageError(f"{path} has no tensors of the kind {kind!r}. It has {kinds}.")
+
+    def __getitem__(self, name: str) -> Tensor:
+        from ..train.checkpoint_load import TensorReader
+
+        with TensorReader(self.path, self.manifest) as reader:
+            return reader.whole(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} tensors of {self.path}"
+
+
+def load(folder: str | Path, kind: str = "weight") -> SavedTensors:
+    """The tensors of a checkpoint, or of the newest one of a run. No byte is compared with its checksum:
+    `phalanx checkpoint verify` does that.
+
+        load("runs/first")["embed.weight"]
+    """
+    return SavedTensors(checkpoints_in(folder)[0], kind)

@@ -1,0 +1,179 @@
+"""The best layouts of a model on a cluster, and why the others lost."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, TypedDict, Unpack
+
+from ..cost import cached_costs
+from ..layout import Layout, Shape
+from ..layout.choices import BF16, FP32
+from ..layout.numbers import bytes_text, parse_count
+from ..plan import MachineError
+from ..plan.local import profile_for
+from ..plan.search import Baseline, Plan, baselines, search
+from ..plan.step import Choice, Request
+from . import UsageError
+from .plan_text import plan_figures, plan_text
+from .request import model_of, where
+
+SEQUENCES = 1 << 24  # of a step, as in a run file
+_MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
+_MORE_DEVICES = (2, 4, 8, 16)
+
+
+class PlanTerms(TypedDict, total=False):
+    """What is planned, and where; each may be left out, or be None."""
+
+    machine: str | None  # a machine file instead of a cluster: what `doctor --out` wrote
+    ranks: int | None
+    sequence: int | None  # tokens of one; default the shape's
+    batch_tokens: str | None  # of a step, as 4M; default the shape's batch
+    precision: str | None  # default bf16; fp32 on a CPU
+    limit: float  # part of a device's memory
+    profile: str | None  # whose software; default ours
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request and what was found. It prints as `phalanx plan` does; `figures` are those of `--json`."""
+
+    request: Request
+    plan: Plan
+
+    @property
+    def layouts(self) -> tuple[Choice, ...]:
+        """Those that fit, the fastest first: each has its layout, its step in seconds and its bytes."""
+        return self.plan.layouts
+
+    @property
+    def best(self) -> Layout | None:
+        return self.layouts[0].layout if self.layouts else None
+
+    @cached_property
+    def baselines(self) -> Sequence[Baseline]:
+        """What plain rules would pick."""
+        return baselines(self.request)
+
+    @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Where nothing fits: what is missing, and what would change it."""
+        return () if self.layouts else tuple(_nothing(self.request, self.plan))
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        if self.layouts:
+            return plan_figures(self.request, self.plan, self.baselines)
+        refused = [{"family": r.family, "reason": r.reason} for r in self.plan.refused]
+        return {"layouts": [], "why": list(self.reasons), "refused": refused}
+
+    def __str__(self) -> str:
+        if self.layouts:
+            return plan_text(self.request, self.plan, self.baselines)
+        return "\n  ".join(self.reasons)
+
+
+def plan(
+    model: str | Shape = "8b",
+    cluster: str = "h100x64",
+    *,
+    top: int = 10,
+    **terms: Unpack[PlanTerms],
+) -> Planned:
+    """The `top` best layouts of a model on a cluster.
+
+    plan("8b", "h100x64", sequence=8192, batch_tokens="4M").best
+    """
+    asked = request(model, cluster, **terms)
+    return Planned(asked, search(asked, top=top))
+
+
+def _nothing(request: Request, plan: Plan) -> Iterator[str]:
+    least = float(plan.points[1].min())
+    needs = f"needs {bytes_text(least)} or more of"
+    if least <= plan.room:  # by its bound: its program holds more
+        needs = "needs, by its program, more than"
+    yield (
+        f"No layout of {request.shape.name} fits on {request.hardware.name}: the smallest of"
+        f" {plan.considered:,} {needs} the {bytes_text(plan.room)} that"
+        f" --limit {request.limit:g} leaves of a device."
+    )
+    yield "Recomputation and the optimizer on the host are in that already."
+    yield from _ways_out(request, least, plan.room)
+
+
+def _ways_out(request: Request, least: float, room: float) -> list[str]:
+    """The nearest that works: more of the memory, or more devices, as far as sixteen times."""
+    memory, found = request.hardware.memory, []
+    needed = max(least, room) / memory
+    for part in sorted({math.ceil(100 * factor * needed) for factor in _MORE_ROOM}):
+        if part > 100:
+            break
+        if (more := search(replace(request, limit=part / 100), top=1)).layouts:
+            held = bytes_text(more.layouts[0].bytes)
+            found.append(f"It fits with --limit {part / 100:g}: {more.layouts[0].layout}, {held}.")
+            break
+    for factor in _MORE_DEVICES if request.cluster else ():
+        name = f"{request.cluster.rpartition('x')[0]}x{request.hardware.ranks * factor}"
+        try:
+            hardware = where(name, None).hardware
+        except MachineError:
+            continue
+        batch = max(request.batch, 1)
+        plan = search(replace(request, hardware=hardware, batch=batch, cluster=name), top=1)
+        if plan.layouts:
+            best = plan.layouts[0]
+            return [*found, f"It fits on {name}: {best.layout} needs {bytes_text(best.bytes)}."]
+    return found
+
+
+def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Request:
+    """What the words mean, or why they mean nothing."""
+    shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
+    machine, tokens = terms.get("machine"), terms.get("batch_tokens")
+    at = where(None if machine else cluster, machine, terms.get("ranks") or 0)
+    hardware = at.hardware
+    sequence = terms.get("sequence") or shape.sequence
+    if shape.positions == "learned" and sequence > shape.sequence:
+        raise UsageError(
+            f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
+            f" Write --seq {shape.sequence} or less."
+        )
+    shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
+    batch = _sequences(tokens, sequence) if tokens else shape.batch
+    precision = terms.get("precision") or (FP32 if hardware.cores else BF16)
+    return Request(
+        shape=shape, hardware=hardware, sequence=sequence, batch=batch, precision=precision,
+        profile=profile_for(hardware, terms.get("profile"), precision), limit=terms.get("limit", 0.85),
+        piece_costs=partial(cached_costs, target=hardware.target), model=str(model) if make else "",
+        cluster="" if cluster == "this" else cluster,
+    )  # fmt: skip
+
+
+def _sequences(text: str, sequence: int) -> int:
+    """Sequences of a step. 4M is what engineers call 2^22 when sequences are powers of two."""
+    tokens = parse_count(text)
+    if tokens > sequence * SEQUENCES:
+        raise UsageError(
+            f"--batch-tokens {text[:60]} is more than {SEQUENCES:,} sequences of {sequence:,}"
+            " tokens. Write less."
+        )
+    binary = re.fullmatch(r"(\d+)([kKM])", text)
+    if tokens % sequence and binary:
+        tokens = int(binary[1]) * 2 ** (10 if binary[2] in "kK" else 20)
+    if tokens < sequence:
+        raise UsageError(
+            f"--batch-tokens {text} is less than one sequence of {sequence:,} tokens."
+            f" Write --batch-tokens {sequence} or more, or a shorter --seq."
+        )
+    if tokens % sequence:
+        near = round(tokens / sequence) * sequence
+        raise UsageError(
+            f"--batch-tokens {text} is {tokens / sequence:.2f} sequences of {sequence:,} tokens."
+            f" Nearest that is whole: --batch-tokens {near}."
+        )
+    return tokens // sequence

@@ -1,0 +1,137 @@
+"""What is asked: a model by name, a layout that fits it, hardware by name, and what a plan needs of them.
+
+Nothing here loads torch, except for a model in code of the user's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cost import cached_costs
+from ..layout import Layout, LayoutError, Shape, legal, nearest
+from ..layout.choices import BF16, FP32
+from ..layout.families import code_of
+from ..layout.numbers import bytes_text
+from ..layout.run import shape_named
+from ..layout.source import names_source, refuse_broken
+from ..plan import Machine, cluster
+from ..plan.hardware import Hardware, hardware_of
+from ..plan.local import hardware_of_machine, profile_for
+from ..plan.step import Choice, Pricer, Request
+from . import UsageError
+
+if TYPE_CHECKING:
+    from ..parallel import Model
+
+
+def misfit(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> str:
+    """Every reason why a layout does not fit a model, and the nearest that do; empty if it fits."""
+    violations = legal(layout, shape, batch=batch, sequence=sequence)
+    if not violations:
+        return ""
+    near = nearest(layout, shape, batch=batch, sequence=sequence)
+    reasons = "".join(f"\n- {violation}" for violation in violations)
+    way_out = f"Nearest that fit: {'; '.join(map(str, near))}." if near else "Nothing near it fits."
+    return f"{layout} does not fit {shape.name}:{reasons}\n{way_out}"
+
+
+def refuse_illegal(layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0) -> None:
+    """Raise with every reason why a layout does not fit a model."""
+    if wrong := misfit(layout, shape, batch=batch, sequence=sequence):
+        raise LayoutError(wrong)
+
+
+def in_precision(words: str, precision: str) -> Layout:
+    """A layout that somebody typed, in this precision unless it names its own."""
+    layout = Layout.parse(words)
+    return layout if "precision" in Layout.written(words) else replace(layout, precision=precision)
+
+
+def model_of(name: str) -> tuple[Shape, Callable[[], Model] | None]:
+    """The shape of --model, which may be a run file, and what makes a model of the user's own. Such a
+    file is run, as only it knows the sizes of its model."""
+    if not code_of(name)[0]:
+        return shape_named(name), None
+    if names_source(name):
+        refuse_broken(name, LayoutError)
+    from ..parallel.model import load_model
+
+    make = partial(load_model, name)
+    shape = make().shape
+    if shape is None:
+        raise LayoutError(f"{name}: describe() gives no shape; add shape=Shape(...) to its Model.")
+    return shape, make
+
+
+@dataclass(frozen=True)
+class Where:
+    """Hardware that was named, and what its devices are called in the catalogue and by their driver."""
+
+    hardware: Hardware
+    device: str
+    kind: str
+    names: tuple[str, ...]
+
+
+def where(cluster_: str | None, file: str | None, ranks: int = 0, backend: str = "") -> Where:
+    """What --cluster or --machine name, for so many ranks; `this` and nothing are machine.toml."""
+    if cluster_ == "this":
+        cluster_ = None
+    if cluster_ and (file or backend):
+        what = (
+            "--machine both say where it runs" if file else "--backend, which is for a machine file"
+        )
+        raise UsageError(f"--cluster and {what}; name one.")
+    if cluster_:
+        found = cluster(cluster_)
+        if ranks > found.size:
+            raise UsageError(f"{ranks} ranks, and {cluster_} has {found.size} devices.")
+        names = (found.device, *found.kind.drivers)
+        return Where(hardware_of(found, ranks), found.device, "cuda", names)
+    file = file or "machine.toml"
+    if not Path(file).is_file():
+        raise UsageError(
+            f"there is no machine file {file}. Measure one: phalanx doctor --out {file};"
+            " or name a cluster: --cluster h100x64."
+        )
+    machine = Machine.load(file)
+    hardware = hardware_of_machine(machine, ranks, backend)
+    return Where(hardware, machine.catalogue, machine.kind, (machine.device,))
+
+
+def request_for(
+    shape: Shape,
+    hardware: Hardware,
+    *,
+    batch: int = 0,
+    sequence: int = 0,
+    precision: str = "",
+    model: str = "",
+) -> Request:
+    """What is planned with our own software; in bf16 on a GPU unless `precision` names another."""
+    precision = precision or (FP32 if hardware.cores else BF16)
+    sequence = sequence or shape.sequence
+    if shape.positions != "learned":
+        shape = replace(shape, sequence=sequence)
+    return Request(
+        shape, hardware, profile_for(hardware, None, precision),
+        partial(cached_costs, target=hardware.target), sequence, batch or shape.batch, precision,
+        model=model,
+    )  # fmt: skip
+
+
+def held(request: Request, layout: Layout) -> Choice:
+    """What a layout's ranks hold, as `plan --explain` says it; on a CPU without its times."""
+    room = 0.0 if request.hardware.cores else math.inf
+    return Pricer(replace(request, precision=layout.precision)).choose(layout, room)
+
+
+def held_text(kinds: Mapping[str, float]) -> str:
+    """`50.7 GB on the fullest rank: weights 2.27 GB, gradients 4.54 GB, ...`."""
+    parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size)
+    return f"{bytes_text(sum(kinds.values()))} on the fullest rank: {parts}"

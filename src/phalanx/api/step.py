@@ -1,0 +1,374 @@
+"""One training step as a value: of a schedule, of a layout of a model, or of a program file.
+
+`draw` and `simulate` take the same words as `phalanx draw`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TypedDict, Unpack
+
+from ..draw import MeshPicture, Picture
+from ..layout import Layout, LayoutError, Mesh, Shape, stage_pieces
+from ..layout.choices import SCHEDULES, SEARCHED, traits
+from ..layout.files import read_text
+from ..layout.source import names_source
+from ..plan.step import Pricer
+from ..program import (
+    KINDS,
+    Costs,
+    Program,
+    Recorded,
+    Sizes,
+    Timeline,
+    build,
+    check,
+    ops,
+    repeat,
+    schedule,
+)
+from ..program import simulate as simulated
+from . import TEXT, UsageError
+from .request import in_precision, refuse_illegal, request_for, where
+
+
+class StepTerms(TypedDict, total=False):
+    """How a step is built and what its operations cost; each may be left out."""
+
+    stages: int  # of a schedule by itself: pipeline stages
+    microbatches: int
+    chunks: int  # of the model on each stage
+    layers: int  # pieces, spread evenly
+    zero: int  # shard over two copies
+    gather: str  # step or micro
+    reduce: str
+    prefetch: int
+    recompute: str
+    batch: int  # of a layout: sequences of a step
+    seq: int  # and tokens of one
+    cluster: str  # where a layout's operations are priced in seconds: h100x64
+    costs: Mapping[str, float] | str | None  # by kind: "F=1,B=2,send=0.1"
+    memory_limit: float | None
+    clip: bool
+    repeat: int  # steps in a row
+
+
+# What a layout or a program file says itself.
+OF_A_SCHEDULE = (
+    "stages",
+    "microbatches",
+    "chunks",
+    "layers",
+    "zero",
+    "gather",
+    "reduce",
+    "prefetch",
+    "recompute",
+)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """One training step: its program, what its operations cost, and what it is called."""
+
+    title: str
+    program: Program
+    costs: Costs
+    stages: int
+    chunks: int = 1
+    notes: tuple[str, ...] = ()
+    free: Program | None = None  # the same without the agreement of clipping, where there is one
+
+    def timeline(self, steps: int = 1, sizes: Sizes | None = None) -> Timeline:
+        return simulated(repeat(self.program, steps), self.costs, sizes)
+
+    def picture(self, steps: int = 1, *, memory: bool = True) -> Picture:
+        """`memory`: over time, which a page and a trace show; in pieces, as bytes are not known here."""
+        proof = check(self.program)
+        timeline = self.timeline(steps, Sizes.counts(self.program.pieces) if memory else None)
+        title = self.title + (f", {steps} steps" if steps > 1 else "")
+        notes = (*self.notes, *_barrier(self, timeline, steps))
+        return Picture(title, timeline, held=proof.held, notes=notes, unit="pieces and units")
+
+
+def simulate(
+    what: str | Layout | Program, model: str | Shape = "", **terms: Unpack[StepTerms]
+) -> Timeline:
+    """The timeline of a step: when each rank does what, its makespan and its bubble.
+
+    `what` is a schedule's name, a layout with its `model`, a program, or `program FILE`.
+
+        simulate("1f1b", stages=4, microbatches=8).bubble_fraction
+        simulate("dp2 pp2 zero3 1f1b:4", "8b", cluster="h100x4").makespan
+    """
+    if terms.get("cluster") and model:
+        return _priced(str(what), model, terms).timeline
+    return step_of(what, model, terms).timeline(terms.get("repeat") or 1)
+
+
+def draw(
+    what: str | Layout | Program, model: str | Shape = "", **terms: Unpack[StepTerms]
+) -> Picture | MeshPicture:
+    """The picture of a step, of a mesh (`mesh LAYOUT`), or of a step that ran (`run FILE`).
+
+    A notebook shows it, `print` draws it as text, and its `save` writes a file by its suffix.
+
+        draw("dp2 pp2 zero3 1f1b:4", "124m", costs="F=1,B=2,G=0.2,S=0.2")
+    """
+    kind, _, name = str(what).partition(" ") if isinstance(what, str) else ("", "", "")
+    if kind == "mesh":
+        return MeshPicture.parse(name)
+    if kind == "run":
+        return recorded_picture(Recorded.parse(read_text(name, "recorded step", UsageError, TEXT)))
+    if terms.get("cluster") and model:
+        return _priced(str(what), model, terms)
+    return step_of(what, model, terms).picture(terms.get("repeat") or 1)
+
+
+def recorded_picture(recorded: Recorded) -> Picture:
+    """The measured timeline of a real step over the predicted one."""
+    held = check(recorded.program).held
+    predicted, measured = recorded.predicted(), recorded.measured()
+    note = (
+        f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
+        f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
+    )
+    title = f"a step on {recorded.program.mesh.size} ranks, predicted and measured"
+    return Picture(title, predicted, measured, held=held, notes=(note,), clock="s")
+
+
+def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) -> StepProgram:
+    """The step that the words name."""
+    if unknown := set(terms) - set(StepTerms.__annotations__):
+        raise UsageError(
+            f"{', '.join(sorted(unknown))} means nothing here; write {', '.join(StepTerms.__annotations__)}."
+        )
+    if isinstance(what, Program):
+        return _of_program("program", what, terms)
+    name = str(what)
+    if name.split()[:1] == ["program"]:
+        if len(name.split()) != 2:
+            raise UsageError(
+                "`phalanx draw program` takes one file: phalanx draw program step.txt."
+            )
+        path = name.split()[1]
+        return _of_program(
+            path, Program.parse(read_text(path, "program", UsageError, TEXT), path), terms, model
+        )
+    if model:
+        return _of_layout(name, model, terms)
+    if "cluster" in terms:
+        raise UsageError("--cluster prices a layout of a model: add --model.")
+    if isinstance(what, Layout) or (name not in SCHEDULES and _is_layout(name)):
+        raise UsageError(f"the layout {name!r} needs a model: add --model 124m, or another shape.")
+    return _of_schedule(name, terms)
+
+
+def _is_layout(text: str) -> bool:
+    """Whether a text that is no schedule's name reads as a layout."""
+    try:
+        return not names_source(Layout.parse(text).schedule)
+    except LayoutError:
+        return " " in text
+
+
+def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
+    """The step of a bare schedule: its stages are the only ranks."""
+    if name not in SCHEDULES and not names_source(name):
+        schedule(name, 1, 1)  # refuses it, with the nearest name
+    kind = traits(name)
+    stages = terms.get("stages") or (4 if kind.pipelined else 1)
+    microbatches = terms.get("microbatches") or 8
+    zero = terms.get("zero") or 0
+    notes: tuple[str, ...] = ()
+    if kind.whole_batch and microbatches > 1:
+        microbatches = 1
+        notes = (f"{name} sharding takes the batch whole, as one microbatch",)
+    layout = Layout(
+        # ZeRO shards over copies, so there have to be two; they follow the same rows.
+        mesh=Mesh.parse(f"dp2 pp{stages}" if zero else f"pp{stages}"),
+        zero=zero,
+        schedule=name,
+        chunks=terms.get("chunks") or 0,
+        microbatches=microbatches,
+        gather=terms.get("gather") or "",
+        reduce=terms.get("reduce") or "",
+        prefetch=terms.get("prefetch", 1),
+        recompute=terms.get("recompute") or "none",
+    )
+    pieces = _spread(terms.get("layers"), layout.virtual_stages)
+    layers = pieces[-1].stop
+    costs = Costs(
+        costs_of(terms.get("costs"), split=layout.splits_backward),
+        share=dict.fromkeys(range(layers), stages / layers),
+    )
+    title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}"
+    title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
+    title += f", zero{layout.zero}" if layout.zero else ""
+    title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
+    program, free = _built(layout, pieces, (), terms, costs)
+    return StepProgram(title, program, costs, stages, layout.chunks, notes, free)
+
+
+def _of_layout(text: str, model: str | Shape, terms: StepTerms) -> StepProgram:
+    """The step of a layout for a model; an illegal one is refused with the nearest that is not."""
+    layout, shape = _legal(text, model, terms)
+    kinds = costs_of(terms.get("costs"), split=layout.splits_backward)
+    # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
+    # by its weights.
+    work, weights = ([f(p) for p in range(shape.pieces)] for f in (shape.cost, shape.parameters))
+    costs = Costs(
+        kinds,
+        share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
+        pieces={
+            (kind, p): kinds[kind] * layout.pp * w / sum(weights)
+            for kind in ops.ON_UNIT
+            if kind in kinds
+            for p, w in enumerate(weights)
+        },
+    )
+    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
+    program, free = _built(layout, stage_pieces(layout, shape), tied, terms, costs)
+    title = f"{str(layout) or 'one rank'} on {shape.name}"
+    return StepProgram(title, program, costs, layout.pp, layout.chunks, free=free)
+
+
+def _legal(text: str, model: str | Shape, terms: StepTerms) -> tuple[Layout, Shape]:
+    if given := _given(terms, OF_A_SCHEDULE):
+        raise UsageError(
+            f"{given} is part of the layout; write it there, as in 'dp2 pp2 zero3 1f1b:4'."
+        )
+    layout, shape = Layout.parse(text), model if isinstance(model, Shape) else Shape.load(model)
+    refuse_illegal(layout, shape, batch=terms.get("batch", 0), sequence=terms.get("seq", 0))
+    return layout, shape
+
+
+def _priced(text: str, model: str | Shape, terms: StepTerms) -> Picture:
+    """The step of a layout as `phalanx plan` prices it, in seconds; of ranks that do the same, one."""
+    if given := _given(terms, ("costs", "memory_limit", "clip")):
+        raise UsageError(f"{given} does not go with --cluster, which prices a step as it is.")
+    layout, shape = _legal(text, model, terms)
+    hardware = where(terms["cluster"], None, layout.ranks).hardware
+    request = request_for(
+        shape, hardware, batch=terms.get("batch", 0), sequence=terms.get("seq", 0)
+    )
+    layout = in_precision(text, request.precision)
+    pricer = Pricer(replace(request, precision=layout.precision))
+    title = f"{layout} on {shape.name}, {hardware.name}"
+    return Picture(title, pricer.timeline(layout, layout.microbatches), clock="s")
+
+
+def _given(terms: StepTerms, names: Iterable[str]) -> str:
+    """The first of these that was given, as the command has it."""
+    given = [n for n in names if (value := terms.get(n)) is not None and value is not False]
+    return f"--{given[0].replace('_', '-')}" if given else ""
+
+
+def _of_program(
+    title: str, program: Program, terms: StepTerms, model: str | Shape = ""
+) -> StepProgram:
+    """The step of a program, checked."""
+    not_its = (*OF_A_SCHEDULE, "batch", "seq", "cluster", "memory_limit", "clip")
+    if given := "--model" if model else _given(terms, not_its):
+        raise UsageError(f"{given} does not go with a program file, which is the step itself.")
+    check(program)
+    stages = program.mesh.of("pp")
+    split = any(
+        op.kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT) for row in program.rows for op in row
+    )
+    share = dict.fromkeys(range(program.pieces), stages / max(1, program.pieces))
+    costs = Costs(costs_of(terms.get("costs"), split=split), share=share)
+    return StepProgram(title, program, costs, stages, max(1, program.pieces // stages))
+
+
+def costs_of(times: Mapping[str, float] | str | None, *, split: bool) -> dict[str, float]:
+    """The times in `F=1,B=2,send=0.1`; left out, backward costs twice the forward."""
+    if times is None:
+        if split:
+            return dict.fromkeys((ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT), 1.0)
+        return {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
+    kinds = (*(kind for kind in KINDS if kind not in (ops.DROP, *ops.MESSAGES)), "send")
+    costs: dict[str, float] = {}
+    text = times if isinstance(times, str) else ",".join(f"{k}={times[k]}" for k in times)
+    for word in text.split(","):
+        kind, equals, value = word.strip().partition("=")
+        if kind not in kinds or not equals:
+            raise UsageError(
+                f"--costs: {word.strip()!r} is not KIND=TIME. Kinds are {', '.join(kinds)};"
+                " write --costs F=1,B=2,send=0.1."
+            )
+        if kind in costs:
+            raise UsageError(f"--costs: {kind} stands twice in {text!r}; write it once.")
+        try:
+            costs[kind] = float(value)
+        except ValueError:
+            raise UsageError(f"--costs: {value!r} in {word.strip()!r} is not a number.") from None
+        if not 0 <= costs[kind] < float("inf"):
+            raise UsageError(f"--costs: {word.strip()!r}; a time is 0 or more, and finite.")
+    if not any(costs.get(kind) for kind in (ops.FORWARD, *ops.BACKWARDS)):
+        raise UsageError(f"--costs {text}: nothing takes time; give F and B, or F, I and W.")
+    return costs
+
+
+def _built(
+    layout: Layout,
+    pieces: Sequence[range],
+    tied: tuple[tuple[int, int], ...],
+    terms: StepTerms,
+    costs: Costs,
+) -> tuple[Program, Program | None]:
+    """The program, and with clipping also the one without."""
+    limit, fitting = terms.get("memory_limit"), layout.recompute == "fit"
+    if limit is not None and not traits(layout.schedule).searched and not fitting:
+        raise UsageError(
+            f"--memory-limit is for the schedule {SEARCHED!r} (microbatches that a stage may hold)"
+            " and for recompute fit (pieces whose activations it may hold whole)."
+        )
+    if limit is None and fitting:
+        raise UsageError("recompute fit needs --memory-limit: how many pieces a stage may hold.")
+    count = pieces[-1].stop
+    step = partial(
+        build,
+        layout,
+        pieces,
+        tied,
+        costs=costs,
+        sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count) if fitting else None,
+        limit=float("inf") if limit is None else limit,
+        held=None if limit is None else [limit] * layout.pp,
+    )
+    clip = terms.get("clip", False)
+    return step(agree=clip), step() if clip else None
+
+
+def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
+    """Layers over virtual stages as evenly as can be, the earlier ones longer."""
+    layers = layers or stages
+    if layers < stages:
+        raise UsageError(
+            f"--layers {layers} cannot fill {stages} stages with one each; use {stages} or more."
+        )
+    ends = [-(-layers * i // stages) for i in range(stages + 1)]
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def _many(count: int, what: str) -> str:
+    plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
+    return f"{count} {plural}"
+
+
+def _barrier(step: StepProgram, timeline: Timeline, steps: int) -> tuple[str, ...]:
+    """What the agreement of clipping costs over several steps, measured by leaving it out."""
+    if step.free is None or steps == 1:
+        return ()
+    free = simulated(repeat(step.free, steps), step.costs).makespan
+    if free >= timeline.makespan - 1e-9:
+        return ()
+    return (
+        "clipping is a barrier: no stage updates before all have agreed on the norm, so the next step"
+        f" cannot begin in this one's idle time. Without it the {steps} steps take {free:.4g}, not"
+        f" {timeline.makespan:.4g}: the barrier takes the gain away.",
+    )

@@ -1,0 +1,211 @@
+"""Layouts against one process: every gradient and every update."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..layout import Layout, LayoutError, Shape
+from ..layout.cases import AXES, SHAPES, covering, every_layout
+from ..layout.choices import COMPARED, DTYPES, FP64, LOCAL_RANKS, THREADS
+from ..layout.shape import HUB
+from ..layout.source import names_source
+from . import UsageError
+from .request import misfit, model_of
+
+if TYPE_CHECKING:
+    from ..parallel import Model
+    from ..verify import Verdict
+
+Maker = Callable[[], "Model"]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A verdict for each layout. It prints as `phalanx verify` does; `figures` are those of `--json`."""
+
+    model: str
+    dtype: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def compared(self) -> tuple[Verdict, ...]:
+        """All but those whose `recompute:fit` cannot be met."""
+        return tuple(v for v in self.verdicts if not v.cannot_fit)
+
+    @property
+    def passed(self) -> bool:
+        """Whether some layouts were compared, and every one agrees with one process."""
+        return bool(self.compared) and all(v.passed for v in self.compared)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        passed = sum(v.passed for v in self.compared)
+        return {
+            "layouts": [asdict(v) for v in self.verdicts],
+            "passed": passed,
+            "failed": len(self.compared) - passed,
+            "cannot_fit": len(self.verdicts) - len(self.compared),
+        }
+
+    @property
+    def summary(self) -> str:
+        figures, worst = self.figures, max((v.max_rel_error for v in self.compared), default=0.0)
+        apart = figures["cannot_fit"]
+        return (
+            f"{figures['passed']} of {len(self.compared)} layouts of {self.model} agree with one"
+            f" process in {self.dtype}; largest relative error {worst:.1e}."
+        ) + f" {apart} cannot fit and were not compared." * bool(apart)
+
+    def __str__(self) -> str:
+        return "\n".join([*map(verdict_text, self.verdicts), self.summary])
+
+
+def verdict_text(verdict: Verdict) -> str:
+    layout = verdict.layout or "one process"
+    if verdict.cannot_fit:
+        return f"none cannot fit  {layout}\n     {verdict.first_difference}"
+    mark = "ok  " if verdict.passed else "FAIL"
+    text = f"{mark} {verdict.max_rel_error:8.1e}  {layout}"
+    return text if verdict.passed else f"{text}\n     {verdict.first_difference}"
+
+
+def verify(
+    model: str | Shape | Callable[[], object] = "gqa",
+    layouts: str | Iterable[Layout | str] | None = None,
+    *,
+    describe: Callable[[Any], object] | None = None,
+    ranks: int = 4,
+    cover: int = 0,
+    dtype: str = DTYPES[FP64].torch,
+    memory: float | None = None,
+    **terms: Any,
+) -> Verified:
+    """Train a few steps in each layout and on one process, and compare every number of them.
+
+    `model` is a shape, FILE.py:Class, or a class with its function `describe`, which may stand in a
+    notebook. Without `layouts` these are all of up to `ranks` ranks, or `cover` of them. `memory`: GiB
+    that may be used. `terms` are those of `phalanx.verify.verify`: steps, seed, backend, ...
+
+        verify("gqa", "dp2 tp2 zero3; pp2 cp2 1f1b:3").passed
+    """
+    shape, make = own_model(model, describe) if callable(model) else model_to_verify(model)
+    backend = terms.get("backend", THREADS)
+    if callable(model) and backend != THREADS:
+        raise UsageError(
+            f"ranks of {backend} are processes, and would have to import the model. Take threads, or"
+            " name it FILE.py:Class."
+        )
+    if isinstance(layouts, str) or layouts is None:
+        chosen = layouts_to_verify(layouts, shape, make, ranks=ranks, cover=cover, dtype=dtype)
+    else:
+        text = ";".join(map(str, layouts))
+        chosen = layouts_to_verify(text, shape, make, dtype=dtype)
+    refuse_too_large(
+        shape,
+        make,
+        chosen,
+        name=str(model),
+        dtype=dtype,
+        memory=memory,
+        steps=terms.get("steps", 3),
+        processes=backend != THREADS,
+    )
+    from ..verify.verify import verify as verdicts
+
+    found = verdicts(shape, chosen, dtype=dtype, make=make, **terms)
+    return Verified(shape.name, dtype, tuple(found))
+
+
+def own_model(
+    kind: Callable[[], object], describe: Callable[[Any], object] | None
+) -> tuple[Shape, Maker]:
+    """The shape of a class of the user's own, and what makes a model of it."""
+    describe = describe or getattr(sys.modules[kind.__module__], "describe", None)
+    if describe is None:
+        raise UsageError(
+            f"{kind.__module__} has no function describe(model) for {getattr(kind, '__name__', kind)}."
+            " Write one, or pass describe=...; docs/bring-your-model.md shows it."
+        )
+    from ..parallel.model import model_of_class
+
+    make = partial(model_of_class, kind, describe)
+    shape = make().shape
+    if shape is None:
+        raise LayoutError("describe() gives no shape; add shape=Shape(...) to its Model.")
+    return shape, make
+
+
+def refuse_too_large(
+    shape: Shape,
+    make: Maker | None,
+    layouts: Sequence[Layout],
+    *,
+    name: str,
+    steps: int,
+    dtype: str,
+    processes: bool,
+    memory: float | None,
+) -> None:
+    """Refuse what would not fit into memory: the system would kill it half way."""
+    from ..verify.memory import GIB, available, needed
+
+    parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
+    need = needed(shape, parameters, layouts, steps=steps, dtype=dtype, processes=processes)
+    limit = available() if memory is None else memory * GIB
+    if need.total > limit:
+        where = "are available" if memory is None else "may be used (--memory)"
+        raise UsageError(
+            f"verify --model {name} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
+            " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
+            " ranks or --steps, or --memory GIB if you know better."
+        )
+
+
+def model_to_verify(name: str | Shape) -> tuple[Shape, Maker | None]:
+    """One of the small shapes with awkward traits, or what any command takes as a model."""
+    if isinstance(name, Shape):
+        return name, None
+    if name in SHAPES:
+        return SHAPES[name], None
+    file = name.endswith(".toml") or name.startswith(HUB) or names_source(name)
+    if name not in Shape.names() and not file:
+        raise UsageError(
+            f"there is no model {name!r}. Small ones with awkward traits are {', '.join(SHAPES)};"
+            f" shapes are {', '.join(Shape.names())}; your own is FILE.py:Class."
+        )
+    return model_of(name)
+
+
+def layouts_to_verify(
+    text: str | None,
+    shape: Shape,
+    make: Maker | None,
+    *,
+    ranks: int = 4,
+    axes: str = " ".join(AXES),
+    cover: int | None = 0,
+    dtype: str,
+) -> tuple[Layout, ...]:
+    """Those that are named, or all of up to so many ranks, or a subset that covers all pairs."""
+    if text is None:
+        every = every_layout(shape, ranks, axes=axes)
+        if make:
+            from ..parallel import fitting
+
+            every = fitting(make(), every)
+        return covering(every, cover) if cover else every
+    named = Layout.parse_many(text)
+    most = max((layout.ranks for layout in named), default=1)
+    if most > LOCAL_RANKS:
+        raise UsageError(
+            f"--layouts: one has {most:,} ranks; one machine starts 1 to {LOCAL_RANKS}."
+        )
+    if wrong := [reasons for layout in named if (reasons := misfit(layout, shape))]:
+        raise LayoutError("\n".join(wrong))
+    if COMPARED[dtype] != FP64:
+        return tuple(named)
+    return tuple(replace(layout, precision=FP64) for layout in named)
