@@ -146,18 +146,22 @@ def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) 
         raise UsageError(
             f"{', '.join(sorted(unknown))} means nothing here; write {', '.join(StepTerms.__annotations__)}."
         )
+    name = str(what)
+    of_file = isinstance(what, str) and name.split()[:1] == ["program"]
+    if of_file or isinstance(what, Program):
+        not_its = (*OF_A_SCHEDULE, "batch", "seq", "cluster", "memory_limit", "clip")
+        if given := "--model" if model else _given(terms, not_its):
+            raise UsageError(f"{given} does not go with a program file, which is the step itself.")
     if isinstance(what, Program):
         return _of_program("program", what, terms)
-    name = str(what)
-    if name.split()[:1] == ["program"]:
+    if of_file:
         if len(name.split()) != 2:
             raise UsageError(
                 "`phalanx draw program` takes one file: phalanx draw program step.txt."
             )
         path = name.split()[1]
-        return _of_program(
-            path, Program.parse(read_text(path, "program", UsageError, TEXT), path), terms, model
-        )
+        text = read_text(path, "program", UsageError, TEXT)
+        return _of_program(path, Program.parse(text, path), terms)
     if model:
         return _of_layout(name, model, terms)
     if "cluster" in terms:
@@ -267,13 +271,8 @@ def _given(terms: StepTerms, names: Iterable[str]) -> str:
     return f"--{given[0].replace('_', '-')}" if given else ""
 
 
-def _of_program(
-    title: str, program: Program, terms: StepTerms, model: str | Shape = ""
-) -> StepProgram:
+def _of_program(title: str, program: Program, terms: StepTerms) -> StepProgram:
     """The step of a program, checked."""
-    not_its = (*OF_A_SCHEDULE, "batch", "seq", "cluster", "memory_limit", "clip")
-    if given := "--model" if model else _given(terms, not_its):
-        raise UsageError(f"{given} does not go with a program file, which is the step itself.")
     check(program)
     stages = program.mesh.of("pp")
     split = any(
