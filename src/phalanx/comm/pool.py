@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from phalanx.comm.alone import AloneWorld
-from phalanx.comm.base import RankFailed, Report, World
+from phalanx.comm.base import CommMisuse, RankFailed, Report, World
 from phalanx.comm.process import ProcessWorld
 from phalanx.comm.shm.arena import Extent, Reserved
 from phalanx.comm.shm.local import ShmWorld
@@ -47,10 +47,16 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._remove = contextlib.ExitStack()
+        self._imports = False  # whether processes import what they are to call
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if not self._processes:
             self._start()
+        if getattr(fn, "__module__", "") == "__main__" and self._imports and not _main_is_a_file():
+            raise CommMisuse(
+                f"{fn.__name__} is defined in a notebook or on standard input, which processes cannot"
+                " import. Write backend='threads', or put it into a file and import it from there."
+            )
         try:
             for pipe in self._pipes:
                 # A rank that has died shows when it is read from.
@@ -64,6 +70,7 @@ class Pool:
     def _start(self) -> None:
         backend, ranks, _, _ = self._terms
         context = _context(backend)
+        self._imports = context.get_start_method() != "fork"
         # The kernel ends a child when the thread that has spawned it ends; ranks may be kept longer.
         main = threading.current_thread() is threading.main_thread()
         outlasts = context.get_start_method() == "spawn" and not main
@@ -84,7 +91,8 @@ class Pool:
                 args=(theirs, rank, meeting, dict(os.environ), outlasts, *self._terms),
                 daemon=True,
             )
-            process.start()
+            with _main_of_its_own():
+                process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -160,6 +168,25 @@ def _context(backend: str) -> Any:
         return multiprocessing.get_context("fork")
     prepare()
     return multiprocessing.get_context("forkserver")
+
+
+def _main_is_a_file() -> bool:
+    return os.path.exists(getattr(sys.modules["__main__"], "__file__", None) or "")
+
+
+@contextlib.contextmanager
+def _main_of_its_own() -> Iterator[None]:
+    """A process that is started runs the file of `__main__`, and of `python -` it is '<stdin>'."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or _main_is_a_file():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = file
 
 
 def prepare() -> None:

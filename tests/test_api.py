@@ -1,0 +1,122 @@
+"""`import phalanx` as a library: without torch, as the commands have it, and in a notebook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import phalanx
+from phalanx.api import UsageError
+from phalanx.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+def _fresh(code: str, *, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A program on standard input of a new interpreter, as a notebook's cells have no file either."""
+    return subprocess.run(
+        [sys.executable, "-"], input=code, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    done = _fresh(
+        "import phalanx, sys\n"
+        "phalanx.check, phalanx.draw, phalanx.plan, phalanx.Layout, phalanx.Run, phalanx.Shape\n"
+        "assert phalanx.simulate('1f1b', stages=4, microbatches=8).makespan == 33\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_name_is_there_and_packages_of_the_same_name_still_are() -> None:
+    assert set(phalanx.__all__) <= set(dir(phalanx))
+    assert all(callable(getattr(phalanx, name)) for name in phalanx.__all__)
+    from phalanx.plan import cluster
+
+    assert cluster("h100x8").size == 8
+    assert phalanx.plan is sys.modules["phalanx.plan"]
+
+
+def test_check_and_draw_print_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    layout, costs = "dp2 pp2 zero3 1f1b:4", "F=1,B=2,G=0.2"
+    assert main(["check", "pp3 tp5", "--model", "8b"]) == 1
+    refused = phalanx.check("pp3 tp5", "8b")
+    assert capsys.readouterr().out == f"{refused}\n"
+    assert not refused.fits
+    assert refused.nearest[0] == phalanx.Layout.parse(str(refused.nearest[0]))
+    assert main(["draw", layout, "--model", "tiny", "--costs", costs]) == 0
+    assert capsys.readouterr().out == str(phalanx.draw(layout, "tiny", costs=costs))
+
+
+def test_a_picture_is_svg_in_a_notebook_and_a_file_by_its_suffix(tmp_path: Path) -> None:
+    picture = phalanx.draw("1f1b", stages=2, microbatches=2)
+    assert xml.fromstring(picture._repr_svg_()).tag.endswith("svg")
+    assert xml.fromstring(phalanx.draw("mesh dp2 tp2")._repr_svg_()).tag.endswith("svg")
+    for suffix in ("svg", "html", "json"):
+        picture.save(tmp_path / f"step.{suffix}")
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: phalanx.draw("dp2 pp2"), "needs a model"),
+        (lambda: phalanx.simulate("1f1b", stage=4), "stage means nothing here"),
+        (lambda: phalanx.draw("dp2 pp2", "8b", stages=4), "part of the layout"),
+        (lambda: phalanx.check("dp2", "8bb"), "Did you mean '8b'"),
+        (lambda: phalanx.verify(object, "dp2"), r"no function describe\(model\)"),
+        (lambda: phalanx.load("nowhere"), "there is no such folder"),
+        (lambda: phalanx.plan("8b", "h100y8"), "no cluster"),
+    ],
+)  # fmt: skip
+def test_a_wrong_call_gets_a_sentence(call: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        call()  # type: ignore[operator]
+
+
+def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -> None:
+    done = _fresh(
+        "import sys; sys.path.insert(0, 'examples')\n"
+        "import phalanx, stranger\n"
+        "class Mine(stranger.Stranger): pass\n"
+        "def describe(model): return stranger.describe(model)\n"
+        "print(phalanx.verify(Mine, 'tp2', steps=1))\n"
+        "def rank(world): return world.rank\n"
+        "assert phalanx.launch(rank, 2, backend='threads') == [0, 1]\n"
+        "try: phalanx.launch(rank, 2, backend='gloo')\n"
+        "except ValueError as error: print(error)\n"
+        "import operator\n"
+        "assert len(phalanx.launch(id, 2, backend='gloo')) == 2\n",
+        folder=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 layouts of stranger agree" in done.stdout
+    assert "Write backend='threads', or put it into a file" in done.stdout
+
+
+def test_a_checkpoint_is_a_mapping_of_whole_tensors_in_any_layout(tmp_path: Path) -> None:
+    words = ["steps=2", "batch=4", "sequence=8", "model={layers=2,hidden=16,heads=2,vocab=256}"]
+    run = phalanx.Run.parse("", "run", (*words, "layout=tp2 zero3", f"out={tmp_path / 'run'}"))
+    phalanx.launch(phalanx.train, 2, run, backend="threads")
+    weights = phalanx.load(tmp_path / "run")
+    assert main(["checkpoint", "export", str(tmp_path / "run"), "--to", str(tmp_path / "hf")]) == 0
+    exported = load_file(next((tmp_path / "hf").glob("*.safetensors")))
+    assert sorted(map(str, (tuple(x.shape) for x in weights.values()))) == sorted(
+        map(str, (tuple(x.shape) for x in exported.values()))
+    )
+    assert sum(float(x.double().square().sum()) for x in weights.values()) == pytest.approx(
+        sum(float(x.double().square().sum()) for x in exported.values())
+    )
+    moments = phalanx.load(tmp_path / "run", kind="exp_avg")
+    assert {name: x.shape for name, x in moments.items()} == {
+        n: x.shape for n, x in weights.items()
+    }
+    with pytest.raises(UsageError, match="no tensors of the kind 'momentum'"):
+        phalanx.load(tmp_path / "run", kind="momentum")
