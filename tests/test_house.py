@@ -302,8 +302,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4325, "program": 3245, "draw": 1450, "plan": 5048, "models": 1607, "comm": 4720,
-    "parallel": 3895, "cost": 1239, "bench": 1195, "train": 6867, "verify": 1349, "report": 600,
+    "layout": 4337, "program": 3245, "draw": 1450, "plan": 5048, "models": 1681, "comm": 4720,
+    "parallel": 3920, "cost": 1241, "bench": 1195, "train": 6867, "verify": 1379, "report": 600,
     "lab": 2884, "hang": 1059, "cli": 4905, "api": 1442,
 }  # fmt: skip
 

@@ -1,6 +1,7 @@
 """Why a layout does not fit a model, and the nearest that do."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -151,6 +152,13 @@ def test_latents_are_cut_over_whole_heads() -> None:
         "tp=256 does not divide heads=128 in layers.*.attn.w*_b.weight.\n"
         "  Use tp 1, 2, 4, 8, 16, 32, 64, 128."
     )
+
+
+def test_a_loss_of_the_batch_needs_it_whole() -> None:
+    shape = replace(SHAPES["experts"], batch_loss=0.1)
+    assert not legal(Layout.parse("dp2 ep2"), shape)
+    (wrong,) = legal(Layout.parse("pp2 1f1b:3"), shape)
+    assert "3 microbatches are not through by then.\n  Use one microbatch, or" in str(wrong)
 
 
 def test_ep_needs_experts() -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from phalanx.layout import Shape
 from phalanx.layout.shape import ShapeError
 from phalanx.models import Decoder, ExpertMlps, Router
+from phalanx.models.experts import RouterLosses
 from phalanx.parallel import build_model
 
 HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2
@@ -109,6 +111,35 @@ def test_a_bias_changes_who_is_chosen_and_no_weight() -> None:
     assert bool((chosen[..., 0] == 2).all())
     scores = (x @ mlp.router.weight.T).softmax(-1)
     torch.testing.assert_close(gates, scores.gather(-1, chosen))
+
+
+@pytest.mark.parametrize("kind", ["sequence", "batch", "z"])
+def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> None:
+    """Three sequences, the last token of each padding; transformers adds up in float32."""
+    torch.manual_seed(0)
+    losses = RouterLosses(**{kind: 0.3})
+    router = Router(
+        HIDDEN, EXPERTS, TOP, scores="softmax", normalized=True, scale=1.0, balanced=False,
+        losses=losses,
+    ).double()  # fmt: skip
+    with torch.no_grad():
+        router.weight.normal_()
+    x = torch.randn(3, 7, HIDDEN, dtype=torch.float64, requires_grad=True)
+    valid = torch.ones(3, 7, dtype=torch.bool)
+    valid[:, 6:] = False
+    inputs = x, router.weight
+    logits = (x @ router.weight.T)[:, :6]
+    runs = {"sequence": [*logits], "batch": [logits.flatten(0, 1)], "z": []}[kind]
+    means = [load_balancing_loss_func((run,), EXPERTS, TOP) for run in runs]
+    means += [logits.logsumexp(-1).square().mean()] if kind == "z" else []
+    wanted = torch.autograd.grad(0.3 * torch.stack(means).mean(), inputs)
+    share = torch.tensor([1 / 18], dtype=torch.float64)
+    gates, _ = router(x, valid, share)
+    found = torch.autograd.grad(gates.sum() * 0.0, inputs)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-7)
+        assert bool(b.any())
+    assert not any(bool(g.any()) for g in torch.autograd.grad(router(x)[0].sum() * 0.0, inputs))
 
 
 def test_grouped_products_give_what_a_loop_gives() -> None:

@@ -15,6 +15,7 @@ from phalanx.models.experts import _Counted
 from phalanx.parallel import Unit, batch, experts, groups, local, tensor
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
+from phalanx.train import executor
 
 from .fault import fault, swapped
 
@@ -144,6 +145,32 @@ def _() -> AbstractContextManager[None]:
         return "" if "latent" in dims else right(dims, *rest)
 
     return swapped(tensor, "_adds", adds)
+
+
+def _sums(wrong: int) -> AbstractContextManager[None]:
+    """Counts of losses are summed over all but one of the groups."""
+    right = experts._summed
+
+    def summed(groups: Any, counts: Tensor) -> Tensor:
+        return right([g for n, g in enumerate(groups) if n != wrong % len(groups)], counts)
+
+    return swapped(experts, "_summed", summed)
+
+
+@fault("cp: a sequence's loss has the counts of a part of it", "latent", "cp2", "mlp.router.weight")
+def _() -> AbstractContextManager[None]:
+    return _sums(0)
+
+
+@fault("seq: a sequence's loss has a rank's counts", "latent", "tp2 seq", "mlp.router.weight")
+def _() -> AbstractContextManager[None]:
+    return _sums(-1)
+
+
+@fault("experts: losses are a mean over a rank's tokens", "latent", "dp2", "mlp.router.weight")
+def _() -> AbstractContextManager[None]:
+    right = executor.count_tokens
+    return swapped(executor, "count_tokens", lambda batch: right(batch) // 2)
 
 
 # ---- experts over ranks

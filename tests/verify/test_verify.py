@@ -98,6 +98,12 @@ def test_latents_and_groups_of_experts_agree_over_ranks() -> None:
     assert failures(verify(SHAPES["latent"], layouts, steps=2)) == []
 
 
+def test_a_loss_of_the_whole_batch_agrees_over_ranks() -> None:
+    shape = replace(SHAPES["latent"], sequence_loss=0.0, batch_loss=0.3)
+    layouts = Layout.parse_many("dp2; cp2 tp2 seq; ep2 tp2 zero3; pp2 cp2:ulysses 1f1b:1")
+    assert failures(verify(shape, layouts, steps=1)) == []
+
+
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:
     layouts = covering(every_layout(SHAPES["gqa"], 8, axes="dp cp tp"), 1)
     some = [x for x in layouts if x.cp > 1][:30]

@@ -20,7 +20,7 @@ from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
 from ..parallel import Model, Piece, Precision, time_multiple
-from ..parallel.batch import edge_shape
+from ..parallel.batch import SHARE, edge_shape
 from ..parallel.local import build_local
 from ..parallel.recompute import Selected
 from ..program import PieceCost, build
@@ -148,7 +148,10 @@ def _batch(
     multiple = time_multiple(layout)
     length = -(-(sequence or model.shape.sequence) // multiple) * multiple // layout.cp
     ids = torch.empty(rows, length, dtype=torch.long, device="meta")
-    return {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
+    batch = {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
+    if model.shape.sequence_loss or model.shape.batch_loss:  # whose counts are sent
+        batch[SHARE] = torch.empty(1, device="meta")
+    return batch
 
 
 def run(

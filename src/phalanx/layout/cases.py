@@ -57,6 +57,7 @@ SHAPES: dict[str, Shape] = {
         rope_dim=4, value_dim=6, rope_pairs="neighbours", query_scalar=7.0, experts=6, top_k=3,
         expert_ffn=12, shared_experts=1, expert_groups=3, top_groups=2, dense_layers=1,
         scores="sigmoid", balance="bias", balance_rate=0.01, sequence=11,
+        sequence_loss=0.3, z_loss=0.1,
     ),
     "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
 }  # fmt: skip

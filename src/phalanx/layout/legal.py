@@ -157,6 +157,13 @@ def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation
         )
         yield Violation("batch", what, way_out)
 
+    if s.batch_loss and x.microbatches > 1:
+        what = (
+            f"batch_loss needs the counts of a whole batch before the first backward, and"
+            f" {x.microbatches} microbatches are not through by then."
+        )
+        yield Violation("batch", what, "Use one microbatch, or sequence_loss.")
+
 
 def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     if x.mesh.of("dp.replicate") > 1 and not x.zero:

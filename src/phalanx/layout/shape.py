@@ -98,6 +98,10 @@ class Shape:
         "none", "bias: moved so that experts get as many tokens", choices=("none", "bias")
     )
     balance_rate: float = key(0.001, "by which that bias moves in a step", above=0)
+    # Losses of each router, beside the tokens': experts x sum of (times chosen x mean score), and z.
+    sequence_loss: float = key(0.0, "factor of the mean of all sequences'", minimum=0)
+    batch_loss: float = key(0.0, "factor of that of the whole batch", minimum=0)
+    z_loss: float = key(0.0, "factor of the mean squared log-sum-exp of scores", minimum=0)
     # What of it is trained.
     freeze: tuple[str, ...] = key((), "pieces that are not trained: embed, head, layers.0-3")
     lora_r: int = key(0, "rank of LoRA in the blocks, all else frozen; 0: none", minimum=0)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .attention import Attention, HeadsAttention, LatentAttention, Rope, RopeScaling
-from .experts import ExpertMlps, Experts, Router
+from .experts import ExpertMlps, Experts, Router, RouterLosses
 from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
@@ -148,7 +148,8 @@ class Block(nn.Module):
 
 
 class ExpertBlock(Block):
-    """A block with experts. Where the batch is padded in time, `valid` (B, T) says which tokens count."""
+    """A block with experts. Where the batch is padded in time, `valid` (B, T) says which tokens count;
+    `token_share`, what a token is of all of the step, makes its router add its losses."""
 
     def forward(
         self,
@@ -158,9 +159,10 @@ class ExpertBlock(Block):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
         valid: Tensor | None = None,
+        token_share: Tensor | None = None,
     ) -> Tensor:
         noise = None if noise is None else block_noise(noise, self.piece)
-        return self.feed(self.attend(x, positions, documents, noise), noise, valid)
+        return self.feed(self.attend(x, positions, documents, noise), noise, valid, token_share)
 
 
 class Embed(nn.Module):
@@ -252,6 +254,9 @@ class Decoder(nn.Module):
         normalized: bool = True,
         routed_scale: float = 1.0,
         balance: Literal["none", "bias"] = "none",
+        sequence_loss: float = 0.0,
+        batch_loss: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
@@ -298,6 +303,7 @@ class Decoder(nn.Module):
                 scale=routed_scale,
                 balanced=balance == "bias",
                 groups=(expert_groups, top_groups),
+                losses=RouterLosses(sequence_loss, batch_loss, z_loss),
             )
             width = expert_ffn or ffn or 4 * hidden
             shared = feed_forward(shared_experts * width) if shared_experts else None

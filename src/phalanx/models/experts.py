@@ -7,6 +7,8 @@ float32 or wider. Not here: which rank has which expert.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +33,39 @@ class _Counted(torch.autograd.Function):
         return gradient, excess, None
 
 
+class _Beside(torch.autograd.Function):
+    """The gates as they are. In backward `share` of a loss is added to the loss that came."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+        ctx.share = share  # not saved: it is known only when all ranks have counted their tokens
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, ctx.share.view(()).to(gradient.dtype), None
+
+
+@dataclass(frozen=True)
+class RouterLosses:
+    """Factors of a router's losses: of each sequence, of the batch, of the scores' size."""
+
+    sequence: float = 0.0
+    batch: float = 0.0
+    z: float = 0.0
+
+
 class Router(nn.Module):
     """Which experts a token goes through, and by what its results are multiplied.
 
     With `balanced` a bias is added to the scores for this choice alone (Wang et al. 2024). Its gradient
     is experts x its expert's tokens - all choices, whole numbers: below zero where an expert has fewer
     than the mean. An update moves it by a fixed rate against the sign of that.
+
+    Its losses are added in the backward: with f how often each expert was chosen for a token and p the
+    mean of its score, experts x sum f p (Fedus et al. 2021) of each sequence or the batch, and the square
+    of the scores' log-sum-exp (Zoph et al. 2022). f is of all their tokens: `of_sequences` and `of_batch`
+    make it so where ranks have parts.
     """
 
     def __init__(
@@ -50,35 +79,72 @@ class Router(nn.Module):
         scale: float,
         balanced: bool,
         groups: tuple[int, int] = (1, 1),
+        losses: RouterLosses | None = None,
     ) -> None:
         super().__init__()
         self.top_k, self.scores, self.normalized, self.scale = top_k, scores, normalized, scale
         self.groups, self.top_groups = groups
+        self.losses = losses or RouterLosses()
+        self.of_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
+        self.of_batch = self.of_sequences
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.bias = nn.Parameter(torch.empty(experts)) if balanced else None
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Gates and experts, each (B, T, top_k), of x (B, T, hidden). Tokens that are not `valid`
-        (B, T) pad; they are sent like others and not counted."""
-        scores = self.scored(x)
+        (B, T) pad; they are sent like others and not counted. `share` (one number, read in the
+        backward) is what a token is of all tokens of the step; without it there are no losses."""
+        logits = self.logits(x)
+        scores = self.scored(logits)
         chosen = self.ranked(scores).topk(self.top_k, -1).indices
         gates = scores.gather(-1, chosen)
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates * self.scale if self.scale != 1 else gates
-        if self.bias is None or not torch.is_grad_enabled():
+        adds = share is not None and self.losses != RouterLosses()
+        if not torch.is_grad_enabled() or (self.bias is None and not adds):
             return gates, chosen
         sent = torch.ones_like(gates) if valid is None else valid.unsqueeze(-1).expand_as(gates)
         sent = sent.to(gates.dtype)
-        counts = sent.new_zeros(len(self.weight)).scatter_add_(0, chosen.flatten(), sent.flatten())
+        each = sent.new_zeros(len(x), len(self.weight))  # of each sequence
+        each.scatter_add_(1, chosen.flatten(1), sent.flatten(1))
+        if adds:
+            loss = self._loss(logits, scores, each, sent[..., 0])
+            gates = _Beside.apply(gates, loss, share)  # type: ignore[no-untyped-call]
+        if self.bias is None:
+            return gates, chosen
+        counts = each.sum(0)
         excess = (counts * len(counts) - sent.sum()).to(torch.float32)
         counted: Tensor = _Counted.apply(gates, self.bias, excess)  # type: ignore[no-untyped-call]
         return counted, chosen
 
-    def scored(self, x: Tensor) -> Tensor:
-        """Each token's score for each expert."""
+    def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor, sent: Tensor) -> Tensor:
+        """The losses times all tokens of the step: what these tokens (B, T) give to that."""
+        by, count = self.losses, len(self.weight)
+
+        def chosen(counts: Tensor) -> Tensor:  # how often for a token; together top_k
+            return self.top_k * counts / counts.sum(-1, keepdim=True)
+
+        f = counts.new_zeros(1, count)
+        if by.sequence:
+            f = f + by.sequence * chosen(self.of_sequences(counts.clone()))
+        if by.batch:
+            f = f + by.batch * chosen(self.of_batch(counts.sum(0, keepdim=True)))
+        p = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
+        each = count * (p * f.unsqueeze(1)).sum(-1)
+        if by.z:
+            each = each + by.z * logits.logsumexp(-1).square()
+        return (each * sent).sum()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What each token's scores are made of."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(wide), self.weight.to(wide))
+        return F.linear(x.to(wide), self.weight.to(wide))
+
+    def scored(self, logits: Tensor) -> Tensor:
+        """Each token's score for each expert."""
         return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
 
     def ranked(self, scores: Tensor) -> Tensor:
@@ -156,7 +222,9 @@ class Experts(nn.Module):
         super().__init__()
         self.router, self.routed, self.shared = router, routed, shared
 
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        gates, chosen = self.router(x, valid)
+    def forward(
+        self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
+    ) -> Tensor:
+        gates, chosen = self.router(x, valid, share)
         y: Tensor = self.routed(x, gates, chosen)
         return y if self.shared is None else y + self.shared(x)

@@ -22,6 +22,7 @@ from ..layout import Layout
 from ..models import IGNORED
 
 VALID = "valid"  # a batch whose time is padded says which of its tokens are not padding
+SHARE = "token_share"  # what a token is of all tokens of the step, for routers' losses
 # Padding is a document of its own whose targets count nothing.
 DOCUMENTS = "documents"
 _FILLS = {"targets": IGNORED, DOCUMENTS: -1}
@@ -130,6 +131,11 @@ def edge_shape(batch: Mapping[str, Tensor], width: int, time_cut: int) -> tuple[
         return tuple(next(iter(batch.values())).shape)
     rows, tokens = batch["tokens"].shape
     return rows, tokens // time_cut, width
+
+
+def count_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """How many tokens a batch really has, whatever their targets. Where the batch is."""
+    return batch[VALID].sum() if VALID in batch else torch.ones_like(batch["tokens"]).sum()
 
 
 def count_valid(batch: Mapping[str, Tensor]) -> Tensor:

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from ..comm import Group
 from ..layout import Layout
 from ..layout.rules import Cut
-from ..models import ExpertMlps
+from ..models import ExpertMlps, Router
+from .groups import Groups
 from .model import Model
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -31,6 +32,23 @@ def install_experts(model: Model, layout: Layout, group: Group) -> None:
                 each = Cut.of(module.experts, group.size, 0).length
                 own: Any = module
                 own.on_sorted = partial(on_ranks, module.on_sorted, group, each)
+
+
+def install_losses(model: Model, layout: Layout, groups: Groups) -> None:
+    """Routers' losses go by the tokens of whole sequences, or of the whole batch: counts are summed."""
+    over_tp = (groups.tp,) if layout.seq else ()  # else its ranks see the same tokens
+    for _, piece in model.pieces:
+        for module in piece.modules():
+            if isinstance(module, Router):
+                module.of_sequences = partial(_summed, (groups.ring, groups.ulysses, *over_tp))
+                module.of_batch = partial(_summed, (groups.count, *over_tp))
+
+
+def _summed(groups: Sequence[Group], counts: Tensor) -> Tensor:
+    for group in groups:
+        if group.size > 1:
+            group.all_reduce(counts)
+    return counts
 
 
 class _Exchange(torch.autograd.Function):

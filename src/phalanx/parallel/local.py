@@ -16,7 +16,7 @@ from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import BufferPool, Precision, Unit
-from .experts import install_experts
+from .experts import install_experts, install_losses
 from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, start
@@ -86,6 +86,7 @@ def build_local(
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
     install_experts(model, layout, groups.ep)
+    install_losses(model, layout, groups)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
 
     def units_of(*, frozen: bool) -> dict[int, Unit]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ..comm import CommError, Group, Work
 from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
 from ..parallel import Unit, count_valid
+from ..parallel.batch import SHARE, count_tokens
 from ..parallel.data import Then, Together
 from ..parallel.local import LocalModel
 from ..parallel.pieces import Box, Bundle, CopyLane
@@ -92,6 +93,7 @@ class Executor:
             for op, needs in state.walk()
         }
         self.updates = {n: optimizer.of(u) for n, u in local.units.items()}
+        self.shares = any(SHARE in piece.takes for piece in local.pieces.values())
         self.clip, self.scaling, self.clock = clip, scaling, clock_of(local.pool.device)
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
@@ -119,7 +121,10 @@ class Executor:
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """One training step on this rank's microbatches."""
-        self.batches, self.lr = batches, lr
+        number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
+        self.share = number(0.0)  # which pieces hold, and N writes into
+        self.batches = [{**b, SHARE: self.share} for b in batches] if self.shares else batches
+        self.lr = lr
         self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
         self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
         self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
@@ -127,7 +132,6 @@ class Executor:
         self.away: dict[Key, tuple[Any, ...]] = {}  # both in boxes, where they are on the host
         self.outgoing: dict[tuple[str, int, int], Bundle] = {}
         self.under_way: dict[Op, tuple[Work, Any]] = {}  # begun and not waited for, and when
-        number = partial(torch.full, (1,), dtype=torch.float64, device=self.local.pool.device)
         self.loss, self.count = number(0.0), number(1.0)
         self.norm: Tensor | None = None
         self.scale: Scale | None = None
@@ -244,10 +248,14 @@ class Executor:
     # ---- tokens and agreement
 
     def _count(self, op: Op) -> Work:
-        total = torch.stack([*map(count_valid, self.batches)]).sum(dtype=torch.float64).view(1)
+        kinds = [count_valid] + [count_tokens] * self.shares
+        every = [torch.stack([*map(kind, self.batches)]) for kind in kinds]
+        total = torch.stack(every).sum(1, dtype=torch.float64)
 
         def counted() -> None:
-            self.count = total
+            self.count = total[:1]
+            if self.shares:
+                self.share.copy_(self._loss_scale / total[1:])
 
         return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
 

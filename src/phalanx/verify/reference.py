@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..layout import Shape
 from ..models import Decoder, DeepMlp, Router
 from ..parallel import Model, Precision
 from ..train.optimizer import AdamW, Sgd
@@ -146,8 +147,10 @@ def reference(
         scale = float(scaler.get_scale()) if scaler else 1.0
         scaled = scaler.scale if scaler else None
         batch = batches(step)
-        with _routing(model) as (routes, gaps):
-            loss, outputs = _gradients(model, batch, masters, copies, microbatches, scaled, nudge)
+        with _routing(model) as (routes, gaps, losses):
+            loss, outputs = _gradients(
+                model, batch, masters, copies, microbatches, scaled, nudge, losses
+            )
         if scaler:
             scaler.unscale_(update)
         for name in model.rates:  # not the optimizer's, so the scaler leaves it
@@ -241,14 +244,22 @@ def _copy(
 # ---- a step
 
 
+Routing = tuple[dict[str, list[Tensor]], dict[str, list[Tensor]], list[Tensor]]
+
+
 @contextmanager
-def _routing(model: Model) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]]:
-    """What routers choose while it is on, and by how much: what each forward gives, by piece."""
+def _routing(model: Model) -> Iterator[Routing]:
+    """What routers choose while it is on, and by how much: what each forward gives, by piece. And their
+    losses, times the sequences that they are of."""
     routes: dict[str, list[Tensor]] = {}
     gaps: dict[str, list[Tensor]] = {}
+    losses: list[Tensor] = []
 
     def seen(name: str, router: Router, x: Tensor, chosen: Tensor) -> None:
-        ranked = router.ranked(router.scored(x)).detach().sort(-1, descending=True).values
+        if model.shape is not None:
+            losses.append(_router_loss(model.shape, router.weight, x, chosen))
+        scored = router.scored(router.logits(x))
+        ranked = router.ranked(scored).detach().sort(-1, descending=True).values
         last = router.top_k - 1
         further = ranked[..., last + 1 : last + 2].squeeze(-1) if last + 1 < ranked.shape[-1] else 0
         routes.setdefault(name, []).append(chosen.sort(-1).values)
@@ -259,10 +270,23 @@ def _routing(model: Model) -> Iterator[tuple[dict[str, list[Tensor]], dict[str, 
         for name, router in routers(model.pieces)
     ]
     try:
-        yield routes, gaps
+        yield routes, gaps, losses
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _router_loss(shape: Shape, weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
+    """Of x (B, T, hidden) and its chosen experts (B, T, top_k): B times the mean over sequences."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(wide) @ weight.to(wide).T
+    p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
+    p = p / p.sum(-1, keepdim=True)
+    f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)  # (B, T, experts)
+    each = shape.experts * (f.mean(1) * p.mean(1)).sum(-1)
+    batch = shape.experts * (f.mean((0, 1)) * p.mean((0, 1))).sum()
+    z = logits.exp().sum(-1).log().square().mean(1)
+    return (shape.sequence_loss * each + shape.batch_loss * batch + shape.z_loss * z).sum()
 
 
 def routers(pieces: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Router]]:
@@ -279,14 +303,18 @@ def _gradients(
     microbatches: int,
     scaled: Callable[[Tensor], Tensor] | None,
     nudge: Nudge | None,
+    beside: list[Tensor],
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss per valid token, and every piece's output; gradients are added up in `masters`."""
+    """The loss per valid token, and every piece's output; gradients are added up in `masters`. Losses
+    that a forward puts into `beside` are trained on too."""
     count, total = max(1, _valid(batch)), 0.0
     outputs: dict[str, list[Tensor]] = {}
     for rows in torch.arange(_rows(batch)).chunk(microbatches):
         loss, seen = _forward(model, {name: x[rows] for name, x in batch.items()}, nudge)
         total += float(loss.detach())
-        share = scaled(loss / count) if scaled else loss / count
+        whole = loss / count + sum(beside) / _rows(batch)
+        beside.clear()
+        share = scaled(whole) if scaled else whole
         share.backward()  # type: ignore[no-untyped-call]
         for name, output in seen.items():
             outputs.setdefault(name, []).append(output)

@@ -181,6 +181,8 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
 def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
     """What one process does in this precision, with bounds where that is not float64."""
     precision = setting.precision
+    shape = make().shape
+    whole = shape is not None and shape.batch_loss > 0  # which is no sum over microbatches
     exact, half = precision.compute == torch.float64, precision.compute == torch.float16
 
     def train(nudge: Nudge | None = None) -> Trace:
@@ -189,7 +191,7 @@ def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
             make(), setting.batches,
             steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
             clip=setting.clip, precision=precision, seed=setting.seed,
-            microbatches=1 if exact else 3, nudge=nudge,
+            microbatches=1 if exact or whole else 3, nudge=nudge,
             scaler=torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None,
         )  # fmt: skip
 
