@@ -6,6 +6,7 @@ once before any process starts. No torch: a wrong file is refused in a fraction 
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import os
@@ -64,6 +65,11 @@ class Checkpoints:
     """When checkpoints are saved, and where."""
 
     dir: str = key("", "checkpoint folder; empty: checkpoints in `out`")
+    remote: str = key(
+        "",
+        "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run goes on"
+        " where it has newer ones",
+    )
     every: int = key(0, "steps between checkpoints; 0: only at the end", minimum=0)
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
@@ -578,7 +584,13 @@ def _files(run: Run) -> Iterator[Mistake]:
             what = f"metrics.{name} = true, and {name} is not installed"
             yield Mistake(f"metrics.{name}", what, f"pip install {name}, or leave it out")
     for name, folder in (("out", run.out), ("checkpoint.dir", run.checkpoint.dir)):
-        yield from _folder(name, folder)
+        if "://" in folder:
+            what = f"{name} = {folder!r} is a URL, and a folder of this machine belongs there"
+            yield Mistake(name, what, "Write checkpoint.remote for what is uploaded")
+        else:
+            yield from _folder(name, folder)
+    if run.checkpoint.remote:
+        yield from _remote(run.checkpoint.remote)
     file = split_name(run.own)[0]
     if file and not Path(file).is_file():
         what = f"model = {run.own!r}: there is no file {file}"
@@ -588,6 +600,25 @@ def _files(run: Run) -> Iterator[Mistake]:
     if run.machine and not Path(run.machine).is_file():
         what = f"machine = {run.machine!r} is not there"
         yield Mistake("machine", what, f"Measure it: phalanx doctor --out {run.machine}")
+
+
+def _remote(url: str) -> Iterator[Mistake]:
+    """Why nothing can be uploaded to a URL."""
+    what = f"checkpoint.remote = {url!r}"
+    if "://" not in url:
+        yield Mistake(
+            "checkpoint.remote", f"{what} is no URL", "Write s3://bucket/run, or leave it out"
+        )
+    elif importlib.util.find_spec("fsspec") is None:
+        what += " needs fsspec, which is not installed"
+        yield Mistake("checkpoint.remote", what, "pip install 'phalanx[remote]'")
+    else:
+        try:
+            importlib.import_module("fsspec").get_filesystem_class(url.partition("://")[0])
+        except (ImportError, ValueError) as error:
+            yield Mistake(
+                "checkpoint.remote", f"{what}: {str(error).rstrip('.')}", "Or another URL"
+            )
 
 
 def _folder(name: str, folder: str) -> Iterator[Mistake]:

@@ -76,7 +76,7 @@ class Saver:
     step, asks whether all ranks have; then a thread of rank 0 makes a checkpoint of it.
     Each call gives the saves that were decided by it. A save that fails raises on every rank when
     `on_failure` is "stop", else its `Saved.error` says why. `keep` checkpoints stay, and no old one
-    goes before the new one is there and has been read back.
+    goes before the new one is there and has been read back; nor the one that `spare` names.
     """
 
     def __init__(
@@ -88,11 +88,13 @@ class Saver:
         keep: int = 2,
         asynchronous: bool = False,
         on_failure: Literal["stop", "go on"] = "stop",
+        spare: Callable[[], Path | None] = lambda: None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"keep={keep}: at least 1 checkpoint stays.")
         self.folder, self.local, self.updates = folder, local, updates
         self.keep, self.asynchronous, self.on_failure = keep, asynchronous, on_failure
+        self.spare = spare
         self.group: Group = local.groups.everyone
         self.buffers: dict[str, Tensor] = {}  # host memory, used again by every save
         self.pending: _Pending | None = None
@@ -101,7 +103,7 @@ class Saver:
         """Begin a save, after the one before is decided; unless asynchronous, also end it."""
         before = self.finish()
         hidden = self.folder / f"{SAVING}{progress.step:08}"
-        error = _make_hidden(hidden) if self.group.rank == 0 else ""
+        error = make_hidden(hidden) if self.group.rank == 0 else ""
         if errors := errors_of(self.group, error):
             return (*before, self._decide(progress.step, errors))
         snapshot = self._snapshot(progress)
@@ -132,7 +134,8 @@ class Saver:
         if not errors and not pending.committing:
             reports, pending.committing = exchange(self.group, pending.report, 0), True
             if self.group.rank == 0:
-                pending.begin(partial(pending.commit, self.folder, reports, self.keep))
+                what = self.folder, reports, self.keep, self.spare()
+                pending.begin(partial(pending.commit, *what))
             return ()
         self.pending = None
         if errors and self.group.rank == 0:
@@ -203,8 +206,8 @@ class _Pending:
     def write(self, snapshot: Snapshot, rank: int) -> None:
         self.report = snapshot.write(self.hidden / f"rank-{rank:05}.safetensors")
 
-    def commit(self, folder: Path, reports: list[str], keep: int) -> None:
-        self.error, self.notice = commit(folder, self.hidden, reports, keep)
+    def commit(self, folder: Path, reports: list[str], keep: int, spare: Path | None) -> None:
+        self.error, self.notice = commit(folder, self.hidden, reports, keep, spare)
 
     def begin(self, work: Callable[[], None]) -> None:
         def caught() -> None:
@@ -273,7 +276,7 @@ def why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _make_hidden(hidden: Path) -> str:
+def make_hidden(hidden: Path) -> str:
     """Make the hidden folder of a save, and remove what saves that were killed have left."""
     try:
         hidden.parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +291,9 @@ def _make_hidden(hidden: Path) -> str:
     return ""
 
 
-def commit(folder: Path, hidden: Path, reports: list[str], keep: int) -> tuple[str, str]:
+def commit(
+    folder: Path, hidden: Path, reports: list[str], keep: int, spare: Path | None = None
+) -> tuple[str, str]:
     """Make what all ranks have written a checkpoint, then remove old ones. Why it is none, and what
     went wrong after it had become one: then it is there, and so is what was before."""
     replaced: Path | None = None
@@ -310,7 +315,7 @@ def commit(folder: Path, hidden: Path, reports: list[str], keep: int) -> tuple[s
     finishing: dict[str, Callable[[], None]] = {
         "its folder could not be brought to the disk": lambda: sync_folder(folder),
         "what it replaces could not be removed": lambda: _remove(replaced),
-        "old checkpoints could not be removed": lambda: _prune(folder, path, keep),
+        "old checkpoints could not be removed": lambda: _prune(folder, path, keep, spare),
     }
     wrong = []
     for what, finish in finishing.items():
@@ -321,7 +326,7 @@ def commit(folder: Path, hidden: Path, reports: list[str], keep: int) -> tuple[s
     return "", "; ".join(wrong)
 
 
-def _prune(folder: Path, newest: Path, keep: int) -> None:
+def _prune(folder: Path, newest: Path, keep: int, spare: Path | None) -> None:
     """Remove old ones. Later steps than the one just made are of a course that was left, by damage
     or by choice: they are set aside, or the next start would go back to them."""
     there = steps(folder)
@@ -330,7 +335,7 @@ def _prune(folder: Path, newest: Path, keep: int) -> None:
         aside = later.with_name(f"{ASIDE}{later.name}")
         shutil.rmtree(aside, ignore_errors=True)
         later.rename(aside)
-    for old in there[at + keep :]:
+    for old in (path for path in there[at + keep :] if path != spare):
         # Renamed first: one that is half removed must not look like a checkpoint.
         _remove(old.rename(old.with_name(f"{REMOVED}{old.name}")))
 

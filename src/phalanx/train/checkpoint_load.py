@@ -43,6 +43,7 @@ from .checkpoint_format import (
     read_into,
     read_manifest,
 )
+from .checkpoint_remote import fetch_newer
 from .folder import Folder
 from .optimizer import Update
 
@@ -70,15 +71,17 @@ def load(
     *,
     identity: ModelIdentity | None = None,
     adopt: bool = False,
+    remote: str = "",
 ) -> Loaded | None:
-    """Go on from the newest sound checkpoint of a run, in this layout. None when there is none.
+    """Go on from the newest sound checkpoint of a run, in this layout. None when there is none. One that
+    is newer at the URL `remote` is fetched first.
 
     Every rank calls it. Nothing is changed before all ranks have found the files sound and the
     model to be that of `identity`, or at least the tensors to be those of the model: that is all
     with `adopt`.
     """
     group = local.groups.everyone
-    path, manifest, damaged = choose(folder, group)
+    path, manifest, damaged = choose(folder, group, remote)
     if path is None or manifest is None:
         return None
     if identity is not None and not adopt:
@@ -137,7 +140,34 @@ def _alike(group: Group, work: Callable[[], T]) -> tuple[T | None, list[str]]:
 # ---- which checkpoint
 
 
-def choose(folder: Path, group: Group) -> tuple[Path | None, Manifest | None, tuple[str, ...]]:
+Chosen = tuple[Path | None, Manifest | None, tuple[str, ...]]
+
+
+def choose(folder: Path, group: Group, remote: str = "") -> Chosen:
+    """The newest sound checkpoint of a folder, after all that is newer at the URL `remote` has been
+    tried and fetched."""
+    known, failed = set[int](), list[str]()
+    while True:
+        chosen, refusal = None, None
+        try:
+            chosen = _sound_one(folder, group)
+        except CheckpointError as error:
+            refusal = error
+        at = chosen[1].step if chosen and chosen[1] else -1
+        if remote:
+            fetched, error_there = fetch_newer(remote, folder, at, known, group)
+            failed += [error_there] if error_there else []
+            if fetched:
+                continue
+        if refusal is not None:
+            raise CheckpointError("\n  ".join((str(refusal), *failed)))
+        assert chosen is not None
+        if failed and chosen[0] is None:
+            raise CheckpointError("no checkpoint could be fetched.\n  " + "\n  ".join(failed))
+        return (*chosen[:2], (*chosen[2], *failed))
+
+
+def _sound_one(folder: Path, group: Group) -> Chosen:
     """The newest sound checkpoint, the same on every rank, and what is wrong with newer ones.
 
     All bytes are read, a share by each rank. None when there is no checkpoint at all; when there

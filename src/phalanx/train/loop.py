@@ -34,6 +34,7 @@ from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import Progress
 from .checkpoint_load import begin, changed_settings, load
+from .checkpoint_remote import Uploader
 from .executor import StepResult
 from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
@@ -198,7 +199,11 @@ class _Loop:
             rank.run.checkpoints, rank.local, rank.updates,
             keep=kept.keep, asynchronous=kept.asynchronous,
             on_failure="stop" if kept.on_disk_full == "stop" else "go on",
+            spare=lambda: self.uploader.current if self.uploader else None,
         )  # fmt: skip
+        self.uploader: Uploader | None = None
+        if kept.remote and rank.world.rank == 0:
+            self.uploader = Uploader(kept.remote, kept.keep)
         self.bad = 0
         self.own = OwnTime()
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
@@ -237,6 +242,8 @@ class _Loop:
                     break
         with self.positions.phase("saving", str(run.checkpoints)):
             self._decided(self.saver.finish())
+            if run.checkpoint.remote:
+                self._finish_uploads()
         self._end(done, stopped)
         return Outcome(done, self.loss, self.validated[1], stopped, self.unsaved)
 
@@ -248,7 +255,10 @@ class _Loop:
             self.rank.updates,
             identity=self.rank.identity,
             adopt=self.run_.checkpoint.adopt,
+            remote=self.run_.checkpoint.remote,
         )
+        if loaded and self.uploader:
+            self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
         if loaded is None:
             if hub := self.run_.hub:
                 self.rank.local.draw(self.run_.seed, is_lora)
@@ -380,6 +390,26 @@ class _Loop:
                 self._decided(self.saver.save(self._progress(done)))
         else:
             self._decided(self.saver.poll())
+        self._uploaded()
+
+    def _finish_uploads(self) -> None:
+        """Wait for them; where the last has failed, all ranks know that the run is not wholly saved."""
+        if self.uploader:
+            self.uploader.finish()
+        if errors := errors_of(self.everyone, self._uploaded()):
+            self.unsaved = (
+                self.unsaved or f"it is not at {self.run_.checkpoint.remote}: {errors[0]}"
+            )
+
+    def _uploaded(self) -> str:
+        """Tell what became of uploads; why the last failed, if it did."""
+        error = ""
+        for upload in self.uploader.taken() if self.uploader else ():
+            error = upload.error
+            text = f"step {upload.step}  not uploaded: {error}" if error else ""
+            values = {"step": upload.step, "url": self.run_.checkpoint.remote, "error": error}
+            self.log.event("upload", text, **values)
+        return error
 
     def _validate(self, done: int) -> None:
         with self.positions.phase("validating"):
@@ -404,6 +434,8 @@ class _Loop:
             text += f"; it is there and sound, but {saved.notice}" if saved.notice else ""
             values = {"step": saved.step, "path": str(saved.path), "error": saved.error}
             values |= {"notice": saved.notice} if saved.notice else {}
+            if self.uploader and not saved.error:
+                self.uploader.offer(saved.path)
             self.log.event("checkpoint", f"step {saved.step}  {text}", **values)
 
     def _end(self, done: int, stopped: bool) -> None:
