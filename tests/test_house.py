@@ -24,8 +24,8 @@ SOURCE = ROOT / "src" / "phalanx"
 NAMES = Path(__file__).parent / "public_names.txt"
 
 LEVELS: dict[str, int] = {
-    "layout": 4368, "hang": 1, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
-    "cost": 5, "bench": 5, "train": 7173, "verify": 7, "report": 7, "lab": 8, "api": 9, "cli": 10,
+    "layout": 0, "hang": 1, "program": 1, "draw": 2, "plan": 2, "models": 3, "comm": 3, "parallel": 4,
+    "cost": 5, "bench": 5, "train": 6, "verify": 7, "report": 7, "lab": 8, "api": 9, "cli": 10,
 }  # fmt: skip
 # Rooms that may import less than all that is below them.
 ONLY: dict[str, set[str]] = {"models": set(), "lab": {"comm", "cost", "draw"}}
@@ -302,8 +302,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4337, "program": 3245, "draw": 1450, "plan": 5048, "models": 1681, "comm": 4720,
-    "parallel": 3920, "cost": 1241, "bench": 1195, "train": 7173867, "verify": 1379, "report": 600,
+    "layout": 4368, "program": 3245, "draw": 1450, "plan": 5048, "models": 1681, "comm": 4720,
+    "parallel": 3920, "cost": 1241, "bench": 1195, "train": 7173, "verify": 1379, "report": 600,
     "lab": 2884, "hang": 1059, "cli": 4905, "api": 1442,
 }  # fmt: skip
 
