@@ -51,6 +51,7 @@ WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and 
     ),
     "decay of a cosine": ("optimizer.decay_steps = 5", "decay_steps = 5 has no effect", '"wsd"'),
     "momentum of adamw": ("optimizer.momentum = 0.9", "optimizer.momentum = 0.9", '"sgd"'),
+    "muon's keys": ('optimizer.adjust_lr = "original"', "no effect on adamw", '"muon"'),
     "two precisions": (
         'precision = "bf16"\nlayout = "dp2 fp16"', "line 1: precision = 'bf16', and layout = 'dp2 fp16'",
         "one of them",
@@ -210,7 +211,7 @@ def test_the_schema_names_every_key_with_its_default_and_bounds() -> None:
     assert optimizer["lr"] == {
         "type": "number", "description": "peak learning rate", "exclusiveMinimum": 0, "default": 3e-4,
     }  # fmt: skip
-    assert optimizer["name"]["enum"] == ["adamw", "sgd"]
+    assert optimizer["name"]["enum"] == ["adamw", "sgd", "muon"]
 
 
 OLD = {  # keys of earlier versions, and those of other libraries: what to write

@@ -76,9 +76,11 @@ def verdict_of(layout: str, shape: Shape, setting: Setting, known: Truth) -> Ver
 def catch(fault: Fault, dtype: str) -> Catch:
     """Run the fault's layout with the fault in it, and compare."""
     shape, dropout = SHAPES[fault.shape], fault.dropout
-    setting = setting_of(shape, dtype, packed=fault.packed, noisy=dropout > 0)
+    setting = setting_of(
+        shape, dtype, optimizer=fault.optimizer, packed=fault.packed, noisy=dropout > 0
+    )
     layout = replace(fault.layout, precision=COMPARED[dtype])
-    known = truth(fault.shape, dtype, packed=fault.packed, dropout=dropout)
+    known = truth(fault.shape, dtype, fault.optimizer, packed=fault.packed, dropout=dropout)
     with fault.patch():
         got = trained(layout, shape, setting, dropout)
     verdict = judge(layout, got, known, setting)

@@ -30,6 +30,7 @@ class Fault:
     packed: bool = False
     dropout: float = 0.0
     dtypes: tuple[str, ...] = ("float64",)  # in which it is a mistake that shows
+    optimizer: str = "adamw"
 
 
 FAULTS: list[Fault] = []
@@ -61,12 +62,13 @@ def fault(
     packed: bool = False,
     dropout: float = 0.0,
     dtypes: tuple[str, ...] = ("float64",),
+    optimizer: str = "adamw",
 ) -> Callable[[Patch], Patch]:
     """Enter a patch into the list. The layout is in words without a precision."""
 
     def enter(patch: Patch) -> Patch:
         where = Layout.parse(layout)
-        FAULTS.append(Fault(name, shape, where, patch, names, packed, dropout, dtypes))
+        FAULTS.append(Fault(name, shape, where, patch, names, packed, dropout, dtypes, optimizer))
         return patch
 
     return enter

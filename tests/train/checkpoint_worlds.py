@@ -17,6 +17,7 @@ from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.checkpoint import Saver
 from phalanx.train.checkpoint_format import Progress
 from phalanx.train.checkpoint_load import load
+from phalanx.train.muon import Muon
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 
@@ -35,13 +36,14 @@ class Run:
         layout: str,
         shape: Shape = SHAPE,
         *,
-        optimizer: AdamW | Sgd = ADAM,
+        optimizer: AdamW | Sgd | Muon = ADAM,
         seed: int = 0,
         compute: torch.dtype = WIDE,
     ) -> None:
         self.layout, self.shape = Layout.parse(f"{layout} fp64"), shape
         model = build_model(shape)
-        program = program_of(model, self.layout, agree=True)
+        whole = optimizer.whole_matrices
+        program = program_of(model, self.layout, agree=True, whole=whole)
         precision = Precision(compute, WIDE, WIDE)
         self.local = build_local(world, self.layout, model, program, seed=seed, precision=precision)
         self.performer = Executor(

@@ -27,6 +27,7 @@ from phalanx.models import kernels
 from phalanx.parallel import Precision, build_model, context, local, microbatches, pieces
 from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor, Sgd
+from phalanx.train.muon import Muon
 from phalanx.train.program import program_of
 from phalanx.train.steps import Trainer
 from phalanx.verify import batch_of
@@ -57,7 +58,7 @@ class Mixing(Executor):
 
 
 EXECUTORS = {each.__name__: each for each in (Executor, Trainer, Reading, Mixing)}
-OPTIMIZERS = {"adamw": AdamW(), "sgd": Sgd(momentum=0.9)}
+OPTIMIZERS: dict[str, Any] = {"adamw": AdamW(), "sgd": Sgd(momentum=0.9), "muon": Muon()}
 
 
 PACKED = batch_of(SHAPE, 0, packed=True)["documents"]  # with numbers: the host launches by them
@@ -156,7 +157,7 @@ def step(
 ) -> Watching:
     """The waits of a step, the second, as some things are made in the first."""
     model = build_model(SHAPE)
-    program = program_of(model, layout, agree=True)
+    program = program_of(model, layout, agree=True, whole=optimizer.whole_matrices)
     rank = layout.ranks - 1  # of the last stage, which has the loss
     mine = build_local(
         TallyWorld(rank, layout.ranks, device), layout, model, program,

@@ -24,6 +24,7 @@ from phalanx.train.checkpoint_format import (
     verify_checkpoint,
 )
 from phalanx.train.checkpoint_load import TensorReader, hash_tensors
+from phalanx.train.muon import Muon
 from phalanx.verify import SHAPES
 
 # Two key and value heads over four places: copies that are written once.
@@ -42,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "layout, optimizer",
     [
         ("tp4 seq zero0", AdamW()), ("dp2 tp4 zero3", AdamW()), ("dp3 zero3", AdamW()),
-        ("pp2 interleaved2:2", Sgd(momentum=0.9)), ("dp2 tp4 zero3", Sgd(momentum=0.9)),
+        ("pp2 interleaved2:2", Sgd(momentum=0.9)), ("dp2 tp4 zero3", Muon()),
     ],
 )  # fmt: skip
 def test_copies_of_heads_padding_and_other_optimizers(
@@ -176,6 +177,7 @@ def test_another_model_or_optimizer_is_refused_and_nothing_is_touched(saved: Pat
         ({"shape": replace(SHAPE, hidden=24)}, "embed.tokens.weight is [37, 16]"),
         ({"shape": replace(SHAPE, layers=3)}, "has no weight layers.2"),
         ({"optimizer": Sgd(momentum=0.9)}, "state of AdamW, the run's optimizer is SGD"),
+        ({"optimizer": Muon()}, "state of AdamW, the run's optimizer is Muon"),
     ):
         said = run("dp2 zero3", work, **options)
         assert said[0] == said[1]

@@ -22,7 +22,7 @@ LAYOUTS = (
 RUNS = [
     ("dp2 pp2 1f1b:4", precision, "Trainer", optimizer)
     for precision in ("fp32", "fp16")
-    for optimizer in ("adamw", "sgd")
+    for optimizer in ("adamw", "sgd", "muon")
 ]
 WRONG = [("accum:2", "fp32", wrong, "adamw") for wrong in ("Reading", "Mixing")]
 PACKED = [

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from loop_worlds import records, small, trained
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from phalanx.layout.run import OptimizerChoice, Run
 from phalanx.models import Decoder
@@ -21,7 +22,7 @@ from phalanx.train.data import Batches
 from phalanx.train.rank import batches_of
 
 PLAIN = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=0.02", "steps=4")
-SGD = "optimizer.name=sgd"
+SGD, MUON = "optimizer.name=sgd", "optimizer.name=muon"
 # Each key with a value that changes the losses, and what else it needs. A key that is added to the run
 # file and not here fails `test_every_key_of_the_optimizer_is_in_the_table`.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -32,13 +33,24 @@ KEYS: dict[str, tuple[str, ...]] = {
     "momentum": (SGD, "optimizer.momentum=0.7"),
     "weight_decay": ("optimizer.weight_decay=2.0",),
     "clip": (SGD, "optimizer.clip=0.05"),
+    "nesterov": (MUON, "optimizer.nesterov=false"),
+    "adjust_lr": (MUON, "optimizer.adjust_lr=original"),
+    "matrix_lr": (MUON, "optimizer.matrix_lr=0.1"),
 }
+MOMENTUM = (MUON, "optimizer.momentum=0.7", "optimizer.weight_decay=2.0")
 # How the rate moves is held against its formulas in test_loop.py.
 RATES = {"schedule", "warmup_steps", "decay_steps", "min_lr"}
 
 
 def test_every_key_of_the_optimizer_is_in_the_table() -> None:
     assert KEYS.keys() | RATES == {f.name for f in fields(OptimizerChoice)}
+
+
+class Unrounded(TorchFunctionMode):
+    """While it is on, torch's Muon does not round to bfloat16 what it makes orthogonal."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
 
 
 def _decoder(run: Run) -> Decoder:
@@ -67,24 +79,35 @@ def _by_hand(run: Run) -> tuple[list[float], float]:
     weights = dict(decoder.named_parameters())
     still = [w for n, w in weights.items() if n.endswith(("norm.weight", "bias"))]
     moving = [w for n, w in weights.items() if not n.endswith(("norm.weight", "bias"))]
+    matrices = [w for n, w in weights.items() if n.startswith("layers.") and w.dim() == 2]
+    if o.name == "muon":
+        moving = [w for w in moving if not any(w is each for each in matrices)]
     groups = [
         {"params": moving, "weight_decay": o.weight_decay},
         {"params": still, "weight_decay": 0.0},
     ]
     optimizer: torch.optim.Optimizer
     if o.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
+        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum or 0.0)
     else:
         optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+    muon = torch.optim.Muon(
+        matrices if o.name == "muon" else [nn.Parameter(torch.empty(0, 0))],
+        lr=o.matrix_lr or o.lr, weight_decay=o.weight_decay, nesterov=o.nesterov,
+        momentum=0.95 if o.momentum is None else o.momentum, adjust_lr_fn=o.adjust_lr,
+    )  # fmt: skip
     losses = []
     for step in range(run.steps):
         total, count = _loss(decoder, batches.batch(step))
         loss = total / count
-        optimizer.zero_grad()
+        for weight in weights.values():
+            weight.grad = None
         loss.backward()
         if o.clip:
             torch.nn.utils.clip_grad_norm_(list(weights.values()), o.clip)
         optimizer.step()
+        with Unrounded():
+            muon.step()
         losses.append(loss.item())
     with torch.no_grad():
         parts = [
@@ -92,6 +115,13 @@ def _by_hand(run: Run) -> tuple[list[float], float]:
             for n in range(min(run.validation.batches, batches.validations))
         ]
     return losses, float(sum(p[0] for p in parts)) / sum(p[1] for p in parts)
+
+
+def test_muons_momentum_and_decay_are_torchs(tmp_path: Path) -> None:
+    run = small(tmp_path / "run", *PLAIN, *MOMENTUM)
+    trained(run, "dp2 zero1 fp64")
+    wanted, _ = _by_hand(run)
+    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize("key", KEYS)

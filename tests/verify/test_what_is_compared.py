@@ -41,7 +41,7 @@ from phalanx.verify import (
 from phalanx.verify.memory import GIB, available, needed
 from phalanx.verify.reference import draw
 from phalanx.verify.trial import Setting
-from phalanx.verify.verify import judge, precision_named, truth_of
+from phalanx.verify.verify import OPTIMIZERS, judge, precision_named, truth_of
 from seeded import FAULTS, setting_of, swapped, trained, truth
 
 WIDE = Precision(torch.float64, torch.float64, torch.float64)
@@ -171,10 +171,11 @@ def overflowing(step: int) -> Mapping[str, Tensor]:
     return {"inputs": torch.full_like(batch["inputs"], 6e4)} if step == 1 else batch
 
 
-def scaled(patch: AbstractContextManager[None] | None = None) -> Verdict:
+def scaled(patch: AbstractContextManager[None] | None = None, optimizer: str = "adamw") -> Verdict:
     setting = Setting(
-        overflowing, steps=6, precision=precision_named("float16"), scaling=(1024.0, 2)
-    )
+        overflowing, steps=6, precision=precision_named("float16"), scaling=(1024.0, 2),
+        optimizer=OPTIMIZERS[optimizer],
+    )  # fmt: skip
     make = partial(build_model, MLP)
     known = truth_of(make, setting)
     # Grown after two good steps in a row, halved by the overflow.
@@ -184,8 +185,9 @@ def scaled(patch: AbstractContextManager[None] | None = None) -> Verdict:
 
 
 def test_an_overflow_skips_the_step_and_halves_the_loss_scale_as_torchs_scaler_does() -> None:
-    verdict = scaled()
-    assert verdict.passed, verdict.first_difference
+    for optimizer in ("adamw", "muon"):
+        verdict = scaled(optimizer=optimizer)
+        assert verdict.passed, verdict.first_difference
 
 
 def never_halved(self: LossScale, finite: bool) -> None:

@@ -108,7 +108,7 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
 
 def moments(run: Run) -> int:
     """Numbers that the optimizer keeps of each weight."""
-    return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0}[run.optimizer.name]
+    return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0, "muon": 1}[run.optimizer.name]
 
 
 def machine_memory() -> float:

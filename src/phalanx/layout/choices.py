@@ -72,7 +72,7 @@ AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"
 BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
-OPTIMIZERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
 def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:

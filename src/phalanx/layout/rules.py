@@ -2,13 +2,17 @@
 dims to mesh axes.
 
 A line reads `layers.*.attn.w[kv].weight : kv embed`. The table stands beside a model; the map is
-the same for all. A parameter that no line names is an error, not a guess.
+the same for all. A parameter that no line names is an error, not a guess. A dim that several matrices
+share is written with their number, or their lengths: `layers.*.mlp.gate_up.weight : features/2 embed`.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, product
 
 from .mesh import LayoutError
 
@@ -18,7 +22,11 @@ AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") |
 LORA = "lora"
 # What heads are made of, in latent attention: whole, and ranks of tp made other heads of it.
 LATENT = "latent"
-DIMS = ("embed", "head", "position", LORA, LATENT, "-", *AXIS_OF)
+# What a token is described by. A weight between two of these is a matrix, which an optimizer like Muon
+# updates whole; lookups, the output projection, a router and what is called "-" are none.
+FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
+DIMS = ("head", "position", LORA, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
+_DIM = re.compile("([a-z-]+)(?:/([0-9]{1,4}|[0-9]{1,9}(?:,[0-9]{1,9})+))?")
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,11 @@ class Cut:
     stop: int
     length: int
     copies: int = 1
+
+    def at(self, size: int, index: int) -> slice:
+        """Where part `index` stands in a dim of `size` that is cut like this one."""
+        start = min(index // self.copies * self.length, size)
+        return slice(start, min(start + self.length, size))
 
     @classmethod
     def of(cls, size: int, parts: int, index: int, unit: int = 1) -> Cut:
@@ -65,7 +78,8 @@ class Rules:
             if not colon or not pattern.strip():
                 raise LayoutError(f"rule line {number}: {line!r}. Write 'pattern : dim dim'.")
             for dim in dims.split():
-                if dim not in DIMS:
+                match = _DIM.fullmatch(dim)
+                if not match or match[1] not in DIMS:
                     raise LayoutError(
                         f"rule line {number}: {line!r} names dim {dim!r}. Dims are {', '.join(DIMS)}."
                     )
@@ -77,6 +91,19 @@ class Rules:
 
     def dims(self, name: str, rank: int | None = None) -> tuple[str, ...]:
         """The names of a parameter's dims; `rank` is how many it has, if that is known."""
+        return tuple(dim.partition("/")[0] for dim in self._written(name, rank))
+
+    def matrices(self, name: str, shape: Sequence[int]) -> tuple[tuple[slice, slice], ...]:
+        """Where the matrices stand in the last two dims of a weight, of each of its experts if it has
+        these; none where it is a lookup, a router or a vector."""
+        written = self._written(name, len(shape))
+        dims = self.dims(name)
+        if len(dims) < 2 or dims[:-2] not in ((), ("experts",)) or not {*dims[-2:]} <= {*FEATURES}:
+            return ()
+        parts = [_parts(name, dim, size) for dim, size in zip(written, shape, strict=True)]
+        return tuple(product(parts[-2], parts[-1]))
+
+    def _written(self, name: str, rank: int | None) -> tuple[str, ...]:
         for pattern, dims in self.lines:
             if fnmatch.fnmatchcase(name, pattern):
                 if rank is not None and rank != len(dims):
@@ -88,3 +115,16 @@ class Rules:
             f"no rule names the parameter {name}. Add a line such as '{name} : embed',"
             " or with '-' for a dim that is never cut."
         )
+
+
+def _parts(name: str, dim: str, size: int) -> list[slice]:
+    """The runs of a dim that belong to one matrix each."""
+    match = _DIM.fullmatch(dim)
+    lengths = [int(n) for n in match[2].split(",")] if match and match[2] else [1]
+    if len(lengths) == 1:
+        lengths = [size // lengths[0]] * lengths[0] if lengths[0] else []
+    if sum(lengths) != size:
+        raise LayoutError(
+            f"{name}: its rule says {dim!r} of a dim of {size}, which is not its sum."
+        )
+    return [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]

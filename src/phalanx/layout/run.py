@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import ACCUM, PRECISIONS
+from .choices import ACCUM, OPTIMIZERS, PRECISIONS
 from .codec import FileError, Mistake, Reader, dump, key, schema, table
 from .families import code_of
 from .files import parse_toml, read_text
@@ -41,7 +41,7 @@ class RunError(FileError):
 class OptimizerChoice:
     """The optimizer and the learning-rate schedule."""
 
-    name: str = key("adamw", "adamw or sgd", choices=("adamw", "sgd"))
+    name: str = key("adamw", "adamw, sgd or muon", choices=OPTIMIZERS)
     lr: float = key(3e-4, "peak learning rate", above=0)
     schedule: str = key(
         "cosine",
@@ -55,8 +55,20 @@ class OptimizerChoice:
         (0.9, 0.95), "of AdamW: decay rates of its two moments", minimum=0, maximum=0.999999
     )
     eps: float = key(1e-8, "of AdamW: added to the denominator", above=0)
-    momentum: float = key(0.0, "of SGD", minimum=0, maximum=0.999999)
-    weight_decay: float = key(0.1, "decoupled for AdamW; none on norms and biases", minimum=0)
+    momentum: float | None = key(
+        None, "of SGD and Muon; unset: 0 and 0.95", minimum=0, maximum=0.999999
+    )
+    nesterov: bool = key(True, "of Muon's momentum")
+    adjust_lr: str = key(
+        "match_rms_adamw",
+        "of Muon, by a matrix's rows and columns: match_rms_adamw (0.2 sqrt(max(rows, columns))) or"
+        " original (sqrt(max(1, rows / columns)))",
+        choices=("match_rms_adamw", "original"),
+    )
+    matrix_lr: float = key(0.0, "of Muon: peak learning rate of matrices; 0: lr", minimum=0)
+    weight_decay: float = key(
+        0.1, "decoupled for AdamW and Muon; none on norms and biases", minimum=0
+    )
     clip: float = key(1.0, "max gradient norm; 0 disables", minimum=0)
 
 
@@ -559,9 +571,13 @@ def _plan(run: Run) -> Iterator[Mistake]:
     if o.min_lr is not None and o.min_lr > o.lr:
         what = f"optimizer.min_lr = {o.min_lr:g} is more than lr = {o.lr:g}"
         yield Mistake("optimizer.min_lr", what, "Write a learning rate, up to lr")
-    if o.momentum and o.name != "sgd":
+    if o.momentum and o.name == "adamw":
         what = f"optimizer.momentum = {o.momentum} has no effect on adamw"
         yield Mistake("optimizer.momentum", what, 'Write optimizer.betas, or name = "sgd"')
+    for name in ("nesterov", "adjust_lr", "matrix_lr"):
+        if o.name != "muon" and getattr(o, name) != getattr(OptimizerChoice, name):
+            what = f"optimizer.{name} has no effect on {o.name}"
+            yield Mistake(f"optimizer.{name}", what, 'Leave it out, or write name = "muon"')
     if run.profile.steps and run.profile.start + run.profile.steps > run.steps:
         what = f"profile.start + profile.steps = {run.profile.start + run.profile.steps} of {run.steps} steps"
         yield Mistake("profile.start", what, "Profile earlier, or fewer steps")

@@ -58,6 +58,7 @@ class Segment(NamedTuple):
     adds: str
     decay: bool
     rate: float
+    matrices: bool = False  # where an optimizer takes these apart
 
 
 class Entry(NamedTuple):
@@ -216,22 +217,23 @@ class Unit:
 
     # ---- the flat order
 
-    def segments(self) -> list[Segment]:
-        """The whole flat order in runs that are treated alike."""
+    def segments(self, *, matrices: bool = False) -> list[Segment]:
+        """The whole flat order in runs that are treated alike, `matrices` apart from the others."""
         runs: list[Segment] = []
         for weight, offset in zip(self.order, self.offsets, strict=True):
-            one = Segment(offset, offset + _numel(weight), weight.adds, weight.decay, weight.rate)
+            alike = weight.adds, weight.decay, weight.rate, matrices and bool(weight.matrices)
+            one = Segment(offset, offset + _numel(weight), *alike)
             if runs and runs[-1][2:] == one[2:]:
                 one = Segment(runs.pop().start, *one[1:])
             runs.append(one)
         return runs
 
-    def own_segments(self) -> list[Segment]:
+    def own_segments(self, *, matrices: bool = False) -> list[Segment]:
         """Those runs as far as they lie in this rank's part, counted from its start."""
         stop = self.start + self.part
         clipped = (
             s._replace(start=max(s.start, self.start), stop=min(s.stop, stop))
-            for s in self.segments()
+            for s in self.segments(matrices=matrices)
         )
         return [
             s._replace(start=s.start - self.start, stop=s.stop - self.start)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..comm import Group, World
-from ..layout import Layout, LayoutError
+from ..layout import Layout, LayoutError, Mesh
 from ..layout.rules import AXIS_OF
 from ..program import Program, ops
 from .context import around
@@ -28,6 +28,14 @@ class UnitAxes(NamedTuple):
     replica: tuple[str, ...]
 
 
+class UnitPlace(NamedTuple):
+    """What a rank has of a unit: which part of tp, which shard of that, and which replica."""
+
+    tp: int
+    shard: int
+    replica: int
+
+
 @dataclass(frozen=True)
 class UnitGroups:
     """The groups of one unit. `gather` and `reduce` are the same ranks with a communicator each, so
@@ -38,6 +46,10 @@ class UnitGroups:
     replica: Group  # ranks that hold the same shard
     tie: Group  # stages of one pipeline that use the same weights
     also: Mapping[str, Group]  # by `Weight.adds`: ranks of tp whose copies did different work
+    # Of an optimizer that needs whole matrices: all ranks that have parts of the unit's, and what of
+    # it each of them has.
+    matrices: Group | None = None
+    places: tuple[UnitPlace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,7 @@ def _open_units(
     heads = model.counts.get("kv", 0)
     same = layout.tp // heads if heads and layout.tp > heads else 1
     over_tp = mesh.groups(["tp"])
+    whole = {op.piece for row in program.rows for op in row if op.kind == ops.TO_OWNERS}
     also = {
         "kv": shared("kv", _in_runs(over_tp, same)),  # ranks with the same key and value head
         "norms": shared("norms", over_tp),
@@ -152,15 +165,25 @@ def _open_units(
         axes = unit_axes(model, layout, unit)
         users = program.users(unit) if unit < len(model.pieces) else ()
         stages = {program.host[piece] for piece in users}
+        matrices = None
+        if unit % len(model.pieces) in whole:
+            matrices = shared("matrices", mesh.groups((*axes.shard, *axes.replica, "tp")))
         return UnitGroups(
             gather=shared("gather", mesh.groups(axes.shard)),
             reduce=shared("reduce", mesh.groups(axes.shard)),
             replica=shared("replica", mesh.groups(axes.replica)),
             tie=shared("tie", _stages(mesh.groups(["pp"]), stages)),
             also=also,
+            matrices=matrices,
+            places=tuple(_place(mesh, axes, rank) for rank in matrices.ranks) if matrices else (),
         )
 
     return tuple(map(groups_of, range(2 * len(model.pieces))))
+
+
+def _place(mesh: Mesh, axes: UnitAxes, rank: int) -> UnitPlace:
+    shards, replicas = mesh.group(rank, axes.shard), mesh.group(rank, axes.replica)
+    return UnitPlace(mesh.coordinates(rank).get("tp", 0), shards.index(rank), replicas.index(rank))
 
 
 def _in_runs(groups: Ranks, size: int) -> Ranks:

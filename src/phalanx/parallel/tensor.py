@@ -42,6 +42,8 @@ class Weight:
     counted: bool = True
     rate: float = 0.0  # see `Model.rates`
     frozen: bool = False
+    matrices: tuple[tuple[slice, slice], ...] = ()  # see `Rules.matrices`
+    over_tp: tuple[bool, ...] = ()  # whether tp cuts a dim
 
     @cached_property
     def local(self) -> tuple[int, ...]:
@@ -51,6 +53,19 @@ class Weight:
     def box(self) -> tuple[slice, ...]:
         """Where this rank's part stands in the whole."""
         return tuple(slice(cut.start, cut.stop) for cut in self.cuts)
+
+    def box_at(self, tp: int) -> tuple[slice, ...]:
+        """Where the part of another rank of tp stands in the whole."""
+        both = zip(self.cuts, self.shape, self.over_tp, strict=True)
+        return tuple(
+            cut.at(size, tp) if over else slice(cut.start, cut.stop) for cut, size, over in both
+        )
+
+    @property
+    def copies(self) -> int:
+        """How many neighbours of tp have the same part; 0: all of them."""
+        over = zip(self.cuts, self.over_tp, strict=True)
+        return max((cut.copies for cut, over in over if over), default=0)
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of the whole weight, padded with zeros."""
@@ -86,7 +101,11 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
         counted = tp % copies == 0 if whole or adds else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
-        weights[name] = Weight(name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen)
+        matrices = model.rules.matrices(name, shape)
+        over_tp = tuple(AXIS_OF.get(dim) == "tp" for dim in dims)
+        weights[name] = Weight(
+            name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen, matrices, over_tp
+        )
     return weights
 
 

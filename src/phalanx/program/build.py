@@ -37,7 +37,7 @@ def build(
     agree: bool = False,
     parts: Collection[int] = (),
     frozen: Collection[int] = (),
-    whole: bool = False,
+    whole: Collection[int] = (),
     overlaps: bool = True,
     costs: Costs | None = None,
     sizes: Sizes | None = None,
@@ -46,10 +46,10 @@ def build(
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
     unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
-    those that have none; with `whole` the optimizer needs whole matrices; without `overlaps`, gradients
-    that are summed once a step are summed when all of it is computed. `recompute:fit` needs sizes and
-    a limit in bytes; a searched schedule orders for these costs, each rank keeping at most `held`
-    microbatches."""
+    those that have none, `whole` those with matrices that the optimizer needs whole; without `overlaps`,
+    gradients that are summed once a step are summed when all of it is computed. `recompute:fit` needs
+    sizes and a limit in bytes; a searched schedule orders for these costs, each rank keeping at most
+    `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
         costs = _stage_costs(
@@ -62,8 +62,7 @@ def build(
 
     def rest(program: Program) -> Program:
         program = sum_parts(_placed(layout, program, overlaps), parts)
-        program = finish(program, agree=agree)
-        return matrices(program) if whole and layout.shards > 1 else program
+        return matrices(finish(program, agree=agree), whole)
 
     if layout.recompute != "fit":
         # A compiled backward computes again by itself what its graph did not keep.

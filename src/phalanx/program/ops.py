@@ -73,6 +73,7 @@ class Kind:
 
 _COPIES = ("dp", "cp", "ep")  # ranks that see other tokens
 _SHARDS = ("dp.shard", "cp", "ep")  # those of them that hold parts of one copy of the weights
+_PARTS = ("dp", "cp", "tp", "ep")  # ranks of one stage: each has parts of its matrices, or copies
 _ALL = ("dp", "pp", "cp", "tp", "ep")
 
 # In the order in which legends and tables list them.
@@ -112,9 +113,9 @@ _TABLE = (
     Kind("U", "update", "update a unit's weights",
          UNIT, COMPUTE, (), (REDUCED, NORM), (HOME,), _YELLOW),
     Kind("Y", "gather matrices", "bring whole gradients of matrices to their owners",
-         UNIT, "matrices", _SHARDS, (REDUCED, NORM), (REDUCED,), _NAVY),
+         UNIT, "matrices", _PARTS, (REDUCED, NORM), (REDUCED,), _NAVY),
     Kind("V", "return matrices", "bring updates of matrices from their owners to their shards",
-         UNIT, "matrices", _SHARDS, (HOME,), (HOME,), _NAVY),
+         UNIT, "matrices", _PARTS, (HOME,), (HOME,), _NAVY),
     Kind(">", "message", "send", MESSAGE, "", (), (VALUE, GRADIENT), (), _SILVER),
     Kind("<", "receive", "receive", MESSAGE, "", (), (), (VALUE, GRADIENT), _SILVER),
     Kind("O", "out to host", "move what a forward kept out to the host",

@@ -325,12 +325,12 @@ def sum_parts(program: Program, units: Collection[int]) -> Program:
     return program.with_rows(rows)
 
 
-def matrices(program: Program) -> Program:
-    """For an optimizer that needs whole matrices: their gradients come to an owner before a unit's
-    update, the next unit's while this one is updated, and the updates go back to the shards."""
+def matrices(program: Program, units: Collection[int]) -> Program:
+    """For an optimizer that needs whole matrices: those of these units come to an owner before the
+    unit's update, the next unit's while this one is updated, and the updates go back to the shards."""
     rows = []
     for row in program.rows:
-        updates = [i for i, op in enumerate(row) if op.kind == ops.UPDATE]
+        updates = [i for i, op in enumerate(row) if op.kind == ops.UPDATE and op.piece in units]
         agreed = next((i for i, op in enumerate(row) if op.kind == ops.AGREE), len(row))
         before: dict[int, list[Op]] = defaultdict(list)
         after = {}

@@ -254,7 +254,7 @@ def box_of(entry: Entry) -> Box:
 
 def _state(update: Update, entry: Entry) -> Iterator[tuple[str, Tensor]]:
     """What the optimizer keeps for an entry: one number for each of its numbers."""
-    for run, view in update.runs:
+    for run, view in update.every_run:
         if run.start <= entry.offset < run.stop:
             at = entry.offset - run.start
             for kind, kept in update.state.get(view, {}).items():
@@ -264,7 +264,7 @@ def _state(update: Update, entry: Entry) -> Iterator[tuple[str, Tensor]]:
 
 def optimizer_name(updates: Updates) -> str:
     """The name of the optimizer, as torch calls it; empty on a rank that updates nothing."""
-    return next((u.optimizer.name for u in updates.values() if u.runs), "")
+    return next((u.name for u in updates.values() if u.every_run), "")
 
 
 # ---- what rank 0 does with the folder

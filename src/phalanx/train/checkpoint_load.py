@@ -47,9 +47,10 @@ from .checkpoint_remote import fetch_newer
 from .folder import Folder
 from .optimizer import Update
 
-# What torch's optimizers keep for every number.
 BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps a part of each
+# What torch's optimizers keep for every number; Muon the one of a matrix's, AdamW's of the others.
 KEPT = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
+KEPT["Muon"] = KEPT["AdamW"] + KEPT["SGD"]
 T = TypeVar("T")
 
 
@@ -394,18 +395,25 @@ def _misfits(
     kinds, optimizer = _kinds(manifest), optimizer_name(updates)
     if not kinds:
         return wrong
-    if kinds != KEPT.get(manifest.optimizer):
+    if not {*kinds} <= {*KEPT.get(manifest.optimizer, ())}:
         wrong.append(f"keeps {', '.join(kinds)} as the state of {manifest.optimizer or 'nothing'}")
-    if (manifest.optimizer == "AdamW") != (manifest.updates is not None):
+    if (manifest.optimizer != "SGD") != (manifest.updates is not None):
         wrong.append(f"has {manifest.updates} updates by {manifest.optimizer}")
     if optimizer and manifest.optimizer != optimizer:
         wrong.append(f"keeps the state of {manifest.optimizer}, the run's optimizer is {optimizer}")
     shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
-    names = [weight.name for unit in local.units.values() for weight in unit.order]
-    for kind in kinds:
+    weights = [weight for unit in local.units.values() for weight in unit.order]
+    for kind in KEPT.get(manifest.optimizer, ()):
+        names = [w.name for w in weights if kind in _kept(manifest.optimizer, bool(w.matrices))]
         lost = [name for name in names if shapes.get((kind, name)) != own[name]]
         wrong += [f"{kind} of {lost[0]} is missing or of another shape"] if lost else []
     return wrong
+
+
+def _kept(optimizer: str, matrix: bool) -> list[str]:
+    if optimizer == "Muon":
+        return KEPT["SGD" if matrix else "AdamW"]
+    return KEPT[optimizer]
 
 
 def _kinds(manifest: Manifest) -> list[str]:
@@ -426,9 +434,11 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
                 continue
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
             unit.home[run] = reader.numbers(WEIGHT, entry).to(unit.home)
-            for kind in trained:
-                own, kept = next(f for f in fresh if f[0].start <= entry.offset < f[0].stop)
-                at = slice(run.start - own.start, run.stop - own.start)
+            if not trained:
+                continue
+            own, kept = next(f for f in fresh if f[0].start <= entry.offset < f[0].stop)
+            at = slice(run.start - own.start, run.stop - own.start)
+            for kind in kept:
                 kept[kind][at] = reader.numbers(kind, entry).to(kept[kind])
 
 
@@ -437,8 +447,9 @@ def _fresh_state(
 ) -> list[tuple[slice, dict[str, Tensor]]]:
     """Empty state for each run of a unit, as torch's optimizers would make it."""
     fresh = []
-    for run, view in update.runs:
-        kept = {kind: torch.zeros_like(view) for kind in kinds}
+    for number, (run, view) in enumerate(update.every_run):
+        own = _kept(update.name, number >= len(update.runs)) if kinds else ()
+        kept = {kind: torch.zeros_like(view) for kind in own}
         update.state.pop(view, None)
         if kinds:
             update.state[view] = dict(kept)

@@ -435,10 +435,17 @@ class Executor:
         return Together([unit.sum_parts() for unit in units])
 
     def _to_owners(self, op: Op) -> Work:
-        return cast(MatrixUpdate, self.updates[op.piece]).to_owners()
+        updates = self._of_matrices(op.piece)
+        return Together([update.to_owners(self.scale) for update in updates])
 
     def _from_owners(self, op: Op) -> Work:
-        return cast(MatrixUpdate, self.updates[op.piece]).from_owners()
+        return Together([update.from_owners() for update in self._of_matrices(op.piece)])
+
+    def _of_matrices(self, piece: int) -> list[MatrixUpdate]:
+        """The updates of a piece's units, of the experts' too, that need whole matrices."""
+        units = (piece, piece + self.program.pieces)
+        updates = [self.updates[n] for n in units if n in self.updates]
+        return [cast(MatrixUpdate, each) for each in updates if hasattr(each, "to_owners")]
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or all leave their weights as they are.

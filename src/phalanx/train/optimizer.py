@@ -6,7 +6,7 @@ of every start, on every rank. The state has torch's own names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..comm import Work
 from ..parallel import Unit
+from ..parallel.data import Segment
 
 _torch: Any = torch  # its stubs leave the kernels out
 State = dict[str, Tensor]
@@ -36,13 +37,13 @@ class Optimizer(Protocol):
 class MatrixUpdate(Protocol):
     """The update of a unit whose matrices are updated whole, each by a rank that owns it."""
 
-    def to_owners(self) -> Work:
-        """Begin to bring gradients to their owners."""
+    def to_owners(self, scale: Scale | None) -> Work:
+        """Begin to bring what matrices are to be moved by to their owners."""
 
     def __call__(self, lr: float, scale: Scale | None) -> None: ...
 
     def from_owners(self) -> Work:
-        """Begin to bring updates to the shards."""
+        """Begin to bring updates to the shards, which they change when they are waited for."""
 
 
 class Scale(NamedTuple):
@@ -66,20 +67,27 @@ class Scale(NamedTuple):
 
 
 class Update:
-    """The update of one unit, elementwise: a fused kernel over runs of the flat home that decay
-    alike. `state` is by run, made at its first step."""
+    """The update of one unit, or of some `segments` of it, elementwise: a fused kernel over runs of the
+    flat home that decay alike. `state` is by run, made at its first step."""
 
-    def __init__(self, unit: Unit, optimizer: AdamW | Sgd) -> None:
-        self.unit, self.optimizer = unit, optimizer
+    def __init__(
+        self, unit: Unit, optimizer: AdamW | Sgd, segments: Sequence[Segment] | None = None
+    ) -> None:
+        self.unit, self.optimizer, self.name = unit, optimizer, optimizer.name
         self.runs: list[tuple[slice, Tensor]] = []
         self.decays: list[float] = []
         self.rates: list[float] = []
         self.state: dict[Tensor, State] = {}
-        for segment in unit.own_segments():
+        for segment in unit.own_segments() if segments is None else segments:
             run = slice(segment.start, segment.stop)
             self.runs.append((run, unit.home[run]))
             self.decays.append(optimizer.decay if segment.decay else 0.0)
             self.rates.append(segment.rate)
+
+    @property
+    def every_run(self) -> list[tuple[slice, Tensor]]:
+        """All runs that have a state."""
+        return self.runs
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""

@@ -42,9 +42,18 @@ def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False
     parts = partial_units(model, layout)
     stages = model_stages(model, layout)
     still = model.frozen_units
-    program = build(layout, stages, model.tied, agree=agree, parts=parts, frozen=still, whole=whole)
+    units = _with_matrices(model) if whole else ()
+    program = build(layout, stages, model.tied, agree=agree, parts=parts, frozen=still, whole=units)
     check(program)
     return program
+
+
+def _with_matrices(model: Model) -> set[int]:
+    """The units with matrices that are trained, by the numbers of their pieces."""
+    names = (name for name in model.weights if name not in model.frozen)
+    shapes = {name: tuple(model.weights[name].shape) for name in names}
+    found = (name for name, shape in shapes.items() if model.rules.matrices(name, shape))
+    return {model.unit_of[name] % len(model.pieces) for name in found}
 
 
 def fitting_program(
@@ -53,13 +62,15 @@ def fitting_program(
     batch: Mapping[str, Tensor],
     precision: Precision,
     limit: Callable[[float], float],
+    *,
+    whole: bool = False,
 ) -> Program:
     """The program of a `recompute:fit` layout. `limit` says how many bytes a rank may hold, given
-    what the fullest one would hold without recomputing anything."""
+    what the fullest one would hold without recomputing anything. `whole`: see `Optimizer`."""
     model = make()
-    whole = program_of(model, replace(layout, recompute="none"), agree=True)
-    sizes = sizes_of(make, layout, whole, batch, precision)
-    most = limit(max(peak.total for peak in peaks(whole, sizes)))
+    plain = program_of(model, replace(layout, recompute="none"), agree=True, whole=whole)
+    sizes = sizes_of(make, layout, plain, batch, precision)
+    most = limit(max(peak.total for peak in peaks(plain, sizes)))
     stages = model_stages(model, layout)
     parts = partial_units(model, layout)
     program = build(
@@ -69,6 +80,7 @@ def fitting_program(
         agree=True,
         parts=parts,
         frozen=model.frozen_units,
+        whole=_with_matrices(model) if whole else (),
         sizes=sizes,
         limit=most,
     )

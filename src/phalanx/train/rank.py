@@ -24,6 +24,7 @@ from ..program.memory import Sizes, peaks
 from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
 from .data import Batches, open_corpus
+from .muon import Muon
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak
 from .precision import LossScale, precision_of
@@ -37,8 +38,12 @@ def optimizer_of(run: Run) -> Optimizer:
     """The optimizer that a run names."""
     o = run.optimizer
     if o.name == "sgd":
-        return Sgd(o.momentum, o.weight_decay)
-    return AdamW(*o.betas, eps=o.eps, decay=o.weight_decay)
+        return Sgd(o.momentum or 0.0, o.weight_decay)
+    adamw = AdamW(*o.betas, eps=o.eps, decay=o.weight_decay)
+    if o.name == "adamw":
+        return adamw
+    momentum, rate = 0.95 if o.momentum is None else o.momentum, (o.matrix_lr or o.lr) / o.lr
+    return Muon(momentum, o.nesterov, o.adjust_lr, rate, o.weight_decay, adamw)
 
 
 def batches_of(run: Run, shape: Shape) -> Batches:
@@ -77,7 +82,8 @@ class Rank:
             self.identity = ModelIdentity.of(self.model, self.shape, run.own)
             self.parameters = sum(weight.numel() for weight in self.model.weights.values())
             self.precision = precision_of(layout.precision)
-            fits, whole = layout.recompute == "fit", optimizer_of(run).whole_matrices
+            self.optimizer, fits = optimizer_of(run), layout.recompute == "fit"
+            whole = self.optimizer.whole_matrices
             program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
             facts |= facts_of(run, layout, self.shape, self.batches, self.model, program)
         self.program: Program = program or self._fitting_program()
@@ -93,7 +99,7 @@ class Rank:
             self.local,
             self.program,
             world.rank,
-            optimizer_of(run),
+            self.optimizer,
             clip=run.optimizer.clip,
             scaling=LossScale() if layout.precision == FP16 else None,
         )
@@ -117,7 +123,12 @@ class Rank:
         group.all_reduce(limit, "min")
         rows = self.batches.batch(0)
         return fitting_program(
-            maker_of(self.run), self.layout, rows, self.precision, lambda whole: float(limit)
+            maker_of(self.run),
+            self.layout,
+            rows,
+            self.precision,
+            lambda most: float(limit),
+            whole=self.optimizer.whole_matrices,
         )
 
     # ---- data

@@ -12,14 +12,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..layout import Shape
 from ..models import Decoder, DeepMlp, Router
 from ..parallel import Model, Precision
+from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 
 Batch = Mapping[str, Tensor]
@@ -107,7 +111,7 @@ def reference(
     batches: Batches,
     *,
     steps: int,
-    optimizer: AdamW | Sgd,
+    optimizer: AdamW | Sgd | Muon,
     rate: Callable[[int], float],
     clip: float,
     precision: Precision,
@@ -135,7 +139,7 @@ def reference(
         }
     _install(model, copies)
     trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
-    update = _optimizer(optimizer, trained, rate(0))
+    update = _optimizer(optimizer, trained, rate(0), model)
     seen = []
     for step in range(steps):
         for group in update.param_groups:
@@ -383,9 +387,11 @@ def _rows(batch: Batch) -> int:
 
 
 def _optimizer(
-    optimizer: AdamW | Sgd, weights: Mapping[str, nn.Parameter], lr: float
-) -> torch.optim.Optimizer:
+    optimizer: AdamW | Sgd | Muon, weights: Mapping[str, nn.Parameter], lr: float, model: Model
+) -> Any:
     """Matrices decay, norms and biases do not."""
+    if isinstance(optimizer, Muon):
+        return _MuonBesideAdamW(optimizer, weights, lr, model)
     groups = [
         {"params": [w for w in weights.values() if w.dim() > 1], "weight_decay": optimizer.decay},
         {"params": [w for w in weights.values() if w.dim() <= 1], "weight_decay": 0.0},
@@ -395,3 +401,50 @@ def _optimizer(
     return torch.optim.AdamW(
         groups, lr=lr, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps
     )
+
+
+class _Unrounded(TorchFunctionMode):
+    """torch's Muon makes orthogonal what it has rounded to bfloat16; while this is on it rounds nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.bfloat16:
+            return args[0].clone()
+        return func(*args, **(kwargs or {}))
+
+
+class _MuonBesideAdamW:
+    """torch's Muon for the matrices that the rule table names, each by itself, and its AdamW for the
+    rest, as one optimizer."""
+
+    def __init__(
+        self, optimizer: Muon, weights: Mapping[str, nn.Parameter], lr: float, model: Model
+    ) -> None:
+        self.rate = optimizer.rate
+        self.parts: list[tuple[nn.Parameter, Callable[[Tensor], Tensor], nn.Parameter]] = []
+        rest = dict(weights)
+        for name, weight in weights.items():
+            boxes = model.rules.matrices(name, tuple(weight.shape))
+            for n, box in product(range(len(weight) if weight.dim() == 3 else 1), boxes):
+                rest.pop(name, None)
+                of = partial(_part, number=n, box=box)
+                self.parts.append((weight, of, nn.Parameter(of(weight.detach()))))
+        o = optimizer
+        given: Any = {"weight_decay": o.decay, "momentum": o.momentum, "nesterov": o.nesterov}
+        every = [part for *_, part in self.parts]
+        self.muon = torch.optim.Muon(every, **given, adjust_lr_fn=o.scale)
+        self.adamw = _optimizer(optimizer.others, rest, lr, model)
+        wholes = {id(weight): weight for weight, *_ in self.parts}
+        self.param_groups = [*self.adamw.param_groups, {"params": [*wholes.values()], "lr": lr}]
+
+    def step(self) -> None:
+        self.muon.param_groups[0]["lr"] = self.param_groups[-1]["lr"] * self.rate
+        for weight, of, part in self.parts:
+            part.grad = None if weight.grad is None else of(weight.grad)
+        with _Unrounded():
+            self.muon.step()  # type: ignore[no-untyped-call]
+        self.adamw.step()
+
+
+def _part(x: Tensor, number: int, box: tuple[slice, slice]) -> Tensor:
+    """A view of one matrix: of an expert, where there are some."""
+    return (x[number] if x.dim() == 3 else x)[box]

@@ -19,6 +19,7 @@ from ..parallel.tensor import Weight
 from ..program import Op, Program, Timeline
 from ..program.build import forward_only
 from ..train.executor import Executor
+from ..train.muon import Muon
 from ..train.optimizer import AdamW, Optimizer, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
@@ -46,7 +47,7 @@ class Setting:
 
     batches: Callable[[int], Batch]
     steps: int = 3
-    optimizer: AdamW | Sgd = AdamW(eps=1e-3)  # frozen
+    optimizer: AdamW | Sgd | Muon = AdamW(eps=1e-3)  # frozen
     rate: Callable[[int], float] = rate
     clip: float = 0.25  # small enough to be at work in every step
     precision: Precision = Precision()  # frozen
@@ -156,10 +157,11 @@ class _Tracer:
 
 def program_in(layout: Layout, model: Callable[[], Model], setting: Setting) -> Program:
     """The program of a layout for this model; `recompute:fit` that cannot be met is an error."""
+    whole = setting.optimizer.whole_matrices
     if layout.recompute != "fit":
-        return program_of(model(), layout, agree=True)
+        return program_of(model(), layout, agree=True, whole=whole)
     return fitting_program(
-        model, layout, setting.batches(0), setting.precision, lambda whole: FIT * whole
+        model, layout, setting.batches(0), setting.precision, lambda most: FIT * most, whole=whole
     )
 
 

@@ -25,6 +25,7 @@ from ..layout.files import read_text
 from ..models import IGNORED
 from ..parallel import Model, Original, Precision, build_model, refuse_unfit
 from ..program import ProgramError, Recorded, Timeline
+from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
 from .cases import batch_of
@@ -37,9 +38,10 @@ Worlds = Callable[[int], AbstractContextManager[Runner]]
 LOG = 1 << 26  # bytes of a log of verdicts
 NUDGED = 6  # trainings with a unit in the last place changed, to see what that does
 # Unlike the defaults, so that an option that is ignored shows.
-OPTIMIZERS: dict[str, AdamW | Sgd] = {
+OPTIMIZERS: dict[str, AdamW | Sgd | Muon] = {
     "adamw": AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2),
     "sgd": Sgd(momentum=0.9, decay=0.1),
+    "muon": Muon(0.8, rate=0.5, decay=0.2, others=AdamW(beta1=0.8, beta2=0.9, eps=1e-3, decay=0.2)),
 }
 
 

@@ -1,0 +1,303 @@
+"""Muon (Jordan et al. 2024): momentum, made orthogonal, for the matrices of matrices; AdamW for the rest.
+
+What is a matrix the rule table says (`Rules.matrices`). The momentum lies in shards, as AdamW's moments
+do. An update is of whole matrices: each has an owner among the ranks that have parts of it, which gets
+these, makes them orthogonal and sends every rank its part of the result. Owners are chosen by cost. The
+numbers are those of `torch.optim.Muon`, in bfloat16 on a GPU and as weights are kept on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..comm import Work
+from ..parallel import Unit
+from ..parallel.data import Then
+from ..parallel.groups import UnitPlace
+from ..parallel.tensor import Weight
+from .optimizer import AdamW, Scale, Update
+
+STEPS, COEFFICIENTS, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7
+
+
+def orthogonalized(x: Tensor) -> Tensor:
+    """Matrices (n, rows, columns) with their singular values brought near 1, by Newton-Schulz."""
+    a, b, c = COEFFICIENTS
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=TINY)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+@dataclass(frozen=True)
+class Muon:
+    """`scale` is torch's adjust_lr_fn: `original` (Jordan) or `match_rms_adamw` (Liu et al. 2025),
+    under which one learning rate suits matrices and the rest. `rate`: the matrices' learning rate, as
+    a multiple of the others'."""
+
+    name: ClassVar[str] = "Muon"
+    whole_matrices: ClassVar[bool] = True
+    momentum: float = 0.95
+    nesterov: bool = True
+    scale: str = "match_rms_adamw"
+    rate: float = 1.0
+    decay: float = 0.1
+    others: AdamW = AdamW()  # frozen
+
+    def of(self, unit: Unit) -> MuonUpdate:
+        return MuonUpdate(unit, self)
+
+    def scale_of(self, rows: int, columns: int) -> float:
+        if self.scale == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+
+class Matrix(NamedTuple):
+    """A weight, or one of its experts: it has one owner."""
+
+    weight: Weight
+    start: int  # in the flat order of the unit
+    owner: int = 0  # in the group
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As each rank of tp has it, with padding."""
+        return self.weight.local[-2:]
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    def span(self, unit: Unit, shard: int) -> slice:
+        """Where a shard has numbers of it, counted from the shard's start."""
+        begin, end = unit.part * shard, unit.part * (shard + 1)
+        first = min(max(self.start, begin), end)
+        return slice(first - begin, max(min(self.stop, end), first) - begin)
+
+
+def cost_of(weight: Weight) -> float:
+    """Of making one matrix orthogonal, or all that the weight joins, in multiplications."""
+    sizes = ((r.stop - r.start, c.stop - c.start) for r, c in weight.matrices)
+    return float(sum(STEPS * (2 * a * b * min(a, b) + min(a, b) ** 3) for a, b in sizes))
+
+
+def matrices_of(unit: Unit) -> list[Matrix]:
+    """The matrices of a unit with their owners: the dearest first, each to who has least to do so far.
+    Every unit begins with another rank, as there may be fewer matrices than ranks."""
+    found = [
+        Matrix(weight, offset + n * math.prod(weight.local[-2:]))
+        for weight, offset in zip(unit.order, unit.offsets, strict=True)
+        for n in range(_experts(weight) if weight.matrices else 0)
+    ]
+    ranks = len(unit.groups.places)
+    first = unit.number * len(found) % ranks
+    loads = [0.0] * ranks
+    for n in sorted(range(len(found)), key=lambda n: -cost_of(found[n].weight)):
+        owner = min(range(ranks), key=lambda r: (loads[r], (r - first) % ranks))
+        loads[owner] += cost_of(found[n].weight)
+        found[n] = found[n]._replace(owner=owner)
+    return found
+
+
+def _experts(weight: Weight) -> int:
+    """How many matrices one above the other this rank has of a weight; what pads is none."""
+    return math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])
+
+
+class MatrixPart(NamedTuple):
+    """The part of a matrix that one rank has of it, as it is sent: `inside` counts from the start of what
+    the rank's part of tp has of it, `at` from the start of the rank's shard."""
+
+    matrix: Matrix
+    place: UnitPlace
+    inside: slice
+    at: slice
+
+    @property
+    def length(self) -> int:
+        return int(self.at.stop - self.at.start)
+
+
+class MuonUpdate(Update):
+    """The update of a unit of whose weights some may be matrices.
+
+    Of a matrix each number comes to the owner once: from the first of its copies over tp, in the owner's
+    replica. The result goes to all that have it. Parts are sent as they lie in the flat order, by
+    matrix, with what pads them."""
+
+    def __init__(self, unit: Unit, optimizer: Muon) -> None:
+        segments = unit.own_segments(matrices=True)
+        super().__init__(unit, optimizer.others, [s for s in segments if not s.matrices])
+        self.muon, self.name = optimizer, optimizer.name
+        runs = (slice(s.start, s.stop) for s in segments if s.matrices)
+        self.matrix_runs = [(run, unit.home[run]) for run in runs]
+        self.device = unit.pool.device
+        wide = self.device.type == "cpu" or unit.home.dtype == torch.float64
+        self.dtype = unit.home.dtype if wide else torch.bfloat16
+        self.result = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.group, self.places = unit.groups.matrices, unit.groups.places
+        if self.group is None:
+            assert not self.matrix_runs, f"unit {unit.number} has no group for its matrices"
+            return
+        matrices, me, ranks = matrices_of(unit), self.group.rank, range(len(self.places))
+        self.mine = [matrix for matrix in matrices if matrix.owner == me]
+        # By rank: what it gets of this rank's and this one of its; then, the results, the other way.
+        self.to_owner = [self._parts(me, [b for b in matrices if b.owner == r], r) for r in ranks]
+        self.of_mine = [self._parts(r, self.mine, me) for r in ranks]
+        self.results = [self._parts(r, self.mine) for r in ranks]
+        self.of_theirs = [self._parts(me, [b for b in matrices if b.owner == r]) for r in ranks]
+
+    def _parts(
+        self, rank: int, matrices: list[Matrix], owner: int | None = None
+    ) -> list[MatrixPart]:
+        """What a rank has of these matrices; of that, if an owner is named, what this one is to get."""
+        place, parts = self.places[rank], list[MatrixPart]()
+        for matrix in matrices:
+            copies, at = matrix.weight.copies, matrix.span(self.unit, place.shard)
+            first = place.tp % copies == 0 if copies else place.tp == 0
+            if owner is None or (first and place.replica == self.places[owner].replica):
+                shift = self.unit.part * place.shard - matrix.start
+                parts.append(
+                    MatrixPart(matrix, place, slice(at.start + shift, at.stop + shift), at)
+                )
+        return parts
+
+    @property
+    def every_run(self) -> list[tuple[slice, Tensor]]:
+        return [*self.runs, *self.matrix_runs]
+
+    # ---- to the owners
+
+    @torch.no_grad()
+    def to_owners(self, scale: Scale | None) -> Work:
+        """Go on with the momentum of this rank's numbers, and begin to bring what becomes of them to
+        their owners."""
+        gradient = self.unit.gradient
+        assert gradient is not None
+        moved = torch.empty(self.unit.part, dtype=self.dtype, device=self.device)
+        for run, view in self.matrix_runs:
+            moved[run] = self._momentum(view, gradient[run], scale)
+        own = [moved[part.at] for parts in self.to_owner for part in parts]
+        self.received, work = self._exchange(_joined(own, moved), self.to_owner, self.of_mine)
+        return work
+
+    def _exchange(
+        self, sent: Tensor, to: list[list[MatrixPart]], of: list[list[MatrixPart]]
+    ) -> tuple[Tensor, Work]:
+        """Parts of matrices sent to each rank and taken of each."""
+        assert self.group is not None
+        sends, takes = ([sum(p.length for p in parts) for parts in side] for side in (to, of))
+        came = sent.new_empty(sum(takes))
+        return came, self.group.all_to_all(came, sent, takes, sends, wait=False)
+
+    def _momentum(self, view: Tensor, gradient: Tensor, scale: Scale | None) -> Tensor:
+        m = self.muon.momentum
+        kept = self.state.setdefault(view, {})
+        if not kept:
+            kept["step"] = torch.zeros((), dtype=torch.float32, device=view.device)
+            kept["momentum_buffer"] = torch.zeros_like(view)
+        own = gradient.to(view.device, view.dtype)
+        weight = torch.full((), 1.0 - m, dtype=view.dtype, device=view.device)
+        kept["step"] += 1
+        if scale is not None:
+            scale = scale.on(view.device)
+            skip = scale.skip.view(())
+            own = (own * scale.factor.to(own.dtype)).masked_fill_(skip > 0, 0.0)
+            weight = weight * (1.0 - skip).to(weight.dtype)
+            kept["step"] -= skip
+        kept["momentum_buffer"].lerp_(own, weight)
+        return (
+            own.lerp(kept["momentum_buffer"], m) if self.muon.nesterov else kept["momentum_buffer"]
+        )
+
+    # ---- the update
+
+    @torch.no_grad()
+    def __call__(self, lr: float, scale: Scale | None = None) -> None:
+        self.lr, self.scale = lr, scale
+        if self.group is not None:
+            self.result = self._orthogonal()
+            self.received = self.result[:0]
+        super().__call__(lr, scale)
+
+    def _orthogonal(self) -> Tensor:
+        """What this rank owns, made orthogonal, as it is sent to every rank."""
+        wholes = self._wholes()
+        alike: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
+        for matrix in self.mine:
+            for rows, columns in matrix.weight.matrices:
+                x = wholes[matrix.start][rows, columns]
+                alike[x.shape[0], x.shape[1]].append(x)
+        for shape, these in alike.items():  # those of one shape in one product
+            made = orthogonalized(torch.stack(these)) * self.muon.scale_of(*shape)
+            torch._foreach_copy_(these, list(made.unbind()))
+        parts = (part for parts in self.results for part in parts)
+        own = [_local(part, wholes[part.matrix.start]).flatten()[part.inside] for part in parts]
+        return _joined(own, self.received)
+
+    def _wholes(self) -> dict[int, Tensor]:
+        """The whole matrices that this rank owns, by where they start, of the parts that came."""
+        parts = [part for parts in self.of_mine for part in parts]
+        came = torch.split(self.received, [part.length for part in parts])
+        new, wholes = self.received.new_zeros, dict[int, Tensor]()
+        by_tp: dict[tuple[int, int], Tensor] = {}
+        for part, numbers in zip(parts, came, strict=True):
+            key = part.matrix.start, part.place.tp
+            if key not in by_tp:
+                by_tp[key] = new(part.matrix.stop - part.matrix.start)
+            by_tp[key][part.inside] = numbers
+        for matrix in self.mine:
+            whole = wholes[matrix.start] = new(matrix.weight.shape[-2:])
+            for tp in (tp for start, tp in by_tp if start == matrix.start):
+                box = matrix.weight.box_at(tp)[-2:]
+                inside = tuple(slice(0, side.stop - side.start) for side in box)
+                whole[box] = by_tp[matrix.start, tp].view(matrix.shape)[inside]
+        return wholes
+
+    # ---- back from the owners
+
+    def from_owners(self) -> Work:
+        """Begin to bring every rank its part of the results; they are in its weights after the wait."""
+        came, work = self._exchange(self.result, self.results, self.of_theirs)
+        return Then(work, lambda: self._apply(came))
+
+    @torch.no_grad()
+    def _apply(self, came: Tensor) -> None:
+        unit, lr = self.unit, self.lr * self.muon.rate
+        kept = torch.full_like(unit.home[:1], 1.0 - lr * self.muon.decay).view(())
+        if self.scale is not None:  # of a step that is skipped nothing is known
+            came.masked_fill_(self.scale.on(came.device).skip.view(()) > 0, 0.0)
+            kept.masked_fill_(self.scale.on(kept.device).skip.view(()) > 0, 1.0)
+        self.result = came[:0]
+        parts = [part for parts in self.of_theirs for part in parts]
+        wide = came.to(unit.home.device, unit.home.dtype)
+        results = torch.split(wide, [part.length for part in parts])
+        for part, numbers in zip(parts, results, strict=True):
+            own = unit.home[part.at]
+            own *= kept
+            own -= lr * numbers
+        unit.refresh()
+
+
+def _local(part: MatrixPart, whole: Tensor) -> Tensor:
+    """What a part of tp has of a matrix, padded."""
+    box = part.matrix.weight.box_at(part.place.tp)[-2:]
+    if whole[box].shape == part.matrix.shape:
+        return whole[box]
+    padded = whole.new_zeros(part.matrix.shape)
+    padded[tuple(slice(0, side.stop - side.start) for side in box)] = whole[box]
+    return padded
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else like[:0]
