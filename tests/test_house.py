@@ -302,7 +302,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4424, "program": 3245, "draw": 1450, "plan": 5048, "models": 1681, "comm": 4720,
+    "layout": 4424, "program": 3245, "draw": 1450, "plan": 5091, "models": 1681, "comm": 4720,
     "parallel": 3964, "cost": 1241, "bench": 1195, "train": 7525, "verify": 1436, "report": 600,
     "lab": 2884, "hang": 1059, "cli": 4905, "api": 1442,
 }  # fmt: skip

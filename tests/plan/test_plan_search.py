@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phalanx.api.request import request_for
 from phalanx.layout import Layout, Shape, legal, piece_layout, stage_pieces
 from phalanx.layout.stages import partial_pieces
 from phalanx.plan.hardware import Hardware, hardware_of
@@ -234,6 +235,31 @@ def test_bounds_hold_where_pieces_are_frozen(frozen: tuple[str, ...]) -> None:
             found.bytes < 0.9 * all_.bytes
         )  # not where a rank that freezes nothing is the fullest
     assert less
+
+
+def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None:
+    shape = Shape.of({
+        "layers": 2, "hidden": 512, "heads": 4, "vocab": 1000, "ffn": 512, "experts": 6, "top_k": 2,
+        "expert_ffn": 8192, "sequence": 512,
+    })  # fmt: skip
+    asked = request_for(shape, hardware("h100x4"), batch=8)
+    space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
+    screened = Screened(space, pricer)
+    shared = [i for i in range(len(screened)) if screened.at(i)[0].grid.ep > 1]
+    assert {screened.at(i)[0].grid.ep for i in shared} == {2}  # 4 do not divide 6
+    for i in shared[::3]:
+        layout = screened.layout(i)
+        assert not legal(layout, shape, batch=8)
+        found = pricer.choose(layout)
+        assert screened.step[i] <= found.step * (1 + 1e-9), layout
+        assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
+    # Three of the experts on each rank, which are nearly all of the model.
+    whole = judge(asked, [Layout.parse("dp4 bf16")])[0].memory["weights"]
+    assert (
+        0.5 * whole
+        < judge(asked, [Layout.parse("dp2 ep2 bf16")])[0].memory["weights"]
+        < 0.55 * whole
+    )
 
 
 @pytest.mark.parametrize(("name", "batch", "layers", "limit"), WORLDS)

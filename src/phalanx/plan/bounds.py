@@ -123,6 +123,8 @@ class _Numbers:
             kind = 0 if piece == 0 else 1 + (piece == shape.pieces - 1)
             self.frozen[kind] = self.weights[kind]
         self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
+        experts = (float(_number(three[0][0][kind], "experts")) for kind in range(3))
+        self.experts = [e * (not still) for e, still in zip(experts, self.frozen, strict=True)]
         part = inner(lambda name: name == "selective") > 0
         self.input = np.where(part, array(1, "selected"), array(1, "input"))
         self.kept_after_i = array(1, "kept_after_i")
@@ -150,16 +152,24 @@ class _Unit:
     update: Array
 
 
-def _units(space: Space, grid: Grid, zero: Zero) -> Units:
+def _units(space: Space, grid: Grid, zero: Zero) -> tuple[Units, Units]:
+    """Those of experts behind those of the other weights."""
     r = space.request
     layout = Layout(mesh=grid.mesh(zero.shards), zero=zero.stage, offload=space.offload)
-    return Units(layout, r.hardware, r.profile)
+    plain, routed = (Units(layout, r.hardware, r.profile, experts=e) for e in (False, True))
+    return plain, routed
 
 
-def _priced(units: Sequence[Units], n: _Numbers) -> _Unit:
-    both = zip(n.trained, n.frozen, strict=True)
-    each = [[unit.of(*numbers) for unit in units] for numbers in both]
-    alone = 1.0 / units[0].hardware.crowding
+def _priced(units: Sequence[tuple[Units, Units]], n: _Numbers) -> _Unit:
+    kinds = zip(n.trained, n.frozen, n.experts, strict=True)
+    each = [
+        [
+            plain.of(w - e, still) + routed.of(e) if e else plain.of(w, still)
+            for plain, routed in units
+        ]
+        for w, still, e in kinds
+    ]
+    alone = 1.0 / units[0][0].hardware.crowding
     return _Unit(
         np.array([[u.gather * alone for u in row] for row in each]),
         np.array([[u.reduce * alone for u in row] for row in each]),
@@ -331,7 +341,7 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
 
 @lru_cache(maxsize=4096)
 def _blocks(shape: Shape, pp: int, pipe: Pipeline) -> tuple[int, ...]:
-    mesh = Grid(1, pp, 1, 1, 1, ORDERS[0]).mesh(1)
+    mesh = Grid(1, pp, 1, 1, 1, 1, ORDERS[0]).mesh(1)
     plain = Layout(mesh=mesh, schedule=pipe.schedule, chunks=pipe.chunks, microbatches=1)
     return pipe.stages or blocks_of(plain, shape)
 
@@ -437,7 +447,12 @@ def _flights(space: Space, x: Options, pipes: Sequence[Pipeline], s: _Stages) ->
 
 
 def _memory(
-    space: Space, x: Options, s: _Stages, n: _Numbers, flight: Array, units: Sequence[Units]
+    space: Space,
+    x: Options,
+    s: _Stages,
+    n: _Numbers,
+    flight: Array,
+    units: Sequence[tuple[Units, Units]],
 ) -> Array:
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     p, cores = space.request.profile, space.request.hardware.cores
@@ -448,23 +463,26 @@ def _memory(
     kept = np.where(n.whole, np.where(opened > 0, inputs, 0.0), opened * n.kept)
     kept = kept + waiting * n.kept_after_i + n.temporary
     begun = opened[3:] + waiting[3:] > 0  # every unit has a gradient
-    numbers, still, every = (
+    numbers, still, every, routed = (
         s.blocks * block + s.embed * embed + s.head * head
-        for embed, block, head in (n.trained, n.frozen, n.weights)
+        for embed, block, head in (n.trained, n.frozen, n.weights, n.experts)
     )
     held = []
-    for zero, unit in zip(x.zeros, units, strict=True):
+    for zero, (unit, apart_unit) in zip(x.zeros, units, strict=True):
         part = unit.shards if zero.stage else 1.0
+        # Ranks of ep do not share experts: their shards are so many fewer.
+        few = apart_unit.shards if zero.stage else 1.0
+        cut = numbers + (part / few - 1) * routed
         optimizer = 0.0 if space.offload else p.optimizer_bytes / part
-        always = numbers * (optimizer + (0.0 if zero.stage == 3 else p.weight_bytes))
+        always = cut * optimizer + numbers * (0.0 if zero.stage == 3 else p.weight_bytes)
         apart = Layout(zero=zero.stage, offload=space.offload)
         always = always + still * frozen_bytes(apart, p, part)
-        shards = numbers * p.gradient_bytes / part
+        shards = cut * p.gradient_bytes / part
         gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
         then = kept
         if zero.stage >= 2 and part > 1:
             # Beside the shards, which are there from a unit's first sum.
-            beside = max(0.0, p.reduce_bytes - p.gradient_bytes / part)
+            beside = max(0.0, p.reduce_bytes - p.gradient_bytes / (few if n.experts[1] else part))
             sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
             then = then + (whole * n.trained[1] + sums * min(n.trained)) * beside
         if zero.stage == 3:

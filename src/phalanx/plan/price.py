@@ -137,6 +137,7 @@ def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
     if message.axis == "tp":
         return cut.tp, 1
     inner = cut.mesh.of("cp.ulysses") if message.axis in ("cp", "cp.ring") else 1
+    inner *= cut.ep if message.axis != "ep" else 1
     return cut.mesh.of(message.axis), cut.tp * inner
 
 

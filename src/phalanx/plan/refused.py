@@ -80,6 +80,7 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
         g = x.grid
         columns = {
             "tp": g.tp * wide, "cp": g.cp * wide, "pp": g.pp * wide, "ulysses": g.ulysses * wide,
+            "ep": g.ep * wide,
             "zero": np.array([z.stage for z in x.zeros])[:, None, None, None] * wide,
             "hsdp": np.array([z.stage > 0 and z.shards < g.dp for z in x.zeros])[
                 :, None, None, None
@@ -90,14 +91,14 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
         for name, column in columns.items():
             table.setdefault(name, []).append(column.ravel())
     c = {name: np.concatenate(columns) for name, columns in table.items()}
-    alone = (c["tp"] == 1) & (c["cp"] == 1) & (c["pp"] == 1)
+    alone = (c["tp"] == 1) & (c["cp"] == 1) & (c["pp"] == 1) & (c["ep"] == 1)
     yield "data parallel alone", alone & (c["zero"] == 0)
     for stage in (1, 2, 3):
         yield f"ZeRO-{stage} alone", alone & (c["zero"] == stage)
     for stage in range(4):
         yield f"zero{stage}", c["zero"] == stage
     yield "HSDP", c["hsdp"] > 0
-    for name in ("tp", "pp", "cp"):
+    for name in ("tp", "pp", "cp", "ep"):
         for each in np.unique(c[name]):
             yield f"{name}{each}" if each > 1 else f"without {name}", c[name] == each
     yield "Ulysses", c["ulysses"] > 1

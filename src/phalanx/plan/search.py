@@ -120,7 +120,7 @@ class Screened:
             return False
         self.pricer.cost([cut])
         for n, other in enumerate(self.space.options):
-            if other.grid[2:5] == x.grid[2:5]:  # the same tp and cp
+            if other.grid[2:6] == x.grid[2:6]:  # the same tp, cp and ep
                 self.found[n] = bounds(self.space, other, self.pricer)
         self._join()
         return True

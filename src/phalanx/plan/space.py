@@ -7,7 +7,8 @@ microbatch, where ZeRO-3 holds less still), and microbatches whose blocks alone 
 memory. Fewer microbatches than half the stages are tried only where the batch has no more of them: a
 larger microbatch cannot win back a pipeline that is empty most of the time. Parts of a sequence
 shorter than 2,048 tokens are tried only where the batch has too few sequences for data parallel:
-they divide work that whole sequences divide without a message.
+they divide work that whole sequences divide without a message. Experts are shared by as many ranks as
+divide their number, each rank with whole ones.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..layout.choices import ACCUM, CHUNKS, GPIPE, SCHEDULES, ZB_H2, traits
 from .hardware import Network
 from .step import Request
 
-ORDERS = ("dp pp cp tp", "pp dp cp tp")  # which neighbours are near: axes, outermost first
+ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")  # which neighbours are near: axes, outermost first
 _SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
 _PART = 2048  # tokens of a sequence's part that are worth a message
 _CHUNKS = 16  # the most of a stage that are tried
@@ -58,11 +59,17 @@ class Grid(NamedTuple):
     ring: int
     ulysses: int
     tp: int
+    ep: int
     order: str
 
     @property
     def cp(self) -> int:
         return self.ring * self.ulysses
+
+    @property
+    def data(self) -> int:
+        """Ranks with sequences of their own, at one place of the other axes."""
+        return self.dp * self.ep
 
     def mesh(self, shards: int) -> Mesh:
         parts = {
@@ -70,12 +77,14 @@ class Grid(NamedTuple):
             "pp": (self.pp,),
             "cp": (self.ring, self.ulysses),
             "tp": (self.tp,),
+            "ep": (self.ep,),
         }
-        return Mesh(tuple(Axis(name, parts[name]) for name in self.order.split()))
+        names = (name for name in self.order.split() if name != "ep" or self.ep > 1)
+        return Mesh(tuple(Axis(name, parts[name]) for name in names))
 
     def apart(self, name: str) -> int:
         """How far neighbours along an axis are from each other."""
-        sizes = {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+        sizes = {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp, "ep": self.ep}
         inner = self.order.split()[self.order.split().index(name) + 1 :]
         return math.prod(sizes[axis] for axis in inner)
 
@@ -141,7 +150,7 @@ class Space:
 
     def rows(self, grid: Grid, count: int) -> float:
         """Sequences of a microbatch on the fullest rank."""
-        return -(-self.request.batch // grid.dp) / count
+        return -(-self.request.batch // grid.data) / count
 
     def layout(self, x: Options, z: int, c: int, p: int, q: int) -> Layout:
         """The layout of one candidate."""
@@ -156,7 +165,7 @@ class Space:
     def cut(self, grid: Grid, inner: Inner, *, split: bool) -> Layout:
         """What of a candidate its pieces depend on."""
         return _cut(
-            grid.ring, grid.ulysses, grid.tp, inner.seq, inner.recompute == "selective", split,
+            grid.ring, grid.ulysses, grid.tp, grid.ep, inner.seq, inner.recompute == "selective", split,
             self.request.precision,
         )  # fmt: skip
 
@@ -168,12 +177,17 @@ class Space:
                 if pp > s.layers:
                     break
                 for cp in _divisors(ranks // tp // pp):
-                    dp = ranks // (tp * pp * cp)
-                    if dp > r.batch or (cp > 1 and not self._parts(dp * cp, cp)):
+                    data = ranks // (tp * pp * cp)
+                    if data > r.batch or (cp > 1 and not self._parts(data * cp, cp)):
                         continue
-                    for ulysses in _ulysses(cp, s.heads // tp, self.near // tp):
-                        for order in ORDERS[: 2 if pp > 1 and dp > 1 else 1]:
-                            yield Grid(dp, pp, cp // ulysses, ulysses, tp, order)
+                    shared = (
+                        d for d in _divisors(data) if d == 1 or (s.experts and not s.experts % d)
+                    )
+                    for ulysses, ep in product(
+                        _ulysses(cp, s.heads // tp, self.near // tp), shared
+                    ):
+                        for order in ORDERS[: 2 if pp > 1 and data > ep else 1]:
+                            yield Grid(data // ep, pp, cp // ulysses, ulysses, tp, ep, order)
 
     def _parts(self, copies: int, cp: int) -> bool:
         """Whether a sequence is cut in so many: it is long, or there are too few sequences."""
@@ -185,12 +199,12 @@ class Space:
     def _counts(self, grid: Grid) -> Iterator[int]:
         """Microbatches of one sequence, of two, four ..., and the batch of a rank as one."""
         r = self.request
-        s, most = r.shape, -(-r.batch // grid.dp)
+        s, most = r.shape, -(-r.batch // grid.data)
         # What a block makes between its two largest products has to be somewhere.
         one = 2.0 * r.sequence / grid.cp * (s.ffn if s.kind == "decoder" else s.hidden) / grid.tp
         found: set[int] = set()
         for rows in sorted({*(2**i for i in range(most.bit_length())), most}):
-            count = min(-(-most // rows), r.batch // grid.dp)
+            count = min(-(-most // rows), r.batch // grid.data)
             if found and 2 * count < grid.pp:
                 return
             if self.rows(grid, count) * one <= r.hardware.memory and count not in found:
@@ -199,7 +213,7 @@ class Space:
 
     def _zeros(self, grid: Grid, count: int) -> Iterator[Zero]:
         yield Zero(0, grid.dp, "step")
-        if grid.dp * grid.cp == 1:
+        if grid.data * grid.cp == 1:
             return
         network = self.request.hardware.network
         levels = [h.inside for h in network.hops] if isinstance(network, Network) else []
@@ -208,7 +222,9 @@ class Space:
             max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels
         }
         shards = {
-            d for d in (*ends, *_SHARDS) if d < grid.dp and grid.dp % d == 0 and d * grid.cp > 1
+            d
+            for d in (*ends, *_SHARDS)
+            if d < grid.dp and grid.dp % d == 0 and d * grid.cp * grid.ep > 1
         }
         for shard in (grid.dp, *sorted(shards, reverse=True)):
             yield Zero(1, shard, "step")
@@ -237,9 +253,16 @@ def _ulysses(cp: int, heads: int, near: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _cut(
-    ring: int, ulysses: int, tp: int, seq: bool, selective: bool, split: bool, precision: str
+    ring: int,
+    ulysses: int,
+    tp: int,
+    ep: int,
+    seq: bool,
+    selective: bool,
+    split: bool,
+    precision: str,
 ) -> Layout:
-    mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("tp", (tp,))))
+    mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,))))
     plain = Layout(
         mesh=mesh, seq=seq, recompute="selective" if selective else "none", precision=precision
     )

@@ -243,9 +243,9 @@ def distance(layout: Layout, part: str) -> int:
     return stride
 
 
-def _nearest(layout: Layout) -> int:
+def _nearest(layout: Layout, *, experts: bool = False) -> int:
     """How far the nearest ranks with copies of a weight are from each other."""
-    axes = (axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1)
+    axes = (axis for axis in ("cp", "ep")[: 1 if experts else 2] if layout.mesh.of(axis) > 1)
     return min((distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard"))
 
 
@@ -278,7 +278,7 @@ class Units:
         x, mesh = layout, layout.mesh
         self.hardware, self.profile, self.zero = hardware, profile, x.zero
         self.shards = float(mesh.of("dp.shard") * x.cp * (1 if experts else x.ep))
-        self.replicas, self.near = mesh.of("dp.replicate"), _nearest(x)
+        self.replicas, self.near = mesh.of("dp.replicate"), _nearest(x, experts=experts)
         if profile.one_port:  # as far from each other as if none shared a server
             self.near = max(self.near, hardware.node)
         self.far = distance(x, "dp.replicate")
