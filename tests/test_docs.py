@@ -2,7 +2,7 @@
 the reason why it does not.
 
 A page's commands run in order in one folder that looks like a clone; its blocks of Python in one
-interpreter. README, docs/api.md and docs/numbers.md run by default, the other pages with `make slow`.
+interpreter. README and docs/api.md run by default, the other pages with `make slow`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-QUICK = {"README.md", "docs/api.md", "docs/numbers.md"}
+QUICK = {"README.md", "docs/api.md"}
 
 # What does not run: a page and a pattern of its commands.
 NOT_RUN = {
@@ -34,6 +34,7 @@ NOT_RUN = {
     ("docs/scored.md", ""): "minutes each; benchmarks/planner_score.py runs them",
     ("docs/shared-memory.md", "benchmarks/backends.py"): "measures for an hour",
     ("docs/collectives.md", ""): "measures for minutes",
+    ("docs/numbers.md", "bench"): "measures for minutes; needs a GPU to mean something",
 }  # fmt: skip
 # What ends with another code than 0, as the page shows.
 FAILS = {
