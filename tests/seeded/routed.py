@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.comm import Work
 from phalanx.models import ExpertMlps, Router
 from phalanx.models.experts import _Counted
-from phalanx.parallel import Unit, batch, experts, groups, local, tensor
+from phalanx.parallel import Unit, batch, groups, local, tensor
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
 from phalanx.train import executor
@@ -109,7 +109,6 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     def cut(self: Any, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda m, args: (self.fork(args[0]), *args[1:]))
-        module.register_forward_hook(lambda m, args, y: self.join(y))
 
     return swapped(_Installer, "_cut_experts", cut)
 
@@ -213,15 +212,12 @@ def _() -> AbstractContextManager[None]:
 
 @fault("ep: what comes is not sorted by expert", "experts", "ep2", "output of layers.1")
 def _() -> AbstractContextManager[None]:
-    right = experts.on_ranks
+    right = ExpertMlps.on_runs
 
-    def on_ranks(compute: Any, *args: Any) -> Tensor:
-        def unsorted(tokens: Tensor, counts: Tensor) -> Tensor:
-            return compute(tokens.flip(0), counts).flip(0)
+    def on_runs(self: Any, tokens: Tensor, counts: Tensor) -> Tensor:
+        return right(self, tokens.flip(0), counts).flip(0)
 
-        return right(unsorted, *args)
-
-    return swapped(experts, "on_ranks", on_ranks)
+    return swapped(ExpertMlps, "on_runs", on_runs)
 
 
 @fault("ep: the count of tokens is without the ranks of ep", "experts", "ep2", "the loss")

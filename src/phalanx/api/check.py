@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout, Shape, Violation, legal, nearest, stage_pieces
 from ..layout.numbers import bytes_text, count_text
-from ..layout.stages import partial_pieces
+from ..layout.stages import by_program_piece, frozen_pieces, partial_pieces, program_experts
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import joined
 from ..plan.step import Request
@@ -112,12 +113,13 @@ def _figures(
     text: str, layout: Layout, shape: Shape, request: Request, *, clip: bool
 ) -> dict[str, Any]:
     stages = stage_pieces(layout, shape)
-    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
+    tied = ((stages[-1][-1], 0),) if shape.tied else ()
     # What `fit` recomputes depends on bytes, which are not known here; the rest is proved without it.
     fitting = layout.recompute == "fit"
     built = replace(layout, recompute="none") if fitting else layout
     parts = partial_pieces(layout, shape)
-    program = build(built, stages, tied, agree=clip, parts=parts, frozen=shape.frozen)
+    still, experts = frozen_pieces(layout, shape), program_experts(layout, shape)
+    program = build(built, stages, tied, agree=clip, parts=parts, frozen=still, experts=experts)
     proof = prove(program)
     return {
         "legal": True,
@@ -156,7 +158,9 @@ def _held(
     """What the ranks of one pipeline stage hold."""
     pieces = sorted(p for p, at in program.host.items() if at == row)
     units = {u for p in pieces for u in program.units(p)}
-    whole, routed = sum(map(shape.parameters, units)), sum(map(shape.routed, units))
+    of = partial(by_program_piece, layout, shape)
+    numbers, experts = of(shape.parameters, shape.routed), of(shape.routed, shape.routed)
+    whole, routed = (sum(each[u] for u in units) for each in (numbers, experts))
     shards = layout.shards if layout.zero == 3 else 1
     held = (whole - routed) / shards + routed / max(shards, layout.ep)
     kinds = proof.counts[row].kinds
@@ -195,7 +199,7 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
     return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
-        f"\nPiece 0 is the embedding, piece {shape.pieces - 1} the head."
+        f"\nPiece 0 is the embedding, piece {figures['virtual_stages'][-1][1] - 1} the head."
         "\nAt most so many at once: held microbatches, gathered units of weights."
     )
 

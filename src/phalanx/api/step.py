@@ -16,6 +16,7 @@ from ..layout import Layout, LayoutError, Mesh, Shape, stage_pieces
 from ..layout.choices import SCHEDULES, SEARCHED, traits
 from ..layout.files import read_text
 from ..layout.source import names_source
+from ..layout.stages import by_program_piece, program_experts
 from ..plan.step import Pricer
 from ..program import (
     KINDS,
@@ -223,7 +224,8 @@ def _of_layout(text: str, model: str | Shape, terms: StepTerms) -> StepProgram:
     kinds = costs_of(terms.get("costs"), split=layout.splits_backward)
     # What a piece costs: its part of an average stage, by multiply-adds; what is done with a unit,
     # by its weights.
-    work, weights = ([f(p) for p in range(shape.pieces)] for f in (shape.cost, shape.parameters))
+    of = partial(by_program_piece, layout, shape)
+    work, weights = of(shape.cost, shape.routed_cost), of(shape.parameters, shape.routed)
     costs = Costs(
         kinds,
         share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
@@ -234,8 +236,9 @@ def _of_layout(text: str, model: str | Shape, terms: StepTerms) -> StepProgram:
             for p, w in enumerate(weights)
         },
     )
-    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    program, free = _built(layout, stage_pieces(layout, shape), tied, terms, costs)
+    tied = ((len(work) - 1, 0),) if shape.tied else ()
+    experts = program_experts(layout, shape)
+    program, free = _built(layout, stage_pieces(layout, shape), tied, terms, costs, experts)
     title = f"{str(layout) or 'one rank'} on {shape.name}"
     return StepProgram(title, program, costs, layout.pp, layout.chunks, free=free)
 
@@ -318,6 +321,7 @@ def _built(
     tied: tuple[tuple[int, int], ...],
     terms: StepTerms,
     costs: Costs,
+    experts: Sequence[int] = (),
 ) -> tuple[Program, Program | None]:
     """The program, and with clipping also the one without."""
     limit, fitting = terms.get("memory_limit"), layout.recompute == "fit"
@@ -334,6 +338,7 @@ def _built(
         layout,
         pieces,
         tied,
+        experts=experts,
         costs=costs,
         sizes=Sizes(kept=(1.0,) * count, input=(0.0,) * count) if fitting else None,
         limit=float("inf") if limit is None else limit,

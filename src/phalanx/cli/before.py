@@ -12,6 +12,7 @@ from ..layout.environment import launched
 from ..layout.files import open_regular, reason
 from ..layout.run import PYTHON
 from ..layout.source import names_source
+from ..layout.stages import program_experts
 from ..program import build, check, schedule
 from .usage import UsageError, unmakable
 
@@ -67,7 +68,8 @@ def _refuse_schedule(layout: Layout, shape: Shape | None) -> None:
         return
     schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
     if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
-        check(build(layout, stage_pieces(layout, shape)))
+        experts = program_experts(layout, shape)
+        check(build(layout, stage_pieces(layout, shape), experts=experts))
 
 
 def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..layout import Layout, Shape, piece_layout
 from ..layout.families import code_of
-from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows
+from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, joined
 
 if TYPE_CHECKING:
     from ..parallel import Model
@@ -42,6 +42,7 @@ class Pieces:
 
     kinds: Kinds
     which: tuple[int, ...]
+    inside: tuple[int, ...] = ()  # the kinds of the parts of a block, where these are pieces
 
     def __getitem__(self, piece: int) -> Callable[[float], PieceCost]:
         return self.kinds[self.which[piece]]
@@ -56,7 +57,12 @@ class Pieces:
     @property
     def block(self) -> Callable[[float], PieceCost]:
         """The first block; in a decoder all are alike."""
-        return self[1]
+        parts = self.parts
+        return (lambda rows: joined([part(rows) for part in parts])) if parts else self[1]
+
+    @property
+    def parts(self) -> Kinds:
+        return tuple(self.kinds[kind] for kind in self.inside)
 
     @property
     def head(self) -> Callable[[float], PieceCost]:
@@ -148,6 +154,7 @@ def _costed(
     """What a file holds of these cuts: every kind of piece at one row and at two, its temporary
     bytes at many, and which piece is of which kind."""
     from ..parallel import build_model, load_model
+    from ..parallel.experts import cut_blocks, expert_pieces
     from .pieces import alike, cost_kinds
 
     made: Model = build_model(_repeated(model)) if isinstance(model, Shape) else load_model(model)
@@ -160,7 +167,10 @@ def _costed(
             [_plain(one), _plain(two), many.temporary]
             for one, two, many in zip(*all_rows, strict=True)
         ]
-        entries[str(cut)] = {"kinds": kinds, "which": alike(made)}
+        pieces = cut_blocks(made, cut)
+        which, experts = alike(pieces), expert_pieces(pieces)[:1]
+        inside = [which[p] for e in experts for p in (e - 1, e, e + 1)]
+        entries[str(cut)] = {"kinds": kinds, "which": which, "inside": inside}
     return entries
 
 
@@ -168,12 +178,13 @@ def _pieces(model: Shape | str, entry: Mapping[str, Any]) -> Pieces:
     kinds = tuple(
         _at(cost_of_row(one), cost_of_row(two), float(many)) for one, two, many in entry["kinds"]
     )
-    which = tuple(entry["which"])
+    which, inside = tuple(entry["which"]), tuple(entry["inside"])
     if isinstance(model, Shape):
         blocks = which[1:-1]
-        every = (blocks[n % len(blocks)] for n in range(model.layers))
+        each = max(1, len(inside))
+        every = (blocks[n % len(blocks)] for n in range(each * model.layers))
         which = (which[0], *every, which[-1])
-    return Pieces(kinds, which)
+    return Pieces(kinds, which, inside)
 
 
 def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceCost]:
@@ -238,7 +249,7 @@ def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
         for entry in known.values():
             for one, two, many in entry["kinds"]:
                 cost_of_row(one), cost_of_row(two), float(many)
-            tuple(map(int, entry["which"]))
+            tuple(map(int, entry["which"] + entry["inside"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
     return known

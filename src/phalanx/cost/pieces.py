@@ -19,13 +19,18 @@ from torch import Tensor
 from ..comm import Message, TallyWorld
 from ..layout import Layout, LayoutError, piece_layout
 from ..layout.choices import DTYPES, PRECISIONS
+from ..models import ExpertsPart
 from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import SHARE, edge_shape
+from ..parallel.experts import SENT, cut_blocks, expert_pieces
 from ..parallel.local import build_local
+from ..parallel.pieces import Bundle
 from ..parallel.recompute import Selected
 from ..program import PieceCost, build
 from .scales import PREFIX, Known, Scales
 from .target import Target, fuse
+
+Like = tuple[tuple[int, ...], torch.dtype]  # of a tensor on meta
 
 COMPUTE = {name: getattr(torch, DTYPES[name].torch) for name in PRECISIONS}
 
@@ -91,8 +96,9 @@ def cost_kinds(
     if model.shape is None:
         raise LayoutError("a model without a shape cannot be costed: add shape=Shape(...) to it.")
     cut = piece_layout(layout)
-    few = _one_of_each(model)
-    program = build(cut, (range(len(few.pieces)),), few.tied, frozen=few.frozen_units)
+    few = _one_of_each(cut_blocks(model, cut))
+    stages = (range(len(few.pieces)),)
+    program = build(cut, stages, few.tied, frozen=few.frozen_units, experts=expert_pieces(few))
     compute = COMPUTE[cut.precision]
     wide = torch.promote_types(compute, torch.float32)
     known = {} if known is None else known
@@ -109,22 +115,23 @@ def cost_kinds(
         for count in rows:
             batch = _batch(few, cut, count, sequence, compute)
             edge = edge_shape(batch, model.shape.hidden, cut.tp if cut.seq else 1)
-            found.append(
-                tuple(
-                    run(
-                        held.pieces[n],
-                        edge,
-                        batch,
-                        world.ledger,
-                        known,
-                        target=target,
-                        selected=cut.recompute == "selective" and n in blocks,
-                        # The head is its loss above all, which stays outside the graph.
-                        compiled=bool(cut.compile) and n in blocks,
-                    )
-                    for n in range(len(few.pieces))
+            costs, comes = list[PieceCost](), dict[str, Like]()
+            like = edge, compute
+            for n in range(len(few.pieces)):
+                cost, out = run(
+                    held.pieces[n],
+                    into(held.pieces[n], like, comes),
+                    batch,
+                    world.ledger,
+                    known,
+                    target=target,
+                    selected=cut.recompute == "selective" and n in blocks,
+                    # The head is its loss above all, which stays outside the graph.
+                    compiled=bool(cut.compile) and n in blocks,
                 )
-            )
+                costs.append(cost)
+                comes |= out
+            found.append(tuple(costs))
     finally:
         world.clear()
     return found
@@ -154,9 +161,22 @@ def _batch(
     return batch
 
 
+def into(piece: Piece, edge: Like, comes: Mapping[str, Like]) -> dict[str, Like]:
+    """What a piece takes: an `edge`, or, of what the pieces before it in its block put out, what it names,
+    if each rank takes as many tokens as it sends."""
+    if SENT not in piece.takes:
+        return {} if piece.first else {"x": edge}
+    comes = {**comes, "routes": ((1, *comes["counts"][0]), torch.long)}
+    return {name: comes[name] for name in piece.takes if name in comes}
+
+
+def _new(likes: Mapping[str, Like]) -> Bundle:
+    return {name: torch.empty(x[0], dtype=x[1], device="meta") for name, x in likes.items()}
+
+
 def run(
     piece: Piece,
-    edge: tuple[int, ...],
+    comes: Mapping[str, Like],
     batch: Mapping[str, Tensor],
     ledger: list[Message],
     known: Known,
@@ -164,8 +184,8 @@ def run(
     target: str,
     selected: bool = False,
     compiled: bool = False,
-) -> PieceCost:
-    """One piece forward and backward on meta tensors. `edge` is the shape that comes in.
+) -> tuple[PieceCost, dict[str, Like]]:
+    """One piece forward and backward on meta tensors, and what it puts out. `comes` is what it takes.
     `selected`: its forward keeps a part, and the rest is computed again before the backward."""
     for unit in piece.units:
         if unit.buffer is None:
@@ -175,10 +195,10 @@ def run(
         unit.fresh.clear()  # as for all microbatches but the first, whose products need no adding
     scales = Scales(ledger, known, compiled=compiled)
     with scales, Target(target, scales):
-        cost = _run(piece, edge, batch, scales, deque() if selected else None)
+        cost, out = _run(piece, comes, batch, scales, deque() if selected else None)
     if not (selected and compiled):
-        return cost
-    return replace(  # the graph of the backward has in it what is computed again
+        return cost, out
+    inside = replace(  # the graph of the backward has in it what is computed again
         cost,
         input_gradient=cost.again + cost.input_gradient,
         again=cost.forward,
@@ -186,49 +206,49 @@ def run(
         temporary=cost.temporary + cost.kept - cost.selected,
         selected=0.0,
     )
+    return inside, out
 
 
 def _run(
     piece: Piece,
-    edge: tuple[int, ...],
+    comes: Mapping[str, Like],
     batch: Mapping[str, Tensor],
     scales: Scales,
     selected: Selected | None,
-) -> PieceCost:
+) -> tuple[PieceCost, dict[str, Like]]:
     own = [unit for unit in piece.units if unit.piece == piece.units[0].piece]
-    dtype = own[0].precision.compute
-    bundle, entry = {}, 0
-    if not piece.first:
-        bundle = {"x": torch.empty(edge, dtype=dtype, device="meta")}
-        entry = bundle["x"].untyped_storage().nbytes()
+    bundle = _new(comes)
+    entry = sum(x.untyped_storage().nbytes() for x in bundle.values())
     with scales.on("forward"):
-        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)["x"]
-    shape = y.shape
-    leaves = 0 if piece.last else y.numel() * y.element_size()
+        y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)
+    out: dict[str, Like] = {name: (x.shape, x.dtype) for name, x in y.items()}
+    sent = y.get(SENT, y["x"]) if "x" in y else y[SENT]
+    leaves = 0 if piece.last else sent.numel() * sent.element_size()
+    del sent
     part, temporary = 0, 0
     if selected is not None:
         del y
         part = scales.now
         temporary, scales.most = scales.most - part, part
         with scales.on("again"):
-            y = piece.forward(0, bundle, batch, keep=True, selected=selected)["x"]
+            y = piece.forward(0, bundle, batch, keep=True, selected=selected)
     most = scales.most
     del bundle, y
     kept = scales.now
-    gradient = {"x": torch.empty(shape, dtype=dtype, device="meta")}
+    gradient = _new({name: x for name, x in out.items() if x[1].is_floating_point})
     gradient = piece.seed(0, torch.ones(1, device="meta")) if piece.last else gradient
     scales.most = scales.now
     with scales.on("input_gradient"):
-        into = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)
+        gone = (piece.input_gradient if piece.splits else piece.backward)(0, gradient)
     temporary, after = max(temporary, max(most, scales.most) - kept), kept
-    del gradient, into
+    del gradient, gone
     if piece.splits:
         after = scales.most = scales.now
         with scales.on("weight_gradient"):
             piece.weight_gradient(0)
         temporary = max(temporary, scales.most - after)
-    forward = scales.load("forward")
-    return PieceCost(
+    forward, inside = scales.load("forward"), isinstance(piece.module, ExpertsPart)
+    cost = PieceCost(
         forward=forward,
         input_gradient=scales.load("input_gradient"),
         weight_gradient=scales.load("weight_gradient"),
@@ -241,5 +261,6 @@ def _run(
         frozen=float(sum(unit.numel for unit in own if unit.frozen)),
         edge=float(leaves),
         selected=float(part),
-        experts=float(sum(unit.numel for unit in own if unit.number != unit.piece)),
+        experts=float(sum(u.numel for u in own if inside or u.number != u.piece)),
     )
+    return cost, out

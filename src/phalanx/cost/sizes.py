@@ -17,9 +17,10 @@ from ..layout.choices import GLOO
 from ..parallel import Model, Precision, Unit
 from ..parallel.batch import edge_shape, microbatches
 from ..parallel.data import storage_of
+from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..program import PieceCost, Program, Sizes, ops
-from .pieces import alike, run
+from .pieces import Like, alike, into, run
 from .scales import PREFIX, Known
 
 Batch = Mapping[str, Tensor]
@@ -42,7 +43,7 @@ def sizes_of(
     far as it is known: gloo's keeps what was sent.
     """
     whole = {name: x.to("meta") for name, x in batch.items()}
-    kinds, known = alike(make()), dict[Any, Any]()
+    kinds, known = alike(cut_blocks(make(), layout)), dict[Any, Any]()
     pieces: dict[int, PieceCost] = {}
     units: dict[int, list[Unit]] = {}
     for row in range(len(program.rows)):
@@ -52,7 +53,7 @@ def sizes_of(
             held = build_local(world, layout, model, program, precision=precision, prefix=PREFIX)
             own = microbatches(whole, layout, held.coordinates["data"], held.coordinates["cp"])[0]
             width = model.shape.hidden if model.shape else 0
-            edge = edge_shape(own, width, layout.tp if layout.seq else 1)
+            edge = edge_shape(own, width, layout.tp if layout.seq else 1), precision.compute
             parts = {op.piece for op in program.rows[row] if op.kind == ops.RECOMPUTE_PART}
             pieces |= _costed(held, kinds, edge, own, world, known, target, parts)
         finally:
@@ -75,7 +76,7 @@ def sizes_of(
 def _costed(
     held: LocalModel,
     kinds: tuple[int, ...],
-    edge: tuple[int, ...],
+    edge: Like,
     batch: Batch,
     world: TallyWorld,
     known: Known,
@@ -84,13 +85,17 @@ def _costed(
 ) -> dict[int, PieceCost]:
     """The rank's pieces; of those that are alike one is run. Of `parts` a part is recomputed."""
     found: dict[int, PieceCost] = {}
+    comes: dict[str, Like] = {}
     for number, piece in held.pieces.items():
         like = next((n for n in found if kinds[n] == kinds[number]), None)
-        found[number] = (
-            run(piece, edge, batch, world.ledger, known, target=target, selected=number in parts)
-            if like is None
-            else found[like]
+        if like is not None:
+            found[number] = found[like]
+            continue
+        taken, part = into(piece, edge, comes), number in parts
+        found[number], out = run(
+            piece, taken, batch, world.ledger, known, target=target, selected=part
         )
+        comes |= out
     return found
 
 

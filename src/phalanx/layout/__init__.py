@@ -18,7 +18,7 @@ from .run import (
     run_schema,
 )
 from .shape import Shape
-from .stages import piece_layout, stage_pieces
+from .stages import piece_layout, program_pieces, stage_pieces
 
 __all__ = [
     "Axis",
@@ -41,5 +41,6 @@ __all__ = [
     "read_journal",
     "recipe",
     "run_schema",
+    "program_pieces",
     "stage_pieces",
 ]

@@ -235,6 +235,11 @@ class Shape:
         """Numbers in the weights of one piece that ep cuts."""
         return self.experts * self._feed_forward(self.expert_ffn) if self.sparse(piece) else 0
 
+    def routed_cost(self, piece: int) -> int:
+        """Forward work of a piece's routed experts for one sequence; see `cost`."""
+        each = self._feed_forward(self.expert_ffn) * self.sequence
+        return self.top_k * each if self.sparse(piece) else 0
+
     def parameters(self, piece: int, *, active: bool = False) -> int:
         """Numbers in the weights of one piece; a tied output weight is counted with the embedding.
         With `active` of the routed experts those alone that a token goes through."""

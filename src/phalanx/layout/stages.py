@@ -4,7 +4,7 @@ one piece depends on."""
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from .choices import ACCUM, COMPILED, ZB_H1
@@ -13,8 +13,40 @@ from .mesh import LayoutError, Mesh
 from .shape import Shape
 
 
+def program_pieces(layout: Layout, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """For each piece of a layout's program the shape's piece and which part of it that is: where ranks
+    share experts, a block that has some is three pieces, between which tokens travel."""
+    counts = (3 if layout.ep > 1 and shape.sparse(p) else 1 for p in range(shape.pieces))
+    return tuple((p, part) for p, count in enumerate(counts) for part in range(count))
+
+
+def program_experts(layout: Layout, shape: Shape) -> tuple[int, ...]:
+    """The pieces of a layout's program into which tokens come from other ranks."""
+    pieces = program_pieces(layout, shape)
+    return tuple(n - 1 for n, (_, part) in enumerate(pieces) if part == 2)
+
+
+def by_program_piece(
+    layout: Layout, shape: Shape, whole: Callable[[int], int], routed: Callable[[int], int]
+) -> list[int]:
+    """A number of each of the shape's pieces, of which so many are its routed experts', for each piece of
+    a layout's program."""
+    pieces = program_pieces(layout, shape)
+    cut = {piece for piece, part in pieces if part}
+    parts = {p: (whole(p) - routed(p), routed(p), 0) for p in cut}
+    return [parts[p][part] if p in cut else whole(p) for p, part in pieces]
+
+
+def frozen_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
+    """The pieces of a layout's program of which no weight is trained, or that have none."""
+    bare = {2} if shape.norms == "pre" else set[int]()
+    still = bare | ({1, 2} if shape.lora_r else set())
+    pieces = enumerate(program_pieces(layout, shape))
+    return tuple(n for n, (p, part) in pieces if p in shape.frozen or part in still)
+
+
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
-    """The pieces of every virtual stage, in the order in which data flows through them.
+    """The program's pieces of every virtual stage, in the order in which data flows through them.
 
     `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last.
     """
@@ -27,8 +59,9 @@ def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     bounds = [0]
     for count in counts:
         bounds.append(bounds[-1] + count)
-    ends = [1 + b for b in bounds]  # piece 0 is the embedding
-    ends[0], ends[-1] = 0, shape.pieces
+    first = {p: n for n, (p, part) in enumerate(program_pieces(layout, shape)) if not part}
+    ends = [first[1 + b] for b in bounds]  # piece 0 is the embedding
+    ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
@@ -38,13 +71,18 @@ def partial_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
     Of LoRA in a linear that is cut, one of the two factors is whole."""
     if layout.tp == 1 or shape.kind == "mlp":
         return ()
-    first, last = 0, shape.pieces - 1
+    pieces = program_pieces(layout, shape)
+    first, last = 0, len(pieces) - 1
+    whole = [n for n, (_, part) in enumerate(pieces) if not part and 0 < n < last]
     if shape.lora_r:
-        return tuple(range(1, last))
+        return tuple(whole)
     each_head = shape.kv_latent or (shape.qk_norm and not shape.qk_norm_wide)
-    blocks = range(1, last) if layout.seq or each_head or layout.tp > shape.kv_heads else ()
+    blocks = whole if layout.seq or each_head or layout.tp > shape.kv_heads else []
+    if layout.seq and shape.norms != "pre":  # behind the experts there is a norm too
+        blocks = sorted([*blocks, *(n for n, (_, part) in enumerate(pieces) if part == 2)])
     ends = ([first] if shape.positions == "learned" else []) + [last]
-    return tuple(p for p in (*blocks, *(ends if layout.seq else ())) if p not in shape.frozen)
+    chosen = (*blocks, *(ends if layout.seq else ()))
+    return tuple(n for n in chosen if pieces[n][0] not in shape.frozen)
 
 
 def _balanced(layout: Layout, shape: Shape) -> tuple[int, ...]:

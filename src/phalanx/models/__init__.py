@@ -6,8 +6,8 @@ the names of its weights' dims.
 
 from . import decoder, mlp
 from .attention import Attention, Core, RopeScaling
-from .decoder import Decoder
-from .experts import ExpertMlps, Router
+from .decoder import Decoder, ExpertBlock, ExpertsPart, MergingPart, RoutingPart
+from .experts import ExpertMlps, Merge, Router, Spread
 from .lora import LoraLinear, adapt, draw_lora
 from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
@@ -21,7 +21,13 @@ __all__ = [
     "Attention",
     "Core",
     "Dropout",
+    "ExpertBlock",
     "ExpertMlps",
+    "ExpertsPart",
+    "Merge",
+    "MergingPart",
+    "RoutingPart",
+    "Spread",
     "LoraLinear",
     "adapt",
     "draw_lora",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import torch
@@ -137,7 +137,12 @@ class Block(nn.Module):
 
     def feed(self, x: Tensor, noise: Tensor | None, *more: Tensor | None) -> Tensor:
         """The block's second half; `more` is for its MLP."""
-        m = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x), *more)
+        return self.added(
+            x, self.mlp(x if self.mlp_norm is None else self.mlp_norm(x), *more), noise
+        )
+
+    def added(self, x: Tensor, m: Tensor, noise: Tensor | None) -> Tensor:
+        """The residual stream with what the MLP makes of it."""
         m = m if self.mlp_post_norm is None else self.mlp_post_norm(m)
         y: Tensor = x + self.mlp_dropout(m, noise)
         return y
@@ -163,6 +168,82 @@ class ExpertBlock(Block):
     ) -> Tensor:
         noise = None if noise is None else block_noise(noise, self.piece)
         return self.feed(self.attend(x, positions, documents, noise), noise, valid, token_share)
+
+    def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The block as three modules with its own weights, between which tokens may travel: up to where
+        they are sent to experts, the experts, and what puts their results together."""
+        names = "attn_norm attn attn_post_norm attn_dropout mlp_norm mlp.router mlp.shared"
+        return (
+            _part(self, RoutingPart, (*names.split(), "mlp.routed.spread")),
+            _part(self, ExpertsPart, ("mlp.routed.*",)),
+            _part(self, MergingPart, ("mlp_post_norm", "mlp_dropout", "mlp.routed.merge")),
+        )
+
+
+class RoutingPart(ExpertBlock):
+    """Of a block with experts: attention, and which experts a token goes through."""
+
+    mlp: Experts
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        noise: Tensor | None = None,
+        valid: Tensor | None = None,
+        token_share: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        noise = None if noise is None else block_noise(noise, self.piece)
+        x = self.attend(x, positions, documents, noise)
+        normed = x if self.mlp_norm is None else self.mlp_norm(x)
+        return {"x": x, **self.mlp.sent(normed, valid, token_share)}
+
+
+class ExpertsPart(ExpertBlock):
+    """Of a block with experts: those on tokens that came, `routes` (senders, experts) of them."""
+
+    mlp: Experts
+
+    def forward(self, sent: Tensor, routes: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"sent": self.mlp.routed.on_runs(sent, routes)}
+
+
+class MergingPart(ExpertBlock):
+    """Of a block with experts: the results that came back, added to the residual stream."""
+
+    mlp: Experts
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        sent: Tensor,
+        gates: Tensor,
+        order: Tensor,
+        *,
+        shared: Tensor | None = None,
+        noise: Tensor | None = None,
+    ) -> Tensor:
+        noise = None if noise is None else block_noise(noise, self.piece)
+        m = self.mlp.routed.merge(sent, gates, order)
+        return self.added(x, m if shared is None else m + shared, noise)
+
+
+def _part(block: nn.Module, kind: type[nn.Module], keep: Collection[str]) -> nn.Module:
+    """A module of that class with those of the block's modules; `*` are a module's own weights."""
+    part = kind.__new__(kind)
+    nn.Module.__init__(part)
+    part.__dict__ |= {k: v for k, v in vars(block).items() if k not in part.__dict__}
+    part._buffers |= block._buffers
+    part._parameters |= block._parameters if "*" in keep else {}
+    for name, child in block._modules.items():
+        inside = [path[len(name) + 1 :] for path in keep if path.startswith(name + ".")]
+        if child is None or not inside:
+            part._modules[name] = child if name in keep else None
+        else:
+            part._modules[name] = _part(child, type(child), inside)
+    return part
 
 
 class Embed(nn.Module):

@@ -159,28 +159,61 @@ class Router(nn.Module):
         return grouped.masked_fill(~left.unsqueeze(-1), -math.inf).view(scores.shape)
 
 
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class Spread(nn.Module):
+    """Tokens as often as experts were chosen for them, sorted by expert."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = experts  # in the uncut model
+
+    def forward(
+        self, x: Tensor, gates: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens (n, hidden), gates, from where each comes (n), and how many for each expert."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # by expert, and within one by token
+        counts = flat.new_zeros(self.experts)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        tokens = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])
+        return tokens, gates, order, counts
+
+
+class Merge(nn.Module):
+    """What the experts made of each token, back in the tokens' order, times its gates."""
+
+    def forward(self, y: Tensor, gates: Tensor, order: Tensor) -> Tensor:
+        each = y.index_select(0, _inverse(order)).view(*gates.shape, -1)
+        return (each * gates.unsqueeze(-1)).sum(-2).to(y.dtype)
+
+
 class ExpertMlps(nn.Module):
     """The experts, each a gated MLP: down(silu(gate(x)) * up(x)). Weights are (experts, out, in)."""
 
     def __init__(self, hidden: int, ffn: int, experts: int) -> None:
         super().__init__()
-        self.experts = experts  # in the uncut model
+        self.spread, self.merge = Spread(experts), Merge()
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
 
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """x (B, T, hidden); gates and chosen (B, T, top_k)."""
-        flat = chosen.flatten()
-        order = flat.argsort(stable=True)  # by expert, and within one by token
-        counts = flat.new_zeros(self.experts)
-        counts.scatter_add_(0, flat, torch.ones_like(flat))
-        tokens = x.flatten(0, 1).index_select(0, order // chosen.shape[-1])
-        sent_back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=x.device)
-        )
-        y = self.on_sorted(tokens, counts).index_select(0, sent_back).view(*chosen.shape, -1)
-        return (y * gates.unsqueeze(-1)).sum(-2).to(x.dtype)
+        tokens, gates, order, counts = self.spread(x, gates, chosen)
+        y: Tensor = self.merge(self.on_sorted(tokens, counts), gates, order)
+        return y
+
+    def on_runs(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Each expert on its tokens, of which several senders have sent a run each, sorted by expert:
+        `counts` (senders, experts). Results are in the order of the tokens."""
+        expert = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+        runs = expert.repeat_interleave(counts.flatten(), output_size=len(tokens))
+        order = runs.argsort(stable=True)
+        y = self.on_sorted(tokens.index_select(0, order), counts.sum(0))
+        return y.index_select(0, _inverse(order))
 
     def on_sorted(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Each expert on its run of the tokens (n, hidden): `counts` (experts) are their lengths."""
@@ -228,3 +261,13 @@ class Experts(nn.Module):
         gates, chosen = self.router(x, valid, share)
         y: Tensor = self.routed(x, gates, chosen)
         return y if self.shared is None else y + self.shared(x)
+
+    def sent(
+        self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What comes before the experts, where other ranks have them: tokens to send, how many for
+        each expert, what puts results together again, and what the shared experts make of x."""
+        gates, chosen = self.router(x, valid, share)
+        tokens, gates, order, counts = self.routed.spread(x, gates, chosen)
+        beside = {} if self.shared is None else {"shared": self.shared(x)}
+        return {"sent": tokens, "counts": counts, "gates": gates, "order": order, **beside}

@@ -1,37 +1,50 @@
 """Expert parallelism: ranks of `ep` have other sequences and share the experts.
 
-Each token is sent to the ranks that have its experts, and what these make of it comes back. How many go
-where is data: ranks tell one another first, then exchange as many, and an expert may have none.
+A block with experts is three pieces, so that what travels between them is operations of the program:
+tokens to the ranks that have their experts, and back. How many go where is data: ranks tell one another
+first, then exchange as many, and an expert may have none. Not here: what the pieces compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..comm import Group
-from ..layout import Layout
-from ..layout.rules import Cut
-from ..models import ExpertMlps, Router
+from ..comm import Group, Work
+from ..layout import Layout, LayoutError
+from ..models import ExpertBlock, ExpertMlps, ExpertsPart, Router
+from .data import Then
 from .groups import Groups
 from .model import Model
+from .pieces import Bundle
 
-Compute = Callable[[Tensor, Tensor], Tensor]
+SENT = "sent"  # in a bundle: the tokens that travel
 
 
-def install_experts(model: Model, layout: Layout, group: Group) -> None:
-    """Give each rank's experts the tokens of all ranks of ep that are theirs."""
-    for _, piece in model.pieces if layout.ep > 1 else ():
-        for module in piece.modules():
-            if isinstance(module, ExpertMlps):
-                each = Cut.of(module.experts, group.size, 0).length
-                own: Any = module
-                own.on_sorted = partial(on_ranks, module.on_sorted, group, each)
+def cut_blocks(model: Model, layout: Layout) -> Model:
+    """The model with three pieces for each block with experts, if ranks share these."""
+    if layout.ep == 1:
+        return model
+    pieces = []
+    for name, piece in model.pieces:
+        if type(piece) is ExpertBlock:
+            pieces += [(name, part) for part in piece.parts()]
+            continue
+        if not isinstance(piece, ExpertBlock) and any(
+            isinstance(module, ExpertMlps) for module in piece.modules()
+        ):
+            raise LayoutError(
+                f"ep={layout.ep}: {name} has experts and is a {type(piece).__name__}, which does not say"
+                " where tokens leave it. Make it an ExpertBlock, or use dp in place of ep."
+            )
+        pieces.append((name, piece))
+    return replace(model, pieces=tuple(pieces)) if len(pieces) > len(model.pieces) else model
 
 
 def install_losses(model: Model, layout: Layout, groups: Groups) -> None:
@@ -51,49 +64,51 @@ def _summed(groups: Sequence[Group], counts: Tensor) -> Tensor:
     return counts
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows, whose gradients go back the way they came."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, sends: Sequence[int], takes: Sequence[int]
-    ) -> Tensor:
-        ctx.group, ctx.sends, ctx.takes = group, sends, takes
-        return _all_to_all(x, group, sends, takes)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(gradient, ctx.group, ctx.takes, ctx.sends), None, None, None
+def expert_pieces(model: Model) -> tuple[int, ...]:
+    """The pieces into which tokens come from other ranks."""
+    pieces = enumerate(model.pieces)
+    return tuple(number for number, (_, piece) in pieces if isinstance(piece, ExpertsPart))
 
 
-def _all_to_all(x: Tensor, group: Group, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
-    out = x.new_empty(sum(takes), *x.shape[1:])
-    group.all_to_all(out, x.contiguous(), takes, sends)
-    return out
+class Routes(NamedTuple):
+    """How many tokens this rank sends to each rank of ep, and how many it takes from each."""
+
+    sends: Sequence[int]
+    takes: Sequence[int]
 
 
-def exchange(x: Tensor, group: Group, sends: Sequence[int], takes: Sequence[int]) -> Tensor:
-    """`x` cut into runs of rows, run j sent to rank j; the runs that came, in the ranks' order."""
-    y: Tensor = _Exchange.apply(x, group, sends, takes)  # type: ignore[no-untyped-call]
-    return y
+class Exchange:
+    """Tokens of microbatches on their way to experts and back, over the ranks of ep."""
 
+    def __init__(self, tokens: Group, counts: Group, experts: Collection[int]) -> None:
+        self.tokens, self.counts, self.experts = tokens, counts, frozenset(experts)
+        self.told: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by experts and microbatch
+        self.routes: dict[tuple[int, int], Routes] = {}
 
-def on_ranks(compute: Compute, group: Group, each: int, tokens: Tensor, counts: Tensor) -> Tensor:
-    """What all experts make of this rank's tokens (n, hidden), sorted by expert: `counts` (experts).
-    A rank has `each` of the experts, the last one maybe fewer."""
-    if tokens.is_meta:  # nobody knows who goes where: as many to each rank
-        even = [
-            len(tokens) // group.size + (r < len(tokens) % group.size) for r in range(group.size)
-        ]
-        here = [even[group.rank]] * group.size
-        return exchange(compute(exchange(tokens, group, even, here), counts), group, here, even)
-    ours = F.pad(counts, (0, each * group.size - len(counts))).view(group.size, each)
-    theirs = torch.empty_like(ours)  # from each rank, how many for each expert of this one
-    group.all_to_all(theirs, ours)
-    sends, takes = ours.sum(1).tolist(), theirs.sum(1).tolist()
-    came = exchange(tokens, group, sends, takes)
-    expert = torch.arange(each, device=came.device).repeat(group.size)
-    order = expert.repeat_interleave(theirs.flatten()).argsort(stable=True)
-    y = compute(came.index_select(0, order), theirs.sum(0))
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=y.device))
-    return exchange(y.index_select(0, back), group, takes, sends)
+    def tell(self, piece: int, microbatch: int, bundle: Bundle) -> Work:
+        """Tell each rank how many tokens come to each of its experts; the bundle gets what comes here.
+        A rank has as many experts as the first, the last ones maybe fewer."""
+        counts, size = bundle.pop("counts"), self.counts.size
+        each = -(-len(counts) // size)
+        ours = F.pad(counts, (0, each * size - len(counts))).view(size, each)
+        theirs = torch.empty_like(ours)  # from each rank, how many for each expert of this one
+        self.told[piece, microbatch] = ours, theirs
+        bundle["routes"] = theirs
+        return self.counts.all_to_all(theirs, ours, wait=False)
+
+    def begin(self, piece: int, microbatch: int, bundle: Bundle, *, gradient: bool) -> Work:
+        """Begin to send a bundle's tokens into a piece, or their gradients out of it."""
+        key = piece if piece in self.experts else piece - 1, microbatch
+        if told := self.told.pop(key, None):
+            ours, theirs = (counts.sum(1).tolist() for counts in told)
+            self.routes[key] = Routes(ours, theirs)
+        sends, takes = self.routes[key]
+        if (piece in self.experts) == gradient:  # home from the experts
+            sends, takes = takes, sends
+        x = bundle[SENT].contiguous()
+        y = x.new_empty(sum(takes), *x.shape[1:])
+
+        def arrived() -> None:
+            bundle[SENT] = y
+
+        return Then(self.tokens.all_to_all(y, x, takes, sends, wait=False), arrived)

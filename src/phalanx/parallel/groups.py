@@ -60,6 +60,7 @@ class Groups:
     ring: Group  # context parallelism: blocks of keys and values
     ulysses: Group  # context parallelism: all tokens of some heads
     ep: Group  # ranks that share experts
+    routes: Group  # the same, for how many tokens come: never behind the tokens
     count: Group  # ranks that saw other tokens
     # Stages of one pipeline. Under a V schedule both kinds go both ways, so each has its own order.
     activations: Group
@@ -129,6 +130,7 @@ def open_groups(
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
         ep=along("ep", "ep"),
+        routes=along("routes", "ep"),
         count=count,
         activations=pipeline("activations", forward=True),
         gradients=pipeline("gradients", forward=False),

@@ -16,7 +16,7 @@ from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
 from .data import BufferPool, Precision, Unit
-from .experts import install_experts, install_losses
+from .experts import Exchange, cut_blocks, expert_pieces, install_losses
 from .fitness import refuse_unfit
 from .groups import Groups, open_groups
 from .model import Model, start
@@ -32,6 +32,7 @@ class LocalModel:
     units: dict[int, Unit]  # of the weights that are trained
     frozen: dict[int, Unit]  # of those that are not, by the same numbers
     groups: Groups
+    exchange: Exchange  # of tokens with the ranks that share experts
     pool: BufferPool
     coordinates: dict[str, int]  # where the rank sits on each axis
     edge: Callable[[int, Mapping[str, Tensor]], Bundle]  # empty tensors for what a piece takes
@@ -74,6 +75,7 @@ def build_local(
     Every rank calls it; the model's modules are changed and belong to this rank from here on.
     """
     refuse_unfit(model, layout)
+    model = cut_blocks(model, layout)
     mine = [p for p, row in program.host.items() if row == program.owner[world.rank]]
     held = sorted({unit for piece in mine for unit in program.units(piece)})
     count = len(model.pieces)
@@ -85,7 +87,6 @@ def build_local(
     weights = cut_weights(model, layout, at)
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
-    install_experts(model, layout, groups.ep)
     install_losses(model, layout, groups)
     dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
 
@@ -109,7 +110,7 @@ def build_local(
             )
             for number, chosen in own.items()
             if (
-                chosen if frozen or number >= count else number not in model.frozen_units
+                chosen if frozen or number >= count else number not in program.frozen
             )  # a piece may have no weights
         }
 
@@ -131,7 +132,8 @@ def build_local(
             like = {"x": torch.empty(shape, dtype=precision.compute, device="meta")}
         return {name: torch.empty_like(x, device=world.device) for name, x in like.items()}
 
-    return LocalModel(pieces, units, still, groups, pool, at, edge, draw)
+    exchange = Exchange(groups.ep, groups.routes, expert_pieces(model))
+    return LocalModel(pieces, units, still, groups, exchange, pool, at, edge, draw)
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:

@@ -94,11 +94,10 @@ class Model:
 
     @cached_property
     def frozen_units(self) -> tuple[int, ...]:
-        """The pieces of whose units no weight is trained."""
+        """The pieces of whose units no weight is trained, or that have none."""
         count = len(self.pieces)
-        units = {name: unit % count for name, unit in self.unit_of.items()}
-        trained = {unit for name, unit in units.items() if name not in self.frozen}
-        return tuple(sorted({*units.values()} - trained))
+        trained = {u % count for name, u in self.unit_of.items() if name not in self.frozen}
+        return tuple(sorted({*range(count)} - trained))
 
     @cached_property
     def unit_of(self) -> dict[str, int]:
@@ -168,7 +167,9 @@ def _freeze(model: Model, shape: Shape) -> Model:
     """Freeze what the shape does not train. A weight that two pieces use is the first one's."""
     for name, weight in model.weights.items():
         weight.requires_grad_(
-            is_lora(name) if shape.lora_r else model.unit_of[name] not in shape.frozen
+            is_lora(name)
+            if shape.lora_r
+            else model.unit_of[name] % len(model.pieces) not in shape.frozen
         )
     return model
 

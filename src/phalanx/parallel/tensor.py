@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF, LATENT, LORA, Cut
-from ..models import Dropout, ExpertMlps, LoraLinear, RMSNorm, Router, token_loss
+from ..models import Dropout, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
 from .groups import Groups
 from .model import Model
 
@@ -230,8 +230,10 @@ class _Installer:
         rows, columns = self._cut_modules()
         owners = {name.rpartition(".")[0] for name in rows}
         for module in self.piece.modules():
-            if isinstance(module, ExpertMlps):
+            if isinstance(module, Spread):
                 self._cut_experts(module)
+            elif isinstance(module, Merge):
+                module.register_forward_hook(lambda m, args, y: self.join(y))
         for name in rows:
             self._replace(name, RowLinear(self._at(name), self.join))
         for owner in owners:
@@ -302,7 +304,7 @@ class _Installer:
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
 
-    def _cut_experts(self, module: ExpertMlps) -> None:
+    def _cut_experts(self, module: Spread) -> None:
         """Each rank has a part of each expert. Gates fork too: a rank's part of the results gives a
         part of their gradient."""
 
@@ -313,7 +315,6 @@ class _Installer:
             return self.fork(x), self.fork(gates), chosen
 
         module.register_forward_pre_hook(enter)
-        module.register_forward_hook(lambda m, args, y: self.join(y))
 
     def _lookup(self, name: str, module: Any) -> None:
         cut = self._vocabulary(module)

@@ -77,7 +77,8 @@ class CostedRun:
 
     def longest(self, profile: SoftwareProfile) -> LongestPath:
         """The longest path of its program, as a function of the profile."""
-        if self.hardware.cores:  # ranks share cores: no path is independent of the others
+        # Ranks that share cores have no path that is independent of the others.
+        if self.hardware.cores or self.run.case.layout.ep > 1:
             return self.step
         case = self.run.case
         three, last = self.three(profile), case.shape.pieces - 1

@@ -60,6 +60,7 @@ class PieceTimes:
     selected: float = 0.0
     frozen: float = 0.0  # those of the weights that are not trained
     experts: float = 0.0  # those of the weights that ranks of ep have parts of
+    parts: tuple[PieceTimes, ...] = ()  # of a block that is several pieces
 
     @property
     def backward(self) -> float:
@@ -160,6 +161,7 @@ class PieceParts:
     ops: tuple[OpParts, OpParts, OpParts, OpParts]  # F, I, W, R
     cost: PieceCost
     scores: float  # bytes, where attention keeps them
+    parts: tuple[PieceParts, ...] = ()  # of a block that is several pieces
 
     def under(self, profile: SoftwareProfile, piped: bool = False) -> PieceTimes:
         c = self.cost
@@ -178,6 +180,7 @@ class PieceParts:
             experts=c.experts,
             edge=c.edge,
             selected=c.selected,
+            parts=tuple(part.under(profile, piped) for part in self.parts),
         )
 
 

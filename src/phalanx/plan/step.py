@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
-from ..layout import Axis, Layout, Mesh, Shape, piece_layout, stage_pieces
+from ..layout import Axis, Layout, Mesh, Shape, piece_layout, program_pieces, stage_pieces
 from ..layout.choices import BF16, DTYPES, FP32, SCHEDULES, traits
-from ..layout.stages import partial_pieces
+from ..layout.stages import frozen_pieces, partial_pieces, program_experts
 from ..program import KINDS, Costs, Op, PieceCost, Program, Sizes, Timeline, build, ops
 from ..program.memory import peaks
 from ..program.program import uncollected
@@ -52,6 +52,11 @@ class PieceKinds(Protocol):
 
     @property
     def head(self) -> Callable[[float], PieceCost]: ...
+
+    @property
+    def parts(self) -> tuple[Callable[[float], PieceCost], ...]:
+        """Of a block that is several pieces; else none."""
+        ...
 
 
 class CostFunction(Protocol):
@@ -226,6 +231,10 @@ def parts_of(
         )
     costs = kinds.embed(case.rows), kinds.block(case.rows), head
     e, b, h = (piece_parts(cost, hardware, profile, cut, dtype) for cost in costs)
+    if cut.ep > 1:
+        parts = (part(case.rows) for part in kinds.parts)
+        inside = tuple(piece_parts(cost, hardware, profile, cut, dtype) for cost in parts)
+        b = replace(b, parts=inside)
     return e, b, h
 
 
@@ -329,6 +338,17 @@ def kind_of(piece: int, last: int) -> int:
     return 0 if piece == 0 else 2 if piece == last else 1
 
 
+def times_of(case: Case, three: Three) -> list[tuple[int, PieceTimes]]:
+    """For each piece of a case's program the shape's piece and its times."""
+    pieces = program_pieces(case.layout, case.shape)
+    last, cut = case.shape.pieces - 1, {piece for piece, part in pieces if part}
+    found = []
+    for piece, part in pieces:
+        t = three[kind_of(piece, last)]
+        found.append((piece, t.parts[part] if piece in cut else t))
+    return found
+
+
 def computed(t: PieceTimes) -> dict[str, float]:
     """Seconds of what a piece computes, by kind of operation; a whole backward is both its parts."""
     return {
@@ -343,7 +363,7 @@ def costs_of(
     case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile, *, slower: float = 1.0
 ) -> Costs:
     """Seconds of every operation of a case's program."""
-    x, last = case.layout, case.shape.pieces - 1
+    x, every = case.layout, times_of(case, three)
     network, of = hardware.network, Units(x, hardware, profile).of
     routed = Units(x, hardware, profile, experts=True).of
     # Messages were measured among ranks that share the cores, as `times` has it again.
@@ -359,19 +379,18 @@ def costs_of(
     if profile.scatters_sends and not x.seq and x.tp > 1:
         edge, gathered = edge / x.tp, network.seconds("all_gather", edge, x.tp, 1)
     sent = (network.seconds("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
-    alike: dict[tuple[int, float], dict[str, float]] = {}  # by kind of piece and what is frozen
-    for piece in range(last + 1):
-        which = kind_of(piece, last)
-        t, still = three[which], _frozen(case.shape, piece, three[which])
-        if (which, still) in alike:
+    alike: dict[tuple[int, float], dict[str, float]] = {}  # by times of a piece and what is frozen
+    for piece, t in every:
+        still = _frozen(case.shape, piece, t)
+        if (id(t), still) in alike:
             continue
         # Experts are a unit of their own. Of a piece with frozen weights all are said to be others.
         apart = 0.0 if still else t.experts
         unit = of(t.weights - still - apart, still)
         unit = unit + routed(apart) if apart else unit
-        part = x.recompute == "selective" and which == 1
+        part = x.recompute == "selective" and t not in (three[0], three[2])
         kept = t.selected if part else t.kept if x.recompute in ("none", "selective") else t.input
-        alike[which, still] = {
+        alike[id(t), still] = {
             **{kind: time * slower for kind, time in computed(t).items()},
             ops.RECOMPUTE_PART: t.again.total * slower,
             ops.GATHER: unit.gather * alone,
@@ -385,14 +404,20 @@ def costs_of(
             ops.OFFLOAD: kept / hardware.host,
             ops.RELOAD: kept / hardware.host,
         }
-    for piece in range(last + 1):
-        which = kind_of(piece, last)
-        known = alike[which, _frozen(case.shape, piece, three[which])]
-        pieces |= {(kind, piece): time for kind, time in known.items()}
+    for n, (piece, t) in enumerate(every):
+        known = alike[id(t), _frozen(case.shape, piece, t)]
+        pieces |= {(kind, n): time for kind, time in known.items()}
+    near = distance(x, "ep")
+    for n in program_experts(x, case.shape):
+        told = network.seconds("all_to_all", _NUMBER * case.shape.experts, x.ep, near)
+        pieces[ops.COUNT_ROUTES, n] = told * alone
+        for to in (n, n + 1):
+            sent = network.seconds("all_to_all", every[to - 1][1].edge, x.ep, near) * alone
+            pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = sent
     if not profile.overlaps_sends and x.pp > 1:
         # The device sends and then goes on: at the ends of virtual stages.
         for stage in filter(None, stage_pieces(x, case.shape)):
-            pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < last)
+            pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < len(every) - 1)
             pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
     copies, near = x.copies, _nearest(x)
     count = network.seconds("all_reduce", _NUMBER, copies, near) * alone
@@ -414,8 +439,8 @@ def frozen_bytes(layout: Layout, profile: SoftwareProfile, part: float) -> float
 
 def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     """Bytes of every piece and unit of a case's program."""
-    x, last = case.layout, case.shape.pieces - 1
-    all_ = [three[kind_of(p, last)] for p in range(last + 1)]
+    x, every = case.layout, times_of(case, three)
+    all_ = [t for _, t in every]
     part = x.shards
     whole = x.zero == 3 or "weights" in x.offload  # weights come and go
     home = 0.0 if whole else profile.weight_bytes
@@ -426,7 +451,7 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     def each(size: Callable[[PieceTimes], float]) -> tuple[float, ...]:
         return tuple(map(size, all_))
 
-    still = [_frozen(case.shape, p, t) for p, t in enumerate(all_)]
+    still = [_frozen(case.shape, p, t) for p, t in every]
 
     def trained(size: float, frozen: float = 0.0, *, cut: bool = False) -> tuple[float, ...]:
         """`cut` over shards, of which experts, that ranks of ep do not share, have fewer."""
@@ -514,26 +539,32 @@ def _built(
     tied: tuple[tuple[int, int], ...],
     parts: tuple[int, ...],
     frozen: tuple[int, ...],
+    experts: tuple[int, ...],
     overlaps: bool,
 ) -> _Built:
-    program = build(layout, stages, tied, agree=True, parts=parts, frozen=frozen, overlaps=overlaps)
+    program = build(
+        layout, stages, tied,
+        agree=True, parts=parts, frozen=frozen, experts=experts, overlaps=overlaps,
+    )  # fmt: skip
     return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 
 def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile) -> _Built:
     layout, shape = _representative(case.layout), case.shape
     stages = stage_pieces(case.layout, shape)
-    tied = ((shape.pieces - 1, 0),) if shape.tied else ()
-    parts = partial_pieces(case.layout, shape)
+    tied = ((stages[-1][-1], 0),) if shape.tied else ()
+    parts, frozen = partial_pieces(case.layout, shape), frozen_pieces(case.layout, shape)
+    experts = program_experts(case.layout, shape)
     if not traits(layout.schedule).searched and layout.recompute != "fit":
-        return _built(layout, stages, tied, parts, shape.frozen, profile.overlaps_data)
+        return _built(layout, stages, tied, parts, frozen, experts, profile.overlaps_data)
     program = build(
         layout,
         stages,
         tied,
         agree=True,
         parts=parts,
-        frozen=shape.frozen,
+        frozen=frozen,
+        experts=experts,
         overlaps=profile.overlaps_data,
         costs=costs_of(case, three, hardware, profile),
         sizes=sizes_of_case(case, three, profile),
@@ -639,10 +670,8 @@ def _held(
 
 def _inside(case: Case, three: Three) -> dict[tuple[str, int], float]:
     """The part of each operation's time that is messages inside it."""
-    last = case.shape.pieces - 1
     part: dict[tuple[str, int], float] = {}
-    for piece in range(last + 1):
-        t = three[0 if piece == 0 else 2 if piece == last else 1]
+    for piece, (_, t) in enumerate(times_of(case, three)):
         of = {
             ops.FORWARD: [t.forward], ops.RECOMPUTE: [t.again], ops.RECOMPUTE_PART: [t.again],
             ops.INPUT_GRADIENT: [t.inputs], ops.WEIGHT_GRADIENT: [t.weights_],
@@ -677,6 +706,7 @@ def _parts(
             parts["bubble"] += (until - since - sent) * times
         else:
             part = "data" if kind and kind not in ops.COMPUTES else "bubble"
+            part = "tensor" if kind in ops.EXCHANGES else part
             parts[part] += (until - since) * times
 
     for n, op in busiest:

@@ -2,7 +2,7 @@
 
 from .build import build
 from .check import Proof, check, faults
-from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows
+from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, joined
 from .memory import Peak, Sizes
 from .ops import KINDS, Kind
 from .program import Op, Program, ProgramError
@@ -32,6 +32,7 @@ __all__ = [
     "Timeline",
     "PieceCost",
     "at_rows",
+    "joined",
     "bound",
     "build",
     "check",

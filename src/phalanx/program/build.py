@@ -8,8 +8,9 @@ from dataclasses import replace
 from ..layout import Layout
 from ..layout.choices import traits
 from .memory import Sizes
-from .ops import BACKWARDS, COUNT, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
+from .ops import BACKWARDS, COUNT, COUNT_ROUTES, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
 from .passes import (
+    exchange,
     expand,
     finish,
     gather,
@@ -37,6 +38,7 @@ def build(
     agree: bool = False,
     parts: Collection[int] = (),
     frozen: Collection[int] = (),
+    experts: Collection[int] = (),
     whole: Collection[int] = (),
     overlaps: bool = True,
     costs: Costs | None = None,
@@ -46,10 +48,10 @@ def build(
 ) -> Program:
     """The program of a layout. `stages` are the pieces of each virtual stage, `tied` the (piece,
     unit) pairs that share a weight, `parts` the units whose gradients ranks of tp have parts of, `frozen`
-    those that have none, `whole` those with matrices that the optimizer needs whole; without `overlaps`,
-    gradients that are summed once a step are summed when all of it is computed. `recompute:fit` needs
-    sizes and a limit in bytes; a searched schedule orders for these costs, each rank keeping at most
-    `held` microbatches."""
+    those that have none, `experts` the pieces into which ranks exchange tokens, `whole` the units with
+    matrices that the optimizer needs whole; without `overlaps`, gradients that are summed once a step
+    are summed when all of it is computed. `recompute:fit` needs sizes and a limit in bytes; a searched
+    schedule orders for these costs, each rank keeping at most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
         costs = _stage_costs(
@@ -61,21 +63,22 @@ def build(
     program = expand(Program(order.rows, layout.mesh), stages, tied, frozen)
 
     def rest(program: Program) -> Program:
-        program = sum_parts(_placed(layout, program, overlaps), parts)
+        program = sum_parts(_placed(layout, program, experts, overlaps), parts)
         return matrices(finish(program, agree=agree), whole)
 
     if layout.recompute != "fit":
         # A compiled backward computes again by itself what its graph did not keep.
         inside = layout.compile and layout.recompute == "selective"
-        return rest(recompute(program, stages, "none" if inside else layout.recompute))
+        mode = "none" if inside else layout.recompute
+        return rest(recompute(program, stages, mode, experts))
     if sizes is None:
         raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
     return rest(recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
 
 
-def _fed(layout: Layout, program: Program) -> Program:
-    """What brings an operation its input and its weights: messages and gathers."""
-    program = messages(program)
+def _fed(layout: Layout, program: Program, experts: Collection[int]) -> Program:
+    """What brings an operation its input and its weights: exchanges, messages and gathers."""
+    program = messages(exchange(program, experts))
     if layout.zero or "weights" in layout.offload:
         program = gather(
             program,
@@ -90,15 +93,16 @@ def _fed(layout: Layout, program: Program) -> Program:
 def forward_only(program: Program, layout: Layout) -> Program:
     """The forward operations of a training program, in their order, with what they need."""
     bare = program.with_rows([op for op in row if op.kind == FORWARD] for row in program.rows)
-    bare = _fed(layout, bare)
+    experts = {op.piece for row in program.rows for op in row if op.kind == COUNT_ROUTES}
+    bare = _fed(layout, bare, experts)
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
 
 
-def _placed(layout: Layout, program: Program, overlaps: bool) -> Program:
+def _placed(layout: Layout, program: Program, experts: Collection[int], overlaps: bool) -> Program:
     """What follows from the order of computing."""
     if "activations" in layout.offload:
         program = offload_activations(program)
-    program = _fed(layout, program)
+    program = _fed(layout, program, experts)
     replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
     each = layout.reduce == "micro"
     program = reduce(

@@ -6,7 +6,7 @@ grows in a straight line with the rows of a microbatch, so two costings tell eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
@@ -110,6 +110,17 @@ class PieceCost:
     @property
     def backward(self) -> Load:
         return self.input_gradient + self.weight_gradient
+
+
+def joined(parts: Sequence[PieceCost]) -> PieceCost:
+    """Parts of a block as one piece, without what travels between them. What comes and goes is the least
+    of theirs: who has a bound of this has one of each."""
+    first, *rest = parts
+    for part in rest:
+        sums = {n: getattr(first, n) + getattr(part, n) for n in _names(PieceCost)}
+        sums |= {"temporary": min(first.temporary, part.temporary), "edge": part.edge}
+        first = PieceCost(**sums)
+    return first
 
 
 def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:

@@ -28,6 +28,7 @@ VALUE = "value"  # a piece's output, the next piece's input
 GRADIENT = "gradient"  # of such a value
 KEPT = "kept"  # what a forward leaves for its backward, on the device
 SELECTED = "selected"  # the part of it from which the rest can be computed again
+ROUTES = "routes"  # how many tokens come to each expert from each rank
 FACTORS = "factors"  # what the weight gradient multiplies, left by the input gradient
 AWAY = "away"  # kept, on the host
 WEIGHTS = "weights"  # whole, ready to compute with
@@ -94,6 +95,13 @@ _TABLE = (
     # Products, attention and messages are not repeated: their outputs are what was kept.
     Kind("P", "recompute part", "recompute the cheap part of a forward that kept the rest",
          MICROBATCH, COMPUTE, (), (SELECTED, WEIGHTS), (KEPT,), _PINK),
+    Kind("K", "count routes", "tell the ranks that share experts how many tokens come to each",
+         MICROBATCH, "routes", ("ep",), (VALUE,), (ROUTES,), _GREY),
+    # Into the experts it is their dispatch, into what follows them what they made of it.
+    Kind("E", "exchange tokens", "send tokens to the ranks that have their experts, or back",
+         MICROBATCH, "tokens", ("ep",), (VALUE, ROUTES), (VALUE,), _SILVER),
+    Kind("X", "exchange gradients", "send the gradients of tokens back the way these came",
+         MICROBATCH, "tokens", ("ep",), (GRADIENT,), (GRADIENT,), _SILVER),
     Kind("G", "gather weights", "gather the weights of a unit",
          UNIT, "gather", _SHARDS, (HOME,), (WEIGHTS,), _NAVY),
     Kind("L", "load weights", "copy the part of a unit's weights that a rank owns from the host",
@@ -127,9 +135,9 @@ KINDS: dict[str, Kind] = {kind.letter: kind for kind in _TABLE}
 
 # Operations carry the letter; code writes the name.
 (
-    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART, GATHER, LOAD,
-    DROP, REDUCE, REDUCE_REPLICAS, TIE, SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND,
-    RECEIVE, OFFLOAD, RELOAD,
+    COUNT, FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, RECOMPUTE, RECOMPUTE_PART,
+    COUNT_ROUTES, EXCHANGE, EXCHANGE_GRADIENT, GATHER, LOAD, DROP, REDUCE, REDUCE_REPLICAS, TIE,
+    SUM_PARTS, AGREE, UPDATE, TO_OWNERS, FROM_OWNERS, SEND, RECEIVE, OFFLOAD, RELOAD,
 ) = KINDS  # fmt: skip
 
 
@@ -160,7 +168,8 @@ CONTRIBUTES = _those(lambda k: CONTRIBUTION in k.gives)
 BACKWARDS = _those(lambda k: k.letter in (*PROPAGATES, *CONTRIBUTES))
 RECOMPUTES = _those(lambda k: k.on == MICROBATCH and k.lane == COMPUTE and k.gives == (KEPT,))
 COLLECTIVES = _those(lambda k: k.axes)
-BRINGS_VALUE = _those(_brings(VALUE))  # of kinds that are added: the experts' all-to-alls
+EXCHANGES = _those(lambda k: k.on == MICROBATCH and k.axes)
+BRINGS_VALUE = _those(_brings(VALUE))
 BRINGS_GRADIENT = _those(_brings(GRADIENT))
 REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 

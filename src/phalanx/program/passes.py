@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from . import ops
 from .memory import Sizes, peaks
@@ -47,31 +48,36 @@ def expand(
     )
 
 
-def recompute(program: Program, stages: Sequence[range], mode: str) -> Program:
+def recompute(
+    program: Program, stages: Sequence[range], mode: str, experts: Collection[int] = ()
+) -> Program:
     """`none`, `all`, `every=C` or `sqrt`: pieces keep nothing but each segment's first input, and
-    a segment is computed again, once, before its backward. `selective`: pieces keep what is dear,
-    and the rest of each is computed again; the first and the last, which are no blocks, keep all."""
+    a segment is computed again, once, before its backward; a block with `experts` counts as one piece.
+    `selective`: pieces keep what is dear, and the rest of each is computed again; the first and the
+    last, which are no blocks, keep all."""
     if mode == "none":
         return program
     if mode == "selective":
         segments = [range(piece, piece + 1) for piece in range(1, program.pieces - 1)]
         return _with_segments(program, [segments] * len(program.rows), ops.RECOMPUTE_PART)
-    segments = [segment for stage in stages for segment in _segments(stage, mode)]
+    inside = {*experts, *(piece + 1 for piece in experts)}
+    segments = [segment for stage in stages for segment in _segments(stage, mode, inside)]
     return _with_segments(program, [segments] * len(program.rows))
 
 
-def _segments(stage: range, mode: str) -> list[range]:
+def _segments(stage: range, mode: str, inside: Collection[int]) -> list[range]:
+    begins = [piece for piece in stage if piece not in inside]
     if mode == "all":
         length = 1
     elif mode == "sqrt":
-        length = max(1, round(math.sqrt(len(stage))))
+        length = max(1, round(math.sqrt(len(begins))))
     elif mode.startswith("every="):
         length = int(mode[6:])
     else:
         raise ProgramError(
             f"there is no recomputation {mode!r}: none, all, every=C, sqrt, selective, fit."
         )
-    return [stage[i : i + length] for i in range(0, len(stage), length)]
+    return [range(a, b) for a, b in pairwise([*begins[::length], stage.stop])]
 
 
 def _with_segments(
@@ -161,6 +167,26 @@ def offload_activations(program: Program) -> Program:
             after[i] = [Op(ops.OFFLOAD, op.piece, op.index)]
             before[computes[turn[min(uses)] - 1]].append(Op(ops.RELOAD, op.piece, op.index))
         rows.append(_woven(row, before, after))
+    return program.with_rows(rows)
+
+
+def exchange(program: Program, experts: Collection[int]) -> Program:
+    """Tokens on their way to `experts` and back from there, and their gradients: each right after what
+    makes it. Before the first, ranks tell one another how many come."""
+    if not experts:
+        return program
+    into = {*experts, *(piece + 1 for piece in experts)}
+    rows = []
+    for row in program.rows:
+        out: list[Op] = []
+        for op in row:
+            out.append(op)
+            if op.kind == ops.FORWARD and op.piece + 1 in into:
+                kinds = [ops.COUNT_ROUTES] * (op.piece + 1 in experts) + [ops.EXCHANGE]
+                out += [Op(kind, op.piece + 1, op.index) for kind in kinds]
+            elif op.kind in ops.PROPAGATES and op.piece in into:
+                out.append(Op(ops.EXCHANGE_GRADIENT, op.piece, op.index))
+        rows.append(out)
     return program.with_rows(rows)
 
 

@@ -150,7 +150,9 @@ class State:
             return lambda op: [one(op, ops.FORWARD)]
         if kind == ops.RELOAD:
             return lambda op: [one(op, ops.OFFLOAD)]
-        if kind in ops.BRINGS_VALUE:
+        if kind == ops.EXCHANGE:
+            return lambda op: [*self._handed_on(op[1], op[2]), self._routes(op)]
+        if kind in ops.BRINGS_VALUE or kind == ops.COUNT_ROUTES:
             return lambda op: self._handed_on(op[1], op[2])
         if kind in ops.BRINGS_GRADIENT:
             return lambda op: [one(op, *ops.PROPAGATES)]
@@ -244,7 +246,19 @@ class State:
         for kind in ops.BRINGS_VALUE:
             if brought := self.named.get((kind, piece, m)):
                 return [brought]
+        if self._apart(piece, m):
+            return [Lack(str(Op(ops.EXCHANGE, piece, m)))]
         return self._handed_on(piece, m)
+
+    def _apart(self, piece: int, m: int) -> bool:
+        """Whether tokens change ranks between the piece before and this one."""
+        kind = ops.COUNT_ROUTES
+        return kind in self.has and any((kind, p, m) in self.named for p in (piece, piece - 1))
+
+    def _routes(self, op: Op) -> Op | Lack:
+        """What told how many tokens come: on their way to the experts, or before that."""
+        before = self.named.get((ops.COUNT_ROUTES, op.piece - 1, op.index))
+        return before or self._one_of(op, ops.COUNT_ROUTES)
 
     def _handed_on(self, piece: int, m: int) -> list[Op | Lack]:
         """What the piece before puts out, or its message."""
@@ -266,9 +280,12 @@ class State:
         if piece == self.last_piece:
             # The loss is a sum over tokens divided by their number over all ranks.
             return [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
-        for kind in (*ops.BRINGS_GRADIENT, *ops.PROPAGATES):
+        apart = self._apart(piece + 1, m)
+        for kind in (*ops.BRINGS_GRADIENT, *(() if apart else ops.PROPAGATES)):
             if above := self.named.get((kind, piece + 1, m)):
                 return [above]
+        if apart:
+            return [Lack(str(Op(ops.EXCHANGE_GRADIENT, piece + 1, m)))]
         received = self.incoming.get((piece, False, m))
         return [received or Lack(str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1)))]
 
@@ -288,6 +305,8 @@ class State:
         elif op.kind in ops.MESSAGES:
             what = SENT if op.kind == ops.SEND else RECEIVED
             start.append(_change(what, min(op.piece, op.peer), 1))
+        elif op.kind in (ops.EXCHANGE, ops.EXCHANGE_GRADIENT):
+            start.append(_change(RECEIVED, op.piece - 1, 1))
         elif op.kind not in ops.ON_MICROBATCH:
             self._unit(op, start, end)
         return start, end
@@ -299,6 +318,8 @@ class State:
             if (ops.RECEIVE, piece, op.index, kind, far) in self.at:
                 # It is the operation's own from here on, and counted with what it keeps.
                 start.append(_change(RECEIVED, min(piece, far), -1))
+            if ops.EXCHANGE in self.has:
+                self._exchanged(op, start, end)
         before = self.kept.pop(key, None)
         if kind == ops.FORWARD:
             keeps = self._keeps(*key)
@@ -323,6 +344,18 @@ class State:
             self.kept[key] = keeps
         start.append(_change(WORKING, piece, 1))
         end.append(_change(WORKING, piece, -1))
+
+    def _exchanged(self, op: Op, start: list[Change], end: list[Change]) -> None:
+        """Tokens are there twice from when they are made until what takes them begins: as they go, and
+        as they come."""
+        forward = op.kind == ops.FORWARD
+        kind = ops.EXCHANGE if forward else ops.EXCHANGE_GRADIENT
+        lower, upper = (op.piece, op.piece + 1)
+        taken, made = (lower, upper) if forward else (upper, lower)
+        if (kind, taken, op.index) in self.named:
+            start += [_change(RECEIVED, taken - 1, -1)] * 2
+        if (kind, made, op.index) in self.named:
+            end.append(_change(RECEIVED, made - 1, 1))
 
     def _keeps(self, piece: int, m: int) -> str:
         """What stays on the device after a forward: everything, a part, its input or nothing."""

@@ -106,7 +106,8 @@ class Executor:
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
             ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back, ops.LOAD: self._load,
             ops.SUM_PARTS: self._sum_parts, ops.TO_OWNERS: self._to_owners,
-            ops.FROM_OWNERS: self._from_owners,
+            ops.FROM_OWNERS: self._from_owners, ops.COUNT_ROUTES: self._count_routes,
+            ops.EXCHANGE: self._exchange, ops.EXCHANGE_GRADIENT: self._exchange,
         }  # fmt: skip
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
             unit, groups = local.units[number], local.units[number].groups
@@ -216,7 +217,11 @@ class Executor:
         held: dict[str, tuple[set[Any], set[Any]]] = {
             "gathered units": (
                 {n for n, u in weights.items() if not u.resident and u.buffer is not None},
-                {n for n in (*state.gathered, *state.loaded) if not weights[n].resident},
+                {
+                    n
+                    for n in (*state.gathered, *state.loaded)
+                    if n in weights and not weights[n].resident
+                },
             ),
             "open gradients": ({n for n, u in units.items() if u.full is not None}, {*state.open}),
             "reduced gradients": (
@@ -372,6 +377,18 @@ class Executor:
             self._arrivals(way)[to, m] = bundle
         else:
             self.outgoing[way, p, m] = bundle
+
+    # ---- tokens on their way to experts and back
+
+    def _count_routes(self, op: Op) -> Work:
+        key = op.piece, op.index
+        return self.local.exchange.tell(*key, self.inputs[key])
+
+    def _exchange(self, op: Op) -> Work:
+        gradient = op.kind == ops.EXCHANGE_GRADIENT
+        bundles = self.gradients if gradient else self.inputs
+        bundle = bundles[op.piece - gradient, op.index]
+        return self.local.exchange.begin(op.piece, op.index, bundle, gradient=gradient)
 
     # ---- messages between stages
 

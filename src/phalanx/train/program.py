@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from ..cost import sizes_of
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
 from ..parallel import Model, Precision, build_model, load_model
+from ..parallel.experts import cut_blocks, expert_pieces
 from ..parallel.local import model_stages
 from ..parallel.tensor import partial_units
 from ..program import Program, build, check
@@ -39,11 +41,7 @@ def shape_of(run: Run) -> Shape:
 
 def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False) -> Program:
     """The checked program of a layout for this model. `whole`: see `Optimizer`."""
-    parts = partial_units(model, layout)
-    stages = model_stages(model, layout)
-    still = model.frozen_units
-    units = _with_matrices(model) if whole else ()
-    program = build(layout, stages, model.tied, agree=agree, parts=parts, frozen=still, whole=units)
+    program = _built(cut_blocks(model, layout), layout, agree=agree, whole=whole)
     check(program)
     return program
 
@@ -54,6 +52,19 @@ def _with_matrices(model: Model) -> set[int]:
     shapes = {name: tuple(model.weights[name].shape) for name in names}
     found = (name for name, shape in shapes.items() if model.rules.matrices(name, shape))
     return {model.unit_of[name] % len(model.pieces) for name in found}
+
+
+def _built(model: Model, layout: Layout, *, whole: bool, **how: Any) -> Program:
+    return build(
+        layout,
+        model_stages(model, layout),
+        model.tied,
+        parts=partial_units(model, layout),
+        frozen=model.frozen_units,
+        experts=expert_pieces(model),
+        whole=_with_matrices(model) if whole else (),
+        **how,
+    )
 
 
 def fitting_program(
@@ -67,22 +78,10 @@ def fitting_program(
 ) -> Program:
     """The program of a `recompute:fit` layout. `limit` says how many bytes a rank may hold, given
     what the fullest one would hold without recomputing anything. `whole`: see `Optimizer`."""
-    model = make()
+    model = cut_blocks(make(), layout)
     plain = program_of(model, replace(layout, recompute="none"), agree=True, whole=whole)
     sizes = sizes_of(make, layout, plain, batch, precision)
     most = limit(max(peak.total for peak in peaks(plain, sizes)))
-    stages = model_stages(model, layout)
-    parts = partial_units(model, layout)
-    program = build(
-        layout,
-        stages,
-        model.tied,
-        agree=True,
-        parts=parts,
-        frozen=model.frozen_units,
-        whole=_with_matrices(model) if whole else (),
-        sizes=sizes,
-        limit=most,
-    )
+    program = _built(model, layout, agree=True, whole=whole, sizes=sizes, limit=most)
     check(program)
     return program

@@ -16,6 +16,7 @@ from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP16
 from ..layout.run import Run
 from ..parallel import Model, Unit, microbatches, on_device, share
+from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..plan import Machine, device_named
 from ..program import Program
@@ -78,8 +79,9 @@ class Rank:
         with agreement(world) as facts:
             self.shape = shape_of(run)
             self.batches = batches_of(run, self.shape)
-            self.model: Model = maker_of(run)()
-            self.identity = ModelIdentity.of(self.model, self.shape, run.own)
+            made = maker_of(run)()
+            self.identity = ModelIdentity.of(made, self.shape, run.own)
+            self.model: Model = cut_blocks(made, layout)
             self.parameters = sum(weight.numel() for weight in self.model.weights.values())
             self.precision = precision_of(layout.precision)
             self.optimizer, fits = optimizer_of(run), layout.recompute == "fit"
@@ -103,8 +105,8 @@ class Rank:
             clip=run.optimizer.clip,
             scaling=LossScale() if layout.precision == FP16 else None,
         )
-        made = self.trainer.updates
-        self.updates = {n: u for n, u in made.items() if isinstance(u, Update)}
+        updates = self.trainer.updates.items()
+        self.updates = {n: u for n, u in updates if isinstance(u, Update)}
         bare = forward_only(self.program, layout)
         self.validator = Validator(self.local, bare, world.rank)
         self.flops = step_flops(self.shape, self.shape.batch, self.tokens, self.program)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..comm import World
 from ..layout import Layout
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
+from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
 from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
@@ -120,9 +121,12 @@ class _Tracer:
         # Under tp without seq every rank has the same outputs, and the first one keeps them.
         if self.parts > 1 or self.tp == 0:
             for number, piece in local.pieces.items():
-                self._wrap(number, piece, model.pieces[number][0])
+                name = model.pieces[number][0]
+                last = number + 1 == len(model.pieces) or model.pieces[number + 1][0] != name
+                self._wrap(number, piece, name, last=last)
 
-    def _wrap(self, number: int, piece: Piece, name: str) -> None:
+    def _wrap(self, number: int, piece: Piece, name: str, *, last: bool) -> None:
+        """`last`: of a block that is several pieces, what the last one puts out is compared."""
         plain = piece.forward
         chosen: list[Tensor] = []
         for _, router in routers([(name, piece.module)]):
@@ -139,7 +143,8 @@ class _Tracer:
                 numbers = project(y)
                 valid = tokens > 0
                 seen = tokens[valid].cpu() - 1, numbers[valid].cpu()
-                self.outputs.setdefault(name, []).append(seen)
+                if last:
+                    self.outputs.setdefault(name, []).append(seen)
                 if chosen:
                     own = chosen[-1].sort(-1).values
                     self.routes.setdefault(name, []).append((seen[0], own[valid].cpu()))
@@ -169,7 +174,7 @@ def train_layout(
     world: World, layout: Layout, program: Program, model: Callable[[], Model], setting: Setting
 ) -> Seen:
     """This rank's view of a few steps in a layout; every rank of the world calls it."""
-    mine = model()
+    mine = cut_blocks(model(), layout)
     local = build_local(
         world, layout, mine, program, seed=setting.seed, precision=setting.precision, poison=True
     )
