@@ -3,15 +3,18 @@ process whatever each unit is sharded and replicated over."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from phalanx.comm import World
 from phalanx.comm.launch import launch
-from phalanx.layout import Layout, LayoutError, Rules, rules
-from phalanx.layout.stages import partial_pieces
+from phalanx.layout import Layout, LayoutError, Rules, program_pieces, rules
+from phalanx.layout.stages import frozen_pieces, partial_pieces, program_experts
 from phalanx.parallel import Model, Precision, build_model, groups, microbatches
+from phalanx.parallel.experts import cut_blocks, expert_pieces
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
 from phalanx.parallel.local import build_local
 from phalanx.parallel.tensor import partial_units
@@ -114,13 +117,20 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
 
 
 @pytest.mark.parametrize("name", ["gqa", "gpt", "qwen", "experts", "mlp"])
-@pytest.mark.parametrize("text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq"])
+@pytest.mark.parametrize("text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq", "ep2", "ep2 tp2 seq"])
 def test_what_a_shape_says_of_sums_over_tp_follows_from_the_rule_table(
     name: str, text: str
 ) -> None:
-    shape, layout = SHAPES[name], Layout.parse(text)
-    found = partial_units(build_model(shape), layout)
-    assert set(partial_pieces(layout, shape)) == found
+    layout = Layout.parse(text)
+    for shape in (
+        SHAPES[name], replace(SHAPES[name], norms="both"), replace(SHAPES[name], freeze=("layers.1",))
+    ):  # fmt: skip
+        if layout.ep == 1 or shape.experts:
+            model = cut_blocks(build_model(shape), layout)
+            assert set(partial_pieces(layout, shape)) == partial_units(model, layout)
+            assert frozen_pieces(layout, shape) == model.frozen_units
+            assert program_experts(layout, shape) == expert_pieces(model)
+            assert len(program_pieces(layout, shape)) == len(model.pieces)
 
 
 def test_a_tied_unit_alone_has_a_group_over_the_stages_that_use_it() -> None:

@@ -80,16 +80,17 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
             ))  # fmt: skip
             if inner == 1 and dp > 1:
                 continue
-            for zero, seq, order, recompute in product(
-                range(4), (False, True), _orders(pp), _recomputes(axes)
+            for zero, seq, order, recompute, overlap in product(
+                range(4), (False, True), _orders(pp), _recomputes(axes), (False, True)[:ep]
             ):
                 if zero == 0 and inner != dp:
                     continue
                 schedule, chunks, m = order
                 try:
                     yield Layout(
-                        mesh, seq, zero, schedule, chunks, m, recompute=recompute, precision=FP64
-                    )
+                        mesh, seq, zero, schedule, chunks, m,
+                        recompute=recompute, precision=FP64, overlap=overlap,
+                    )  # fmt: skip
                 except LayoutError:
                     continue
 
@@ -123,7 +124,7 @@ def _features(x: Layout) -> dict[str, object]:
     return {
         "dp": x.dp, "shard": x.mesh.of("dp.shard"), "pp": x.pp, "ring": x.mesh.of("cp.ring"),
         "ulysses": x.mesh.of("cp.ulysses"), "tp": x.tp, "ep": x.ep, "seq": x.seq, "zero": x.zero,
-        "order": (x.schedule, x.chunks, x.microbatches), "recompute": x.recompute,
+        "overlap": x.overlap, "order": (x.schedule, x.chunks, x.microbatches), "recompute": x.recompute,
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ class ScheduleTraits(NamedTuple):
     splits_backward: bool = False  # input and weight gradients are separate operations
     v_shape: bool = False  # of P ranks, rank r has the stages r and 2P - 1 - r; else r, P + r, ...
     searched: bool = False  # the order depends on what operations cost
+    forward_first: bool = False  # a forward stands before the backward that is computed beside it
 
 
 ACCUM, NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED = "accum", "naive", "gpipe", "1f1b", "interleaved"

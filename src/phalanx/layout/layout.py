@@ -35,7 +35,7 @@ _SCHEDULE = re.compile(
     rf"(?::(?P<m>{_N}))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
-_OPTIONS = """seq zero0 zero1 zero2 zero3 gather:step gather:micro reduce:step reduce:micro prefetch:1
+_OPTIONS = """seq overlap zero0 zero1 zero2 zero3 gather:step gather:micro reduce:step reduce:micro prefetch:1
     recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective recompute:fit
     offload:weights offload:optimizer offload:activations stages:2-2 compile compile:max"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS]
@@ -93,6 +93,7 @@ class Layout:
     stages: tuple[int, ...] = ()
     precision: str = FP32
     compile: str = ""
+    overlap: bool = False  # one microbatch's forward beside another's backward
 
     def __post_init__(self) -> None:
         fill = object.__setattr__
@@ -194,6 +195,7 @@ class Layout:
     def __str__(self) -> str:
         words = [str(a) for a in self.mesh.axes]
         words += ["seq"] * self.seq
+        words += ["overlap"] * self.overlap
         words += [f"zero{self.zero}"] * (self.zero > 0)
         words += _schedule_words(self)
         words += [f"gather:{self.gather}"] * (self.gather != _gather(self))
@@ -243,8 +245,8 @@ def _schedule_words(x: Layout) -> list[str]:
 def _meaning(word: str) -> dict[str, object]:
     """The fields that one word of a layout sets."""
     key, _, value = word.partition(":")
-    if word == "seq":
-        return {"seq": True}
+    if word in ("seq", "overlap"):
+        return {word: True}
     if word in ("zero0", "zero1", "zero2", "zero3"):
         return {"zero": int(word[-1])}
     if word in PRECISIONS:

@@ -57,6 +57,10 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
         yield Violation("seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2.")
+    if x.overlap and (x.ep == 1 or x.microbatches == 1):
+        why = "ep=1" if x.ep == 1 else "one microbatch"
+        way_out = "Leave overlap out, or use ep2 and two microbatches or more."
+        yield Violation("overlap", f"overlap has nothing to hide with {why}.", way_out)
     if s.kind == "mlp":
         if s.hidden % x.tp:
             what = f"tp={x.tp} does not divide hidden={s.hidden}."
@@ -247,6 +251,16 @@ def _distance(a: Layout, b: Layout) -> float:
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")
     )
-    chosen = ("seq", "zero", "schedule", "chunks", "gather", "reduce", "recompute", "stages")
+    chosen = (
+        "seq",
+        "overlap",
+        "zero",
+        "schedule",
+        "chunks",
+        "gather",
+        "reduce",
+        "recompute",
+        "stages",
+    )
     others = sum(getattr(a, name) != getattr(b, name) for name in chosen)
     return float(axes + 0.5 * others) + 0.25 * abs(math.log2(a.microbatches / b.microbatches))

@@ -20,7 +20,7 @@ from ..layout import LayoutError, Rules, Shape
 from ..layout.rules import AXIS_OF, LORA
 from ..layout.shape import HUB
 from ..layout.source import load_source, running, split_name
-from ..models import Decoder, DeepMlp, RopeScaling, adapt, decoder, draw_lora, mlp
+from ..models import Decoder, DeepMlp, MergingPart, RopeScaling, adapt, decoder, draw_lora, mlp
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -94,10 +94,12 @@ class Model:
 
     @cached_property
     def frozen_units(self) -> tuple[int, ...]:
-        """The pieces of whose units no weight is trained, or that have none."""
+        """The pieces of whose units no weight is trained; of a block, also a part that has none."""
         count = len(self.pieces)
-        trained = {u % count for name, u in self.unit_of.items() if name not in self.frozen}
-        return tuple(sorted({*range(count)} - trained))
+        units = {name: unit % count for name, unit in self.unit_of.items()}
+        trained = {unit for name, unit in units.items() if name not in self.frozen}
+        parts = {n for n, (_, piece) in enumerate(self.pieces) if isinstance(piece, MergingPart)}
+        return tuple(sorted({*units.values(), *parts} - trained))
 
     @cached_property
     def unit_of(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from .passes import (
     matrices,
     messages,
     offload_activations,
+    overlap,
     recompute,
     recompute_to_fit,
     reduce,
@@ -62,8 +63,13 @@ def build(
         order = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
     program = expand(Program(order.rows, layout.mesh), stages, tied, frozen)
 
+    def beside(program: Program) -> Program:
+        first = traits(layout.schedule).forward_first
+        chosen = experts and (layout.overlap or first)
+        return overlap(program, stages, experts, forward_first=first) if chosen else program
+
     def rest(program: Program) -> Program:
-        program = sum_parts(_placed(layout, program, experts, overlaps), parts)
+        program = sum_parts(_placed(layout, beside(program), experts, overlaps), parts)
         return matrices(finish(program, agree=agree), whole)
 
     if layout.recompute != "fit":

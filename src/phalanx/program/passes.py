@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise, zip_longest
 
 from . import ops
 from .memory import Sizes, peaks
@@ -168,6 +168,58 @@ def offload_activations(program: Program) -> Program:
             before[computes[turn[min(uses)] - 1]].append(Op(ops.RELOAD, op.piece, op.index))
         rows.append(_woven(row, before, after))
     return program.with_rows(rows)
+
+
+def overlap(
+    program: Program, stages: Sequence[range], experts: Collection[int], *, forward_first: bool
+) -> Program:
+    """One microbatch's forward beside another's backward, where one follows the other: in turn up to
+    where tokens are sent and where they are taken, so that they travel while the other is computed.
+
+    A rank holds a part of a microbatch more than without. `forward_first` says which one stands first
+    in a pair: in a pipeline the other way round waits for itself.
+    """
+    stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
+    into = {*experts, *(piece + 1 for piece in experts)}
+    wanted = (_FORWARD, _BACKWARD) if forward_first else (_BACKWARD, _FORWARD)
+    rows = []
+    for row in program.rows:
+        alike = groupby(row, lambda op: (_way(op), stage_of[op.piece], op.index))
+        runs = [(way, m, list(run)) for (way, _, m), run in alike]
+        out: list[Op] = []
+        while runs:
+            way, m, run = runs.pop(0)
+            # Weight gradients between the two are put off.
+            later = next((i for i, other in enumerate(runs) if other[0] != _WEIGHTS), 0)
+            if runs and (way, runs[later][0]) == wanted and m != runs[later][1]:
+                beside = runs.pop(later)[2]
+                both = _travels(run, into), _travels(beside, into)
+                pairs: Iterable[tuple[list[Op], ...]] = zip_longest(*both, fillvalue=[])
+                run = [op for pair in pairs for part in pair for op in part]
+            out += run
+        rows.append(out)
+    return program.with_rows(rows)
+
+
+_FORWARD, _BACKWARD, _WEIGHTS = range(3)
+
+
+def _way(op: Op) -> int:
+    if op.kind == ops.WEIGHT_GRADIENT:
+        return _WEIGHTS
+    return _FORWARD if op.kind == ops.FORWARD else _BACKWARD
+
+
+def _travels(run: Sequence[Op], into: Collection[int]) -> list[list[Op]]:
+    """A run of one microbatch, cut behind every operation whose result is sent to other ranks."""
+    parts: list[list[Op]] = [[]]
+    for op in run:
+        parts[-1].append(op)
+        if (op.piece + 1 if op.kind == ops.FORWARD else op.piece) in into and (
+            op.kind == ops.FORWARD or op.kind in ops.PROPAGATES
+        ):
+            parts.append([])
+    return parts
 
 
 def exchange(program: Program, experts: Collection[int]) -> Program:
