@@ -114,9 +114,9 @@ def experts_model() -> Model:
 
 AXES = ("dp.shard",)
 PAINT = ops.KINDS[ops.REDUCE].paint
-TOKENS = Kind("J", "exchange tokens", "send each token to the rank that has its expert, or back",
+TOKENS = Kind("C", "exchange tokens", "send each token to the rank that has its expert, or back",
               ops.MICROBATCH, "tokens", AXES, (ops.VALUE,), (ops.VALUE,), PAINT)  # fmt: skip
-GRADIENTS = Kind("M", "exchange gradients", "send the tokens' gradients back the way they came",
+GRADIENTS = Kind("X", "exchange gradients", "send the tokens' gradients back the way they came",
                  ops.MICROBATCH, "tokens", AXES, (ops.GRADIENT,), (ops.GRADIENT,), PAINT)  # fmt: skip
 
 
@@ -284,10 +284,10 @@ def test_exchanges_are_operations_like_any_other() -> None:
     assert Program.parse(str(program)) == program
     costs = {"F": 1.0, "B": 2.0}
     plain = simulate(program, Costs(costs)).makespan
-    assert simulate(program, Costs({**costs, "J": 0.5, "M": 0.5})).makespan > plain
-    moved = Op("J", 3, 1)
+    assert simulate(program, Costs({**costs, "C": 0.5, "X": 0.5})).makespan > plain
+    moved = Op("C", 3, 1)
     late = program.with_rows(
         [*(op for op in row if op != moved), *[moved] * (moved in row)] for row in program.rows
     )
-    with pytest.raises(ProgramError, match="3F1 stands before 3J1, which it needs"):
+    with pytest.raises(ProgramError, match="3F1 stands before 3C1, which it needs"):
         check(late)

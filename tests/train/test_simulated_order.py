@@ -187,9 +187,9 @@ def _by_op(spans: tuple[Span, ...], rank: int, lane: str) -> dict[str, tuple[flo
 
 FAST = {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1, "U": 0.2, "G": 0.7, "S": 0.9, "H": 0.4, "T": 0.5,
         "N": 0.1, "A": 0.3, "O": 0.6, "Z": 0.8, "L": 0.8, "Q": 0.6, "K": 0.1,
-        "E": 0.5, "X": 0.5, "send": 0.3}  # fmt: skip
+        "E": 0.5, "J": 0.5, "send": 0.3}  # fmt: skip
 SLOW = {**FAST, "G": 3.5, "S": 7.0, "H": 5.0, "T": 4.0, "N": 9.0, "O": 4.0, "Z": 3.0, "L": 3.0, "Q": 4.5,
-        "K": 0.6, "E": 2.4, "X": 2.4, "send": 2.5}  # fmt: skip
+        "K": 0.6, "E": 2.4, "J": 2.4, "send": 2.5}  # fmt: skip
 LAYOUTS = (
     ("gqa", "dp2"), ("gqa", "dp2 zero3 accum:2"), ("gqa", "dp2 zero2 accum:3 prefetch:2"),
     ("gqa", "dp2x2 zero2 accum:2"), ("gqa", "dp2x2 zero3"), ("gqa", "pp2 1f1b:3"),
@@ -259,7 +259,7 @@ def test_dispatch_is_hidden_behind_another_microbatch() -> None:
     """Nine pieces, two of them experts: of a microbatch tokens travel eight times, 0.5 s each, beside
     9 s of forward and 18 s of backward. Overlapped, nobody waits but in the first forward and in the
     last backward, four times each."""
-    kinds = {**dict.fromkeys(FAST, 0.0), "F": 1.0, "B": 2.0, "E": 0.5, "X": 0.5}
+    kinds = {**dict.fromkeys(FAST, 0.0), "F": 1.0, "B": 2.0, "E": 0.5, "J": 0.5}
     for text, seconds in (("ep2 accum:3", 81 + 3 * 8 * 0.5), ("ep2 accum:3 overlap", 81 + 8 * 0.5)):
         program, timeline, _ = launch(
             timed_step, 2, Layout.parse(text), "experts", True, kinds, backend="threads", timeout=60

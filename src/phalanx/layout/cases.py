@@ -87,10 +87,8 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
                     continue
                 schedule, chunks, m = order
                 try:
-                    yield Layout(
-                        mesh, seq, zero, schedule, chunks, m,
-                        recompute=recompute, precision=FP64, overlap=overlap,
-                    )  # fmt: skip
+                    x = Layout(mesh, seq, zero, schedule, chunks, m, precision=FP64)
+                    yield replace(x, recompute=recompute, overlap=overlap)
                 except LayoutError:
                     continue
 

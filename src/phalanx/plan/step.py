@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 from ..layout import Axis, Layout, Mesh, Shape, piece_layout, program_pieces, stage_pieces
@@ -542,10 +542,8 @@ def _built(
     experts: tuple[int, ...],
     overlaps: bool,
 ) -> _Built:
-    program = build(
-        layout, stages, tied,
-        agree=True, parts=parts, frozen=frozen, experts=experts, overlaps=overlaps,
-    )  # fmt: skip
+    step = partial(build, layout, stages, tied, agree=True, overlaps=overlaps)
+    program = step(parts=parts, frozen=frozen, experts=experts)
     return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 

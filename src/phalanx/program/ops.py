@@ -100,7 +100,7 @@ _TABLE = (
     # Into the experts it is their dispatch, into what follows them what they made of it.
     Kind("E", "exchange tokens", "send tokens to the ranks that have their experts, or back",
          MICROBATCH, "tokens", ("ep",), (VALUE, ROUTES), (VALUE,), _SILVER),
-    Kind("X", "exchange gradients", "send the gradients of tokens back the way these came",
+    Kind("J", "exchange gradients", "send the gradients of tokens back the way these came",
          MICROBATCH, "tokens", ("ep",), (GRADIENT,), (GRADIENT,), _SILVER),
     Kind("G", "gather weights", "gather the weights of a unit",
          UNIT, "gather", _SHARDS, (HOME,), (WEIGHTS,), _NAVY),
