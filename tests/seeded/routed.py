@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.comm import Work
 from phalanx.models import ExpertMlps, Router
 from phalanx.models.experts import _Counted
-from phalanx.parallel import Unit, batch, groups, local, tensor
+from phalanx.parallel import Unit, batch, experts, groups, local, tensor
 from phalanx.parallel.groups import UnitAxes
 from phalanx.parallel.tensor import Weight, _Installer
 from phalanx.train import executor
