@@ -302,9 +302,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4424, "program": 3245, "draw": 1450, "plan": 5091, "models": 1681, "comm": 4720,
-    "parallel": 3964, "cost": 1241, "bench": 1195, "train": 7525, "verify": 1436, "report": 600,
-    "lab": 2884, "hang": 1059, "cli": 4905, "api": 1442,
+    "layout": 4484, "program": 3387, "draw": 1450, "plan": 5125, "models": 1811, "comm": 4720,
+    "parallel": 3987, "cost": 1278, "bench": 1195, "train": 7543, "verify": 1441, "report": 600,
+    "lab": 2884, "hang": 1059, "cli": 4907, "api": 1451,
 }  # fmt: skip
 
 
