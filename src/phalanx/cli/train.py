@@ -348,6 +348,7 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     from ..program import ProgramError
     from ..train.checkpoint import steps
     from ..train.checkpoint_format import CheckpointError
+    from ..train.checkpoint_memory import newest_in_memory
     from ..train.data import DataError
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
@@ -376,7 +377,8 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
         except failures as error:
             complain(f"{type(error).__name__}: {error}")
             break
-        saved = next((path.name for path in steps(config.checkpoints)), "the beginning")
+        saved = max(newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), "")
+        saved = saved or "the beginning"
         if saved == before:
             complain(
                 f"The ranks are not started again: they began with {saved}, and saved nothing."

@@ -65,6 +65,9 @@ class Hosted:
     hosts: tuple[str, ...]  # all of the run, this one included
     timeout: float
     ranks: tuple[tuple[int, int, int, tuple[str, ...]], ...]
+    memory: str = (
+        ""  # a folder of this host's that goes with the process that has started the ranks
+    )
 
     @classmethod
     def parse(cls, text: str) -> Hosted:
@@ -76,6 +79,7 @@ class Hosted:
             tuple(map(str, table["hosts"])),
             float(table["timeout"]),
             ranks,
+            str(table.get("memory", "")),
         )
 
     def __str__(self) -> str:
@@ -455,4 +459,17 @@ def main() -> int:
         watcher.end(found)
     with suppress(OSError):
         hosted.path.unlink()
+    if hosted.memory:
+        _remove_with_owner(Path(hosted.memory))
     return 0
+
+
+def _remove_with_owner(folder: Path) -> None:
+    """Wait for the process that is named in a folder's name, which may start its ranks again, and
+    remove the folder when it has ended."""
+    import shutil
+
+    pid, started = map(int, folder.name.split("-")[2:4])
+    while alive(pid, started) and folder.exists():
+        time.sleep(_POLL)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -104,6 +104,12 @@ class Training:
     """What happens when ranks fail or are missing."""
 
     restarts: int = key(0, "times that local ranks start again after one has failed", minimum=0)
+    in_memory: int = key(
+        0,
+        "steps between checkpoints in the memory of the hosts, each part also on the next host, from which"
+        " ranks go on that are started again; 0: none",
+        minimum=0,
+    )
     fallback: str = key(
         "", "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2"
     )

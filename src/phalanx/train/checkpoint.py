@@ -106,7 +106,7 @@ class Saver:
         error = make_hidden(hidden) if self.group.rank == 0 else ""
         if errors := errors_of(self.group, error):
             return (*before, self._decide(progress.step, errors))
-        snapshot = self._snapshot(progress)
+        snapshot = self.snapshot(progress)
         self.pending = _Pending(progress.step, hidden, self.asynchronous)
         self.pending.begin(partial(self.pending.write, snapshot, self.group.rank))
         return before if self.asynchronous else (*before, *self.finish())
@@ -148,7 +148,7 @@ class Saver:
             raise CheckpointError(f"{path} could not be saved, what was before stays. {error}")
         return Saved(step, path, error, notice)
 
-    def _snapshot(self, progress: Progress) -> Snapshot:
+    def snapshot(self, progress: Progress) -> Snapshot:
         """This rank's own numbers on the host. They are copied unless training waits for the file."""
         numbers = {tensor.title: (tensor, own) for tensor, own in owned(self.local, self.updates)}
         device = self.local.pool.device
@@ -315,7 +315,7 @@ def commit(
     finishing: dict[str, Callable[[], None]] = {
         "its folder could not be brought to the disk": lambda: sync_folder(folder),
         "what it replaces could not be removed": lambda: _remove(replaced),
-        "old checkpoints could not be removed": lambda: _prune(folder, path, keep, spare),
+        "old checkpoints could not be removed": lambda: prune(folder, path, keep, spare),
     }
     wrong = []
     for what, finish in finishing.items():
@@ -326,7 +326,7 @@ def commit(
     return "", "; ".join(wrong)
 
 
-def _prune(folder: Path, newest: Path, keep: int, spare: Path | None) -> None:
+def prune(folder: Path, newest: Path, keep: int, spare: Path | None = None) -> None:
     """Remove old ones. Later steps than the one just made are of a course that was left, by damage
     or by choice: they are set aside, or the next start would go back to them."""
     there = steps(folder)

@@ -524,7 +524,7 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
     bytes are read, and their headers compared with the manifest."""
     folder = Folder(path, CheckpointError)
     own = range(rank, len(manifest.files), ranks)
-    wrong = [fault for number in own if (fault := _damage(folder, manifest, number))]
+    wrong = [fault for number in own if (fault := damage(folder, manifest, number))]
     if wrong:
         return wrong
     headers = {}
@@ -549,7 +549,7 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
     return wrong
 
 
-def _damage(folder: Folder, manifest: Manifest, number: int) -> str:
+def damage(folder: Folder, manifest: Manifest, number: int) -> str:
     """One line for a file that is gone, or not what was written."""
     file = manifest.files[number]
     path = folder.path / file.name

@@ -43,6 +43,7 @@ from .checkpoint_format import (
     read_into,
     read_manifest,
 )
+from .checkpoint_memory import MemoryCheckpoints
 from .checkpoint_remote import fetch_newer
 from .folder import Folder
 from .optimizer import Update
@@ -73,16 +74,23 @@ def load(
     identity: ModelIdentity | None = None,
     adopt: bool = False,
     remote: str = "",
+    memory: MemoryCheckpoints | None = None,
 ) -> Loaded | None:
     """Go on from the newest sound checkpoint of a run, in this layout. None when there is none. One that
-    is newer at the URL `remote` is fetched first.
+    is newer at the URL `remote` is fetched first. Nothing of them is read where what is in `memory` is no
+    older.
 
     Every rank calls it. Nothing is changed before all ranks have found the files sound and the
     model to be that of `identity`, or at least the tensors to be those of the model: that is all
     with `adopt`.
     """
     group = local.groups.everyone
-    path, manifest, damaged = choose(folder, group, remote)
+    chosen: Chosen = None, None, ()
+    if memory is not None:
+        there = str(next((int(p.name[5:]) for p in steps(folder)), 0)) if group.rank == 0 else ""
+        if found := memory.find(int(broadcast_text(group, there))):
+            chosen = (*found, ())
+    path, manifest, damaged = chosen if chosen[0] else choose(folder, group, remote)
     if path is None or manifest is None:
         return None
     if identity is not None and not adopt:

@@ -34,6 +34,7 @@ from .checkpoint import Saved, Saver
 from .checkpoint_exchange import HubReader
 from .checkpoint_format import Progress
 from .checkpoint_load import begin, changed_settings, load
+from .checkpoint_memory import MemoryCheckpoints, memory_folder
 from .checkpoint_remote import Uploader
 from .executor import StepResult
 from .learning_rate import learning_rate
@@ -42,7 +43,7 @@ from .log import RunLog, memory_of
 from .program import shape_of
 from .rank import Rank
 from .stragglers import OwnTime, Stragglers
-from .watched import tell_compilations, watched
+from .watched import host, tell_compilations, watched
 
 STOP = "STOP"  # a file of this name in the run's folder stops it as SIGTERM does
 IN_A_ROW = 3  # so many steps that are not finite end a run
@@ -204,6 +205,9 @@ class _Loop:
         self.uploader: Uploader | None = None
         if kept.remote and rank.world.rank == 0:
             self.uploader = Uploader(kept.remote, kept.keep)
+        self.memory: MemoryCheckpoints | None = None
+        if rank.run.train.in_memory:
+            self._open_memory()
         self.bad = 0
         self.own = OwnTime()
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
@@ -244,8 +248,19 @@ class _Loop:
             self._decided(self.saver.finish())
             if run.checkpoint.remote:
                 self._finish_uploads()
+        if self.memory:
+            self.memory.close()
         self._end(done, stopped)
         return Outcome(done, self.loss, self.validated[1], stopped, self.unsaved)
+
+    def _open_memory(self) -> None:
+        """Keep checkpoints in memory, if something outlives the ranks on every host."""
+        folder = memory_folder(self.run_)
+        if errors_of(self.everyone, "" if folder else "none"):
+            text = "no checkpoints in memory: they need ranks that are processes, or torchrun's"
+            self.log.notice("not kept", text)
+        elif folder:
+            self.memory = MemoryCheckpoints(folder, host(), self.rank.local, self.rank.updates)
 
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
@@ -256,8 +271,9 @@ class _Loop:
             identity=self.rank.identity,
             adopt=self.run_.checkpoint.adopt,
             remote=self.run_.checkpoint.remote,
+            memory=self.memory,
         )
-        if loaded and self.uploader:
+        if loaded and self.uploader and loaded.path.parent == self.run_.checkpoints:
             self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
         if loaded is None:
             if hub := self.run_.hub:
@@ -385,6 +401,11 @@ class _Loop:
         last = done == run.steps
         if run.validation.batches and (last or _due(done, run.validation.every)):
             self._validate(done)
+        if self.memory and not last and not stopped and _due(done, run.train.in_memory):
+            with self.positions.phase("saving", str(self.memory.folder)):
+                if errors := self.memory.save(self._progress(done)):
+                    text = f"step {done}  not kept in memory: {errors[0]}"
+                    self.log.event("not kept", text, step=done, error=errors[0])
         if last or stopped or _due(done, run.checkpoint.every):
             with self.positions.phase("saving", str(run.checkpoints)):
                 self._decided(self.saver.save(self._progress(done)))

@@ -24,6 +24,7 @@ from ..hang.diagnosis import PATIENCE
 from ..hang.positions import started_at
 from ..layout.files import write_text
 from ..layout.run import Run
+from .checkpoint_memory import memory_folder
 
 # Nothing that a launcher sets: who looks for its ranks by their environment finds ranks only.
 _ENVIRONMENT = {
@@ -48,17 +49,22 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
         return
     mine = [world.rank, os.getpid(), started_at(os.getpid()), positions.paths]
     group = world.split("watched", [range(world.size)])
-    texts = exchange(group, json.dumps([_host(), mine]))
+    texts = exchange(group, json.dumps([host(), mine]))
     world.release("watched")
     hosts: dict[str, list[Any]] = {}
-    for host, rank in map(json.loads, texts):
-        hosts.setdefault(host, []).append(rank)
-    ranks = hosts[_host()]
+    for name, rank in map(json.loads, texts):
+        hosts.setdefault(name, []).append(rank)
+    ranks = hosts[host()]
     positions.watched = all(rank[3] for rank in ranks) and run.hang.timeout > 0
     if ranks[0][0] == world.rank and all(rank[3] for rank in ranks):
         _start_watcher(
             Hosted(
-                _host(), str(Path(run.out).resolve()), tuple(hosts), run.hang.timeout, tuple(ranks)
+                host(),
+                str(Path(run.out).resolve()),
+                tuple(hosts),
+                run.hang.timeout,
+                tuple(ranks),
+                str(memory_folder(run) or ""),
             )
         )
     world.record(positions)
@@ -71,7 +77,7 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
         world.record(None)
 
 
-def _host() -> str:
+def host() -> str:
     """The processes that can see each other: those of one host, and there of one container."""
     space = ""
     with suppress(OSError):
