@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from adversary import late_worlds
 from phalanx.layout import Layout, LayoutError, Rules
+from phalanx.layout.matrices import orthogonal_work
 from phalanx.parallel import Model, build_model, cut_weights
 from phalanx.program import Costs, Op, Program, check, ops, simulate
-from phalanx.train.muon import Muon, cost_of, matrices_of, orthogonalized
+from phalanx.train.muon import Muon, matrices_of, orthogonalized
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, covering, every_layout, verify
 from phalanx.verify.trial import Setting, join, program_in, train_layout
@@ -177,17 +178,17 @@ def test_the_dearest_owner_has_at_most_a_matrix_more_than_its_share(ranks: int) 
         )
         blocks = matrices_of(unit)
         assert len(blocks) == 7
-        costs = [cost_of(b.weight) for b in blocks]
-        loads = [sum(cost_of(b.weight) for b in blocks if b.owner == r) for r in range(ranks)]
+        costs = [b.work for b in blocks]
+        loads = [sum(b.work for b in blocks if b.owner == r) for r in range(ranks)]
         assert max(loads) <= sum(costs) / ranks + max(costs)
-        firsts.add(max(blocks, key=lambda b: cost_of(b.weight)).owner)
+        firsts.add(max(blocks, key=lambda b: b.work).owner)
     assert len(firsts) > 1 or ranks == 1
 
 
 def test_the_cost_of_a_matrix_is_that_of_its_products() -> None:
     """Five steps: x x^T and p x have 2 r r c each with r <= c, the square of x x^T 2 r r r; in halves."""
-    weight: Any = SimpleNamespace(matrices=((slice(0, 4), slice(0, 10)),))
-    assert cost_of(weight) == 5 * (4 * 4 * 10 + 4 * 4 * 4 + 4 * 4 * 10)
+    assert orthogonal_work(10, 4) == orthogonal_work(4, 10)
+    assert orthogonal_work(4, 10) == 5 * (4 * 4 * 10 + 4 * 4 * 4 + 4 * 4 * 10)
 
 
 def test_the_ways_to_and_from_owners_are_simulated_and_needed() -> None:

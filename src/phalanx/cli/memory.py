@@ -40,6 +40,7 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
     profile = replace(
         state,
         optimizer_bytes=state.optimizer_bytes - (2 - moments(run)) * width,
+        muon=run.optimizer.name == "muon",
         context=request.profile.context,
         reserve=request.profile.reserve,
     )

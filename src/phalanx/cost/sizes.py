@@ -124,5 +124,6 @@ def _of_units(
         gathered=each(lambda unit: 0 if unit.resident else unit.numel * compute, frozen=True),
         gradient=each(lambda unit: unit.numel * precision.reduce.itemsize),
         gradient_shard=parts if layout.shards > 1 else (),
-        optimizer=each(lambda unit: 2 * unit.part * unit.precision.master.itemsize),
+        optimizer=each(lambda unit: unit.state * unit.precision.master.itemsize),
+        matrices=each(lambda unit: 3 * unit.moved * unit.precision.master.itemsize),
     )

@@ -249,6 +249,17 @@ class Unit:
             if start < stop:
                 yield Entry(weight, start - offset, stop - offset, start - self.start)
 
+    @property
+    def moved(self) -> int:
+        """How many numbers of its part are of matrices that are brought to owners."""
+        matrices = (e for e in self.entries() if e.weight.matrices and self.groups.matrices)
+        return sum(each.stop - each.start for each in matrices)
+
+    @property
+    def state(self) -> int:
+        """How many numbers an optimizer keeps of this rank's part: Adam's two, Muon's one of matrices."""
+        return 2 * self.part - self.moved
+
     @cached_property
     def counted_runs(self) -> list[slice]:
         """The runs of this rank's part that the gradient norm counts here."""

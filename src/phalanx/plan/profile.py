@@ -58,6 +58,7 @@ class SoftwareProfile:
     )
     one_port: bool = key(False, "a data-parallel collective uses one port of a server, not all")
     balanced: bool = key(False, "stages count embedding and head as blocks; else blocks are even")
+    muon: bool = key(False, "the matrices of blocks are updated whole, by Muon")
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")
     reduce_bytes: float = key(4.0, "of a gradient on the group")

@@ -22,6 +22,7 @@ from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, 
 from ..program.simulate import timeline as spans
 from ..program.state import State
 from .hardware import Hardware
+from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, program_matrices
 from .price import PieceParts, PieceTimes, piece_parts
 from .profile import SoftwareProfile
 
@@ -407,6 +408,13 @@ def costs_of(
     for n, (piece, t) in enumerate(every):
         known = alike[id(t), _frozen(case.shape, piece, t)]
         pieces |= {(kind, n): time for kind, time in known.items()}
+    owned: dict[Matrices, MatrixTimes] = {}
+    for n, matrices in enumerate(program_matrices(case.shape, x)) if profile.muon else ():
+        took = owned.get(matrices) or matrix_times(matrices, x, hardware)
+        owned[matrices] = took
+        pieces[ops.UPDATE, n] += took.update
+        pieces[ops.TO_OWNERS, n] = took.to_owners * alone
+        pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
     near = distance(x, "ep")
     for n in program_experts(x, case.shape):
         told = network.seconds("all_to_all", _NUMBER * case.shape.experts, x.ep, near)
@@ -474,6 +482,10 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
         optimizer=trained(held, cut=True),
         edge=each(lambda t: t.edge),
         selected=each(lambda t: t.selected),
+        matrices=tuple(
+            matrix_bytes(matrices, x, profile.gathered_bytes)
+            for matrices in (program_matrices(case.shape, x) if profile.muon else ())
+        ),
     )
 
 
@@ -541,9 +553,10 @@ def _built(
     frozen: tuple[int, ...],
     experts: tuple[int, ...],
     overlaps: bool,
+    whole: tuple[int, ...],
 ) -> _Built:
     step = partial(build, layout, stages, tied, agree=True, overlaps=overlaps)
-    program = step(parts=parts, frozen=frozen, experts=experts)
+    program = step(parts=parts, frozen=frozen, experts=experts, whole=whole)
     return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
 
 
@@ -553,8 +566,10 @@ def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProf
     tied = ((stages[-1][-1], 0),) if shape.tied else ()
     parts, frozen = partial_pieces(case.layout, shape), frozen_pieces(case.layout, shape)
     experts = program_experts(case.layout, shape)
+    matrices = program_matrices(shape, case.layout) if profile.muon else []
+    whole = tuple(n for n, each in enumerate(matrices) if any(each) and n not in frozen)
     if not traits(layout.schedule).searched and layout.recompute != "fit":
-        return _built(layout, stages, tied, parts, frozen, experts, profile.overlaps_data)
+        return _built(layout, stages, tied, parts, frozen, experts, profile.overlaps_data, whole)
     program = build(
         layout,
         stages,
@@ -564,6 +579,7 @@ def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProf
         frozen=frozen,
         experts=experts,
         overlaps=profile.overlaps_data,
+        whole=whole,
         costs=costs_of(case, three, hardware, profile),
         sizes=sizes_of_case(case, three, profile),
         limit=(hardware.memory - profile.context) / profile.reserve,

@@ -24,7 +24,8 @@ class Sizes:
     the weights that a rank always holds; `gathered`: the whole weights when they are not at home.
     `gradient_shard`: what is left of a gradient once it is summed; left out, sums are in place and
     the whole gradient stays until the update. `edge`: what a piece puts out, which a message takes
-    to the next stage; its gradient is as large. `sends_stay`: the group keeps a copy of what was
+    to the next stage; its gradient is as large. `matrices`: of a unit, what is sent to their owners and
+    back, and the results. `sends_stay`: the group keeps a copy of what was
     sent until the step ends, as gloo's does; else it goes when it has been received.
     """
 
@@ -39,6 +40,7 @@ class Sizes:
     optimizer: tuple[float, ...] = ()
     edge: tuple[float, ...] = ()
     selected: tuple[float, ...] = ()
+    matrices: tuple[float, ...] = ()
     sends_stay: bool = False
 
     @classmethod
@@ -86,6 +88,7 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
         state.PART: ("gradients", s.gradient_shard or s.gradient),
         state.RECEIVED: ("messages", s.edge),
         state.SENT: ("messages", s.edge if s.sends_stay else ()),
+        state.MATRICES: ("messages", s.matrices),
     }
 
 

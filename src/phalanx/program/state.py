@@ -44,6 +44,7 @@ WORKING = "working"  # needed only while the operation runs
 WHOLE = "whole"  # a unit's gradient to which contributions are added
 PART = "part"  # what is left of it once it is reduced
 SENT, RECEIVED = "sent", "received"  # a message; its piece is the lower of its two ends
+MATRICES = "matrices"  # on their ways to owners and back
 
 _NO_WEIGHTS = (
     "the weights of unit {unit}: a {unit}G must stand before it, after the last {unit}D and {unit}U"
@@ -375,6 +376,10 @@ class State:
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
         kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
+        if kind == ops.TO_OWNERS:
+            start.append(_change(MATRICES, unit, 1))
+        elif kind == ops.FROM_OWNERS:
+            end.append(_change(MATRICES, unit, -1))
         if kind in (ops.GATHER, ops.LOAD):
             there = unit in self.gathered or unit in self.loaded
             start += [Change(ops.WEIGHTS, unit, 1)] * (not there)

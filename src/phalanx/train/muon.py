@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from ..comm import Work
+from ..layout.matrices import STEPS, dealt, orthogonal_work
 from ..parallel import Unit
 from ..parallel.data import Then
 from ..parallel.groups import UnitPlace
 from ..parallel.tensor import Weight
 from .optimizer import AdamW, Scale, Update
 
-STEPS, COEFFICIENTS, TINY = 5, (3.4445, -4.7750, 2.0315), 1e-7
+COEFFICIENTS, TINY = (3.4445, -4.7750, 2.0315), 1e-7
 
 
 def orthogonalized(x: Tensor) -> Tensor:
@@ -78,6 +79,12 @@ class Matrix(NamedTuple):
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
 
+    @property
+    def work(self) -> float:
+        """Of making it orthogonal, or all that the weight joins."""
+        sides = self.weight.matrices
+        return sum(orthogonal_work(r.stop - r.start, c.stop - c.start) for r, c in sides)
+
     def span(self, unit: Unit, shard: int) -> slice:
         """Where a shard has numbers of it, counted from the shard's start."""
         begin, end = unit.part * shard, unit.part * (shard + 1)
@@ -85,28 +92,16 @@ class Matrix(NamedTuple):
         return slice(first - begin, max(min(self.stop, end), first) - begin)
 
 
-def cost_of(weight: Weight) -> float:
-    """Of making one matrix orthogonal, or all that the weight joins, in multiplications."""
-    sizes = ((r.stop - r.start, c.stop - c.start) for r, c in weight.matrices)
-    return float(sum(STEPS * (2 * a * b * min(a, b) + min(a, b) ** 3) for a, b in sizes))
-
-
 def matrices_of(unit: Unit) -> list[Matrix]:
-    """The matrices of a unit with their owners: the dearest first, each to who has least to do so far.
-    Every unit begins with another rank, as there may be fewer matrices than ranks."""
+    """The matrices of a unit with their owners. Every unit begins with another rank, as there may be
+    fewer matrices than ranks."""
     found = [
         Matrix(weight, offset + n * math.prod(weight.local[-2:]))
         for weight, offset in zip(unit.order, unit.offsets, strict=True)
         for n in range(_experts(weight) if weight.matrices else 0)
     ]
-    ranks = len(unit.groups.places)
-    first = unit.number * len(found) % ranks
-    loads = [0.0] * ranks
-    for n in sorted(range(len(found)), key=lambda n: -cost_of(found[n].weight)):
-        owner = min(range(ranks), key=lambda r: (loads[r], (r - first) % ranks))
-        loads[owner] += cost_of(found[n].weight)
-        found[n] = found[n]._replace(owner=owner)
-    return found
+    owners = dealt([m.work for m in found], len(unit.groups.places), unit.number * len(found))
+    return [m._replace(owner=owner) for m, owner in zip(found, owners, strict=True)]
 
 
 def _experts(weight: Weight) -> int:

@@ -1,0 +1,110 @@
+"""What Muon takes: the shape knows its matrices, and a plan prices their products, ways and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.api.request import request_for
+from phalanx.comm import World
+from phalanx.comm.launch import launch
+from phalanx.layout import Layout, Shape
+from phalanx.layout.matrices import dealt, orthogonal_work
+from phalanx.parallel import build_model
+from phalanx.parallel.local import build_local
+from phalanx.plan import cluster
+from phalanx.plan.hardware import hardware_of
+from phalanx.plan.matrices import matrix_bytes, matrix_times, program_matrices
+from phalanx.plan.profile import profile
+from phalanx.plan.step import Pricer
+from phalanx.program.memory import Sizes, peaks
+from phalanx.train.muon import Muon, MuonUpdate
+from phalanx.train.program import program_of
+from phalanx.verify import SHAPES
+
+
+@pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent", "mlp"])
+def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
+    shape = SHAPES[name]
+    model = build_model(shape)
+    for piece in range(1, shape.layers + 1):
+        found = [
+            tuple(sorted((r.stop - r.start, c.stop - c.start)))
+            for n, w in model.weights.items()
+            if n.startswith(f"layers.{piece - 1}.")
+            for r, c in model.rules.matrices(n, tuple(w.shape))
+            for _ in range(w.shape[0] if w.dim() == 3 else 1)
+        ]
+        dense, routed = shape.matrices(piece)
+        assert sorted(tuple(sorted(sides)) for sides in dense + routed) == sorted(found)
+
+
+def held(world: World, layout: Layout) -> list[tuple[int, int]]:
+    """By unit with matrices: the numbers of the plan's kind that a rank moves, and those it has."""
+    model = build_model(SHAPES["gqa"])
+    program = program_of(model, layout, agree=True, whole=True)
+    local = build_local(world, layout, model, program)
+    updates = [Muon().of(unit) for unit in local.units.values()]
+    moved = [
+        (sum(p.length for parts in u.of_theirs for p in parts), u.unit.moved)
+        for u in updates
+        if isinstance(u, MuonUpdate) and u.group is not None
+    ]
+    world.clear()
+    return moved
+
+
+def test_the_bytes_of_a_plan_are_those_that_ranks_take_of_the_owners() -> None:
+    layout = Layout.parse("dp2 tp2 zero1")
+    found = launch(held, 4, layout, backend="threads")
+    matrices = program_matrices(SHAPES["gqa"], layout)
+    for piece in range(4):
+        assert all(taken == moved for taken, moved in (each[piece] for each in found))
+        mean = sum(each[piece][0] for each in found) / 4
+        assert 3 * mean * 4 == pytest.approx(matrix_bytes(matrices[piece + 1], layout, 4.0))
+
+
+def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
+    """At a rate of one, by hand: two ranks, one has the square, the other both halves."""
+    assert dealt([orthogonal_work(4, 4), orthogonal_work(4, 2), orthogonal_work(4, 2)], 2) == [
+        0,
+        1,
+        1,
+    ]
+    assert dealt([1.0, 1.0], 3, first=2) == [2, 0]
+    shape, hardware = Shape.load("8b"), hardware_of(cluster("h100x64"))
+    matrices = program_matrices(shape, Layout())[1]
+    alone = matrix_times(matrices, Layout.parse("bf16"), hardware)
+    eight = matrix_times(matrices, Layout.parse("dp8 zero1 bf16"), hardware)
+    assert alone.to_owners == alone.from_owners == 0 < eight.to_owners
+    # Seven matrices: the work of all over eight ranks, as the largest one alone.
+    work = [orthogonal_work(*sides) for sides in matrices[0]]
+    share = max(work) / sum(work)
+    assert eight.update / alone.update == pytest.approx(share, rel=0.15)
+
+
+def test_a_plan_with_muon_takes_longer_updates_and_keeps_one_moment() -> None:
+    shape, layout = SHAPES["gqa"], Layout.parse("dp2 zero1 bf16")
+    request = request_for(shape, hardware_of(cluster("h100x8"), 2))
+    plain, muon = (
+        Pricer(replace(request, profile=profile(name))).choose(layout)
+        for name in ("phalanx", "phalanx-muon")
+    )
+    assert muon.parts["update"] > plain.parts["update"]
+    assert muon.memory["optimizer"] == pytest.approx(plain.memory["optimizer"] * 8 / 12)
+
+
+def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:
+    program = program_of(build_model(SHAPES["gqa"]), Layout.parse("dp2"), agree=True, whole=True)
+    none = (0.0,) * 6
+    (peak,) = peaks(program, Sizes(none, none, matrices=(0.0, 3.0, 3.0, 3.0, 3.0, 0.0)))
+    assert peak.kinds["messages"] == peak.total == 6.0
+
+
+def test_experts_of_other_ranks_are_owned_by_these() -> None:
+    """With ep a block is three pieces: what is dense, its experts, and what has no matrices."""
+    together, apart = (
+        program_matrices(SHAPES["experts"], Layout.parse(text)) for text in ("dp2", "ep2")
+    )
+    assert apart[2:5] == [(together[2][0], ()), ((), together[2][1]), ((), ())]
