@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from phalanx.api.request import request_for
-from phalanx.layout import Layout, Shape, legal, piece_layout, stage_pieces
+from phalanx.layout import Layout, LayoutError, Shape, legal, piece_layout, stage_pieces
 from phalanx.layout.stages import partial_pieces
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
 from phalanx.plan.profile import SoftwareProfile, profile
+from phalanx.plan.routing import Routing
 from phalanx.plan.search import Plan, Screened, baselines, judge, search
 from phalanx.plan.space import Space, spread
 from phalanx.plan.step import (
@@ -260,6 +261,52 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None
         < judge(asked, [Layout.parse("dp2 ep2 bf16")])[0].memory["weights"]
         < 0.55 * whole
     )
+
+
+def test_the_busiest_rank_is_that_with_the_most_tokens(tmp_path: Path) -> None:
+    shape = Shape.of({"layers": 1, "hidden": 8, "vocab": 9, "experts": 4, "top_k": 2})
+    file = tmp_path / "counts.json"
+    for counts, ep, times in (
+        ([5, 5, 5, 5], 2, 1.0), ([0, 0, 7, 0], 2, 2.0), ([0, 0, 7, 0], 4, 4.0), ([1, 2, 3, 4], 2, 1.4),
+        ([1, 2, 3, 4], 3, 2.1), ([9, 0, 0, 0], 1, 1.0),
+    ):  # fmt: skip
+        file.write_text(str(counts))
+        assert Routing.parse(str(file), shape).busiest(ep) == pytest.approx(times)
+    # Of 1, 1/2, 1/3 and 1/4 the first two have 18 parts of 25.
+    assert Routing.parse("zipf:1", shape).busiest(2) == pytest.approx(2 * 18 / 25)
+    assert Routing.parse("balanced", shape).busiest(4) == 1.0
+    for text, words in (("[1, 2]", "no list of 4 counts"), ("[0, 0, 0, 0]", "no list of 4")):
+        file.write_text(text)
+        with pytest.raises(LayoutError, match=words):
+            Routing.parse(str(file), shape)
+    with pytest.raises(LayoutError, match=r"write balanced, zipf:1\.0"):
+        Routing.parse("pareto", shape)
+    with pytest.raises(LayoutError, match="has no experts"):
+        Routing.parse("zipf:1", SHAPE)
+
+
+def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_token() -> None:
+    """Two ranks share experts. The one that has all tokens has twice the mean."""
+    shape = Shape.of({
+        "layers": 2, "hidden": 512, "heads": 4, "vocab": 64, "ffn": 512, "experts": 8, "top_k": 2,
+        "expert_ffn": 4096, "sequence": 512,
+    })  # fmt: skip
+    one, layout = Routing("all to one", (1.0, *[0.0] * 7)), Layout.parse("ep2 bf16")
+    even = request_for(shape, hardware("h100x2"), batch=8)
+    busy, twice = replace(even, routing=one), replace(even, shape=replace(shape, top_k=4))
+    found, wanted = (
+        Pricer(asked).three(piece_layout(layout), 4.0, False)[1].parts[1] for asked in (busy, twice)
+    )
+    sizes = [
+        [x.forward.total, x.inputs.total, x.weights_.total, x.kept, x.edge, x.weights]
+        for x in (found, wanted)
+    ]
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-9)
+    least, middle, most = (judge(asked, [layout])[0] for asked in (even, busy, twice))
+    assert 1.01 * least.step < middle.step <= most.step
+    assert 1.1 * least.memory["activations"] < middle.memory["activations"]
+    whole = [Layout.parse("dp2 bf16")]
+    assert judge(busy, whole) == judge(even, whole)
 
 
 @pytest.mark.parametrize(("name", "batch", "layers", "limit"), WORLDS)

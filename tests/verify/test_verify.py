@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from torch import Generator, Tensor
 
 from adversary import late_worlds
 from phalanx.cli.main import main
@@ -102,6 +103,22 @@ def test_a_loss_of_the_whole_batch_agrees_over_ranks() -> None:
     shape = replace(SHAPES["latent"], sequence_loss=0.0, batch_loss=0.3)
     layouts = Layout.parse_many("dp2; cp2 tp2 seq; ep2 tp2 zero3; pp2 cp2:ulysses 1f1b:1")
     assert failures(verify(shape, layouts, steps=1)) == []
+
+
+def _drawn(shape: Shape) -> Model:
+    def draw(name: str, weight: Tensor, generator: Generator) -> None:
+        weight.normal_(0.0, 0.1, generator=generator)
+        if name.endswith("router.bias"):
+            weight.zero_()[6] = 9.0
+
+    return replace(build_model(shape), draw=draw)
+
+
+def test_all_tokens_to_one_expert_agree_over_ranks() -> None:
+    """The choice of every token is the last expert of seven: all other ranks have none."""
+    shape = replace(SHAPES["experts"], top_k=1, batch=9, sequence=5)
+    layouts = Layout.parse_many("ep7; ep2 tp2 seq; ep3 zero3; pp2 ep4 zb-h1:2; ep2 recompute:all")
+    assert failures(verify(shape, layouts, steps=1, make=partial(_drawn, shape))) == []
 
 
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:

@@ -15,6 +15,7 @@ from ..layout.choices import BF16, FP32
 from ..layout.numbers import bytes_text, parse_count
 from ..plan import MachineError
 from ..plan.local import profile_for
+from ..plan.routing import BALANCED, Routing
 from ..plan.search import Baseline, Plan, baselines, search
 from ..plan.step import Choice, Request
 from . import UsageError
@@ -36,6 +37,7 @@ class PlanTerms(TypedDict, total=False):
     precision: str | None  # default bf16; fp32 on a CPU
     limit: float  # part of a device's memory
     profile: str | None  # whose software; default ours
+    routing: str | None  # how tokens are spread over experts: balanced, zipf:S, FILE.json
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
         profile=profile_for(hardware, terms.get("profile"), precision), limit=terms.get("limit", 0.85),
         piece_costs=partial(cached_costs, target=hardware.target), model=str(model) if make else "",
         cluster="" if cluster == "this" else cluster,
+        routing=Routing.parse(terms.get("routing") or BALANCED, shape),
     )  # fmt: skip
 
 

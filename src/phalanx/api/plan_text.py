@@ -10,7 +10,7 @@ from ..cost import forward_flops, step_flops
 from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout
-from ..layout.numbers import bytes_text, seconds_text
+from ..layout.numbers import bytes_text, count_text, seconds_text
 from ..plan.refused import Refusal
 from ..plan.search import Baseline, Plan
 from ..plan.step import PARTS, Choice, Request
@@ -97,6 +97,9 @@ def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> di
         "batch": request.batch,
         "batch_tokens": request.tokens,
         "precision": request.precision,
+        "parameters": request.shape.total,
+        "active_parameters": request.shape.active,
+        "routing": request.routing.text,
         "limit_gb": plan.room / 1e9,
         "considered": plan.considered,
         "fitting": plan.fitting,
@@ -131,7 +134,7 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
     r = request
     yield from wrapped(
         f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
-        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {r.precision},"
+        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {r.precision},{_experts(r)}"
         f" software as {r.profile.name!r}",
         _WIDTH,
     )
@@ -141,6 +144,14 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
         f" {r.profile.error:.0%}.",
         _WIDTH,
     )
+
+
+def _experts(r: Request) -> str:
+    """Of what MFU counts, where a token does not meet all of the model."""
+    if not r.shape.experts:
+        return ""
+    active, total = map(count_text, (r.shape.active, r.shape.total))
+    return f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:

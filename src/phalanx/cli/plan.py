@@ -108,6 +108,7 @@ def request_flags(parser: Parser) -> None:
     add("--precision", choices=PRECISIONS, help="default bf16; fp32 on a CPU")
     add("--limit", type=part, default=0.85, metavar="PART", help="of a device's memory")
     add("--profile", metavar="NAME", help="whose software; default ours")
+    add("--routing", metavar="HOW", help="of tokens over experts: zipf:1.0, or FILE.json of counts")
 
 
 def _count(text: str) -> str:
@@ -128,4 +129,5 @@ def request_of(args: argparse.Namespace) -> Request:
         precision=args.precision,
         limit=args.limit,
         profile=args.profile,
+        routing=args.routing,
     )

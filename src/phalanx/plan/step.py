@@ -15,7 +15,7 @@ from typing import Protocol
 from ..layout import Axis, Layout, Mesh, Shape, piece_layout, program_pieces, stage_pieces
 from ..layout.choices import BF16, DTYPES, FP32, SCHEDULES, traits
 from ..layout.stages import frozen_pieces, partial_pieces, program_experts
-from ..program import KINDS, Costs, Op, PieceCost, Program, Sizes, Timeline, build, ops
+from ..program import KINDS, Costs, Op, PieceCost, Program, Sizes, Timeline, build, joined, ops
 from ..program.memory import peaks
 from ..program.program import uncollected
 from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
@@ -25,6 +25,7 @@ from .hardware import Hardware
 from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, program_matrices
 from .price import PieceParts, PieceTimes, piece_parts
 from .profile import SoftwareProfile
+from .routing import Routing
 
 # The kinds of memory and the parts of a step, in the order in which they are printed.
 _MEMORY = "weights gradients optimizer activations inputs gathered messages temporary other"
@@ -83,6 +84,7 @@ class Request:
     limit: float = 0.85  # the part of a device's memory that may be used
     model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
     cluster: str = ""  # its name; empty for a measured machine
+    routing: Routing = Routing()
 
     @property
     def room(self) -> float:
@@ -179,7 +181,8 @@ class Pricer:
             self.cost([cut])
             r, kinds = self.request, self._pieces[cut]
             case = Case(r.shape, cut, rows, r.sequence)
-            e, b, h = parts_of(kinds, case, r.hardware, r.profile, cut)
+            busy = r.routing.busiest(cut.ep)
+            e, b, h = parts_of(kinds, case, r.hardware, r.profile, cut, busy)
             self._times[cut, rows, piped] = (
                 e.under(r.profile, piped),
                 b.under(r.profile, piped),
@@ -212,9 +215,15 @@ class Pricer:
 
 
 def parts_of(
-    kinds: PieceKinds, case: Case, hardware: Hardware, profile: SoftwareProfile, cut: Layout
+    kinds: PieceKinds,
+    case: Case,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    cut: Layout,
+    busy: float = 1.0,
 ) -> tuple[PieceParts, PieceParts, PieceParts]:
-    """Embedding, block and head of a case as software with the profile's facts runs them."""
+    """Embedding, block and head of a case as software with the profile's facts runs them, on a rank
+    whose experts have `busy` times as many tokens as those of a rank in the mean."""
     head, dtype = kinds.head(case.rows), case.dtype or cut.precision
     if profile.float_logits:
         # Costed is a loss that keeps logits as they are and writes the gradient over them. Where it
@@ -230,10 +239,11 @@ def parts_of(
                 head.input_gradient, moved=head.input_gradient.moved + logits * _WIDENED[1]
             ),
         )
-    costs = kinds.embed(case.rows), kinds.block(case.rows), head
+    rows = case.rows, case.rows * busy, case.rows
+    parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if cut.ep > 1 else []
+    costs = kinds.embed(case.rows), joined(parts) if parts else kinds.block(case.rows), head
     e, b, h = (piece_parts(cost, hardware, profile, cut, dtype) for cost in costs)
-    if cut.ep > 1:
-        parts = (part(case.rows) for part in kinds.parts)
+    if parts:
         inside = tuple(piece_parts(cost, hardware, profile, cut, dtype) for cost in parts)
         b = replace(b, parts=inside)
     return e, b, h
@@ -419,9 +429,10 @@ def costs_of(
     for n in program_experts(x, case.shape):
         told = network.seconds("all_to_all", _NUMBER * case.shape.experts, x.ep, near)
         pieces[ops.COUNT_ROUTES, n] = told * alone
+        # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
+        exchanged = network.seconds("all_to_all", every[n][1].edge, x.ep, near) * alone
         for to in (n, n + 1):
-            sent = network.seconds("all_to_all", every[to - 1][1].edge, x.ep, near) * alone
-            pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = sent
+            pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
     if not profile.overlaps_sends and x.pp > 1:
         # The device sends and then goes on: at the ends of virtual stages.
         for stage in filter(None, stage_pieces(x, case.shape)):
