@@ -1,9 +1,11 @@
 """Tokens on their way to experts and back, as operations: what must stand where, and what is held."""
 
+from itertools import pairwise
+
 import pytest
 
 from phalanx.layout import Layout
-from phalanx.program import Op, Program, ProgramError, Sizes, build, check, ops
+from phalanx.program import Costs, Op, Program, ProgramError, Sizes, build, check, ops, simulate
 from phalanx.program.memory import peaks
 
 STAGES = (range(5),)  # embedding, three pieces of a block with experts, head
@@ -49,6 +51,34 @@ def test_a_dispatch_after_the_experts_is_refused() -> None:
     moved = program.with_rows([*(op for op in row if op != late), late] for row in program.rows)
     with pytest.raises(ProgramError, match="2F0 stands before 2E0, which it needs"):
         check(moved)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved2", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"]
+)
+@pytest.mark.parametrize("microbatches", [2, 3, 8, 9])
+def test_no_pipeline_waits_for_itself_when_it_overlaps(schedule: str, microbatches: int) -> None:
+    layout = Layout.parse(f"pp4 ep2 {schedule}:{microbatches} overlap recompute:all")
+    starts = range(1, 2 + 3 * layout.virtual_stages, 3)
+    bounds = [0, *starts[1:-1], starts[-1] + 1]
+    stages = tuple(range(a, b) for a, b in pairwise(bounds))
+    check(build(layout, stages, experts=[start + 1 for start in starts[:-1]]))
+
+
+def test_a_forward_beside_a_backward_hides_what_either_sends() -> None:
+    """16 microbatches exchange 0.9 s four times in each of a rank's 8 blocks. Blocking, that adds its sum
+    to the step; beside the other way's work, less than a fifth of it."""
+    stages = tuple(range(a, b) for a, b in pairwise((0, 13, 25, 37, 50)))  # four blocks each
+    experts = [p + 1 for p in range(1, 49, 3)]
+    times = []
+    for text in ("zb-v", "dualpipe-v"):
+        program = build(Layout.parse(f"pp2 ep2 {text}:16"), stages, experts=experts)
+        free, slow = (Costs({"F": 1, "I": 1, "W": 1, "E": x, "J": x}) for x in (0.0, 0.9))
+        times.append((simulate(program, free).makespan, simulate(program, slow).makespan))
+    (plain, blocking), (same, hidden) = times
+    travel = 16 * 8 * 4 * 0.9
+    assert blocking == pytest.approx(plain + travel, rel=0.02)
+    assert hidden < same + 0.2 * travel
 
 
 def test_tokens_are_held_as_they_go_and_as_they_come() -> None:

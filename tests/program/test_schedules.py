@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 from program_worlds import PIPELINES, pipeline, shares, split_costs, step, whole_costs
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from phalanx.program import (
     SCHEDULES,
@@ -169,7 +170,30 @@ def test_a_person_s_own_schedule_is_one_function(tmp_path) -> None:  # type: ign
     assert schedule(f"{path}:order", 3, 4) == schedule("gpipe", 3, 4)
     with pytest.raises(ProgramError, match="has no function or class 'other'"):
         schedule(f"{path}:other", 3, 4)
-    assert len(SCHEDULES) == 8
+    assert len(SCHEDULES) == 9
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+def test_a_forward_beside_a_backward_stands_where_torch_has_it(p: int) -> None:
+    """torch.distributed.pipelining's DualPipeV, with a whole backward as both its halves."""
+
+    class Order(ScheduleDualPipeV):
+        def __init__(self, microbatches: int) -> None:
+            self.pp_group_size, self._n_microbatches, self._num_stages = p, microbatches, 2 * p
+            self.n_local_stages = 2
+            self.stage_index_to_group_rank = {s: min(s, 2 * p - 1 - s) for s in range(2 * p)}
+
+    halves = {"FORWARD": "F", "FULL_BACKWARD": "IW", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    for m in (2 * p, 2 * p + 1, 3 * p + 2):
+        ours = schedule("dualpipe-v", p, m, 2).rows
+        for rank in range(p):
+            actions = Order(m)._calculate_single_rank_operations(rank)
+            theirs = [one for a in actions if a for one in (a.sub_actions or (a,))]
+            assert [tuple(op[:3]) for op in ours[rank]] == [
+                (kind, one.stage_index, one.microbatch_index)
+                for one in theirs
+                for kind in halves[one.computation_type.name]
+            ]
 
 
 def test_a_rank_that_is_slower_or_a_stage_that_is_dearer_sets_the_pace() -> None:

@@ -121,6 +121,12 @@ def test_all_tokens_to_one_expert_agree_over_ranks() -> None:
     assert failures(verify(shape, layouts, steps=1, make=partial(_drawn, shape))) == []
 
 
+def test_a_forward_beside_a_backward_agrees_with_one_process() -> None:
+    shape = replace(SHAPES["experts"], layers=4, batch=10, freeze=("layers.1",))
+    layouts = "ep2 pp2 dualpipe-v:5 zero2; ep2 tp2 seq accum:2 overlap recompute:selective"
+    assert failures(verify(shape, Layout.parse_many(layouts), steps=1)) == []
+
+
 def test_packed_documents_agree_over_context_and_tensor_parallel_layouts() -> None:
     layouts = covering(every_layout(SHAPES["gqa"], 8, axes="dp cp tp"), 1)
     some = [x for x in layouts if x.cp > 1][:30]

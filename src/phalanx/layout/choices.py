@@ -23,6 +23,7 @@ class ScheduleTraits(NamedTuple):
 
 ACCUM, NAIVE, GPIPE, ONE_F_ONE_B, INTERLEAVED = "accum", "naive", "gpipe", "1f1b", "interleaved"
 ZB_H1, ZB_H2, ZB_V, SEARCHED = "zb-h1", "zb-h2", "zb-v", "searched"
+DUALPIPE_V = "dualpipe-v"
 CHUNKS = 64  # the most of a stage
 SCHEDULES = {
     ACCUM: ScheduleTraits(pipelined=False),
@@ -33,6 +34,7 @@ SCHEDULES = {
     ZB_H1: ScheduleTraits(splits_backward=True),
     ZB_H2: ScheduleTraits(splits_backward=True),
     ZB_V: ScheduleTraits(2, 2, splits_backward=True, v_shape=True),
+    DUALPIPE_V: ScheduleTraits(2, 2, splits_backward=True, v_shape=True, forward_first=True),
     SEARCHED: ScheduleTraits(1, CHUNKS, splits_backward=True, searched=True),
 }
 

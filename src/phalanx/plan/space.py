@@ -21,7 +21,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, program_pieces, stage_pieces
-from ..layout.choices import ACCUM, CHUNKS, GPIPE, SCHEDULES, ZB_H2, traits
+from ..layout.choices import ACCUM, CHUNKS, DUALPIPE_V, GPIPE, SCHEDULES, ZB_H2, traits
 from .hardware import Network
 from .step import Request
 
@@ -29,7 +29,8 @@ ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")  # which neighbours are near: axes
 _SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
 _PART = 2048  # tokens of a sequence's part that are worth a message
 _CHUNKS = 16  # the most of a stage that are tried
-_NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, the other twice as much
+# One holds more than 1F1B, one twice as much, and one is for what experts exchange.
+_NEVER = (GPIPE, ZB_H2, DUALPIPE_V)
 
 
 class Pipeline(NamedTuple):

@@ -177,7 +177,7 @@ def overlap(
     where tokens are sent and where they are taken, so that they travel while the other is computed.
 
     A rank holds a part of a microbatch more than without. `forward_first` says which one stands first
-    in a pair: in a pipeline the other way round waits for itself.
+    in a pair, and that the two are of different stages: other pairs of such a pipeline wait for themselves.
     """
     stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
     into = {*experts, *(piece + 1 for piece in experts)}
@@ -185,14 +185,16 @@ def overlap(
     rows = []
     for row in program.rows:
         alike = groupby(row, lambda op: (_way(op), stage_of[op.piece], op.index))
-        runs = [(way, m, list(run)) for (way, _, m), run in alike]
+        runs = [(*key, list(run)) for key, run in alike]
         out: list[Op] = []
         while runs:
-            way, m, run = runs.pop(0)
+            way, stage, m, run = runs.pop(0)
             # Weight gradients between the two are put off.
             later = next((i for i, other in enumerate(runs) if other[0] != _WEIGHTS), 0)
-            if runs and (way, runs[later][0]) == wanted and m != runs[later][1]:
-                beside = runs.pop(later)[2]
+            other = runs[later] if runs else (_WEIGHTS, 0, 0, [])
+            apart = stage != other[1] or not forward_first
+            if (way, other[0]) == wanted and m != other[2] and apart:
+                beside = runs.pop(later)[3]
                 both = _travels(run, into), _travels(beside, into)
                 pairs: Iterable[tuple[list[Op], ...]] = zip_longest(*both, fillvalue=[])
                 run = [op for pair in pairs for part in pair for op in part]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..layout.choices import (
     ACCUM,
+    DUALPIPE_V,
     GPIPE,
     INTERLEAVED,
     NAIVE,
@@ -162,6 +163,57 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
     return out
 
 
+def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
+    """The same V, in which a forward down stands beside a backward up and the other way round
+    (DeepSeek-AI 2024, half of DualPipe), so that with experts each hides what the other sends."""
+    rows = []
+    for r in range(stages):
+        full = _dual_row(stages, max(microbatches, 2 * stages), r)
+        rows.append([op for op in full if op.index < microbatches])
+    return rows
+
+
+def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
+    down, up, rest = r, 2 * stages - 1 - r, stages - 1 - r
+    out: list[Op] = []
+    due: list[Op] = []  # weight gradients for the end, where nothing else is left to do
+    done = {(k, s): 0 for k in _SPLIT for s in (down, up)}
+
+    def put(kind: str, stage: int) -> None:
+        out.append(Op(kind, stage, done[kind, stage]))
+        done[kind, stage] += 1
+
+    def back(stage: int, *, later: bool = False) -> None:
+        put(INPUT_GRADIENT, stage)
+        (due if later else out).append(out[-1]._replace(kind=WEIGHT_GRADIENT))
+
+    for _ in range(2 * rest):
+        put(FORWARD, down)
+    for _ in range(r + 1):
+        put(FORWARD, down)
+        put(FORWARD, up)
+    for _ in range(rest):
+        back(up)
+        put(FORWARD, up)
+    for _ in range(microbatches - 2 * stages + r + 1):
+        put(FORWARD, down)
+        back(up)
+        put(FORWARD, up)
+        back(down)
+    for _ in range(rest):
+        back(up)
+        put(FORWARD, up)
+        back(down)
+    half = (r + 1) // 2
+    for i in range(r + 1):
+        back(up, later=i > half - r % 2)
+        back(down, later=i >= half)
+    for _ in range(rest):
+        out.append(due.pop(0))
+        back(down, later=True)
+    return out + due
+
+
 def naive(stages: int, microbatches: int = 1, chunks: int = 1) -> Rows:
     """The whole batch through one stage after the other: one rank works at a time."""
     return gpipe(stages, 1)
@@ -176,6 +228,7 @@ SCHEDULES: dict[str, Schedule] = {
     ZB_H1: zb_h1,
     ZB_H2: zb_h2,
     ZB_V: zb_v,
+    DUALPIPE_V: dualpipe_v,
 }
 
 
