@@ -95,6 +95,8 @@ MISTAKES = {
     "tensor-parallel-pair": ("group.all_reduce(g)", "pass"),
     "ring-attention": ("out * (log_sum - total).exp()", "out * (total - log_sum).exp()"),
     "ulysses": (".transpose(0, 1).reshape(", ".reshape("),
+    "experts": ("x[order // CHOSEN]", "x[order % len(x)]"),
+    "muon": ("owned = torch.stack([orthogonal(x) for x in owned])", "pass"),
     "model-sharding": (
         "ctx.group.send(gradients[0].contiguous()",
         "ctx.group.send(2 * gradients[0]",

@@ -17,6 +17,8 @@ _FILES = {
     " zero-3 hybrid-sharding swap",
     "tensor_parallel": "tensor-parallel tensor-parallel-pair",
     "context_parallel": "ring-attention ulysses",
+    "experts": "experts",
+    "matrices": "muon",
     "pipeline": "model-sharding pipeline pipeline-async one-f-one-b",
     "memory": "recompute mixed-precision arithmetic",
 }
@@ -24,6 +26,7 @@ NAMES = tuple(name for names in _FILES.values() for name in names.split())
 # What other libraries call them.
 _ELSEWHERE = {
     "zero-3": "fsdp zero fully-sharded",
+    "experts": "ep moe mixture",
     "data-parallel": "ddp dp",
     "hybrid-sharding": "hsdp",
     "tensor-parallel": "tp megatron",

@@ -213,8 +213,11 @@ def sends(call: Call, rank: int, source: int, size: int) -> dict[int, float]:
     x = float(call.x.nbytes)
     others = [i for i in range(size) if i != source]
     # All-reduce is a reduce-scatter of equal parts, then an all-gather of them.
-    parts = {"all_gather": x, "reduce_scatter": x / size, "all_to_all": x / size}
-    parts["all_reduce"] = 2 * x / size
+    parts = {"all_gather": x, "reduce_scatter": x / size, "all_reduce": 2 * x / size}
+    if call.kind == "all_to_all":  # its parts may be uneven
+        splits = call.in_splits if source == rank else (call.out_splits[source],) * size
+        row = call.x[:1].nbytes or call.x.new_empty(1, *call.x.shape[1:]).nbytes
+        return {to: splits[to] * float(row) for to in others}
     if call.kind in parts:
         return dict.fromkeys(others, parts[call.kind])
     if call.kind in ("broadcast", "scatter"):
