@@ -129,15 +129,19 @@ def _features(x: Layout) -> dict[str, object]:
 def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
     """Few of these layouts in which every two choices that occur together still do; at least so
     many, filled up evenly."""
+    bits: dict[object, int] = {}  # the pairs of a layout as bits of one number
     pairs = {
-        x: set(combinations(sorted(_features(x).items(), key=lambda f: f[0]), 2)) for x in layouts
+        x: sum(
+            1 << bits.setdefault(pair, len(bits)) for pair in combinations(_features(x).items(), 2)
+        )
+        for x in layouts
     }
-    missing = set().union(*pairs.values())
+    missing = (1 << len(bits)) - 1
     chosen: dict[Layout, None] = {}
     while missing:
-        best = max(layouts, key=lambda x: len(pairs[x] & missing))
+        best = max(layouts, key=lambda x: (pairs[x] & missing).bit_count())
         chosen[best] = None
-        missing -= pairs[best]
+        missing &= ~pairs[best]
     step = max(1, len(layouts) // max(1, least))
     for x in layouts[::step]:
         if len(chosen) >= least:
