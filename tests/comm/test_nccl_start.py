@@ -19,6 +19,7 @@ from phalanx.comm.join import meet, offer
 from phalanx.comm.launch import used_gpus
 from phalanx.comm.process import ProcessWorld, apart
 from phalanx.layout import Layout
+from phalanx.layout.choices import traits
 from phalanx.layout.environment import Rendezvous
 from phalanx.parallel import build_model, open_groups
 from phalanx.train.program import program_of
@@ -167,8 +168,9 @@ def layouts_of(ranks):
     every = every_layout(SHAPES["gpt"], ranks)
     kinds = {}
     for x in covering(tuple(x for x in every if x.ranks == ranks), 1):
-        order = (x.schedule, x.chunks) if x.pp > 1 else ()
-        kinds.setdefault((x.mesh, x.shard_axes, order), x)
+        # Which stages a rank has, and so the flows: of schedules no more matters.
+        stages = x.chunks, traits(x.schedule).v_shape
+        kinds.setdefault((x.mesh, x.shard_axes, stages), x)
     return list(kinds.values())
 
 
