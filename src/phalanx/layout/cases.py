@@ -72,6 +72,7 @@ def every_layout(shape: Shape, ranks: int, *, axes: str = " ".join(AXES)) -> tup
 
 
 def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
+    recomputes = ("none", "all", "every=2") if "pp" in axes else ("none",)
     for dp, pp, cp, tp, ep in _grids(ranks, [name in axes for name in AXES]):
         for inner, ulysses in product(divisors(dp), divisors(cp)):
             mesh = Mesh((
@@ -81,7 +82,7 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
             if inner == 1 and dp > 1:
                 continue
             for zero, seq, order, recompute, overlap in product(
-                range(4), (False, True), _orders(pp), _recomputes(axes), (False, True)[:ep]
+                range(4), (False, True), _orders(pp), recomputes, (False, True)[:ep]
             ):
                 if zero == 0 and inner != dp:
                     continue
@@ -114,10 +115,6 @@ def _orders(pp: int) -> list[tuple[str, int, int]]:
     ]
 
 
-def _recomputes(axes: set[str]) -> tuple[str, ...]:
-    return ("none", "all", "every=2") if "pp" in axes else ("none",)
-
-
 def _features(x: Layout) -> dict[str, object]:
     return {
         "dp": x.dp, "shard": x.mesh.of("dp.shard"), "pp": x.pp, "ring": x.mesh.of("cp.ring"),
@@ -131,9 +128,7 @@ def covering(layouts: tuple[Layout, ...], least: int) -> tuple[Layout, ...]:
     many, filled up evenly."""
     bits: dict[object, int] = {}  # the pairs of a layout as bits of one number
     pairs = {
-        x: sum(
-            1 << bits.setdefault(pair, len(bits)) for pair in combinations(_features(x).items(), 2)
-        )
+        x: sum(1 << bits.setdefault(p, len(bits)) for p in combinations(_features(x).items(), 2))
         for x in layouts
     }
     missing = (1 << len(bits)) - 1

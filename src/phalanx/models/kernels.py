@@ -34,33 +34,14 @@ class AttentionBlock(NamedTuple):
 def within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     """Causal attention, each document by itself: a run of equal numbers in `documents` (B, T), which
     is on the host. q is (B, T, heads, size), k and v have the same or fewer heads."""
-    out: Tensor = _within_documents(q, k, v, documents)[0]
+    out: Tensor = torch.ops.phalanx.documents(q, k, v, documents)[0]
     return out
 
 
-# One operation for autograd, for recomputation and for a compiled graph, which cannot know the blocks.
-
-
-@torch.library.custom_op("phalanx::documents", mutates_args=())
-def _within_documents(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    return attend_own(q, k, v, documents)
-
-
-@torch.library.custom_op("phalanx::documents_gradients", mutates_args=())
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return own_gradients(gradient, (q, k, v), documents, out, lse)
-
-
-@_within_documents.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    return _room(q), _room(q[..., 0], _wide(q))
-
-
-@_gradients.register_fake
-def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _room(q), _room(k), _room(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -68,10 +49,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
 
 
 def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients(gradient, *ctx.saved_tensors), None
-
-
-_within_documents.register_autograd(_back, setup_context=_keep)
+    return *torch.ops.phalanx.documents_gradients(gradient, *ctx.saved_tensors), None
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -134,6 +112,19 @@ def own_gradients(
         for whole, part in zip(into, parts, strict=True):
             whole[block.batch, block.rows] = part
     return q, k, v
+
+
+# One operation for autograd, for recomputation and for a compiled graph, which cannot know the blocks.
+# Not by `torch.library.custom_op`: the first call of such an operation imports torch's compiler.
+for _name, _function, _fake in (
+    ("phalanx::documents", attend_own, lambda q, *_: (_room(q), _room(q[..., 0], _wide(q)))),
+    ("phalanx::documents_gradients", _gradients, lambda _, *qkv: (*map(_room, qkv[:3]),)),
+):
+    _schema = torch.library.infer_schema(_function, mutates_args=())
+    torch.library.define(_name, _schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(_name, "default", _function)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd("phalanx::documents", _back, setup_context=_keep)
 
 
 def _starts(documents: Tensor, device: torch.device) -> tuple[Tensor, int]:

@@ -1,0 +1,15 @@
+"""The order of the tests."""
+
+from __future__ import annotations
+
+import pytest
+
+# Files with tests of ten seconds and more, which come first: two workers then end together.
+LONG = (
+    "test_verify.py", "test_narrow.py", "test_what_is_compared.py", "test_nccl_start.py",
+    "test_fake_accelerator.py", "test_kills.py", "test_ranks_agree.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
