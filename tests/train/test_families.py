@@ -350,6 +350,17 @@ def test_what_is_exported_and_read_again_is_equal_to_the_bit(name: str, tmp_path
     assert read_manifest(back).shape == read_manifest(first).shape
 
 
+def test_a_bias_that_balances_keeps_its_digits_in_an_export_of_16_bits(tmp_path: Path) -> None:
+    model = theirs("deepseek_v3")
+    first = import_weights(saved(model, tmp_path / "hub"), tmp_path / "run")
+    export_weights(first, tmp_path / "exported", dtype="BF16")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    assert again.lm_head.weight.dtype == torch.bfloat16
+    for name, bias in biases(model).items():
+        assert bias.bfloat16().float().ne(bias).any()
+        assert torch.equal(biases(again)[name], bias)
+
+
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     model = theirs("deepseek_v3")
     state = {n: x.clone() for n, x in model.state_dict().items()}

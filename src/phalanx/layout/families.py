@@ -57,6 +57,7 @@ _QWEN3_MOE = {
     "mlp.experts.*.up_proj": "mlp.routed.up",
     "mlp.experts.*.down_proj": "mlp.routed.down",
 }
+BALANCES = "e_score_correction_bias"
 _DEEPSEEK = {
     "self_attn.q_a_proj": "attn.wq_a",
     "self_attn.q_a_layernorm": "attn.q_a_norm",
@@ -64,7 +65,7 @@ _DEEPSEEK = {
     "self_attn.kv_a_proj_with_mqa": "attn.wkv_a",
     "self_attn.kv_a_layernorm": "attn.kv_a_norm",
     "self_attn.kv_b_proj": "attn.wkv_b",
-    "mlp.gate.e_score_correction_bias": "mlp.router.bias",  # a tensor and no module
+    f"mlp.gate.{BALANCES}": "mlp.router.bias",  # a tensor and no module
     "mlp.shared_experts.gate_proj": "mlp.shared.gate",
     "mlp.shared_experts.up_proj": "mlp.shared.up",
     "mlp.shared_experts.down_proj": "mlp.shared.down",

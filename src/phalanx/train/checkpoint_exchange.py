@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..layout import Shape
 from ..layout.families import (
+    BALANCES,
     CONFIG,
     FAMILIES,
     LIMIT,
@@ -84,9 +85,12 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     plain = [name for name in weights if not is_lora(name)]
     kind = DTYPES[dtype or weights[plain[0]].dtype]
     theirs = {source.name: source.packed for source in data.values()}
+    # Steps of a bias that balances are lost in 16 bits, and theirs is float32 whatever the rest is.
+    wide = torch.promote_types(kind, torch.float32)
+    kinds = {name: wide if name.endswith(BALANCES) else kind for name in theirs}
     sizes = [
-        sum(math.prod(weights[name].shape) for name in packed) * kind.itemsize
-        for packed in theirs.values()
+        sum(math.prod(weights[each].shape) for each in packed) * kinds[name].itemsize
+        for name, packed in theirs.items()
     ]
     shards = list(_shards(theirs, sizes))
     names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -95,7 +99,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         for file, shard in zip(names, shards, strict=True):
             tensors: dict[str, Tensor] = {}
             for name in shard:
-                whole = torch.cat([_merged(reader, each) for each in theirs[name]]).to(kind)
+                whole = torch.cat([_merged(reader, each) for each in theirs[name]]).to(kinds[name])
                 if "*" in name:
                     tensors |= {name.replace("*", str(e)): x for e, x in enumerate(whole.unbind())}
                     continue
