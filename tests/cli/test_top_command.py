@@ -62,9 +62,9 @@ def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> 
     hosted.path.parent.mkdir()
     hosted.path.write_text(str(hosted))
     lines = shown(capsys, str(run), "--width", "40")
-    assert lines[0] == "run: step 5/100, not seen from here, dp2"
+    assert lines[:2] == ["run: step 5/100, not seen from here, dp2", "  zero1"]
     assert "not seen: the ranks on node1, node2" in lines
-    assert max(map(len, lines)) == 40
+    assert max(map(len, lines)) <= 40
 
     there = RankState(7, "node1", 11, 4, "in a step", "", "1B0 (backward of 1)", 3.0, 1.0, 0, "R")
     asked = (run / FOLDER / ASKED).stat().st_mtime_ns
@@ -74,6 +74,7 @@ def test_hosts_that_share_the_folder_answer(tmp_path: Path, capsys: Capture) -> 
     assert lines[0] == "run: step 5/100, running, dp2 zero1"
     assert "    7         11      1 GiB       5    3.0 s  R  1B0" in lines
     assert "not seen: the ranks on node2" in lines
+    assert "    7       5    3.0 s  R  1B0" in shown(capsys, str(run), "--width", "40")
     assert main(["top", str(run), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["state"] == "running"

@@ -135,9 +135,11 @@ class _Run:
 
     def lines(self, width: int, height: int = 0) -> list[str]:
         """As a screen of so many columns and rows; 0: of as many as there is."""
-        head = [*self._numbers(), *wrap(str(self.goodput), width, subsequent_indent="  "), ""]
+        head: list[str] = []
+        for line in (*self._numbers(), str(self.goodput), "", *self._why()):
+            head += wrap(line, width, subsequent_indent="  ") or [""]
         messages = ["", *self._messages()]
-        ranks = list(self._ranks())
+        ranks = list(self._ranks(width))
         room = max(3, height - len(head) - len(messages) - 1) if height else len(ranks)
         if len(ranks) > room:
             ranks = [*ranks[: room - 1], f"and {len(ranks) - room + 1} ranks more"]
@@ -157,13 +159,18 @@ class _Run:
             minutes = each * max(0, steps - at) / 60
             yield f"{each:.3g} s a step, {minutes // 60:.0f}:{minutes % 60:02.0f} h left at that"
 
-    def _ranks(self) -> Iterator[str]:
-        hosts = list(dict.fromkeys(r.host for r in self.ranks))
-        if self.timeout and (found := diagnose(self.ranks, self.timeout)).hangs:
+    def _why(self) -> Iterator[str]:
+        """Why the run hangs, if it does."""
+        if (found := diagnose(self.ranks, self.timeout or 60.0)).hangs:
             yield from found.lines
             yield ""
+
+    def _ranks(self, width: int) -> Iterator[str]:
+        hosts = list(dict.fromkeys(r.host for r in self.ranks))
+        narrow = width < 64
         if self.ranks:
-            yield f"{'rank':>5}  {'process':>9}  {'memory':>9}  {'step':>6}  {'for':>7}     doing"
+            wide = "" if narrow else f"  {'process':>9}  {'memory':>9}"
+            yield f"{'rank':>5}{wide}  {'step':>6}  {'for':>7}     doing"
         # Those that have stood longest come first where not all have room.
         for r in sorted(
             self.ranks, key=lambda r: -int(r.still) if len(self.ranks) > 16 else r.rank
@@ -171,10 +178,10 @@ class _Run:
             waits = f", waits in {r.call.text}" if r.call else ""
             doing = f"{(r.op or r.phase).split(' (')[0]}{waits}"
             memory = binary_text(r.memory) if r.memory else ""
+            wide = "" if narrow else f"  {r.pid:>9}  {memory:>9}"
             where = f" on {r.host}" if len(hosts) > 1 else ""
             yield (
-                f"{r.rank:>5}  {r.pid:>9}  {memory:>9}  {r.step + 1:>6}  {r.still:>5.1f} s  {r.state}"
-                f"  {doing}{where}"
+                f"{r.rank:>5}{wide}  {r.step + 1:>6}  {r.still:>5.1f} s  {r.state}  {doing}{where}"
             )
         if self.unseen:
             yield f"not seen: the ranks on {', '.join(self.unseen)}"
