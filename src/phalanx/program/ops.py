@@ -21,8 +21,6 @@ UNIT = "unit"  # a unit of weights and which time it is: 2G is the first, 2G#1 t
 STEP = "step"  # no piece, and which time it is: N
 MESSAGE = "message"  # a piece, a microbatch, what travels and the piece at the far end: 2F0>3
 
-ONS = (MICROBATCH, UNIT, STEP, MESSAGE)
-
 # What operations take and give.
 VALUE = "value"  # a piece's output, the next piece's input
 GRADIENT = "gradient"  # of such a value
