@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.api.request import verdict
 from phalanx.cli import main
+
 from phalanx.layout import Layout, Shape, legal
 
 Capture = pytest.CaptureFixture[str]
@@ -56,10 +58,11 @@ def test_the_fullest_rank_holds_what_a_plan_says_and_what_adam_needs_of_its_weig
     plan = ["plan", "--cluster", "h100x16", "--batch-tokens", str(16 * 8192), "--explain", layout]
     assert main([*plan, *asked]) == 0
     explained = json.loads(capsys.readouterr().out)
-    for key in ("memory_gb", "memory_by_kind_gb"):
+    for key in ("memory_gb", "memory_range_gb", "memory_by_kind_gb"):
         assert told[key] == explained[key]
     assert told["fits"]
-    assert told["limit_gb"] == 0.85 * 80 * 2**30 / 1e9
+    assert told["device_gb"] == 80 * 2**30 / 1e9
+    assert told["memory_range_gb"][0] < told["memory_gb"] < told["memory_range_gb"][1]
     # Eight blocks and the embedding are on stage 0, cut over tp2; norms are on both of its ranks.
     kinds, shape = told["memory_by_kind_gb"], Shape.load("8b")
     cut = sum(shape.parameters(piece) for piece in range(9)) / 2 / 1e9
@@ -75,12 +78,19 @@ def test_a_layout_that_is_legal_may_not_fit_in_a_device(capsys: Capture) -> None
     assert "it needs 50.7 GB on the fullest rank" in " ".join(told.split())
     assert "fit" not in told
     assert main([*asked, "--device", "h100"]) == 0
-    assert "It fits on h100-sxmx16: 73 GB of a device may be used." in capsys.readouterr().out
+    assert "It fits on h100-sxmx16, which has 85.9 GB: 48.8 to " in capsys.readouterr().out
     assert main([*asked, "--device", "rtx-4090"]) == 1
-    assert "It does not fit on rtx-4090x16: 21.9 GB" in capsys.readouterr().out
+    assert "It does not fit on rtx-4090x16, which has 25.8 GB" in capsys.readouterr().out
     assert main([*asked, "--device", "h100", "--cluster", "h100x16"]) == 2
     assert main([*asked, "--cluster", "h100x8"]) == 2
     assert "16 ranks, and h100x8 has 8 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"), [(47e9, "does not fit"), (50e9, "may not fit"), (60e9, "fits")]
+)
+def test_only_what_no_allocator_could_hold_is_refused(memory: float, words: str) -> None:
+    assert verdict(48.8e9, 58.2e9, memory) == words
 
 
 def test_a_tied_weight_is_counted_on_both_stages_that_hold_it(capsys: Capture) -> None:

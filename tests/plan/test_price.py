@@ -12,7 +12,7 @@ from phalanx.plan import MachineError, cluster, device
 from phalanx.plan.hardware import Roofline, hardware_of
 from phalanx.plan.price import SLOWED, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
-from phalanx.plan.step import Case, Choice, Three, choice
+from phalanx.plan.step import Case, Choice, Three, choice, parts_of
 from phalanx.program import Product
 
 SHAPE = Shape(
@@ -73,6 +73,20 @@ def test_a_group_across_servers_drives_a_port_for_each_of_its_members() -> None:
     packed = group.seconds("all_reduce", 1e9, 64, 1)
     spread = group.seconds("all_reduce", 1e9, 8, 8)
     assert packed < spread / 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mib", "microseconds"),
+    [(8, 1, 93), (8, 16, 232), (8, 64, 580), (8, 128, 1162), (8, 1024, 8193),
+     (4, 4, 77), (4, 64, 544), (4, 256, 1929), (2, 16, 132), (2, 128, 764)],
+)  # fmt: skip
+def test_an_all_reduce_in_a_server_takes_what_was_measured(
+    ranks: int, mib: int, microseconds: float
+) -> None:
+    """Of A100s over NVLink, from vTrain's table (Bang et al. 2024)."""
+    network = hardware_of(cluster("a100-80x8")).network
+    time = network.seconds("all_reduce", mib * 2**20, ranks, 1)
+    assert time == pytest.approx(1e-6 * microseconds, rel=0.25)
 
 
 @pytest.mark.parametrize(("schedule", "m"), [("gpipe:8", 8), ("1f1b:8", 8), ("1f1b:16", 16)])
@@ -178,6 +192,48 @@ def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() 
     assert half.forward == none.forward
     whole = (_one("recompute:all", what=replace(BARE, repeats=part))[1][1] for part in (0.0, 0.5))
     assert len({each.again for each in whole}) == 1
+
+
+class _Pieces:
+    def __init__(self, shape: Shape, cut: Layout) -> None:
+        self.embed, self.block, self.head = (
+            lambda rows, k=k: pieces(shape, cut, shape.sequence, rows)[k] for k in range(3)
+        )
+
+
+def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
+    """Of one block of a gated model, by hand: 2 bytes for each number, 2,048 tokens, over tp2."""
+    shape = replace(SHAPE, kv_heads=4, gated=True, positions="rope", norm="rms", bias="none")
+    cut = Layout.parse("tp2 seq bf16")
+    kinds, case = _Pieces(shape, cut), Case(shape, cut, 1.0, 2048)
+
+    def kept(what: SoftwareProfile, piece: int) -> tuple[float, float]:
+        cost = parts_of(kinds, case, hardware_of(cluster("h100x2")), what, cut)[piece].cost
+        return cost.kept, cost.temporary
+
+    plain = replace(BARE, loss="over")
+    usual, _ = kept(plain, 1)
+    # One kernel for gate and product keeps nothing between them; a value that is a view of the joint
+    # product keeps queries and keys before they were rotated.
+    assert usual - kept(replace(plain, fused=True), 1)[0] == 2 * 2048 * 4096 / 2
+    assert kept(replace(plain, joint=True), 1)[0] - usual == 2 * 2048 * (1024 + 256) / 2
+    # Logits of 2,048 tokens and 16,000 words: a softmax in float32 takes two bytes more than they do,
+    # made beside both; plain torch has the gradient and its like beside the softmax.
+    logits = 2048 * 32000 / 2
+    held, there = kept(plain, 2)
+    for loss, more, beside in (("beside", 0, 2), ("wide-over", 2, 6), ("wide", 2, 8)):
+        found = kept(replace(plain, loss=loss), 2)
+        assert (found[0] - held, found[1] - there) == (more * logits, beside * logits)
+
+
+def test_gradients_with_a_buffer_of_their_own_are_there_when_activations_are_most() -> None:
+    """The last rank of one microbatch has no gradient yet when its logits are there."""
+    lazy, _ = _one("dp2 bf16", rows=4)
+    flat, _ = _one("dp2 bf16", rows=4, what=replace(BARE, flat_gradients=True))
+    weights = lazy.memory["weights"] / 2
+    assert flat.memory["gradients"] == 4 * weights
+    assert lazy.memory["gradients"] < 0.3 * flat.memory["gradients"]
+    assert flat.bytes > lazy.bytes + 2 * weights
 
 
 def test_a_profile_is_named_by_what_tables_call_it() -> None:

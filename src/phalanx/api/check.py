@@ -20,7 +20,17 @@ from ..plan.step import Request
 from ..program import Program, Proof, build
 from ..program import check as prove
 from . import UsageError
-from .request import held, held_text, in_precision, misfit, model_of, request_for, where
+from .request import (
+    held,
+    held_text,
+    in_precision,
+    misfit,
+    model_of,
+    range_text,
+    request_for,
+    verdict,
+    where,
+)
 
 _WIDTH = 80
 
@@ -138,17 +148,20 @@ def _figures(
 def _memory(request: Request, text: str) -> dict[str, Any]:
     """Of the fullest rank, and whether a device has it."""
     layout = in_precision(text, request.precision)
-    kinds = held(request, layout).memory
+    choice = held(request, layout)
+    kinds, range_ = choice.memory, choice.range(request.profile)
     figures: dict[str, Any] = {
         "precision": layout.precision,
         "batch": request.batch,
         "sequence": request.sequence,
         "memory_gb": sum(kinds.values()) / 1e9,
         "memory_by_kind_gb": {kind: size / 1e9 for kind, size in kinds.items()},
+        "memory_range_gb": [size / 1e9 for size in range_],
     }
     if request.hardware.name:
-        figures |= {"device": request.hardware.name, "limit_gb": request.room / 1e9}
-        figures["fits"] = sum(kinds.values()) <= request.room
+        memory = request.hardware.memory
+        figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
+        figures["fits"] = range_[0] <= memory
     return figures
 
 
@@ -210,9 +223,13 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
     step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
     yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
     if "fits" in figures:
-        fits = "It fits" if figures["fits"] else "It does not fit"
-        limit = bytes_text(1e9 * figures["limit_gb"])
-        yield f"{fits} on {figures['device']}: {limit} of a device may be used."
+        least, most, memory = (
+            1e9 * size for size in (*figures["memory_range_gb"], figures["device_gb"])
+        )
+        yield (
+            f"It {verdict(least, most, memory)} on {figures['device']}, which has"
+            f" {bytes_text(memory)}: {range_text(least, most)}, by how its allocator fares."
+        )
 
 
 def _spans(numbers: Iterable[int]) -> str:

@@ -78,6 +78,7 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
         "model_flops_per_s_per_device": found.flops,
         "model_flops_per_s_per_device_attention_in_full": found.flops_full,
         "memory_gb": choice.bytes / 1e9,
+        "memory_range_gb": [held / 1e9 for held in choice.range(request.profile)],
         "memory_by_kind_gb": {kind: held / 1e9 for kind, held in choice.memory.items()},
         "memory_by_stage_gb": [sum(held.values()) / 1e9 for held in choice.stages],
         "breakdown": dict(choice.parts),

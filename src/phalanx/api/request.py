@@ -135,3 +135,15 @@ def held_text(kinds: Mapping[str, float]) -> str:
     """`50.7 GB on the fullest rank: weights 2.27 GB, gradients 4.54 GB, ...`."""
     parts = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size)
     return f"{bytes_text(sum(kinds.values()))} on the fullest rank: {parts}"
+
+
+def verdict(least: float, most: float, memory: float) -> str:
+    """Whether what is held fits, for a range of what an allocator makes of it."""
+    if least > memory:
+        return "does not fit"
+    return "may not fit" if most > memory else "fits"
+
+
+def range_text(least: float, most: float) -> str:
+    """`53.1 to 58.2 GB`."""
+    return f"{bytes_text(least).removesuffix(' GB')} to {bytes_text(most)}"

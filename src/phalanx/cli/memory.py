@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..api.request import held, held_text, request_for
+from ..api.request import held, held_text, request_for, verdict
 from ..layout import Layout, Run, Shape
 from ..layout.choices import DTYPES
 from ..layout.numbers import bytes_text
@@ -52,9 +52,11 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
         return f"memory: not known, as {run.own} cannot be costed: {str(error).splitlines()[0]}"
     needs = held_text(choice.memory)
     every = sum(sum(kinds.values()) for kinds in choice.stages) / layout.pp or choice.bytes
-    if not force and (choice.bytes > memory if gpus else every > _CLEARLY * memory):
+    least, most = choice.range(profile)
+    if not force and (least > memory if gpus else every > _CLEARLY * memory):
         raise UsageError(
             f"{layout} needs {needs}. Each of {ranks} ranks has {bytes_text(memory)}. `phalanx plan`"
             " finds layouts that fit; write --force to try this one."
         )
-    return f"memory: {needs}; each has {bytes_text(memory)}"
+    may = ", and may not fit" if gpus and verdict(least, most, memory) == "may not fit" else ""
+    return f"memory: {needs}; each has {bytes_text(memory)}{may}"

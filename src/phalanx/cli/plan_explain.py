@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from ..api.plan_text import choice_figures, choice_text
-from ..api.request import in_precision, refuse_illegal
+from ..api.request import in_precision, range_text, refuse_illegal, verdict
 from ..draw import Picture, text, text_table
+from ..draw.words import wrapped
 from ..layout import stage_pieces
 from ..layout.numbers import bytes_text
 from ..plan.search import judge
@@ -17,6 +18,7 @@ from ..program import Op, Span, Timeline, ops
 from .usage import UsageError, print_json, say, screen
 
 _SHORT = {"activations": "kept"}
+_WIDTH = 80
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 
 
@@ -36,9 +38,9 @@ def named(words: str, request: Request, flag: str) -> Choice:
 def explain(words: str, request: Request, *, as_json: bool) -> int:
     """Print what a layout would take."""
     choice = named(words, request, "--explain")
-    room = request.room
     if as_json:
-        print_json(choice_figures(request, choice) | {"fits": choice.bytes <= room})
+        least, _ = choice.range(request.profile)
+        print_json(choice_figures(request, choice) | {"fits": least <= request.hardware.memory})
         return 0
     say(f"{choice.layout} on {request.hardware.name}\n")
     say(
@@ -46,7 +48,7 @@ def explain(words: str, request: Request, *, as_json: bool) -> int:
             [
                 *choice_text(request, choice),
                 "",
-                *_memory(choice, room),
+                *_memory(choice, request),
                 "",
                 *_timeline(request, choice),
             ]
@@ -55,10 +57,16 @@ def explain(words: str, request: Request, *, as_json: bool) -> int:
     return 0
 
 
-def _memory(choice: Choice, room: float) -> Iterator[str]:
+def _memory(choice: Choice, request: Request) -> Iterator[str]:
     """By kind, of the fullest rank; and of each stage of a pipeline."""
-    fits = "fits" if choice.bytes <= room else "does not fit"
-    yield f"the fullest rank holds {bytes_text(choice.bytes)}, and {fits} in {bytes_text(room)}:"
+    least, most = choice.range(request.profile)
+    memory, room = request.hardware.memory, request.room
+    beyond = f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
+    yield from wrapped(
+        f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)}, by how its"
+        f" allocator fares), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:",
+        _WIDTH,
+    )
     rows = [
         (kind, bytes_text(held), f"{100 * held / choice.bytes:.1f} %")
         for kind in MEMORY

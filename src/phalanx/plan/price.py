@@ -204,7 +204,8 @@ def piece_parts(
     if fused and cut.recompute == "selective":
         more = profile.repeats * forward.products
         repeated = replace(repeated, products=repeated.products + more)
-        made = sum(p.batch * p.m * p.n for p in cost.forward.products) * DTYPES[dtype].bytes
+        width = DTYPES[cut.precision].bytes
+        made = width * sum(p.batch * p.m * p.n for p in cost.forward.products)
         cost = replace(cost, selected=max(0.0, cost.selected - profile.repeats * made))
     if profile.regathers and cut.seq:
         # Kept in shards, and gathered while the gradient of a column's input is computed.

@@ -17,6 +17,9 @@ from .device import MachineError, MachineFileError
 
 SCORES = "scores"  # attention as products with a softmax between them
 KERNELS = (SCORES, "flash-1", "flash-2", "flash-3")  # each generation of fused ones is faster
+# What the loss makes of the logits: the gradient over them, or beside them; or a float32 softmax in
+# place of them, whose gradient is written over it (Megatron's), or beside it (plain torch's).
+LOSSES = ("over", "beside", "wide-over", "wide")
 
 # The numbers that a fit may change, with the range it may use.
 FITTED: dict[str, tuple[float, float]] = {
@@ -35,13 +38,14 @@ class SoftwareProfile:
     host: float = key(0.55, "of the time to start every operation on its own", minimum=0)
     frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
     attention: str = key("flash-2", "its kernel", choices=KERNELS)
-    float_logits: bool = key(
-        True, "the loss keeps its softmax in float32, and makes its gradient so"
-    )
+    loss: str = key("wide", "what it makes of the logits", choices=LOSSES)
     regathers: bool = key(
         False, "with `seq`: column-parallel inputs are kept sharded, and gathered again"
     )
     repeats: float = key(0.0, "part of the products that `selective` computes again too")
+    joint: bool = key(
+        False, "one product makes query, key and value, whose output stays as long as the value"
+    )
     call_host: float = key(0.0, "seconds to start a message")
     member_host: float = key(
         0.0, "the same for each rank of its group, in a pipeline over several servers"
@@ -62,6 +66,7 @@ class SoftwareProfile:
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")
     reduce_bytes: float = key(4.0, "of a gradient on the group")
+    flat_gradients: bool = key(False, "gradients have a buffer from the start of a run on")
     optimizer_bytes: float = key(12.0, "float32 copy and two averages")
     gathered_bytes: float = key(2.0, "of a weight on the group")
     logs_first_rank: bool = key(False, "its log has the memory of a pipeline's first rank")

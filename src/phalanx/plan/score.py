@@ -24,7 +24,6 @@ from .table import PublishedRow
 # How much repeats of one configuration differ in a source; pairs that are closer have no order.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
-_FULL = 0.9  # of a device's memory: above it a run is predicted to fail
 _MISS = 1.0  # regret of a pick that ran out of memory
 
 
@@ -71,6 +70,7 @@ class ScoredRow:
     row: PublishedRow
     step: float
     memory: float  # of the fullest rank
+    least: float  # the same, if its allocator wastes nothing
     reported: float  # of the rank whose memory the software reports
     parts: Mapping[str, float]  # of the step, with the family held out where it was
     held: float = 0.0  # the step with the family held out of the fit; 0: it was not
@@ -89,8 +89,15 @@ class ScoredRow:
 
     @property
     def fits(self) -> bool:
+        """Whether it is expected to run."""
         assert self.row.hardware is not None
-        return self.memory <= _FULL * self.row.hardware.memory and not self.row.empty
+        return self.memory <= self.row.hardware.memory and not self.row.empty
+
+    @property
+    def refused(self) -> bool:
+        """Whether it cannot run, as a plan says."""
+        assert self.row.hardware is not None
+        return self.least > self.row.hardware.memory or self.row.empty
 
     def plain(self) -> dict[str, Any]:
         """The run as JSON has it; null where the table, or a fit, has no such number."""
@@ -166,7 +173,8 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     """What is predicted of a row, with its own profile's numbers and with those of `held`."""
     row = run.row
     own = run.choice(row.profile)
-    scored = ScoredRow(row, own.step, own.bytes, logged(own, row.profile), own.parts)
+    least, _ = own.range(row.profile)
+    scored = ScoredRow(row, own.step, own.bytes, least, logged(own, row.profile), own.parts)
     if not held or not row.step:
         return scored
     other = run.choice(held.numbers)
@@ -257,13 +265,16 @@ def _by_group(runs: Sequence[ScoredRow]) -> list[list[ScoredRow]]:
 
 
 def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
-    """Kendall's, over pairs of one group that are further apart than the source's own noise."""
+    """Kendall's, over pairs of one group that are further apart than the source's own noise. One
+    layout measured twice is no pair."""
     agree = differ = 0
     for group in _by_group(timed):
         measured = np.array([x.per_token for x in group])
         predicted = np.array([x.predicted_per_token for x in group])
         i, j = np.triu_indices(len(group), 1)
-        apart = np.abs(np.log(measured[i] / measured[j])) > noise
+        layouts = np.array([hash(x.row.case) for x in group])
+        other = layouts[i] != layouts[j]
+        apart = other & (np.abs(np.log(measured[i] / measured[j])) > noise)
         same = (measured[i] > measured[j]) == (predicted[i] > predicted[j])
         agree += int(np.sum(apart & same))
         differ += int(np.sum(apart & ~same))
@@ -310,10 +321,10 @@ def _memory_error(runs: Sequence[ScoredRow]) -> float | None:
 
 def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
     """Out of memory, as predicted and as it was."""
+    # Others were computed by their authors: they tell neither a time nor that they failed.
+    runs = [x for x in runs if x.row.step > 0 or x.row.out_of_memory]
     if not runs:
         return None
-    # A figure's memory that no device has was computed by its authors.
-    runs = [x for x in runs if x.row.hardware and x.row.memory < x.row.hardware.memory]
     was = np.array([x.row.out_of_memory for x in runs], bool)
     failing = np.array([not x.fits for x in runs], bool)
     both = float(np.sum(was & failing))
@@ -321,5 +332,5 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
         "precision": both / max(1.0, float(failing.sum())),
         "recall": both / max(1.0, float(was.sum())),
         "accuracy": float(np.mean(was == failing)),
-        "refused": float(np.sum(failing & ~was)) / max(1.0, float(np.sum(~was))),
+        "refused": sum(x.refused for x in runs if not x.row.out_of_memory) / max(1, np.sum(~was)),
     }

@@ -30,12 +30,20 @@ from .routing import Routing
 # The kinds of memory and the parts of a step, in the order in which they are printed.
 _MEMORY = "weights gradients optimizer activations inputs gathered messages temporary other"
 MEMORY = tuple(_MEMORY.split())
+_COMES = ("activations", "inputs", "gathered", "messages", "temporary")  # and goes, in every step
+_HOLES = 0.25  # of it: what torchtitan's runs have reserved beyond their tensors, at most about
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
 FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
-# Bytes moved for a logit, forward and backward, where a loss makes float32 of it and back: beside
-# what a loss that stays narrow moves.
-_WIDENED = (8.0, 12.0)
+# For each logit of 16 bits, by what a loss makes of them: bytes kept beside the logits, bytes there for
+# a while, bytes moved forward and backward. A float32 softmax is made from a float32 copy, with the
+# logits still there ("wide-over"), or its gradient is made beside it. What is costed is ours, "over".
+_LOSS = {
+    "over": (0.0, 0.0, 10.0, 36.0),
+    "beside": (0.0, 2.0, 2.0, 4.0),
+    "wide-over": (2.0, 6.0, 38.0, 14.0),
+    "wide": (2.0, 8.0, 14.0, 22.0),
+}
 _NUMBER = 8.0  # bytes of one number that ranks agree on
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 _BUILT = 48  # programs that are kept
@@ -141,7 +149,16 @@ class Choice:
 
     @cached_property
     def bytes(self) -> float:
+        """What it is expected to hold, with what an allocator usually wastes."""
         return sum(self.memory.values())
+
+    def range(self, profile: SoftwareProfile) -> tuple[float, float]:
+        """Bytes if an allocator wastes nothing, and if what comes and goes leaves as many holes as
+        published runs show."""
+        if not self.memory["other"]:
+            return self.bytes, self.bytes
+        least = self.bytes - self.memory["other"] + profile.context
+        return least, max(self.bytes, least + _HOLES * sum(self.memory[k] for k in _COMES))
 
 
 Three = tuple[PieceTimes, PieceTimes, PieceTimes]  # embedding, block, head
@@ -224,25 +241,38 @@ def parts_of(
 ) -> tuple[PieceParts, PieceParts, PieceParts]:
     """Embedding, block and head of a case as software with the profile's facts runs them, on a rank
     whose experts have `busy` times as many tokens as those of a rank in the mean."""
-    head, dtype = kinds.head(case.rows), case.dtype or cut.precision
-    if profile.float_logits:
-        # Costed is a loss that keeps logits as they are and writes the gradient over them. Where it
-        # keeps a float32 softmax, 12 bytes of each logit are there at the peak of the backward.
+    head = kinds.head(case.rows)
+    if profile.loss != "over":
         logits = case.rows * case.sequence / cut.cp * case.shape.vocab / cut.tp
-        width = DTYPES[dtype].bytes
+        theirs, ours = _LOSS[profile.loss], _LOSS["over"]
+        kept, temporary, forward, backward = (
+            logits * (a - b) for a, b in zip(theirs, ours, strict=True)
+        )
         head = replace(
             head,
-            kept=head.kept + logits * max(0, 4 - width),
-            temporary=head.temporary + logits * 8,
-            forward=replace(head.forward, moved=head.forward.moved + logits * _WIDENED[0]),
-            input_gradient=replace(
-                head.input_gradient, moved=head.input_gradient.moved + logits * _WIDENED[1]
-            ),
+            kept=head.kept + kept * (DTYPES[cut.precision].bytes < 4),
+            temporary=head.temporary + temporary,
+            forward=replace(head.forward, moved=head.forward.moved + forward),
+            input_gradient=replace(head.input_gradient, moved=head.input_gradient.moved + backward),
         )
     rows = case.rows, case.rows * busy, case.rows
     parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if cut.ep > 1 else []
-    costs = kinds.embed(case.rows), joined(parts) if parts else kinds.block(case.rows), head
-    e, b, h = (piece_parts(cost, hardware, profile, cut, dtype) for cost in costs)
+    block = joined(parts) if parts else kinds.block(case.rows)
+    numbers, s = 0.0, case.shape  # kept of a block for each token, beside what ours keeps
+    if profile.fused and s.gated:  # one kernel makes gate and product, and keeps nothing between
+        numbers -= 0 if s.experts else s.ffn
+    if profile.joint and s.positions == "rope":  # the value is a view: what was rotated stays too
+        numbers += (s.heads + s.kv_heads) * s.head_dim
+    tokens = case.rows * case.sequence / cut.cp / cut.tp
+    more = numbers * tokens * DTYPES[cut.precision].bytes
+    block = replace(block, kept=block.kept + more)
+    # Narrower products than the layout's are those of blocks: the head keeps its precision.
+    dtype = case.dtype or cut.precision
+    e, h = (
+        piece_parts(cost, hardware, profile, cut, cut.precision)
+        for cost in (kinds.embed(case.rows), head)
+    )
+    b = piece_parts(block, hardware, profile, cut, dtype)
     if parts:
         inside = tuple(piece_parts(cost, hardware, profile, cut, dtype) for cost in parts)
         b = replace(b, parts=inside)
@@ -481,6 +511,7 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
             for t, apart in both
         )
 
+    flat = profile.flat_gradients and x.zero < 2
     return Sizes(
         kept=each(lambda t: t.kept),
         input=each(lambda t: t.input),
@@ -488,8 +519,11 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
         temporary=each(lambda t: t.temporary),
         home=trained(home, frozen_bytes(x, profile, part)),
         gathered=each(lambda t: (profile.gathered_bytes if whole else 0.0) * t.weights),
-        gradient=trained(gradient),
-        gradient_shard=trained(profile.gradient_bytes / part, cut=True) if part > 1 else (),
+        gradient=() if flat else trained(gradient),
+        gradient_shard=trained(profile.gradient_bytes / part, cut=True)
+        if part > 1 and not flat
+        else (),
+        gradient_home=trained(gradient) if flat else (),
         optimizer=trained(held, cut=True),
         edge=each(lambda t: t.edge),
         selected=each(lambda t: t.selected),

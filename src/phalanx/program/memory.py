@@ -23,7 +23,8 @@ class Sizes:
     `selected`: what one keeps of which a part is recomputed, its input among it. `home`:
     the weights that a rank always holds; `gathered`: the whole weights when they are not at home.
     `gradient_shard`: what is left of a gradient once it is summed; left out, sums are in place and
-    the whole gradient stays until the update. `edge`: what a piece puts out, which a message takes
+    the whole gradient stays until the update. `gradient_home`: a buffer for gradients that is there
+    from the start. `edge`: what a piece puts out, which a message takes
     to the next stage; its gradient is as large. `matrices`: of a unit, what is sent to their owners and
     back, and the results. `sends_stay`: the group keeps a copy of what was
     sent until the step ends, as gloo's does; else it goes when it has been received.
@@ -37,6 +38,7 @@ class Sizes:
     gathered: tuple[float, ...] = ()
     gradient: tuple[float, ...] = ()
     gradient_shard: tuple[float, ...] = ()
+    gradient_home: tuple[float, ...] = ()
     optimizer: tuple[float, ...] = ()
     edge: tuple[float, ...] = ()
     selected: tuple[float, ...] = ()
@@ -119,6 +121,8 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     forwards = (op for op in program.rows[row] if op.kind == ops.FORWARD)
     units = {u for piece in {op.piece for op in forwards} for u in program.units(piece)}
     always = {"weights": sizes.home, "optimizer": sizes.optimizer}
+    if sizes.gradient_home:
+        always["gradients"] = sizes.gradient_home
     return {kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()}
 
 
