@@ -321,8 +321,10 @@ def _memory_error(runs: Sequence[ScoredRow]) -> float | None:
 
 def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
     """Out of memory, as predicted and as it was."""
-    # Others were computed by their authors: they tell neither a time nor that they failed.
-    runs = [x for x in runs if x.row.step > 0 or x.row.out_of_memory]
+    # Others were computed by their authors: they tell neither a time nor that they failed. What ran
+    # once has failed elsewhere for another reason.
+    ran = {x.row.case for x in runs if x.row.step > 0}
+    runs = [x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.row.case not in ran)]
     if not runs:
         return None
     was = np.array([x.row.out_of_memory for x in runs], bool)
@@ -332,5 +334,5 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
         "precision": both / max(1.0, float(failing.sum())),
         "recall": both / max(1.0, float(was.sum())),
         "accuracy": float(np.mean(was == failing)),
-        "refused": sum(x.refused for x in runs if not x.row.out_of_memory) / max(1, np.sum(~was)),
+        "refused": sum(x.refused for x in runs if x.row.step > 0) / max(1.0, float(np.sum(~was))),
     }

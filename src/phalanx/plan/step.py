@@ -33,7 +33,7 @@ MEMORY = tuple(_MEMORY.split())
 _COMES = ("activations", "inputs", "gathered", "messages", "temporary")  # and goes, in every step
 _HOLES = 0.25  # of it: what torchtitan's runs have reserved beyond their tensors, at most about
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
-FULL = (0.88, 0.94)  # of a device's memory: where an allocator begins to thrash, and does
+FULL = (0.93, 0.99)  # of a device's memory: where an allocator begins to thrash, and does
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
 # For each logit of 16 bits, by what a loss makes of them: bytes kept beside the logits, bytes there for
 # a while, bytes moved forward and backward. A float32 softmax is made from a float32 copy, with the

@@ -351,7 +351,7 @@ def _ends(layers: int, pp: int) -> tuple[int, int]:
 
 
 def _empty(case: Case, profile: SoftwareProfile) -> bool:
-    """Whether a stage has no block: too many stages, or a head that cached_costs as much as two of them
+    """Whether a stage has no block: too many stages, or a head that costs as much as two of them
     where stages are cut by cost."""
     pp, shape = case.layout.pp, case.shape
     if pp == 1 or not profile.balanced:
