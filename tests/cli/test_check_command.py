@@ -9,7 +9,6 @@ import pytest
 
 from phalanx.api.request import verdict
 from phalanx.cli import main
-
 from phalanx.layout import Layout, Shape, legal
 
 Capture = pytest.CaptureFixture[str]
