@@ -72,7 +72,8 @@ def _priced(args: argparse.Namespace, terms: Any) -> int:
 
 
 def _parser() -> Parser:
-    epilog = _EPILOG.format(schedules=" ".join(SCHEDULES))
+    names = fill(" ".join(SCHEDULES), 58).replace("\n", "\n" + 19 * " ")
+    epilog = _EPILOG.format(schedules=names)
     parser = Parser("phalanx draw", "Simulate a training step and show it.", epilog)
     add = parser.add
     add("what", nargs="+", metavar="WHAT", help="what to draw; see below")
