@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from ..api.step import StepProgram, StepTerms, costs_of, draw, recorded_picture, step_of
