@@ -2,6 +2,7 @@
 
     python benchmarks/train_steps.py one --size 27m --accum 4 [--beside OTHER/src]
     python benchmarks/train_steps.py data --size 5m --only DDP "phalanx dp2,"
+    python benchmarks/train_steps.py experts --size sparse --accum 4
     python benchmarks/train_steps.py tensor --size 27m
     python benchmarks/train_steps.py pipeline --accum 8
     python benchmarks/train_steps.py one --memory
@@ -13,8 +14,9 @@ a round. phalanx is the command `phalanx train` with nothing but its step held b
 microbatch, a norm clipped at 1, a fused AdamW, and reads the loss once a step.
 
 The base is a plain loop with one rank's share of the batch; for tensor parallel and pipelines, with the
-whole. "two plain loops" never talk: what sharing the machine costs. With `--memory` each trains two
-steps by itself, and live storages are counted from before the model is made.
+whole; with experts FSDP2, over the same decoder. "two plain loops" never talk: what sharing the machine
+costs. With `--memory` each trains two steps by itself, and live storages are counted from before the
+model is made.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ SIZES = {
     "5m": {"layers": 8, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn": 544, "vocab": 1024},
     "tiny": {"layers": 6, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 256},
     "27m": {"layers": 8, "hidden": 480, "heads": 8, "kv_heads": 4, "ffn": 1312, "vocab": 4096},
-}
+    "sparse": {"layers": 4, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn": 544, "vocab": 1024,
+               "experts": 8, "top_k": 2, "expert_ffn": 544},
+}  # fmt: skip
 ROWS, SEQUENCE = 2, 256  # of a rank's microbatch
 OTHER = "the other checkout"
 
@@ -62,6 +66,10 @@ SETS: dict[str, dict[str, str]] = {
         "plain loop": "plain", "two plain loops": "apart",
         "DDP": "ddp", "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
         **over(("dp2", "dp2 zero1", "dp2 zero3")),
+    },
+    "experts": {  # with --size sparse
+        "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
+        **over(("dp2 zero3", "ep2", "ep2 overlap"), ("gloo",)),
     },
     "tensor": {
         "plain loop": "plain", "DTensor": "dtensor", "DTensor, shm": "dtensor-shm",
