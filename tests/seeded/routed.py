@@ -180,8 +180,9 @@ def _axes(wrong: tuple[str, ...]) -> AbstractContextManager[None]:
     right = groups.unit_axes
 
     def axes(model: Any, layout: Any, unit: int) -> UnitAxes:
-        found = right(model, layout, unit)
-        return found if unit < len(model.pieces) else UnitAxes(found.shard, wrong)
+        found, names = right(model, layout, unit), model.unit_of.items()
+        routed = any(".routed." in name and number == unit for name, number in names)
+        return UnitAxes(found.shard, wrong) if routed else found
 
     return swapped(groups, "unit_axes", axes)
 

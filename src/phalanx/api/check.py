@@ -40,6 +40,7 @@ class Checked:
     """A layout beside a model. It prints as `phalanx check` does.
 
     `figures` are those of `--json`. `fits`: it is legal, and the device that was named has the memory.
+    `right`: it is legal, and no fault was found in its sums over ranks if they were looked at.
     """
 
     layout: Layout
@@ -56,6 +57,10 @@ class Checked:
     @property
     def fits(self) -> bool:
         return bool(self.legal and self.figures.get("fits", True))
+
+    @property
+    def right(self) -> bool:
+        return self.legal and not self.figures.get("faults_of_sums")
 
     @property
     def memory(self) -> dict[str, float]:
@@ -76,12 +81,14 @@ def check(
     device: str = "",
     cluster: str = "",
     clip: bool = False,
+    sums: bool = False,
 ) -> Checked:
     """Whether a layout fits a model, and the bytes of its fullest rank.
 
     `model` is the name of a shape, a .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences,
     and `sequence` tokens; 0 is the model's. With `device` or `cluster` the bytes are compared with what
-    it has. `clip`: the program has the agreement of gradient clipping.
+    it has. `clip`: the program has the agreement of gradient clipping. `sums`: find sums over ranks that
+    are missing, made twice or over the wrong axis, by the operations that train; this loads torch.
 
         check("dp2 pp4 tp2 1f1b:8", "8b", device="h100").fits
     """
@@ -106,7 +113,13 @@ def check(
         sequence=sequence,
         model=str(model) if make else "",
     )
-    return Checked(layout, shape, _figures(text, layout, shape, request, clip=clip))
+    figures = _figures(text, layout, shape, request, clip=clip)
+    if sums:
+        from ..parallel import build_model
+        from ..verify import placement_faults
+
+        figures["faults_of_sums"] = [*placement_faults(make or partial(build_model, shape), layout)]
+    return Checked(layout, shape, figures)
 
 
 def _hardware(layout: Layout, device: str, cluster: str) -> Hardware:
@@ -230,6 +243,11 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
             f"It {verdict(least, most, memory)} on {figures['device']}, which has"
             f" {bytes_text(memory)}: {range_text(least, most)}, by how its allocator fares."
         )
+    if faults := figures.get("faults_of_sums"):
+        yield f"Its sums over ranks are wrong in {len(faults)} places, of which the first are:"
+        yield from (f"- {fault}" for fault in faults[:8])
+    elif faults is not None:
+        yield "Every sum over ranks is made, once, and over the right axes."
 
 
 def _spans(numbers: Iterable[int]) -> str:

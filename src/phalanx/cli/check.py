@@ -18,6 +18,7 @@ the layout says otherwise. A model that nobody has costed yet loads torch.
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
   phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
   phalanx check "dp8 zero3 bf16" --model run.toml --device h100
+  phalanx check "dp64 pp8 tp8 seq zero1 1f1b:8" --model 8b --sums
   phalanx check step.txt"""
 
 
@@ -35,6 +36,9 @@ def run(argv: list[str]) -> int:
     parser.add("--device", default=None, choices=None, metavar="NAME", help="fits in it, as h100")
     parser.add("--cluster", metavar="NAME", help="fits there, as h100x64, or this")
     parser.add("--clip", action="store_true", help="with the agreement of clipping")
+    parser.add(
+        "--sums", action="store_true", help="that every sum over ranks is made once (loads torch)"
+    )
     parser.add("--json")
     args = parser.read(argv)
     text = " ".join(args.what)
@@ -47,9 +51,12 @@ def run(argv: list[str]) -> int:
             device=args.device or "",
             cluster=args.cluster or "",
             clip=args.clip,
+            sums=args.sums,
         )
         result(args, checked.figures, str(checked))
-        return 0 if checked.fits else 1
+        return 0 if checked.fits and checked.right else 1
+    if args.sums:
+        raise UsageError("sums over ranks are those of a model: add --model.")
     if args.device or args.cluster:
         raise UsageError("what a device has to hold is known of a layout: add --model.")
     if text.endswith(".txt") or Path(text).is_file():

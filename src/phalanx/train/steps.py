@@ -96,7 +96,7 @@ class Trainer(Executor):
         return min(causes, default=None)
 
 
-class _Nothing:
+class NoOptimizer:
     """The optimizer of a program that updates nothing."""
 
     whole_matrices = False
@@ -109,7 +109,7 @@ class Validator(Executor):
     """Forward only: the loss of a batch over all ranks."""
 
     def __init__(self, local: LocalModel, program: Program, rank: int) -> None:
-        super().__init__(local, program, rank, _Nothing())
+        super().__init__(local, program, rank, NoOptimizer())
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""

@@ -3,6 +3,7 @@
 from ..layout.cases import SHAPES, covering, every_layout
 from .cases import batch_of
 from .compare import Difference, compare
+from .placement import placement_faults
 from .reference import Trace, TracedStep, reference
 from .verify import Verdict, verify
 
@@ -16,6 +17,7 @@ __all__ = [
     "compare",
     "covering",
     "every_layout",
+    "placement_faults",
     "reference",
     "verify",
 ]

@@ -1,0 +1,643 @@
+"""Whether every sum over ranks is made, once, and over the right axes: found without running a step.
+
+One rank of each kind carries out its row of the program on meta tensors, with the operations and the
+regions that train. Nothing is computed and nothing is sent: of every value it is only known, for each
+axis of the mesh, what the ranks along it have (`Placement`). For weights and batches the rule table says
+it; from there each operation gives its output what its inputs have, and each call of a group what it
+is there for. Where a value then has to be the same on all ranks and is not, a sum is missing.
+
+How long an axis is plays no part in this. Axes are cut to the shortest that has the same groups, and of
+pieces that are alike one is looked at, so a layout of thousands of ranks takes as long as one of eight.
+Not found: a right sum of wrong numbers, such as a factor or a row too many. That takes `verify`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..comm import TallyWorld, Work, regions
+from ..comm.base import Call, Group
+from ..comm.tally import Tally
+from ..cost.pieces import alike
+from ..layout import Layout, Mesh
+from ..layout.choices import FP32
+from ..layout.mesh import Axis
+from ..layout.rules import AXIS_OF
+from ..parallel import Model, Unit, microbatches, tensor, time_multiple
+from ..parallel.data import Then, storage_of
+from ..parallel.experts import SENT, Routes, cut_blocks, expert_pieces
+from ..parallel.local import build_local
+from ..parallel.tensor import Weight
+from ..program import Op, Program, build, check, ops
+from ..train.executor import Executor
+from ..train.steps import NoOptimizer
+
+
+class Placement(IntEnum):
+    """What the ranks along an axis have of a value."""
+
+    ZERO = 0  # nothing but zeros
+    REPLICATED = 1  # the same
+    SHARDED = 2  # parts of one whole, each of them finished
+    VARYING = 3  # something else on each; perhaps a sum is still to be made
+    MIXED = 4  # that, plus something that all have alike: a sum would count it once for each rank
+
+
+Places = tuple[Placement, ...]  # one for each axis
+Run = tuple[int, int]  # from byte to byte
+ZERO, REPLICATED, SHARDED, VARYING, MIXED = Placement
+COPIES = "tp, among ranks that share a head of k and v"
+AXES = ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "ep", "tp", COPIES)
+NOWHERE: Places = (REPLICATED,) * len(AXES)
+
+_ADDS = {"add", "sub", "add_", "sub_"}
+_ALONE = {
+    "neg",
+    "clone",
+    "_to_copy",
+    "mul",
+    "mul_",
+    "div",
+    "div_",
+}  # number by number, or each by one
+_LINEAR = {"sum", "mean", "cat", "stack", "mm", "bmm"}
+_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
+_SCATTERS = {"scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_"}
+_OVERWRITES = {"copy_", "zero_", "fill_"}
+_MAKES = ("empty", "zeros", "ones", "full", "arange", "new_", "rand")
+
+
+def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ...]:
+    """What is wrong with a layout's sums over ranks: the operation, the weight or value, the axis."""
+    model = make()
+    small = _shortened(layout, model)
+    found: dict[str, None] = {}
+    for rank in range(small.ranks):
+        at = {**dict.fromkeys(AXES, 0), **small.mesh.coordinates(rank)}
+        elsewhere = set(AXES) - {"pp"} - _parts_of(small.shard_axes)
+        if any(at[axis] for axis in elsewhere):
+            continue  # as one that is looked at, or with parts of the same weights
+        few = cut_blocks(_few(make(), small), small)
+        stages = _stages(len(few.pieces), small.pp * small.chunks)
+        program = build(
+            small,
+            stages,
+            few.tied,
+            agree=True,
+            parts=tensor.partial_units(few, small),
+            frozen=few.frozen_units,
+            experts=expert_pieces(few),
+        )
+        check(program)
+        walk = _Walk(few, small, program, rank)
+        found |= dict.fromkeys(walk.faults())
+    return tuple(found)
+
+
+def _parts_of(axes: Sequence[str]) -> set[str]:
+    parts = {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
+    return {part for axis in axes for part in parts.get(axis, (axis,))}
+
+
+def _shortened(layout: Layout, model: Model) -> Layout:
+    """The layout over the fewest ranks that are groups of the same kinds."""
+
+    def short(axis: Axis) -> Axis:
+        if axis.name == "tp":
+            return axis  # which heads of k and v are shared hangs on its length
+        return replace(axis, parts=tuple(_least_factor(n) for n in axis.parts))
+
+    mesh = Mesh(tuple(map(short, layout.mesh.axes)))
+    few = min(layout.microbatches, 2 * mesh.of("pp"))
+    plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
+    again = "none" if layout.recompute == "fit" else layout.recompute
+    return replace(layout, mesh=mesh, microbatches=few, recompute=again, **plain)
+
+
+def _least_factor(n: int) -> int:
+    return next((f for f in range(2, n) if n % f == 0), n)
+
+
+def _few(model: Model, layout: Layout) -> Model:
+    """A model with the first piece of every kind, and as many more as there are stages to fill."""
+    kinds, most = alike(model), len(model.pieces)
+    chosen = {kinds.index(kind) for kind in kinds}
+    for piece in range(most):
+        if len(chosen) < min(most, layout.pp * layout.chunks):
+            chosen.add(piece)
+    return replace(model, pieces=copy.deepcopy(tuple(model.pieces[n] for n in sorted(chosen))))
+
+
+def _stages(pieces: int, stages: int) -> tuple[range, ...]:
+    ends = [pieces * i // stages for i in range(stages + 1)]
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+# ---- what is known of values
+
+
+class _Known(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's stubs
+    """The places of every number, by storage; kept up as operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.runs: dict[int, list[tuple[int, int, Places]]] = {}  # (from byte, to byte, places)
+
+    def of(self, x: Tensor) -> Places:
+        """What a value is as a whole."""
+        return _joined([places for _, _, places in self.within(x)])
+
+    def within(self, x: Tensor) -> list[tuple[int, int, Places]]:
+        """The runs of a value's storage that it lies in, from its start."""
+        start, stop = _span(x)
+        runs = self.runs.get(storage_of(x), [])
+        return [
+            (max(a, start) - start, min(b, stop) - start, p)
+            for a, b, p in runs
+            if a < stop and start < b
+        ]
+
+    def set(self, x: Tensor, places: Places, within: Run | None = None) -> None:
+        start, stop = _span(x)
+        if within:
+            start, stop = start + within[0], start + within[1]
+        runs = self.runs.setdefault(storage_of(x), [])
+        if not x.is_contiguous() and not within:
+            places = _joined([places, self.of(x)])
+        kept = [(a, min(b, start), p) for a, b, p in runs if a < start]
+        kept += [(max(a, stop), b, p) for a, b, p in runs if b > stop]
+        runs[:] = sorted([*kept, (start, stop, places)])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        schema = func._schema.arguments
+        written = [
+            value
+            for argument, value in zip(schema, args, strict=False)
+            if argument.alias_info and argument.alias_info.is_write
+        ]
+        outs = [
+            kwargs[a.name]
+            for a in schema
+            if a.name in kwargs and a.alias_info and a.alias_info.is_write
+        ]
+        read = [x for key, x in kwargs.items() if not any(x is out for out in outs)]
+        mine = args[1:] if name in _OVERWRITES else args
+        inputs = [x for x in tree_leaves([mine, read]) if isinstance(x, Tensor)]
+        after = self._by_run(name, inputs, _joins_tokens(name, args))
+        before = {storage_of(x) for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)}
+        result = func(*args, **kwargs)
+        for x in tree_leaves([written, outs, result]):
+            fresh = isinstance(x, Tensor) and storage_of(x) not in before
+            if fresh:
+                self.runs.pop(storage_of(x), None)
+            if fresh or any(x is each for each in tree_leaves([written, outs])):
+                for run, places in after:
+                    self.set(x, places, run)
+        return result
+
+    def _by_run(
+        self, name: str, inputs: Sequence[Tensor], joins: bool
+    ) -> list[tuple[Run | None, Places]]:
+        """What an operation makes of its inputs. In flat buffers every run is a weight of its own."""
+        alike = len({(x.shape, x.dtype) for x in inputs}) == 1 and inputs[0].dim() == 1
+        if not (
+            alike
+            and name in _ADDS | _OVERWRITES | _ALONE
+            and all(x.is_contiguous() for x in inputs)
+        ):
+            return [(None, _after(name, [(x.dim(), self.of(x)) for x in inputs], joins))]
+        runs = [self.within(x) for x in inputs]
+        ends = sorted({end for each in runs for start, stop, _ in each for end in (start, stop)})
+        found: list[tuple[Run | None, Places]] = []
+        for a, b in pairwise(ends):
+            here = [
+                _joined([p for start, stop, p in each if start <= a and b <= stop]) for each in runs
+            ]
+            found.append(((a, b), _after(name, [(1, places) for places in here], joins)))
+        return found
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The bytes of its storage between which a value lies."""
+    size, start = x.element_size(), int(x.storage_offset())
+    last = sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
+    return start * size, (start + last + 1 if x.numel() else start) * size
+
+
+def _joined(many: Sequence[Places]) -> Places:
+    """Numbers of several kinds side by side."""
+    return tuple(map(max, *many)) if len(many) > 1 else many[0] if many else NOWHERE
+
+
+def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation adds up numbers of several tokens, which stand along all dims but the last."""
+    if "backward" in name or name in _SCATTERS:
+        return True
+    if name not in ("sum", "mean"):
+        return False
+    dims = args[1] if len(args) > 1 else None
+    return not dims or any(dim % args[0].dim() != args[0].dim() - 1 for dim in dims)
+
+
+def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Places:
+    """What an operation makes of its inputs, each with its number of dims. `joins`: see `_joins_tokens`."""
+    if name.startswith(_MAKES) or name == "zero_":
+        return (ZERO,) * len(AXES) if "zero" in name else NOWHERE
+    if not known:
+        return NOWHERE
+    return tuple(
+        _along(name, [(dims, places[axis]) for dims, places in known], joins)
+        for axis in range(len(AXES))
+    )
+
+
+def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Placement:
+    """The same along one axis."""
+    places = [place for _, place in known]
+    most = max(places)
+    if name in _ADDS and most == VARYING and any(p == REPLICATED and dims for dims, p in known):
+        return MIXED
+    if name in _ADDS | _OVERWRITES or most <= REPLICATED or most == VARYING:
+        return most
+    linear = sum(p > REPLICATED for p in places) == 1
+    if most == SHARDED:  # tokens with `seq`, or a finished gradient
+        product = name in _PRODUCTS and sum(p == SHARDED for p in places) > 1
+        return VARYING if joins or product else SHARDED
+    if most == MIXED and linear and name in _ALONE | _LINEAR:
+        return MIXED
+    return VARYING
+
+
+# ---- what groups make of values
+
+
+class _PlacedGroup(Tally):
+    """A group that changes what is known of what would be sent over it."""
+
+    known: _Known
+    axes: tuple[int, ...]  # along which its ranks lie
+    walk: _Walk
+
+    def _begin(self, call: Call) -> Work:
+        if self.size > 1 or call.kind == "all_gather":  # which places weights
+            _CALLS.get(call.kind, _nothing)(self, call)
+        return super()._begin(call)
+
+    def summed(self, places: Places, op: str, to: Placement) -> Places:
+        """What a sum over the group makes of a value."""
+        for axis in self.axes if op in ("sum", "average") and self.walk.strict else ():
+            if places[axis] in (REPLICATED, SHARDED):
+                what = "the same" if places[axis] == REPLICATED else "finished"
+                self.walk.fault(f"a sum over {AXES[axis]} of what is {what} on all its ranks")
+            elif places[axis] == MIXED:
+                self.walk.fault(
+                    f"a sum over {AXES[axis]} counts what all its ranks have alike once for each of them"
+                )
+        return _along_axes(places, self.axes, to)
+
+
+def _along_axes(places: Places, axes: Sequence[int], to: Placement) -> Places:
+    return tuple(to if i in axes and p != ZERO else p for i, p in enumerate(places))
+
+
+def _all_reduce(group: _PlacedGroup, call: Call) -> None:
+    for start, stop, places in group.known.within(call.x):
+        group.known.set(call.x, group.summed(places, call.op, REPLICATED), (start, stop))
+
+
+def _reduce_scatter(group: _PlacedGroup, call: Call) -> None:
+    assert call.out is not None
+    length = call.x.nbytes // group.size
+    first = length * group.rank
+    for start, stop, places in group.known.within(call.x):
+        a, b = max(start, first) - first, min(stop, first + length) - first
+        if a < b:
+            group.known.set(call.out, group.summed(places, call.op, SHARDED), (a, b))
+
+
+def _all_gather(group: _PlacedGroup, call: Call) -> None:
+    assert call.out is not None
+    unit = group.walk.unit_of_buffer(call.out)
+    if unit is None:
+        group.known.set(call.out, _along_axes(group.known.of(call.x), group.axes, REPLICATED))
+    else:
+        group.walk.place_weights(unit)
+
+
+def _all_to_all(group: _PlacedGroup, call: Call) -> None:
+    assert call.out is not None
+    group.known.set(call.out, _along_axes(group.known.of(call.x), group.axes, VARYING))
+
+
+def _send(group: _PlacedGroup, call: Call) -> None:
+    group.walk.sent[group.name] = group.known.of(call.x)
+
+
+def _receive(group: _PlacedGroup, call: Call) -> None:
+    if group.name in ("activations", "gradients"):
+        group.known.set(call.x, group.walk.edge)
+    else:
+        group.known.set(call.x, _along_axes(group.walk.sent[group.name], group.axes, VARYING))
+
+
+def _nothing(group: _PlacedGroup, call: Call) -> None:
+    """Of a barrier nothing is known."""
+
+
+_CALLS: dict[str, Callable[[_PlacedGroup, Call], None]] = {
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "send": _send,
+    "receive": _receive,
+}
+
+
+class _PlacedWorld(TallyWorld):
+    def __init__(self, walk: _Walk, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.walk = walk
+
+    def _split(
+        self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
+    ) -> Group:
+        ranks = next(group for group in groups if self.rank in group)
+        group = _PlacedGroup(name, len(ranks), ranks.index(self.rank), ledger=[], ranks=ranks)
+        group.known, group.walk = self.walk.known, self.walk
+        group.axes = tuple(
+            i for i, axis in enumerate(AXES) if len({self.walk.at(r)[axis] for r in ranks}) > 1
+        )
+        return group
+
+
+# ---- one rank's step
+
+
+class _Placing(Executor):
+    """Carries out a row; what it computes with has no numbers."""
+
+    walk: _Walk
+
+    def _perform(self, op: Op) -> None:
+        self.walk.at_op(op)
+        super()._perform(op)
+
+    def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Any) -> None:
+        self.walk.passes(way, p, to, bundle)
+        super()._pass_on(way, p, to, m, bundle)
+
+    def _count(self, op: Op) -> Any:
+        self.walk.strict = False  # as many rows on each rank are no less different rows
+        work = super()._count(op)
+        self.walk.strict = True
+        return self.walk.whole(self, "the count of tokens", "count", work)
+
+    def _agree(self, op: Op) -> Any:
+        self.walk.strict = False  # who counts which weight is looked at apart
+        work = super()._agree(op)
+        self.walk.strict = True
+        return self.walk.whole(self, "the norm", "norm", work)
+
+    def _exchange(self, op: Op) -> Work:
+        exchange, group = self.local.exchange, self.local.exchange.tokens
+        key = op.piece if op.piece in exchange.experts else op.piece - 1, op.index
+        if exchange.told.pop(key, None):  # nobody knows who goes where: as many to each rank
+            tokens, size = len(self.inputs[op.piece, op.index][SENT]), group.size
+            even = [tokens // size + (rank < tokens % size) for rank in range(size)]
+            exchange.routes[key] = Routes(even, [even[group.rank]] * size)
+        return super()._exchange(op)
+
+    def _reduce(self, op: Op) -> Work:
+        self.walk.tied(op)
+        return super()._reduce(op)
+
+    def _update(self, op: Op) -> None:
+        for unit in self.local.of_piece(op.piece, trained=True):
+            self.walk.updates(unit)
+            unit.spend()
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {name: torch.zeros(1, device="cpu") for name in ("loss", "count", "norm")}
+
+
+class _Walk:
+    """One rank of a layout, and what is wrong with its step."""
+
+    def __init__(self, model: Model, layout: Layout, program: Program, rank: int) -> None:
+        self.model, self.layout, self.program, self.rank = model, layout, program, rank
+        self.known, self.found = _Known(), dict[str, None]()
+        self.strict, self.op, self.sent = True, "", dict[str, Places]()
+        heads = model.counts.get("kv", 0)
+        self.copies = layout.tp // heads if heads and layout.tp > heads else 1
+        size = self.sizes = {**layout.mesh.coordinates(0)}
+        for axis in AXES[:-2]:
+            size[axis] = layout.mesh.of(axis)
+        size["tp"], size[COPIES] = layout.tp // self.copies, self.copies
+        data = ("dp.replicate", "dp.shard", "cp.ring", "cp.ulysses", "ep")
+        self.batch = self.varying(*data)
+        # What passes between pieces: with `seq` ranks of tp have parts of its time.
+        cut = [AXES.index(axis) for axis in ("tp", COPIES) if layout.seq and size[axis] > 1]
+        self.edge = _along_axes(self.batch, cut, SHARDED)
+
+    def at(self, rank: int) -> dict[str, int]:
+        at = {**dict.fromkeys(AXES, 0), **self.layout.mesh.coordinates(rank)}
+        at["tp"], at[COPIES] = divmod(at["tp"], self.copies)
+        return at
+
+    def varying(self, *axes: str) -> Places:
+        return tuple(
+            VARYING if axis in axes and self.sizes[axis] > 1 else REPLICATED for axis in AXES
+        )
+
+    def fault(self, what: str) -> None:
+        self.found.setdefault(f"{self.op}: {what}.")
+
+    def faults(self) -> list[str]:
+        world = _PlacedWorld(self, self.rank, self.layout.ranks)
+        try:
+            with self.known, _placed_slices(self.known):
+                self._step(world)
+        finally:
+            world.clear()
+        return list(self.found)
+
+    def _step(self, world: _PlacedWorld) -> None:
+        self.local = build_local(world, self.layout, self.model, self.program)
+        for unit in self.local.every_unit:
+            if unit.buffer is not None:
+                self.place_weights(unit)
+        self._counts_once()
+        executor = _Placing(self.local, self.program, self.rank, NoOptimizer(), clip=1.0)
+        executor.walk = self
+        executor.step(self._batches(), 1e-3)
+
+    def _batches(self) -> list[dict[str, Tensor]]:
+        shape, layout = self.model.shape, self.layout
+        assert shape is not None, "a model without a shape has no batch"
+        rows = layout.data * layout.microbatches
+        if shape.kind == "mlp":
+            whole = {"inputs": torch.empty(rows, shape.hidden, device="meta")}
+        else:
+            multiple = time_multiple(layout)
+            length = -(-min(shape.sequence, 64) // multiple) * multiple
+            ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+            whole = {name: torch.empty_like(ids) for name in ("tokens", "targets", "positions")}
+        at = self.local.coordinates
+        batches = microbatches(whole, layout, at["data"], at["cp"])
+        for batch in batches:
+            for x in batch.values():
+                self.known.set(x, self.batch)
+        return batches
+
+    # ---- weights
+
+    def places_of(self, weight: Weight) -> Places:
+        """Along which axes a weight is cut, by the rule table."""
+        dims = self.model.rules.dims(weight.name, len(weight.shape))
+        cut = {AXIS_OF.get(dim) for dim in dims}
+        axes: list[str] = [axis for axis in ("tp", "ep") if axis in cut]
+        if "tp" in cut and not ("kv" in dims and self.copies > 1):
+            axes.append(COPIES)
+        return self.varying(*axes)
+
+    def place_weights(self, unit: Unit) -> None:
+        """The unit's whole weights are there."""
+        assert unit.buffer is not None
+        size = unit.buffer.element_size()
+        for weight, offset in zip(unit.order, unit.offsets, strict=True):
+            run = offset * size, (offset + torch.Size(weight.local).numel()) * size
+            self.known.set(unit.buffer, self.places_of(weight), run)
+
+    def unit_of_buffer(self, x: Tensor) -> Unit | None:
+        return next((u for u in self.local.every_unit if u.storage() == storage_of(x)), None)
+
+    def sums(self, unit: Unit) -> None:
+        """A gradient is about to be summed: never over an axis that cuts its weight."""
+        for weight in unit.order:
+            own, groups = self.places_of(weight), [unit.groups.reduce, unit.groups.replica]
+            if weight.adds:
+                groups.append(unit.groups.also[weight.adds])
+            for axis in {axis for group in groups for axis in _axes_of(group)}:
+                if own[axis] == VARYING:
+                    name = AXES[axis]
+                    self.fault(
+                        f"the gradient of {weight.name}, which {name} cuts, is summed over it"
+                    )
+
+    def tied(self, op: Op) -> None:
+        """Stages that share a weight have different parts of its gradient."""
+        for unit in self.local.of_piece(op.piece, trained=True):
+            self.sums(unit)
+            if unit.groups.tie.size > 1 and unit.full is not None:
+                pp = AXES.index("pp")
+                for start, stop, places in self.known.within(unit.full):
+                    self.known.set(unit.full, _along_axes(places, (pp,), VARYING), (start, stop))
+
+    def updates(self, unit: Unit) -> None:
+        """The gradient of every weight must be what the weight is, and where shards are, finished."""
+        assert unit.gradient is not None
+        shards = _axes_of(unit.groups.reduce)
+        for weight, start, stop, offset in unit.entries():
+            part = unit.gradient[offset : offset + stop - start]
+            places, own = self.known.of(part), self.places_of(weight)
+            for axis, name in enumerate(AXES):
+                if self.sizes[name] == 1:
+                    continue
+                whole = own[axis] == REPLICATED or axis in shards
+                finished = (ZERO, REPLICATED, SHARDED) if axis in shards else (ZERO, REPLICATED)
+                if whole and places[axis] not in finished:
+                    self.fault(f"the gradient of {weight.name} was not summed over {name}")
+
+    def _counts_once(self) -> None:
+        """Every number of a weight is in the norm once: its copies along tp are counted by one rank."""
+        others = [
+            tensor.cut_weights(self.model, self.layout, {**self.local.coordinates, "tp": tp})
+            for tp in range(1, self.layout.tp)
+        ]
+        for unit in self.local.units.values():
+            for weight in unit.order:
+                if weight.rate:
+                    continue
+                own = self.places_of(weight)
+                parts = math.prod(
+                    self.sizes[axis] for axis in ("tp", COPIES) if own[AXES.index(axis)] == VARYING
+                )
+                ranks = [weight, *(each[weight.name] for each in others)]
+                times = sum(each.counted for each in ranks) / parts
+                if times != 1:
+                    self.found.setdefault(f"the norm counts {weight.name} {times:g} times.")
+
+    # ---- values
+
+    def at_op(self, op: Op) -> None:
+        names = [name for name, _ in self.model.pieces]
+        self.op = f"{op} ({op.described(names)})"
+
+    def passes(self, way: str, p: int, to: int, bundle: Mapping[str, Tensor]) -> None:
+        what = "the output" if way == ops.FORWARD else "the gradient of the input"
+        name = self.model.pieces[p][0]
+        for value, x in bundle.items():
+            places = self.known.of(x)
+            for axis, axis_name in enumerate(AXES):
+                # Numbers of norms are added up in a backward: parts are no longer known as such.
+                allowed = MIXED if self.edge[axis] > REPLICATED else REPLICATED
+                if self.edge[axis] == SHARDED and way == ops.FORWARD and value == "x":
+                    allowed = SHARDED
+                if places[axis] > allowed:
+                    self.fault(f"{what} of {name} was not summed over {axis_name}")
+
+    def whole(self, executor: Executor, what: str, name: str, work: Work | None) -> Work | None:
+        """A call after which this number must be the same on all ranks."""
+
+        def look() -> None:
+            for axis, place in zip(AXES, self.known.of(getattr(executor, name)), strict=True):
+                if place > REPLICATED:
+                    self.fault(f"{what} was not summed over {axis}")
+
+        if work is None:
+            look()
+            return None
+        return Then(work, look)
+
+
+def _axes_of(group: Group) -> tuple[int, ...]:
+    return group.axes if isinstance(group, _PlacedGroup) and group.size > 1 else ()
+
+
+@contextmanager
+def _placed_slices(known: _Known) -> Iterator[None]:
+    """A rank's slice of what all have is its own; no call of a group says so."""
+    plain = regions.carry
+
+    def carry(x: Tensor, kind: str, group: Group, dim: int, join: int) -> Tensor:
+        y = plain(x, kind, group, dim, join)
+        if kind == "take" and isinstance(group, _PlacedGroup):
+            places = known.of(x)
+            for axis in group.axes:
+                if places[axis] > REPLICATED:
+                    group.walk.fault(
+                        f"a rank takes its part of what was not summed over {AXES[axis]}"
+                    )
+            known.set(y, _along_axes(places, group.axes, SHARDED))
+        return y
+
+    regions.carry = carry
+    try:
+        yield
+    finally:
+        regions.carry = plain
