@@ -72,8 +72,10 @@ def gradients(world: World, text: str, count: int) -> dict[str, Tensor]:
     class Keeping(Sgd):
         def of(self, unit):  # type: ignore[no-untyped-def]
             def keep(lr: float, scale: float) -> None:
-                for name in unit.parameters:
-                    found[name] = unit.view(unit.gradient, name).clone()
+                for weight, start in zip(unit.order, unit.offsets, strict=True):
+                    run = slice(start, start + torch.Size(weight.local).numel())
+                    (own,) = unit.gradients([run])
+                    found[weight.name] = own.view(weight.local).clone()
                 unit.spend()
 
             return keep

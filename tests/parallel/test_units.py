@@ -14,6 +14,7 @@ from phalanx.comm.launch import launch
 from phalanx.comm.shm.local import ShmWorld
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
+from phalanx.parallel.data import PlainUnit
 from phalanx.parallel.local import build_local
 from phalanx.train import AdamW, Executor
 from phalanx.train.program import program_of
@@ -140,3 +141,31 @@ def test_flat_buffers_lie_in_what_ranks_share(text: str) -> None:
     for told in launch(of_shared_memory, 2, text, backend="shm"):
         assert len(told) > 6
         assert all(told)
+
+
+def kinds(world: World, layout: Layout, precision: Precision) -> set[bool]:
+    model = build_model(GQA)
+    held = build_local(
+        world, layout, model, program_of(model, layout, agree=True), precision=precision
+    )
+    return {isinstance(unit, PlainUnit) for unit in held.units.values()}
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("", True), ("recompute:all", True), ("tp2", True), ("pp2 gpipe:1", True),
+        ("accum:2", False), ("dp2", False), ("pp2 zb-h1:2", False), ("offload:weights", False),
+    ],
+)  # fmt: skip
+def test_gradients_that_come_once_and_go_nowhere_are_left_to_autograd(
+    text: str, plain: bool
+) -> None:
+    layout = Layout.parse(text)
+    for found in launch(kinds, layout.ranks, layout, Precision(), backend="threads"):
+        assert found == {plain}
+
+
+def test_gradients_in_another_dtype_than_the_weights_are_not() -> None:
+    narrow = Precision(compute=torch.bfloat16)
+    assert launch(kinds, 1, Layout(), narrow, backend="threads") == [{False}]

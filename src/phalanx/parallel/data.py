@@ -2,7 +2,8 @@
 
 DDP, ZeRO-1, 2, 3 and HSDP are the same code here; they differ by how many parts a unit is cut into
 and by where G, D and S stand in the program. The gathered buffer *is* the weights: parameters are
-views of it, and so are their gradients of the flat gradient.
+views of it, and so are their gradients of the flat gradient. Only gradients that go to no other rank
+are left to autograd: see `PlainUnit`.
 """
 
 from __future__ import annotations
@@ -96,9 +97,14 @@ class BufferPool:
         waiting = self.free.setdefault((numel, dtype), [])
         if waiting:
             return waiting.pop()
-        self.made[numel, dtype] += 1
-        self.most |= self.made
+        self.count(numel, dtype)
         return self.empty(numel, dtype)
+
+    def count(self, numel: int, dtype: torch.dtype, by: int = 1) -> None:
+        """Count so much memory as made, or as let go."""
+        key = numel, dtype
+        self.made[key] += by
+        self.most[key] = max(self.most[key], self.made[key])
 
     def give(self, buffer: Tensor, *, keep: bool = True) -> None:
         """Give a buffer back: to be used again, or to `keep` nothing of it, to the allocator."""
@@ -107,7 +113,7 @@ class BufferPool:
         if keep:
             self.free[buffer.numel(), buffer.dtype].append(buffer)
         else:
-            self.made[buffer.numel(), buffer.dtype] -= 1
+            self.count(buffer.numel(), buffer.dtype, -1)
 
 
 class Then(Work):
@@ -144,6 +150,8 @@ class Unit:
 
     Of a piece that is trained in part there are two: of the weights that are `frozen` there is no
     gradient, and they are kept in what they are computed with."""
+
+    plain = False  # autograd does its normal work
 
     def __init__(
         self,
@@ -223,7 +231,7 @@ class Unit:
         for weight, offset in zip(self.order, self.offsets, strict=True):
             alike = weight.adds, weight.decay, weight.rate, matrices and bool(weight.matrices)
             one = Segment(offset, offset + _numel(weight), *alike)
-            if runs and runs[-1][2:] == one[2:]:
+            if runs and runs[-1][2:] == one[2:] and not self.plain:
                 one = Segment(runs.pop().start, *one[1:])
             runs.append(one)
         return runs
@@ -346,6 +354,24 @@ class Unit:
 
     # ---- gradients
 
+    @property
+    def is_open(self) -> bool:
+        """Whether contributions have come, or may come, that have not been summed."""
+        return self.full is not None
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.gradient is not None
+
+    def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
+        """This rank's gradient, summed: a flat tensor for each of some runs."""
+        assert self.gradient is not None, f"unit {self.number} is updated without a gradient"
+        return [self.gradient[run] for run in runs]
+
+    def counted(self) -> list[Tensor]:
+        """What of it the gradient norm counts here."""
+        return self.gradients(self.counted_runs)
+
     def open(self) -> None:
         """Make room for contributions: from here on backward adds into one flat gradient.
 
@@ -444,6 +470,61 @@ class Unit:
         assert self.gradient is not None
         self.pool.give(self.gradient, keep=not self.alone)
         self.gradient = None
+
+
+class PlainUnit(Unit):
+    """Weights that lie here as they are computed with, and whose gradients go to no other rank and come
+    once a step. A gradient stays the tensor that backward has made, in the weight's `.grad`: to
+    gather them in one buffer is work that nobody needs."""
+
+    plain = True
+    _open = _summed = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    @property
+    def has_gradient(self) -> bool:
+        return self._summed
+
+    def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
+        at = dict(zip(self.offsets, self._grads(self.order), strict=True))
+        return [at[run.start].view(-1) for run in runs]
+
+    def counted(self) -> list[Tensor]:
+        return self._grads([w for w in self.order if w.counted and not w.rate])
+
+    def _grads(self, weights: Sequence[Weight]) -> list[Tensor]:
+        grads = [self.parameters[w.name].grad for w in weights]
+        return [grad for grad in grads if grad is not None]
+
+    def open(self) -> None:
+        if not self._open:
+            self._open = True
+            self.pool.count(self.numel, self.precision.reduce)
+
+    def reduce(self) -> Work:
+        assert self._open, f"unit {self.number} is summed and has no gradient"
+        self._open = False
+
+        def arrived() -> None:
+            self._summed = True
+            for parameter in self.parameters.values():
+                if parameter.grad is None:  # nothing of the loss depends on it
+                    parameter.grad = torch.zeros_like(parameter)
+
+        # A call like any other, with nothing in it.
+        return Then(self.groups.replica.all_reduce(self.home[:0], wait=False), arrived)
+
+    def sum_parts(self) -> Work:
+        return Work()  # of no weight here, but of others of the piece
+
+    def spend(self) -> None:
+        self._summed = False
+        self.pool.count(self.numel, self.precision.reduce, -1)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 _aten: Any = torch.ops.aten

@@ -15,10 +15,10 @@ from ..program import Program, ops
 from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
 from .context import install_context
-from .data import BufferPool, Precision, Unit
+from .data import BufferPool, PlainUnit, Precision, Unit
 from .experts import Exchange, cut_blocks, expert_pieces, install_losses
 from .fitness import refuse_unfit
-from .groups import Groups, open_groups
+from .groups import Groups, UnitGroups, open_groups
 from .model import Model, start
 from .pieces import Bundle, Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
@@ -88,7 +88,18 @@ def build_local(
     install_context(model, layout, groups.ring, groups.ulysses)
     install_regions(model, layout, groups)
     install_losses(model, layout, groups)
-    dropped = {op.piece for op in program.rows[program.owner[world.rank]] if op.kind == ops.DROP}
+    row = program.rows[program.owner[world.rank]]
+    kinds = {op.kind for op in row}
+    dropped = {op.piece for op in row if op.kind == ops.DROP}
+    # A gradient that comes in parts is added up in place, which autograd does not do.
+    once = program.microbatches == 1 and not kinds & {ops.INPUT_GRADIENT, ops.TO_OWNERS}
+    same = precision.compute == precision.master == precision.reduce and not precision.matmul
+    at_host = bool({"weights", "optimizer"} & set(layout.offload))
+    may_be_plain = once and same and not (at_host or dropped or program.replicated)
+
+    def kind_of(number: int, chosen: Sequence[Weight], *, frozen: bool) -> type[Unit]:
+        plain = may_be_plain and not frozen and _stays(chosen, groups.units[number])
+        return PlainUnit if plain else Unit
 
     def units_of(*, frozen: bool) -> dict[int, Unit]:
         own = {unit: list[Weight]() for unit in held}
@@ -96,14 +107,14 @@ def build_local(
             if model.unit_of[name] in own and weight.frozen == frozen:
                 own[model.unit_of[name]].append(weight)
         return {
-            number: Unit(
+            number: kind_of(number, chosen, frozen=frozen)(
                 number,
                 chosen,
                 groups.whole if frozen and groups.whole else groups.units[number],
                 pool,
                 precision,
                 resident=number % count not in dropped,
-                at_host=bool({"weights", "optimizer"} & set(layout.offload)),
+                at_host=at_host,
                 replicas_apart=program.replicated,
                 frozen=frozen,
                 piece=number % count,
@@ -120,7 +131,6 @@ def build_local(
     draw = partial(_fill, model, all_units, weights)
     if seed is not None:
         draw(seed)
-    kinds = {op.kind for op in program.rows[program.owner[world.rank]]}
     pieces = {p: _piece(model, p, program, all_units, kinds, layout, world.device) for p in mine}
 
     def edge(piece: int, batch: Mapping[str, Tensor]) -> Bundle:
@@ -134,6 +144,12 @@ def build_local(
 
     exchange = Exchange(groups.ep, groups.routes, expert_pieces(model))
     return LocalModel(pieces, units, still, groups, exchange, pool, at, edge, draw)
+
+
+def _stays(weights: Sequence[Weight], groups: UnitGroups) -> bool:
+    """Whether the gradients of these weights go to no other rank."""
+    every = groups.gather, groups.reduce, groups.replica, groups.tie
+    return all(group.size == 1 for group in every) and not any(w.adds for w in weights)
 
 
 def world_place(layout: Layout, rank: int) -> dict[str, int]:

@@ -205,10 +205,14 @@ class Piece:
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
         self.compiled = compiled
         self.kept: dict[int, _Kept] = {}
+        self.leaf: Tensor | None = None  # of all graphs, and no gradient comes to it
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
+        ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
         for child in module.modules():
+            if child._parameters.get("weight") not in ours:
+                continue
             if type(child) is nn.Linear:
                 # Another class and not another module, as FSDP2 does: its hooks and names remain.
                 child.__class__ = _Linear
@@ -293,8 +297,9 @@ class Piece:
         edges = dict(mine)
         for name, x in mine.items():
             if x.is_floating_point():
-                leaf = torch.zeros((), device=x.device, requires_grad=True)
-                edge: Tensor = _Edge.apply(x.detach(), leaf, into, name)  # type: ignore[no-untyped-call]
+                if self.leaf is None:
+                    self.leaf = torch.zeros((), device=x.device, requires_grad=True)
+                edge: Tensor = _Edge.apply(x.detach(), self.leaf, into, name)  # type: ignore[no-untyped-call]
                 edges[name] = edge
         return edges
 

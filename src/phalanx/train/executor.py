@@ -223,9 +223,9 @@ class Executor:
                     if n in weights and not weights[n].resident
                 },
             ),
-            "open gradients": ({n for n, u in units.items() if u.full is not None}, {*state.open}),
+            "open gradients": ({n for n, u in units.items() if u.is_open}, {*state.open}),
             "reduced gradients": (
-                {n for n, u in units.items() if u.gradient is not None},
+                {n for n, u in units.items() if u.has_gradient},
                 state.arrived,
             ),
             "reductions under way": (
@@ -477,13 +477,12 @@ def _norms(unit: Unit) -> Tensor:
     A fused kernel takes them in float32, and their squares are added up in float64: no wide copy of
     the gradient, and 1e-9 off where one float32 sum of 4M numbers is 1e-4 off.
     """
-    gradient = unit.gradient
-    assert gradient is not None
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    norms = [gradient.new_empty(0, dtype=wide)]
-    for run in unit.counted_runs:
-        x = gradient[run]
-        whole = len(x) // _SHORT * _SHORT
-        parts = x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)
-        norms += (torch.linalg.vector_norm(p, dim=1, dtype=wide) for p in parts if p.numel())
-    return torch.cat(norms)
+    wide = torch.promote_types(unit.precision.reduce, torch.float32)
+    norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
+    for x in unit.counted():
+        parts = [x]  # the rows of a matrix are short
+        if x.dim() < 2:
+            flat, whole = x.view(-1), x.numel() // _SHORT * _SHORT
+            parts = [flat[:whole].view(-1, _SHORT), flat[whole:].view(1, -1)]
+        norms += (torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel())
+    return torch.cat([norm.flatten() for norm in norms])

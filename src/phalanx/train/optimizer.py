@@ -75,14 +75,14 @@ class Update:
     ) -> None:
         self.unit, self.optimizer, self.name = unit, optimizer, optimizer.name
         self.runs: list[tuple[slice, Tensor]] = []
-        self.decays: list[float] = []
-        self.rates: list[float] = []
         self.state: dict[Tensor, State] = {}
+        # What is updated alike, in one call.
+        self.alike: dict[tuple[float, float], list[tuple[slice, Tensor]]] = {}
         for segment in unit.own_segments() if segments is None else segments:
             run = slice(segment.start, segment.stop)
             self.runs.append((run, unit.home[run]))
-            self.decays.append(optimizer.decay if segment.decay else 0.0)
-            self.rates.append(segment.rate)
+            decay = optimizer.decay if segment.decay else 0.0
+            self.alike.setdefault((decay, segment.rate), []).append(self.runs[-1])
 
     @property
     def every_run(self) -> list[tuple[slice, Tensor]]:
@@ -91,31 +91,40 @@ class Update:
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
-        gradient = self.unit.gradient
-        assert gradient is not None, f"unit {self.unit.number} is updated without a gradient"
         scale = scale and scale.on(self.unit.home.device)
-        for (run, view), decay, rate in zip(self.runs, self.decays, self.rates, strict=True):
-            own = gradient[run].to(view.dtype)
-            if view.device != own.device:
-                # The update waits for it here, so it comes by the fastest way, to pinned memory, of
-                # which torch keeps what is let go.
-                room = torch.empty_like(own, device=view.device, pin_memory=own.is_cuda)
-                own = room.copy_(own)
+        for (decay, rate), runs in self.alike.items():
+            views = [view for _, view in runs]
+            gradients = self.unit.gradients([run for run, _ in runs])
+            own = [_beside(*both) for both in zip(gradients, views, strict=True)]
             common: dict[str, Any] = {"lr": lr, "weight_decay": decay, "maximize": False}
             if scale is not None:
                 common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
-                if own.dtype == torch.float64:
-                    own *= scale.factor  # the kernels' own scale is float32
+                if own[0].dtype == torch.float64:
+                    for each in own:
+                        each *= scale.factor  # the kernels' own scale is float32
                     del common["grad_scale"]
             if rate:
                 # By the sign alone. The optimizer, which moves nothing here, keeps zeros as its state, so
                 # that a checkpoint has of these weights what it has of others.
-                moved = own.sign() * rate
-                view -= moved if scale is None else moved * (1.0 - scale.skip.to(moved.dtype))
-                own, common["lr"] = torch.zeros_like(own), 0.0
-            self.optimizer.kernel(self.state.setdefault(view, {}), view, own, **common)
+                for view, each in zip(views, own, strict=True):
+                    moved = each.sign() * rate
+                    view -= moved if scale is None else moved * (1.0 - scale.skip.to(moved.dtype))
+                own, common["lr"] = [torch.zeros_like(each) for each in own], 0.0
+            states = [self.state.setdefault(view, {}) for view in views]
+            self.optimizer.kernel(states, views, own, **common)
         self.unit.spend()
         self.unit.refresh()
+
+
+def _beside(gradient: Tensor, view: Tensor) -> Tensor:
+    """A gradient in the dtype, and where the weights are that it moves."""
+    own = gradient.to(view.dtype)
+    if view.device == own.device:
+        return own
+    # The update waits for it here, so it comes by the fastest way, to pinned memory, of which torch
+    # keeps what is let go.
+    room = torch.empty_like(own, device=view.device, pin_memory=own.is_cuda)
+    return room.copy_(own)
 
 
 @dataclass(frozen=True)
@@ -132,15 +141,21 @@ class AdamW:
     def of(self, unit: Unit) -> Update:
         return Update(unit, self)
 
-    def kernel(self, state: State, run: Tensor, gradient: Tensor, **common: Any) -> None:
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=run.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(run), torch.zeros_like(run)
-        state["step"] += 1
-        if "found_inf" in common:
-            state["step"] -= common["found_inf"].view(())
+    def kernel(
+        self, states: list[State], runs: list[Tensor], gradients: list[Tensor], **common: Any
+    ) -> None:
+        for state, run in zip(states, runs, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=run.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(run), torch.zeros_like(run)
+        averages, squares, steps = (
+            [state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq", "step")
+        )
+        skip = common.get("found_inf")
+        done = torch.ones_like(steps[0]) if skip is None else 1.0 - skip.view(())
+        _torch._foreach_add_(steps, [done] * len(steps))
         _torch._fused_adamw_(
-            [run], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+            runs, gradients, averages, squares, [], steps,
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, amsgrad=False, **common,
         )  # fmt: skip
 
@@ -157,11 +172,15 @@ class Sgd:
     def of(self, unit: Unit) -> Update:
         return Update(unit, self)
 
-    def kernel(self, state: State, run: Tensor, gradient: Tensor, **common: Any) -> None:
-        if self.momentum and not state:
-            # Zeros, not the kernel's own first step, which a skipped one would leave undone.
-            state["momentum_buffer"] = torch.zeros_like(run)
+    def kernel(
+        self, states: list[State], runs: list[Tensor], gradients: list[Tensor], **common: Any
+    ) -> None:
+        for state, run in zip(states, runs, strict=True):
+            if self.momentum and not state:
+                # Zeros, not the kernel's own first step, which a skipped one would leave undone.
+                state["momentum_buffer"] = torch.zeros_like(run)
+        kept = [buffer for state in states for buffer in state.values()]
         _torch._fused_sgd_(
-            [run], [gradient], [*state.values()], momentum=self.momentum, dampening=0.0,
+            runs, gradients, kept, momentum=self.momentum, dampening=0.0,
             nesterov=False, is_first_step=False, **common,
         )  # fmt: skip

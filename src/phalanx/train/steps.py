@@ -44,7 +44,10 @@ class Trainer(Executor):
         return super()._numbers() | dict(zip(("total", "stops"), self.sums, strict=False))
 
     def _perform(self, op: Op) -> None:
-        with nullcontext() if self.ranges is nullcontext else self.ranges(str(op)):
+        if self.ranges is nullcontext:
+            super()._perform(op)
+            return
+        with self.ranges(str(op)):
             super()._perform(op)
 
     def _summed_too(self) -> Sequence[Tensor]:

@@ -104,8 +104,10 @@ class _Recorder(Executor):
     def _update(self, op: Op) -> None:
         for number, unit in self.local.units.items():
             if unit.piece == op.piece:
-                assert unit.gradient is not None
-                self.seen[number] = unit.gradient.detach() / self._loss_scale
+                runs = [slice(e.offset, e.offset + e.stop - e.start) for e in unit.entries()]
+                # A piece may have no weights.
+                flat = torch.cat((unit.home[:0], *unit.gradients(runs)))
+                self.seen[number] = flat.detach() / self._loss_scale
         super()._update(op)
 
 
