@@ -26,19 +26,20 @@ def case(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def by_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def by_torch(logits: Tensor, targets: Tensor, z: float = 0.0) -> tuple[Tensor, Tensor]:
     """The loss and the gradient of the logits, times 0.3."""
     x = logits.clone().requires_grad_()
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     loss = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = loss + z * wide.logsumexp(-1)[targets != -100].square().sum()
     loss.backward(torch.tensor(0.3, dtype=loss.dtype))
     assert x.grad is not None
     return loss.detach(), x.grad
 
 
-def by_chunks(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def by_chunks(logits: Tensor, targets: Tensor, z: float = 0.0) -> tuple[Tensor, Tensor]:
     x = logits.clone().requires_grad_()
-    loss = token_loss(x * 1, targets)
+    loss = token_loss(x * 1, targets, z=z)
     loss.backward(torch.tensor(0.3, dtype=loss.dtype))
     assert x.grad is not None
     return loss.detach(), x.grad
@@ -46,11 +47,12 @@ def by_chunks(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 7, 60, 1000])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z", [0.0, 0.1])
 def test_loss_and_gradient_are_those_of_torch(
-    dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
+    z: float, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked, "NUMBERS", {"cpu": rows * WORDS})
-    due, came = by_torch(*case(dtype)), by_chunks(*case(dtype))
+    due, came = by_torch(*case(dtype), z), by_chunks(*case(dtype), z)
     assert came[0].dtype == due[0].dtype
     assert came[1].dtype == dtype
     bound = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]

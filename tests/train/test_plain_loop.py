@@ -12,6 +12,7 @@ import pytest
 import torch
 from loop_worlds import records, small, trained
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from phalanx.layout.run import OptimizerChoice, Run
@@ -53,12 +54,24 @@ class Unrounded(TorchFunctionMode):
         return args[0].clone() if func is Tensor.bfloat16 else func(*args, **(kwargs or {}))
 
 
+class _ZLoss(nn.Module):
+    def __init__(self, z: float) -> None:
+        super().__init__()
+        self.z = z
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return losses + self.z * logits.logsumexp(-1)[targets != -100].square().sum()
+
+
 def _decoder(run: Run) -> Decoder:
     shape = run.shape
     decoder = Decoder(
         vocab=shape.vocab, hidden=shape.hidden, layers=shape.layers, heads=shape.heads,
         ffn=shape.ffn, eps=shape.eps,
     ).double()  # fmt: skip
+    if run.z_loss:
+        decoder.head.loss = _ZLoss(run.z_loss)  # type: ignore[assignment]
     ours = build_model(shape)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
@@ -139,6 +152,15 @@ def test_every_key_of_the_optimizer_does_what_torch_does(
     # The key matters: without it, and with what else it needs, the losses are others.
     without = _by_hand(small(tmp_path / "run", *PLAIN, *KEYS[key][:-1]))[0]
     assert max(abs(a - b) for a, b in zip(wanted, without, strict=True)) > 1e-6
+
+
+@pytest.mark.parametrize("layout", ["fp64", "tp2 fp64"])
+def test_z_loss_is_what_torch_adds(layout: str, tmp_path: Path) -> None:
+    run = small(tmp_path / "run", *PLAIN, "z_loss=0.1")
+    trained(run, layout)
+    wanted, _ = _by_hand(run)
+    assert [r["loss"] for r in records(tmp_path / "run", "step")] == pytest.approx(wanted, rel=1e-9)
+    assert wanted[0] > _by_hand(small(tmp_path / "run", *PLAIN))[0][0] + 1.0
 
 
 class _Uneven(Batches):

@@ -221,6 +221,9 @@ class Run:
     )
     sequence: int = key(0, "sequence length in tokens; 0: the shape's", minimum=0, maximum=1 << 28)
     steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
+    z_loss: float = key(
+        0.0, "adds this times log(Z)^2 to each token's loss, Z its logits' sum of exp", minimum=0
+    )
     seed: int = key(0, "of the initial weights and the data order", minimum=0, maximum=2**62 - 1)
     out: str = key("", "output folder; empty: runs/ and the file's name")
     machine: str = key(

@@ -32,7 +32,13 @@ def _chunks(logits: Tensor, width: int, *rows: Tensor) -> Iterator[tuple[Tensor,
 class _TokenLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, first: int, width: int, agree: Agree | None
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        first: int,
+        width: int,
+        agree: Agree | None,
+        z: float,
     ) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
         mine = (targets >= first) & (targets < first + width)  # (tokens,)
@@ -51,8 +57,11 @@ class _TokenLoss(torch.autograd.Function):
             total, chosen = most.add_(sums[0].log()), sums[1]
         valid = targets != IGNORED
         ctx.save_for_backward(logits, total, at, mine & valid, valid)
-        ctx.width = width
-        return torch.where(valid, total - chosen, 0.0).sum()
+        ctx.width, ctx.z = width, z
+        losses = total - chosen
+        if z:
+            losses += z * total.square()
+        return torch.where(valid, losses, 0.0).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -63,9 +72,11 @@ class _TokenLoss(torch.autograd.Function):
         if ctx.width:
             for x, log, index, here, counts in _chunks(into, ctx.width, total, at, mine, valid):
                 shares = x.to(log.dtype, copy=True).sub_(log.unsqueeze(-1)).exp_()
+                if ctx.z:  # the shares are the gradient of `log`, too
+                    shares.mul_(1.0 + 2.0 * ctx.z * log.unsqueeze(-1))
                 shares.scatter_add_(-1, index, -here.to(log.dtype).unsqueeze(-1))
                 x.copy_(shares.mul_((gradient * counts).unsqueeze(-1)))
-        return into, None, None, None, None
+        return into, None, None, None, None, None
 
 
 def token_loss(
@@ -75,15 +86,18 @@ def token_loss(
     first: int = 0,
     width: int | None = None,
     agree: Agree | None = None,
+    z: float = 0.0,
 ) -> Tensor:
     """The sum of the tokens' cross-entropies, in float32 or wider. Backward overwrites the logits.
+
+    With `z` each token adds z log(Z)^2, where Z is the sum of exp of its logits: PaLM's z-loss.
 
     Logits are (..., words). Where the words are cut, this rank has `width` of them from `first`, any
     further columns are padding, and `agree` all-reduces a tensor in place ("max" or "sum").
     """
     width = logits.shape[-1] if width is None else width
     loss: Tensor = _TokenLoss.apply(  # type: ignore[no-untyped-call]
-        logits.flatten(0, -2), targets.flatten(), first, width, agree
+        logits.flatten(0, -2), targets.flatten(), first, width, agree, z
     )
     return loss
 
@@ -91,5 +105,7 @@ def token_loss(
 class CrossEntropy(nn.Module):
     """The sum of the tokens' cross-entropies, in float32 or wider; targets of -100 count nothing."""
 
+    z = 0.0  # see `token_loss`
+
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(logits, targets)
+        return token_loss(logits, targets, z=self.z)

@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..layout import Layout, LayoutError
 from ..layout.rules import AXIS_OF
 from ..models import IGNORED, Core, ExpertMlps, LoraLinear
+from ..models.loss import CrossEntropy
 from .model import Model
 
 _HOOKS = (
@@ -176,6 +177,8 @@ def _loss(name: str, piece: nn.Module, path: str) -> Iterator[str]:
     owner = piece.get_submodule(path.rpartition(".")[0])
     beside = name.rpartition(".")[0]
     loss = owner._modules.get("loss")
+    if type(loss) is CrossEntropy:  # which may have a z-loss
+        return
     if loss is None:
         yield (
             f"{name} gives logits that tp cuts over the vocabulary, and {beside} has no child named"

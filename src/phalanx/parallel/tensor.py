@@ -189,15 +189,16 @@ class CutRMSNorm(nn.Module):
 class VocabularyCrossEntropy(nn.Module):
     """The summed cross-entropy of logits that are cut over the vocabulary."""
 
-    def __init__(self, cut: Cut, group: Group) -> None:
+    def __init__(self, cut: Cut, group: Group, z: float = 0.0) -> None:
         super().__init__()
-        self.cut, self.group = cut, group
+        self.cut, self.group, self.z = cut, group, z
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         # What crosses is two numbers a token, never a row of logits.
         return token_loss(
             logits, targets,
             first=self.cut.start, width=self.cut.stop - self.cut.start, agree=self.group.all_reduce,
+            z=self.z,
         )  # fmt: skip
 
 
@@ -330,7 +331,8 @@ class _Installer:
         self._fork(module)
         owner = self._at(name.rpartition(".")[0])
         if dim == "vocab":
-            owner.loss = VocabularyCrossEntropy(self._vocabulary(module), tp)
+            z = getattr(owner.loss, "z", 0.0)
+            owner.loss = VocabularyCrossEntropy(self._vocabulary(module), tp, z)
         else:
             module.register_forward_hook(lambda m, args, y: regions.gather(y, tp, y.dim() - 1))
 

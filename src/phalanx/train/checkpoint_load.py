@@ -331,6 +331,7 @@ _SETTINGS = (
     "data",
     "document_masks",
     "packing",
+    "z_loss",
     "optimizer",
 )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..cost import sizes_of
 from ..layout import Layout, LayoutError, Shape
 from ..layout.run import Run
+from ..models.loss import CrossEntropy
 from ..parallel import Model, Precision, build_model, load_model
 from ..parallel.experts import cut_blocks, expert_pieces
 from ..parallel.local import model_stages
@@ -24,7 +25,22 @@ Maker = Callable[[], Model]
 
 def maker_of(run: Run) -> Maker:
     """What makes a run's model, on the meta device and anew in each call."""
-    return partial(load_model, run.own) if run.own else partial(build_model, run.shape)
+    made = partial(load_model, run.own) if run.own else partial(build_model, run.shape)
+    return partial(_with_z_loss, made, run.z_loss) if run.z_loss else made
+
+
+def _with_z_loss(make: Maker, z: float) -> Model:
+    model = make()
+    modules = [module for _, piece in model.pieces for module in piece.modules()]
+    losses = [module for module in modules if isinstance(module, CrossEntropy)]
+    if not losses:
+        raise LayoutError(
+            f"z_loss = {z}, and the model has no phalanx.models.loss.CrossEntropy that it could be added to."
+            " Add it in the model's own loss, or leave z_loss out."
+        )
+    for loss in losses:
+        loss.z = z
+    return model
 
 
 def shape_of(run: Run) -> Shape:
