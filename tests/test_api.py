@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import phalanx
 from phalanx.api import UsageError
 from phalanx.cli import main
+from phalanx.comm import RankFailed
 
 ROOT = Path(__file__).parents[1]
 
@@ -89,6 +90,8 @@ def test_a_model_of_standard_input_is_verified_and_its_processes_are_refused() -
         "def describe(model): return stranger.describe(model)\n"
         "print(phalanx.verify(Mine, 'tp2', steps=1))\n"
         "def rank(world): return world.rank\n"
+        "import threading, time\n"  # a process with threads is not forked
+        "threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
         "assert phalanx.launch(rank, 2, backend='threads') == [0, 1]\n"
         "try: phalanx.launch(rank, 2, backend='gloo')\n"
         "except ValueError as error: print(error)\n"
@@ -120,3 +123,29 @@ def test_a_checkpoint_is_a_mapping_of_whole_tensors_in_any_layout(tmp_path: Path
     }
     with pytest.raises(UsageError, match="no tensors of the kind 'momentum'"):
         phalanx.load(tmp_path / "run", kind="momentum")
+
+
+def test_ranks_log_what_they_did_and_why_they_ended(tmp_path: Path) -> None:
+    words = ["steps=1", "batch=4", "sequence=8", "model={layers=2,hidden=16,heads=2,vocab=256}"]
+    run = phalanx.Run.parse("", "run", (*words, "layout=dp2", f"out={tmp_path}"))
+    phalanx.launch(phalanx.train, 2, run, "dp2", True, backend="threads")
+    other = [word.replace("hidden=16", "hidden=32") for word in words]
+    run = phalanx.Run.parse("", "run", (*other, "layout=dp2", f"out={tmp_path}"))
+    with pytest.raises(RankFailed, match="hidden"):
+        phalanx.launch(phalanx.train, 2, run, "dp2", True, backend="threads")
+    for rank in range(2):
+        text = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert f"rank {rank} of 2" in text
+        assert "Outcome(step=1" in text
+        assert "Traceback" in text
+
+
+def test_another_torch_than_was_tested_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    from phalanx.comm import warn_of_torch
+
+    warn_of_torch("2.13.0+cpu")
+    assert not caplog.records
+    warn_of_torch("2.14.1")
+    assert "was tested with 2.11 to 2.13. pip install" in caplog.text
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '"torch>=2.11,<2.14"' in project

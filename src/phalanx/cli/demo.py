@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
     for old in (out, alone):
         if (old / "metrics.jsonl").is_file():  # only what an earlier demo has written
             shutil.rmtree(old)
-    print_line = partial(say, flush=True) if not args.json else _nothing
+    print_line = partial(say, flush=True) if not (args.json or args.quiet) else _nothing
     figures = _play(out, alone, print_line)
     figures["seconds"] = round(time.monotonic() - begun, 1)
     result(args, figures, f"{figures['seconds']} s. The page of the run: {figures['report']}")

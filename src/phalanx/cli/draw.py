@@ -44,7 +44,9 @@ def run(argv: list[str]) -> int:
     others = {"mesh": _mesh, "recompute": _recompute, "run": _recorded}
     if argv and argv[0] in others:
         return others[argv[0]](argv[1:])
-    args = _parser().read(argv)
+    parser = _parser()
+    parser.subverbs = (*others, "program", *SCHEDULES)
+    args = parser.read(argv)
     args.clip = args.clip or None
     given = {name: getattr(args, name) for name in StepTerms.__annotations__}
     terms: Any = {name: value for name, value in given.items() if value is not None}

@@ -17,6 +17,7 @@ _EPILOG = """\
   phalanx lab zero-3 --ranks 2           runs one and checks its values
   phalanx lab pipeline --backend gloo    the same with a process for each rank
   phalanx lab all --html lab.html        runs all, writes one page
+  phalanx lab zero-3 -v                  shows every claim, also those that hold
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
 
@@ -38,7 +39,6 @@ def run(argv: list[str]) -> int:
     add("--layers", default=default.layers, help="of the MLP")
     add("--steps", type=whole(), default=default.steps, metavar="N", help="of training")
     parser.add_output("--html", help="write one page with sources, values and pictures")
-    add("--verbose", action="store_true", help="every claim, also those that hold")
     add("--json", help="everything that was recorded, as JSON")
     args = parser.read(argv)
     if not args.names:

@@ -34,6 +34,8 @@ VERBS: dict[str, str] = {
     "doctor": "what this machine is, and the catalogue of devices and links",
     "demo": "train, kill a rank, resume in another layout, compare and report",
     "lab": "every strategy from bare collectives, to read, run and check",
+    "schema": "the JSON Schema of what a command prints with --json",
+    "completion": "tab completion for bash, zsh and fish",
 }
 _OVERVIEW = """\
 phalanx: train one transformer over any mix of devices.
@@ -47,7 +49,7 @@ Try:
   phalanx draw mesh "dp2 pp2 tp2"
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
 
-Each takes --json and --help. Exit code 0: done, 1: failed, 2: wrong usage."""
+Each takes --help, --json, --quiet and -v. Exit code 0: done, 1: failed, 2: wrong usage."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

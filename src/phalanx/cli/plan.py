@@ -36,6 +36,7 @@ def run(argv: list[str]) -> int:
         code: int = module.run(argv[1:])
         return code
     parser = Parser("phalanx plan", "The best layouts, before anything is rented.", _EPILOG)
+    parser.subverbs = _SUBVERBS
     request_flags(parser)
     parser.add("--top", type=whole(), default=10, metavar="N", help="layouts in the table")
     parser.add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")

@@ -251,7 +251,7 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
             world.close()  # all ranks are here
         raise
     try:
-        outcome = train(world, config, str(layout), quiet=args.json)
+        outcome = train(world, config, str(layout), quiet=args.json or args.quiet)
     except (RanksDiffer, PeerFailed):
         world.close()
         raise
@@ -359,10 +359,11 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     refusals = tuple(k.__name__ for k in (*failures, RanksDiffer, LayoutError, ProgramError))
     restarts, before = config.train.restarts, None
     terms = {"backend": args.backend, "apart": restarts > 0, "timeout": call_timeout(config)}
+    quiet = args.json or args.quiet
     for left in range(restarts, -1, -1):
         begun = time.time()
         try:
-            outcomes = launch(train, layout.ranks, config, str(layout), args.json, True, **terms)
+            outcomes = launch(train, layout.ranks, config, str(layout), quiet, True, **terms)
             first: Outcome = outcomes[0]
             return first
         except RankFailed as error:

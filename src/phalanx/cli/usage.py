@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import logging
 import math
 import os
 import re
@@ -14,6 +15,7 @@ import stat
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
@@ -26,6 +28,18 @@ from ..layout.files import open_regular, printable, read_text, reason
 from ..layout.layout import MICROBATCHES
 
 Drawn = TypeVar("Drawn")
+_LOG = logging.getLogger("phalanx")
+
+
+class Described(Exception):
+    """Raised in place of reading the words, where `DESCRIBE` is set: the parser that would read them."""
+
+    def __init__(self, parser: Parser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
+DESCRIBE: ContextVar[bool] = ContextVar("describe", default=False)
 
 
 class OutputError(Exception):
@@ -117,7 +131,10 @@ class Parser(argparse.ArgumentParser):
         )
         self.register("type", int, _sentence(whole(-(1 << 63), 1 << 63)))
         self.register("type", float, _sentence(real()))
+        self.subverbs: Collection[str] = ()  # words that the first argument may be, as `draw mesh`
         self._section: argparse._ActionsContainer = self
+        self.add("-q", "--quiet", action="store_true", help="no lines on how it goes")
+        self.add("-v", "--verbose", action="store_true", help="also what is done inside")
         self._written: list[Callable[[argparse.Namespace], None]] = []
         self._wrong: list[str] = []
 
@@ -165,6 +182,8 @@ class Parser(argparse.ArgumentParser):
     def read(self, argv: Sequence[str], *, intermixed: bool = False) -> argparse.Namespace:
         """The arguments; all that are wrong are refused, unknown ones with the nearest option.
         `intermixed`: positional arguments may stand between the options."""
+        if DESCRIBE.get():
+            raise Described(self)
         parse = self.parse_known_intermixed_args if intermixed else self.parse_known_args
         args, rest = parse(list(argv))
         known = [option for action in self._actions for option in action.option_strings]
@@ -175,6 +194,10 @@ class Parser(argparse.ArgumentParser):
             self._refuse(self._wrong)
         for attempt in self._written:
             attempt(args)
+        level = logging.WARNING if args.quiet else logging.DEBUG if args.verbose else logging.INFO
+        _LOG.setLevel(level)
+        if args.verbose:
+            logging.basicConfig(format="%(name)s: %(message)s")  # on standard error
         return args
 
 
@@ -207,6 +230,7 @@ def chosen(
     """Run the command that the first word names."""
     if argv and argv[0] in commands:
         return commands[argv[0]](list(argv[1:]))
+    parser.subverbs = commands
     parser.add("what", nargs="?", metavar="WHAT", help=", ".join(commands))
     word = parser.read(argv[:1]).what or ""
     names = f"{', '.join(commands)}.{nearest_word(word, commands)}"
@@ -369,6 +393,8 @@ def say(*words: object, end: str = "\n", flush: bool = False, colour: bool = Fal
 def progress(*words: object) -> None:
     """A line on how a long command goes. Where nobody reads it any more (`| head`) the command does
     not end: a run that was started is to be trained."""
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
     try:
         say(*words, flush=True)
     except BrokenPipeError:

@@ -24,10 +24,10 @@ from .usage import (
     POSITIVE,
     Parser,
     UsageError,
+    progress,
     real,
     refuse_irregular,
     result,
-    say,
     try_file,
     try_folder,
     whole,
@@ -146,7 +146,7 @@ def run(argv: list[str]) -> int:
     ):
         verdicts.append(verdict)
         if not args.json:
-            say(verdict_text(verdict), flush=True)
+            progress(verdict_text(verdict))
     found = Verified(shape.name, args.dtype, tuple(verdicts))
     result(args, found.figures, found.summary)
     return 0 if found.passed else 1 if found.compared else 2

@@ -1,5 +1,9 @@
 """Groups: the one way by which ranks send each other anything."""
 
+import logging
+
+import torch
+
 from phalanx.comm.agree import PeerFailed, RanksDiffer, agreement
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import (
@@ -16,6 +20,23 @@ from phalanx.comm.join import join
 from phalanx.comm.launch import Runner, choose, launch, workers
 from phalanx.comm.tally import Message, Tally, TallyWorld
 from phalanx.layout.choices import BACKENDS
+
+# What pyproject.toml asks for; an environment may have another.
+TESTED = ((2, 11), (2, 13))
+
+
+def warn_of_torch(version: str) -> None:
+    """Say that this torch is none of those that the tests were run with."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not TESTED[0] <= numbers <= TESTED[1]:
+        logging.getLogger(__name__).warning(
+            "torch %s: phalanx was tested with 2.11 to 2.13. pip install 'torch>=2.11,<2.14', or compare"
+            " what it computes: phalanx verify",
+            version,
+        )
+
+
+warn_of_torch(torch.__version__)
 
 __all__ = [
     "Group",

@@ -5,6 +5,7 @@ is in `join.py`.
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -59,6 +60,7 @@ def workers(
     After a run that failed, the next one starts new ranks.
     """
     kind = choose(backend, ranks)
+    logging.getLogger(__name__).debug("%d ranks over %s", ranks, kind)
     if used_gpus(kind, ranks):
         set_up(os.environ)
     if backend == "auto" and kind == GLOO and (why := why_not(ranks)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_r
 if TYPE_CHECKING:
     from ..parallel import Model
 
+_LOG = logging.getLogger(__name__)
 _FORMAT = 1
 _MANY = 16  # rows: a microbatch is seldom larger
 _SOURCE = Path(__file__).parents[1]
@@ -85,6 +87,7 @@ def cached_costs(
     file = (place or _place()) / f"{_key(model, sequence, target)}.json"
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
+    _LOG.debug("%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts))
     if missing:
         known |= _costed(model, missing, sequence, target)
         _write(file, known)

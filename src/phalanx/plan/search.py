@@ -6,6 +6,7 @@ worst of those that are asked for. A piece is costed only when a layout with it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
@@ -26,6 +27,7 @@ _MISSES = 300_000  # of these while too few fit, before those that hold less are
 _ROOMS = (1.0, 0.85, 0.7, 0.55, 0.4)  # parts of the memory that bounds may fill
 _MORE = 80_000  # to say of families that lost by how much
 _EMPTIEST = 60  # tried where the fast ones do not fit
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,9 @@ def search(request: Request, *, top: int = 10) -> Plan:
         screened = Screened(each, pricer)
         fits = screened.bytes <= room
         best = screened.best(top, room) or (screened.emptiest(room) if fits.any() else [])
+        _LOG.debug(
+            "%d candidates, %d simulated, %d found", len(screened), len(screened.choices), len(best)
+        )
         if best:
             break
     return Plan(

@@ -8,15 +8,17 @@ restarted has several starts in it.
 from __future__ import annotations
 
 import importlib
+import io
 import json
+import logging
 import math
 import os
 import platform
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +32,33 @@ from ..layout.files import open_regular, printable, write_text
 from ..layout.goodput import Goodput, clock, stamp
 from ..layout.journal import read_journal
 from ..layout.run import Run
+
+
+@contextmanager
+def rank_log(out: Path, rank: int, ranks: int) -> Iterator[logging.Logger]:
+    """What one rank did and how it ended, in logs/rank-N.log of the run's folder, with its traceback."""
+    # Ranks that are threads have loggers of their own too.
+    log = logging.getLogger(f"phalanx.rank{rank}")
+    handler: logging.Handler = logging.NullHandler()
+    with suppress(OSError):  # a log that cannot be written is no reason to end a run
+        (out / "logs").mkdir(exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        file = open_regular(out / "logs" / f"rank-{rank}.log", flags)
+        handler = logging.StreamHandler(io.TextIOWrapper(file, "utf-8", write_through=True))
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.setLevel(logging.DEBUG)
+    log.propagate = logging.getLogger("phalanx").level == logging.DEBUG  # `-v` shows it
+    log.addHandler(handler)
+    try:
+        log.info("rank %d of %d, process %d on %s", rank, ranks, os.getpid(), platform.node())
+        yield log
+    except BaseException:
+        log.exception("ended by")
+        raise
+    finally:
+        log.removeHandler(handler)
+        if isinstance(handler, logging.StreamHandler):
+            handler.stream.close()
 
 
 class RunLog:

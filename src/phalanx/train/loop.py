@@ -39,7 +39,7 @@ from .checkpoint_remote import Uploader
 from .executor import StepResult
 from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
-from .log import RunLog, memory_of
+from .log import RunLog, memory_of, rank_log
 from .program import shape_of
 from .rank import Rank
 from .stragglers import OwnTime, Stragglers
@@ -77,15 +77,19 @@ def train(
     with (
         _only_run(world, run, held=held),
         hold_as_rank(Path(run.out), run.checkpoints),
+        rank_log(Path(run.out), world.rank, world.size) as log,
         watched(world, run) as positions,
     ):
         chosen = Layout.parse(layout) if layout else _layout_of(run, world)
+        log.info("layout %s on %s", chosen or "of one rank", world.device)
         rank = Rank(world, run, chosen, drawn=False)
         with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
             rank.trainer.wants_to_stop = requested
             loop = _Loop(rank, positions, quiet=quiet)
             try:
-                return loop.run()
+                outcome = loop.run()
+                log.info("%s", outcome)
+                return outcome
             finally:
                 loop.log.close()
 

@@ -1,0 +1,104 @@
+"""`phalanx completion`: what a shell runs when TAB is pressed. The words come from the parsers themselves."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable
+
+from ..layout import Shape
+from ..plan import clusters, devices
+from .usage import DESCRIBE, Described, Parser, say
+
+# Shells ask `phalanx completion words -- WORD...`, of which the last is being written. No answer: files.
+_BASH = """\
+_phalanx() {
+    local IFS=$'\\n'
+    COMPREPLY=($(phalanx completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _phalanx phalanx"""
+_ZSH = """\
+#compdef phalanx
+_phalanx() {
+    local -a found
+    found=("${(@f)$(phalanx completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    if [[ -n "$found" ]]; then compadd -- $found; else _files; fi
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
+compdef _phalanx phalanx"""
+_FISH = """\
+function __phalanx
+    phalanx completion words -- (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null
+end
+complete -c phalanx -a "(__phalanx)\""""
+_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+_EPILOG = """\
+  eval "$(phalanx completion bash)"    # in ~/.bashrc; zsh: in ~/.zshrc
+  phalanx completion fish > ~/.config/fish/completions/phalanx.fish"""
+# What values of options are, where the parser does not say.
+_VALUES: dict[str, Callable[[], Iterable[str]]] = {
+    "--model": Shape.names,
+    "--device": devices,
+    "--cluster": clusters,
+}
+
+
+def run(argv: list[str]) -> int:
+    """Print a shell's script, or the words that may stand next."""
+    if argv[:1] == ["words"]:
+        words = argv[2:] if argv[1:2] == ["--"] else argv[1:]
+        say("\n".join(candidates(words or [""])))
+        return 0
+    parser = Parser("phalanx completion", "Tab completion for a shell.", _EPILOG)
+    parser.add("shell", choices=tuple(_SCRIPTS), help="whose script")
+    say(_SCRIPTS[parser.read(argv).shell])
+    return 0
+
+
+def candidates(words: list[str]) -> list[str]:
+    """What the last of the words may become; nothing where it is a file or free text."""
+    from .main import VERBS
+
+    *before, word = words
+    if not before:
+        known: Iterable[str] = VERBS
+    elif (parser := parser_of(before)) is None:
+        known = ()
+    else:
+        options = {o: a for a in parser._actions for o in a.option_strings}
+        action = options.get(before[-1])
+        if action is not None and action.nargs != 0:
+            known = _values(action, before[-1])
+        elif word.startswith("-"):
+            known = options
+        else:
+            first = len(before) == 1
+            places = [a for a in parser._actions if not a.option_strings]
+            known = [
+                *(parser.subverbs if first else ()),
+                *(c for a in places for c in a.choices or ()),
+            ]
+    return sorted(str(each) for each in known if str(each).startswith(word))
+
+
+def _values(action: argparse.Action, option: str) -> Iterable[str]:
+    return action.choices or _VALUES.get(option, tuple)()
+
+
+def parser_of(words: list[str]) -> Parser | None:
+    """The parser that would read what follows these words."""
+    from .main import VERBS
+
+    if words[0] not in VERBS:
+        return None
+    module = importlib.import_module(f".{words[0]}", __package__)
+    token = DESCRIBE.set(True)
+    try:
+        module.run(words[1:2])
+    except Described as found:
+        return found.parser
+    except ValueError:  # a word that means nothing
+        return None
+    finally:
+        DESCRIBE.reset(token)
+    return None
