@@ -49,8 +49,8 @@ Try:
   phalanx draw mesh "dp2 pp2 tp2"
   phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
 
-Each takes --help, --json, --quiet and -v. Exit code 0: done, 1: failed, 2: wrong
-usage."""
+Each takes --help, --json, --quiet and -v.
+Exit code 0: done, 1: failed, 2: wrong usage."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
