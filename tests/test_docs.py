@@ -2,7 +2,7 @@
 the reason why it does not.
 
 A page's commands run in order in one folder that looks like a clone; its blocks of Python in one
-interpreter. README and docs/api.md run by default, the other pages with `make slow`.
+interpreter. docs/api.md runs by default, the other pages with `make slow`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(p.relative_to(ROOT) for p in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-QUICK = {"README.md", "docs/api.md"}
+QUICK = {"docs/api.md"}
 
 # What does not run: a page and a pattern of its commands.
 NOT_RUN = {
