@@ -302,9 +302,9 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4538, "program": 3452, "draw": 1450, "plan": 5349, "models": 1818, "comm": 4720,
-    "parallel": 4105, "cost": 1279, "bench": 1195, "train": 7932, "verify": 2088, "report": 598,
-    "lab": 3041, "hang": 1076, "cli": 4938, "api": 1513,
+    "layout": 4538, "program": 3452, "draw": 1450, "plan": 5354, "models": 1818, "comm": 4743,
+    "parallel": 4105, "cost": 1282, "bench": 1195, "train": 7965, "verify": 2088, "report": 598,
+    "lab": 3041, "hang": 1076, "cli": 5107, "api": 1513,
 }  # fmt: skip
 
 
