@@ -550,10 +550,9 @@ class _Walk:
 
     def updates(self, unit: Unit) -> None:
         """The gradient of every weight must be what the weight is, and where shards are, finished."""
-        assert unit.gradient is not None
         shards = _axes_of(unit.groups.reduce)
         for weight, start, stop, offset in unit.entries():
-            part = unit.gradient[offset : offset + stop - start]
+            (part,) = unit.gradients([slice(offset, offset + stop - start)])
             places, own = self.known.of(part), self.places_of(weight)
             for axis, name in enumerate(AXES):
                 if self.sizes[name] == 1:
