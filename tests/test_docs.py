@@ -85,10 +85,11 @@ def clone(tmp_path: Path) -> Path:
         if not path.name.startswith(".") and path.name not in ("runs", "build"):
             (tmp_path / path.name).symlink_to(path)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    command = tmp_path / ".venv" / "bin" / "phalanx"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m phalanx "$@"\n')
-    command.chmod(0o755)
+    # Scripts: a link to the interpreter would be one without this environment's packages.
+    for name, words in (("python", ""), ("phalanx", "-m phalanx")):
+        command = tmp_path / ".venv" / "bin" / name
+        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+        command.chmod(0o755)
     (tmp_path / "run.toml").write_text('steps = 3\nbatch = 8\nsequence = 16\nlayout = "dp2"\n')
     return tmp_path
 
