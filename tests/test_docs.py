@@ -31,7 +31,7 @@ NOT_RUN = {
     ("docs/bring-your-model.md", "--cover"): "minutes",
     ("docs/add-a-way-to-split.md", "--cover"): "minutes",
     ("docs/training.md", "# as rank 1 of 2"): "an example of ranks that were started wrongly",
-    ("docs/planning.md", "machine.toml"): "needs a minute of measuring; tests/plan/test_local.py plans on one",
+    ("docs/planning.md", "machine.toml"): "measures for a minute; tests/plan/test_local.py plans on one",
     ("docs/scored.md", ""): "minutes each; benchmarks/planner_score.py runs them",
     ("docs/shared-memory.md", "benchmarks/backends.py"): "measures for an hour",
     ("docs/collectives.md", ""): "measures for minutes",
