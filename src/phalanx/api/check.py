@@ -203,7 +203,7 @@ def _held(
 
 
 def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
-    mesh = f"{layout.ranks} ranks" + (f" as {layout.mesh}" if layout.ranks > 1 else "")
+    mesh = f"{layout.ranks} ranks as {layout.mesh}" if layout.ranks > 1 else "1 rank"
     zero = f", zero{layout.zero} over {layout.shards} shards" if layout.zero else ""
     rows = [
         (
@@ -220,7 +220,9 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
     size = f"{count_text(shape.total)} parameters"
     size += f", {count_text(shape.active)} active" * bool(shape.experts)
     size += f", {count_text(shape.trained)} trained" * (shape.trained < shape.total)
-    proved = f"{layout} is legal for {shape.name} ({size}); its program is proved."
+    proved = (
+        f"{str(layout) or 'One rank'} is legal for {shape.name} ({size}); its program is proved."
+    )
     needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
     return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
