@@ -266,7 +266,7 @@ def drawn(draw: random.Random, number: int, *, healthy: bool, folder: str) -> di
         number % (len(HEALTHY) if healthy else len(KINDS))
     ]
     layout = draw.choice(LAYOUTS)
-    if kind == "mismatch" and "dp" not in layout and "pp" not in layout:
+    if kind == "mismatch" and "dp" not in layout:
         layout = LAYOUTS[0]  # nothing that is skipped there is a call to another rank
     ranks = (
         4 if layout.count("2") > 1 and ("pp" in layout or "tp2" in layout) and "dp" in layout else 2
