@@ -3,19 +3,14 @@
 from contextlib import ExitStack
 
 import pytest
+from rank_threads import threads_of
 
 from adversary import late
 from phalanx.comm import workers
-from phalanx.comm.threads import run_threads
 
 WORLDS = ("alone-1", "threads-1", "threads-2", "threads-3", "threads-4", "threads-8")
 LATE = ("late-1", "late-2", "late-3", "late-4", "late-8")
 PROCESSES = ("shm-2", "shm-3", "shm-4", "shm-8", "gloo-2", "gloo-4")
-
-
-def threads_of(size, timeout=30.0):
-    """Threads even for one rank, for which `workers` would choose to be alone."""
-    return lambda fn, *args: run_threads(fn, size, args, timeout, gpus=0)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from conftest import threads_of
 from group_cases import (
     listening,
     one_is_killed,
@@ -19,6 +18,7 @@ from group_cases import (
     other_splits,
     process,
 )
+from rank_threads import threads_of
 
 from phalanx.comm import AloneWorld, CommError, CommMisuse, RankFailed, launch, workers
 from phalanx.comm.threads import Hub

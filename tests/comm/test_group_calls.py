@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import threads_of
 from group_cases import (
     DTYPES,
     EXACT,
@@ -27,6 +26,7 @@ from group_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_threads import threads_of
 
 from phalanx.comm import OPS
 

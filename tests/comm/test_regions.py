@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import threads_of
+from rank_threads import threads_of
 
 from phalanx.comm import CommMisuse, Message, TallyWorld, regions
 

@@ -9,8 +9,8 @@ import time
 
 import pytest
 import torch
-from conftest import threads_of
 from group_cases import DTYPES, EXACT, KINDS, REDUCING, Step, meaningful
+from rank_threads import threads_of
 
 from phalanx.comm import OPS, CommMisuse, launch, workers
 from phalanx.comm.shm import arena

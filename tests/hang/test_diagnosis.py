@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -140,6 +141,9 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
             )
         assert (reader.phase, reader.operation) == ("starting", "1F0")
         begin = reader.ask_for_stacks()  # answered here, in this very function
+        end = time.monotonic() + 10  # another thread may have been told
+        while not reader.stack(begin) and time.monotonic() < end:
+            time.sleep(0.01)
         assert any("test_another_reader_sees" in frame for frame in reader.stack(begin))
         for _ in range(3000):  # more than are kept
             positions.call(group, text)

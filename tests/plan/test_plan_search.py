@@ -301,7 +301,7 @@ def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_tok
         [x.forward.total, x.inputs.total, x.weights_.total, x.kept, x.edge, x.weights]
         for x in (found, wanted)
     ]
-    assert sizes[0] == pytest.approx(sizes[1], rel=1e-9)
+    assert sizes[0] == pytest.approx(sizes[1], rel=1e-6)
     least, middle, most = (judge(asked, [layout])[0] for asked in (even, busy, twice))
     assert 1.01 * least.step < middle.step <= most.step
     assert 1.1 * least.memory["activations"] < middle.memory["activations"]

@@ -147,8 +147,8 @@ def _() -> AbstractContextManager[None]:
 
     right = tensor.VocabularyCrossEntropy.__init__
 
-    def init(self: Any, cut: Cut, group: Group) -> None:
-        right(self, replace(cut, stop=cut.start + cut.length), group)
+    def init(self: Any, cut: Cut, group: Group, *more: Any) -> None:
+        right(self, replace(cut, stop=cut.start + cut.length), group, *more)
 
     return swapped(tensor.VocabularyCrossEntropy, "__init__", init)
 

@@ -197,7 +197,7 @@ def _() -> AbstractContextManager[None]:
     return _axes(())
 
 
-@fault("ep: gradients of experts are divided by ep", "experts", "ep2", "mlp.routed")
+@fault("ep: gradients of experts are divided by ep", "experts", "dp2 ep2", "mlp.routed")
 def _() -> AbstractContextManager[None]:
     right = Unit.reduce
 

@@ -114,14 +114,16 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None
         rope_high=5.0, rope_original=9, gated=False, tied=True, bias="all", qk_norm=True, eps=1.0,
         source="c", norms="post", rope_local_theta=2.0, rope_scaling="yarn", rope_attention=2.0,
         windows=(4,), softcap=1.0, logit_softcap=1.0, query_scalar=3.0, embed_scale=2.0,
-        activation="silu", qk_norm_wide=True,
+        activation="silu", qk_norm_wide=True, z_loss=0.1, rope_pairs="neighbours",
     )  # fmt: skip
     experts = replace(
         plain, experts=4, top_k=2, expert_ffn=3, shared_experts=1, dense_layers=1, scores="sigmoid",
         normalized=False, routed_scale=2.0, balance="bias", balance_rate=0.1,
+        expert_groups=4, top_groups=2, sequence_loss=0.1, batch_loss=0.1,
     )  # fmt: skip
     adapted = replace(plain, lora_r=2, lora_alpha=1.0, lora_targets=("wq",))
-    others = (other, experts, adapted, replace(plain, freeze=("embed",)))
+    latent = replace(plain, kv_latent=8, q_latent=8, rope_dim=2, value_dim=3)
+    others = (other, experts, adapted, latent, replace(plain, freeze=("embed",)))
     wrong = [each for one in others for each in differing_sizes(plain, one)]
     keys = {each.partition(":")[0] for each in wrong}
     assert keys == {f.name for f in dataclasses.fields(Shape)} - {"name", "source", "batch"}

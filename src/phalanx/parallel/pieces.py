@@ -206,6 +206,8 @@ class Piece:
         self.compiled = compiled
         self.kept: dict[int, _Kept] = {}
         self.leaf: Tensor | None = None  # of all graphs, and no gradient comes to it
+        if self.units:
+            self.leaf = torch.zeros((), device=self.units[0].pool.device, requires_grad=True)
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
