@@ -117,7 +117,7 @@ def test_every_key_of_a_shape_is_compared_unless_it_belongs_to_the_run() -> None
         activation="silu", qk_norm_wide=True, z_loss=0.1, rope_pairs="neighbours",
     )  # fmt: skip
     experts = replace(
-        plain, experts=4, top_k=2, expert_ffn=3, shared_experts=1, dense_layers=1, scores="sigmoid",
+        plain, experts=8, top_k=2, expert_ffn=3, shared_experts=1, dense_layers=1, scores="sigmoid",
         normalized=False, routed_scale=2.0, balance="bias", balance_rate=0.1,
         expert_groups=4, top_groups=2, sequence_loss=0.1, batch_loss=0.1,
     )  # fmt: skip
