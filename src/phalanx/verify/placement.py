@@ -31,7 +31,7 @@ from ..comm import TallyWorld, Work, regions
 from ..comm.base import Call, Group
 from ..comm.tally import Tally
 from ..cost.pieces import alike
-from ..layout import Layout, Mesh
+from ..layout import Layout, LayoutError, Mesh
 from ..layout.choices import FP32
 from ..layout.mesh import Axis
 from ..layout.rules import AXIS_OF
@@ -488,7 +488,10 @@ class _Walk:
 
     def _batches(self) -> list[dict[str, Tensor]]:
         shape, layout = self.model.shape, self.layout
-        assert shape is not None, "a model without a shape has no batch"
+        if shape is None:
+            raise LayoutError(
+                "a model without a shape has no batch to look at: add shape=Shape(...) to it."
+            )
         rows = layout.data * layout.microbatches
         if shape.kind == "mlp":
             whole = {"inputs": torch.empty(rows, shape.hidden, device="meta")}
