@@ -108,13 +108,18 @@ MISTAKES = {
     "mixed-precision": ("gradient.double() / scale", "gradient.double()"),
     "swap": ("if layer != last:", "if layer > last:"),
     "grid": ("group.all_reduce(gradient)", "pass"),
-    "arithmetic": ("[half] * 4", "[half] * 5"),
+    "arithmetic": ("[HALF] * 4", "[HALF] * 5"),
     "collectives": ("group.all_to_all(out, x)", "out.copy_(x)"),
     "objects": ("torch.tensor([each", "torch.tensor([2 * each"),
     "one-process": (
         "quiet = TallyWorld(lab.rank, lab.n,",
         "quiet = TallyWorld(lab.rank, lab.n + 1,",
     ),
+    "all-reduce": ("if hop < n - 1 else arrived", "if hop < n else arrived"),
+    "bandwidth": ('group.all_reduce(x, "average")', "group.all_reduce(x)"),
+    "overlap": ('all_reduce(gradient, "average", wait=False)', "all_reduce(gradient, wait=False)"),
+    "hardware": ("_ = lab.rows(0) @", "_ = batch(lab.size, 0) @"),
+    "context-parallel": ("own.start, lambda", "0, lambda"),
     "asynchronous-launch": ("done = work.done()", "done = True"),
 }
 
@@ -164,7 +169,10 @@ def test_every_experiment_has_a_story_and_shows_values_before_and_after(name: st
     found, done = experiment(name), trial(name, 2)
     assert found.title.endswith(".")
     assert found.source.count(f"def {name.replace('-', '_')}(") == 1
-    assert len(found.story) > 200
+    assert len(found.prose) > 200
+    used = {f"src/phalanx/{path}" for path in found.chapter.engine}
+    assert used
+    assert all((FILES.parents[3] / path).is_file() for path in used), used
     for record in done.records:
         shown = [when for step in record.steps for when, _ in step.values]
         assert any(when.startswith("before") for when in shown)

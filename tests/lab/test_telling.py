@@ -16,7 +16,8 @@ from browser import needs_chromium, opened
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
 from phalanx.lab import NAMES, LabError, LabTrial, Size, conduct, lab_page, lab_text, listing
-from phalanx.lab.record import Claim
+from phalanx.lab.catalogue import PAPERS, Cell
+from phalanx.lab.record import Claim, Interval
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
@@ -76,9 +77,11 @@ def with_false_claim(trial: LabTrial) -> LabTrial:
 def test_the_page_is_one_file_that_asks_for_nothing(trials: list[LabTrial]) -> None:
     reader = read(lab_page(trials))
     assert not reader.tags & {"script", "img", "iframe", "object", "embed"}
-    assert {link for link in reader.links if not link.startswith("#")} == {"data:,"}
-    assert reader.ids == list(NAMES)
-    assert {link[1:] for link in reader.links if link.startswith("#")} == set(NAMES)
+    papers = {link for link in reader.links if link.startswith("https://")}  # asked for by a click
+    assert papers == {PAPERS[name] for t in trials for name in t.experiment.chapter.papers}
+    assert {link for link in reader.links if not link.startswith("#")} - papers == {"data:,"}
+    assert reader.ids == ["contents", *NAMES, "strategies"]
+    assert {link[1:] for link in reader.links if link.startswith("#")} == set(reader.ids)
     assert "url(" not in lab_page(trials)
 
 
@@ -89,7 +92,8 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
         written = lab_page([trial])
         words = "".join(read(written).words)
         for line in trial.experiment.source.splitlines():
-            assert line in words
+            assert line.strip() in words
+        assert all(cell.prose.replace("\n\n", "") in words for cell in trial.experiment.cells)
         for title, steps in trial.steps():
             assert title in words
             for _, step in steps:
@@ -100,16 +104,16 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
 
 def test_what_is_told_cannot_become_a_tag(trials: list[LabTrial]) -> None:
     evil = '<script>alert("x")</script>'
-    file = replace(
-        trials[0].experiment, title=evil, story=f"{evil}\n\n    {evil}", source=f"x = '{evil}'\n"
-    )
+    cells = [Cell(evil, [f"x = '{evil}'"], 1), Cell(evil, [f"# {evil}"], 9, part=evil)]
+    story = f"{evil}\n\n    {evil}"
+    file = replace(trials[0].experiment, title=evil, story=story, cells=cells)
     record = replace(trials[0].records[0], claims=[Claim(evil, False, evil)])
     first = record.steps[0]
     value = replace(first.values[0][1], name=evil, shape=evil, first=evil)
-    cells = (evil, [evil], [[evil]])
-    span = replace(first.spans[0], name=evil)
+    shown = (evil, [evil], [[evil]])
+    span = Interval("compute", evil, first.start, first.start + 1)
     step = replace(
-        first, title=evil, values=[(evil, value)], notes=[evil], tables=[cells], spans=[span]
+        first, title=evil, values=[(evil, value)], notes=[evil], tables=[shown], spans=[span]
     )
     hostile = replace(trials[0], experiment=file, records=(replace(record, steps=[step]),))
     reader = read(lab_page([hostile]))
@@ -136,6 +140,20 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
     assert "FAIL two is three 2, not 3" in "".join(read(lab_page([wrong])).words)
 
 
+def test_every_step_is_shown_below_the_code_that_recorded_it(trials: list[LabTrial]) -> None:
+    for trial in trials:
+        blocks = [block for block in trial.blocks() if block.steps]
+        shown = [step for block in blocks for step in block.steps]
+        assert sorted(title for title, _ in shown) == sorted(title for title, _ in trial.steps())
+        code = "\n".join(line for block in trial.blocks() for line in block.code)
+        assert code + "\n" == trial.experiment.source
+    collectives = next(t for t in trials if t.experiment.name == "collectives")
+    for block in collectives.blocks():
+        for title, _ in block.steps:
+            if not title.startswith("the gradient"):
+                assert f'show("{title}"' in "\n".join(block.code)
+
+
 def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.run([]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -159,7 +177,8 @@ def test_a_run_prints_before_after_and_the_check_and_exits_with_0(
     assert "claims hold" in out
     assert verb.run(["grid", "zero-1", *FLAGS, "--html", str(tmp_path / "lab.html")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
-    assert read((tmp_path / "lab.html").read_text()).ids == ["grid", "zero-1"]
+    written = read((tmp_path / "lab.html").read_text())
+    assert written.ids == ["contents", "grid", "zero-1", "strategies"]
     assert verb.run(["swap", *FLAGS, "--json"]) == 0
     (said,) = json.loads(capsys.readouterr().out)["experiments"]
     assert said["holds"] is True
@@ -202,7 +221,7 @@ def test_in_a_browser_the_page_opens_without_a_complaint_and_may_not_ask_for_any
 ) -> None:
     dom, console = opened(lab_page(trials), tmp_path)
     assert console == []
-    assert dom.count("<section") == len(NAMES)
+    assert dom.count("<section") == len(NAMES) + 1
     # The page forbids itself every request, so one of its own would be seen on the console.
     asking = lab_page(trials[:1]).replace("</body>", '<img src="http://127.0.0.1:9/x"></body>')
     _, console = opened(asking, tmp_path)

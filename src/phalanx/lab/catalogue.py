@@ -1,42 +1,24 @@
-"""The experiments by name, in the order in which they are best read, and the size they run at."""
+"""The experiments by name, in the order in which they are best read, and the size they run at.
+
+`chapters.toml` lists them. Their sources are read without being imported.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from ..draw import text_table
 
-# Of each file in `experiments` its functions, in the order in which they are best read.
-_FILES = {
-    "messages": "collectives point-to-point process-groups one-process asynchronous-launch grid",
-    "objects": "objects",
-    "data_parallel": "data-parallel threads-data-parallel sampler save-and-barrier zero-1 zero-2"
-    " zero-3 hybrid-sharding swap",
-    "tensor_parallel": "tensor-parallel tensor-parallel-pair",
-    "context_parallel": "ring-attention ulysses",
-    "experts": "experts",
-    "matrices": "muon",
-    "pipeline": "model-sharding pipeline pipeline-async one-f-one-b",
-    "memory": "recompute mixed-precision arithmetic",
-}
-NAMES = tuple(name for names in _FILES.values() for name in names.split())
-# What other libraries call them.
-_ELSEWHERE = {
-    "zero-3": "fsdp zero fully-sharded",
-    "experts": "ep moe mixture",
-    "data-parallel": "ddp dp",
-    "hybrid-sharding": "hsdp",
-    "tensor-parallel": "tp megatron",
-    "pipeline": "pp gpipe",
-    "one-f-one-b": "1f1b",
-    "ring-attention": "cp context-parallel ring",
-    "recompute": "checkpointing activation-checkpointing",
-    "mixed-precision": "amp bf fp",
-    "swap": "offload",
-}
+_HERE = Path(__file__).parent
+_DATA = tomllib.loads((_HERE / "chapters.toml").read_text(encoding="utf-8"))
+NAMES = tuple(_DATA["chapters"])
+PAPERS: dict[str, str] = _DATA["papers"]
 
 
 class LabError(ValueError):
@@ -75,56 +57,138 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Chapter:
+    """A row of chapters.toml."""
+
+    file: str
+    also: str = ""
+    papers: list[str] = field(default_factory=list)
+    engine: list[str] = field(default_factory=list)
+    memory: str = ""
+    sends: str = ""
+    when: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Lines of a source that belong together, from line `first` of the file, and the prose above them."""
+
+    prose: str
+    lines: list[str]
+    first: int
+    part: str = ""  # the function or class, where it is not the experiment itself
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """A function of an experiment's file: its title and story are its docstring, its source is with
-    what else of the file it uses."""
+    """A function of an experiment's file: its title and story are its docstring. Its cells are what
+    else of the file it uses and its own body, cut at comments that follow an empty line."""
 
     name: str
     module: str
     function: str
     title: str
     story: str
-    source: str
+    cells: list[Cell]
+    starts: list[int]  # the lines at which statements of its body begin
+    chapter: Chapter
+
+    @property
+    def prose(self) -> str:
+        """All that is said, without code."""
+        return "\n\n".join([self.story, *(c.prose for c in self.cells)])
+
+    @property
+    def source(self) -> str:
+        """The experiment's code with what it uses."""
+        return "\n".join("\n".join(cell.lines) for cell in self.cells) + "\n"
 
 
 def experiment(name: str) -> Experiment:
     """The experiment of that name, read without being imported."""
     if name not in NAMES:
-        word = name.lower().rstrip("0123456789").rstrip("-_ ")
-        other = next((ours for ours, theirs in _ELSEWHERE.items() if word in theirs.split()), "")
-        close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
-        near = [other] if other else close
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise LabError(f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
-    file = next(file for file, names in _FILES.items() if name in names.split())
-    text = (Path(__file__).parent / "experiments" / f"{file}.py").read_text(encoding="utf-8")
-    lines, function = text.splitlines(), name.replace("-", "_")
-    body = ast.parse(text).body
-    starts = [0, *(node.end_lineno or 0 for node in body)]
-    parts = {
-        name: (node, lines[at : node.end_lineno])
-        for node, at in zip(body, starts, strict=False)
-        for name in _defined(node)
-    }
+        raise LabError(_unknown(name))
+    chapter = Chapter(**_DATA["chapters"][name])
+    lines, parts = _parsed(chapter.file)
+    function = name.replace("-", "_")
     used, to_do = set[str](), [function]
     while to_do:
         if (part := to_do.pop()) not in used and part in parts:
             used.add(part)
-            to_do += [x.id for x in ast.walk(parts[part][0]) if isinstance(x, ast.Name)]
-    source = "\n".join("\n".join(lines) for part, (_, lines) in parts.items() if part in used)
-    node = parts[function][0]
+            to_do += [x.id for x in ast.walk(parts[part]) if isinstance(x, ast.Name)]
+    node = parts[function]
     assert isinstance(node, ast.FunctionDef)
     title, _, story = (ast.get_docstring(node) or "").partition("\n\n")
-    module = f"{__package__}.experiments.{file}"
-    return Experiment(name, module, function, " ".join(title.split()), story, source.strip() + "\n")
+    cells: list[Cell] = []
+    for other in dict.fromkeys(parts[part] for part in parts if part in used):
+        if other is node:
+            cells += _cells(node, lines)
+        elif isinstance(other, ast.FunctionDef | ast.ClassDef):
+            prose = ast.get_docstring(other) or ""
+            cells.append(Cell(prose, _code(other, lines), other.lineno, other.name))
+        else:
+            cells.append(Cell(_above(lines, other), _code(other, lines), other.lineno, " "))
+    module = f"{__package__}.experiments.{chapter.file}"
+    starts = [statement.lineno for statement in node.body]
+    title = " ".join(title.split())
+    return Experiment(name, module, function, title, story, cells, starts, chapter)
+
+
+def _unknown(name: str) -> str:
+    """What a name that is no experiment's may have meant."""
+    word = name.lower().replace("_", "-").rstrip("0123456789").rstrip("-_ ")
+    also = {x: ours for ours, row in _DATA["chapters"].items() for x in row.get("also", "").split()}
+    close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
+    near = also.get(name.lower()) or also.get(word) or next(iter(close), "")
+    hint = f" Did you mean {near!r}?" if near else ""
+    return f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them."
+
+
+@cache
+def _parsed(file: str) -> tuple[list[str], dict[str, ast.stmt]]:
+    """A file's lines, and its top statements by the names that they define."""
+    text = (_HERE / "experiments" / f"{file}.py").read_text(encoding="utf-8")
+    return text.splitlines(), {x: node for node in ast.parse(text).body for x in _defined(node)}
 
 
 def _defined(node: ast.stmt) -> list[str]:
-    """The names that a statement of a file defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return [node.name]
     targets = node.targets if isinstance(node, ast.Assign) else []
     return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
+
+
+def _above(lines: list[str], node: ast.stmt) -> str:
+    """The comment that stands right above a statement."""
+    said: list[str] = []
+    while lines[node.lineno - 2 - len(said)].startswith("# "):
+        said.insert(0, lines[node.lineno - 2 - len(said)][2:])
+    return " ".join(said)
+
+
+def _code(node: ast.stmt, lines: list[str]) -> list[str]:
+    """A statement's lines without its docstring, which is its prose."""
+    code = lines[node.lineno - 1 : node.end_lineno]
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+        first = node.body[0]
+        del code[first.lineno - node.lineno : (first.end_lineno or 0) - node.lineno + 1]
+    return code
+
+
+def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:
+    """The body of an experiment: a comment after an empty line begins a cell and is its prose."""
+    start, end = node.body[0].end_lineno or 0, node.end_lineno or 0  # from the docstring on
+    cell = Cell("", [lines[node.lineno - 1]], start)
+    for number in range(start + 1, end + 1):
+        line = lines[number - 1]
+        if line.startswith("    # ") and (number == start + 1 or not lines[number - 2].strip()):
+            yield cell
+            cell = Cell("", [], number)
+        if line.startswith("    # ") and not "".join(cell.lines).strip():
+            cell = Cell(f"{cell.prose} {line.strip()[2:]}".strip(), [], number + 1)
+        else:
+            cell.lines.append(line)
+    yield cell
 
 
 def listing() -> str:

@@ -6,10 +6,12 @@ mode follows every tensor. Nothing is changed on the way.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -44,8 +46,9 @@ class LiveOverTime(Live):  # type: ignore[no-untyped-call]
 class Lab:
     """One rank of an experiment. `group` connects all ranks, any two of which may send messages."""
 
-    def __init__(self, world: World, size: Size) -> None:
+    def __init__(self, world: World, size: Size, code: CodeType | None = None) -> None:
         self.rank, self.n, self.size = world.rank, world.size, size
+        self._code = code  # of the experiment's function
         self.record = RankRecord(world.rank)
         self.memory = LiveOverTime()
         self.received = 0.0  # bytes so far
@@ -135,7 +138,11 @@ class Lab:
 
     def step(self, title: str, **before: Any) -> None:
         """From here on, everything belongs to a step of that name; this is what the rank has now."""
-        self.record.steps.append(LabStep(title, time.perf_counter()))
+        frame: FrameType | None = sys._getframe()
+        while frame and frame.f_code is not self._code:
+            frame = frame.f_back
+        line = frame.f_lineno if frame else 0
+        self.record.steps.append(LabStep(title, time.perf_counter(), line))
         self.shows("before", **before)
 
     def after(self, **values: Any) -> None:

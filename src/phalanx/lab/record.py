@@ -47,6 +47,7 @@ class LabStep:
 
     title: str
     start: float
+    line: int = 0  # of the experiment's function, where the step began
     values: list[tuple[str, Value]] = field(default_factory=list)  # when, what
     # Of each call, as "all_reduce on everyone", the bytes to each rank, as if everyone sent to the
     # receiver directly. Rings and trees pass parts on; the sum over all ranks is the same for a ring.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from inspect import getsource
+from textwrap import dedent, fill, indent
 
 from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
+from .catalogue import PAPERS, Chapter
+from .lab import Lab
+from .mlp import gradients_of
 from .record import Interval, LabStep
-from .trial import LabTrial
+from .trial import LabTrial, Titled
 
 Steps = Sequence[tuple[int, LabStep]]  # (rank, step)
 
@@ -47,11 +53,45 @@ def verdict(trial: LabTrial) -> str:
 
 
 def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
-    """What every rank had before and after each step, what was sent, and the claims that failed;
-    with `verbose` all claims."""
-    parts = [f"{trial.experiment.name}: {trial.experiment.title}\n{conditions(trial)}\n"]
-    parts += ["".join(_step_text(title, steps)) for title, steps in trial.steps()]
-    return "\n".join([*parts, claims_text(trial, verbose=verbose)])
+    """Prose, code, what every rank had before and after each step, what was sent, and the claims that
+    failed; with `verbose` all claims, and steps that repeat others with other numbers."""
+    file = trial.experiment
+    parts = [f"{file.name}: {file.title}\n{conditions(trial)}\n", *map(_prose, _split(file.story))]
+    for block in trial.blocks():
+        parts += map(_prose, _split(block.prose))
+        parts.append(indent("\n".join(_trimmed(block.code)), "    | ", lambda line: True) + "\n")
+        left = 0
+        for title, steps, again in _marked(block.steps):
+            alike = again and not verbose
+            left += alike
+            parts += ["" if alike else "".join(_step_text(title, steps)), "".join(_results(steps))]
+        if left:
+            more = "1 more step is" if left == 1 else f"{left} more steps are"
+            parts.append(f"{more} alike, with other numbers; -v shows them.\n")
+    return "\n".join([*filter(None, parts), claims_text(trial, verbose=verbose)])
+
+
+def _split(prose: str) -> list[str]:
+    return [text for text in prose.split("\n\n") if text.strip()]
+
+
+def _prose(text: str) -> str:
+    """A paragraph in lines of 80 characters; a table keeps its lines."""
+    return text + "\n" if text.startswith("    ") else fill(text, 80) + "\n"
+
+
+def _trimmed(code: Sequence[str]) -> list[str]:
+    """Lines of code without the empty ones around them and the spaces before all."""
+    return dedent("\n".join(code)).strip("\n").split("\n")
+
+
+def _marked(steps: Sequence[Titled]) -> Iterator[tuple[str, Steps, bool]]:
+    """Steps, and whether they repeat one above with other numbers."""
+    seen = set[str]()
+    for title, of_ranks in steps:
+        plain = re.sub(r"\d+", "", title)
+        yield title, of_ranks, plain in seen
+        seen.add(plain)
 
 
 def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
@@ -66,13 +106,17 @@ def claims_text(trial: LabTrial, *, verbose: bool = False) -> str:
 def _step_text(title: str, steps: Steps) -> Iterator[str]:
     yield f"{title}\n"
     yield text_table((), value_rows(steps), left="llllll", indent=2)
-    sent = [(f"rank {rank}", *call) for rank, step in steps for call in step.sent.items()]
-    if sent:
-        rows = [
-            (rank, call, ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items()))
-            for rank, call, to in sent
-        ]
-        yield text_table(("sent", "", ""), rows, left="lll", indent=2)
+    sent = [
+        (f"rank {rank}", call, ", ".join(f"{bytes_text(size)} to {i}" for i, size in to.items()))
+        for rank, step in steps
+        for call, to in step.sent.items()
+    ]
+    rows = [("" if number else "sent", *row) for number, row in enumerate(sent)]
+    yield text_table((), rows, left="llll", indent=2) if rows else ""
+
+
+def _results(steps: Steps) -> Iterator[str]:
+    """What was found, in words and tables."""
     for _, step in steps:
         yield from (f"  {sentence}\n" for sentence in step.notes)
         for name, header, cells in step.tables:
@@ -96,10 +140,10 @@ def value_rows(steps: Steps) -> list[tuple[str, ...]]:
 # ---- a page
 
 _INTRODUCTION = (
-    "Every strategy for training on many ranks, from bare collectives. Each section is one short file"
-    " that was just run: its idea, its source, what every rank had before and after each step, a"
-    " timeline with the bytes of each rank's tensors, the bytes each rank sent to each other, and a"
-    " check against one process.",
+    "Every strategy for training on many ranks, from bare collectives. Each chapter was just run: what"
+    " it says, the code that does it, and what every rank had before and after, step by step. Then"
+    " follow a timeline with the bytes of each rank's tensors and the bytes from rank to rank. All"
+    " results were compared with one process.",
     "Hashes are of all bytes of a tensor; the coloured square is the hash, so the same colour is the"
     " same content. Bytes are counted as if everyone sent to the receiver directly; a ring sends as"
     " many. Bars: blue forward, orange backward, yellow update, green other work; messages grey for"
@@ -112,48 +156,144 @@ _MESSAGE |= {"reduce": "#d55e00", "reduce_scatter": "#d55e00"}
 
 
 def lab_page(trials: Sequence[LabTrial]) -> str:
-    """All trials: story, source, values, timelines, messages, claims."""
-    rows = []
+    """All trials as a lecture: prose, code, values, timelines and messages, then all strategies."""
+    rows: list[tuple[object, ...]] = []
     for t in trials:
         check = tag("span", verdict(t), cls="good" if t.holds else "bad")
-        link = tag("a", t.experiment.name, href=f"#{t.experiment.name}")
-        rows.append((link, check, t.experiment.title))
-    contents = tag("div", table(("experiment", "check", "idea"), rows, left=True), cls="fold")
+        rows.append((_chapter(t.experiment.name), check, t.experiment.title))
+    strategies = [t for t in trials if t.experiment.chapter.when]
+    if strategies:
+        rows.append(
+            (_chapter("strategies"), "", "All strategies: memory, bytes, and when to use them.")
+        )
+    contents = table(("chapter", "check", "idea"), rows, left=True)
     words = paragraphs([*(f"{conditions(trial)}." for trial in trials[:1]), *_INTRODUCTION])
-    return frame("phalanx lab", words, contents, *map(_section, trials))
+    names = [*(trial.experiment.name for trial in trials), *["strategies"] * bool(strategies)]
+    shown: dict[tuple[str, str], str] = {}  # where a function was shown first
+    sections = [_section(trial, _ways(names, trial.experiment.name), shown) for trial in trials]
+    if strategies:
+        sections.append(_summary(strategies, _ways(names, "strategies")))
+    parts = [words, tag("div", contents, cls="fold", id="contents"), _model(), *sections]
+    return frame("phalanx lab", *parts)
 
 
-def _section(trial: LabTrial) -> Html:
+def _model() -> Html:
+    """The pass through all layers that most chapters change, and the training around it."""
+    sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
+    return _folded("the model that most chapters train, and its training", *sources)
+
+
+def _chapter(name: str) -> Html:
+    return tag("a", name, href=f"#{name}")
+
+
+def _ways(names: Sequence[str], name: str) -> Html:
+    """Links to the contents, the chapter before and the one after."""
+    at = names.index(name)
+    near = [("back", names[at - 1 : at]), ("on", names[at + 1 : at + 2])]
+    links = [tag("a", "contents", href="#contents")]
+    links += [tag("span", f" · {words}: ", _chapter(to)) for words, others in near for to in others]
+    return tag("p", *links)
+
+
+def _section(trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]) -> Html:
     file = trial.experiment
-    parts = [tag("h2", file.name), tag("p", tag("strong", file.title))]
-    story = filter(None, file.story.split("\n\n"))
-    parts += [tag("pre" if text.startswith("    ") else "p", text) for text in story]
-    lines = len(file.source.splitlines())
-    parts.append(_folded(f"source, {lines} lines", tag("pre", file.source)))
-    for number, (title, steps) in enumerate(trial.steps()):
-        body = list(_step_html(trial, title, steps))
-        # The first two steps are open; later ones show the same with other numbers.
-        open_ = number < 2 or any(step.tables for _, step in steps)
-        parts += [tag("h3", title), *body] if open_ else [_folded(title, *body)]
+    parts = [tag("h2", file.name), ways, tag("p", tag("strong", file.title))]
+    parts += map(_paragraph, _split(file.story))
+    for block in trial.blocks():
+        if block.part.strip():
+            first = shown.setdefault((file.module, block.part), file.name)
+            if first != file.name:
+                parts.append(
+                    tag("p", tag("code", block.part), " is that of ", _chapter(first), ".")
+                )
+                continue
+        parts += map(_paragraph, _split(block.prose))
+        parts.append(_code(block.code))
+        for title, steps, again in _marked(block.steps):
+            body = list(_step_html(trial, title, steps, first=title == trial.steps()[0][0]))
+            parts += [_folded(title, *body)] if again else [tag("h3", title), *body]
+            parts += _results_html(steps)
     parts += [tag("p", f"FAIL {c.says} {c.detail}", cls="bad") for c in trial.failed]
     rows = [("ok" if c.holds else "FAIL", c.says, c.detail) for c in trial.claims]
     claims = table(("", "claim", "numbers"), rows, left=True)
-    parts.append(_folded(f"check: {verdict(trial)}", tag("div", claims, cls="fold")))
+    parts.append(_folded(verdict(trial), tag("div", claims, cls="fold")))
+    parts += [tag("p", *_reading(file.chapter))]
     return tag("section", *parts, id=file.name)
+
+
+_SYNTAX = re.compile(
+    r"(?P<i>#.*)|(?P<s>[rf]*\"[^\"\n]*\")"
+    r"|\b(?P<b>def|class|return|for|in|if|else|elif|while|with|as|not|and|or|is|lambda|None|True"
+    r"|False|nonlocal|break|continue|import|from|assert|yield)\b"
+)
+
+
+def _code(code: Sequence[str]) -> Html:
+    """Lines of code, with comments, strings and keywords in colours."""
+    text, parts, at = "\n".join(_trimmed(code)), list[object](), 0
+    for found in _SYNTAX.finditer(text):
+        parts += [text[at : found.start()], tag(str(found.lastgroup), found[0])]
+        at = found.end()
+    return tag("pre", *parts, text[at:])
+
+
+def _paragraph(text: str) -> Html:
+    return tag("pre" if text.startswith("    ") else "p", text)
+
+
+def _reading(chapter: Chapter) -> Iterator[object]:
+    """The papers and where phalanx itself does it."""
+    for number, paper in enumerate(chapter.papers):
+        yield from (", " if number else "Papers: ", tag("a", paper, href=PAPERS[paper]))
+    yield (". " if chapter.papers else "") + "In phalanx itself: "
+    for number, path in enumerate(chapter.engine):
+        yield from (", " * bool(number), tag("code", f"src/phalanx/{path}"))
+    yield "."
+
+
+def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
+    """A table of all strategies: what a rank has and sends, when to use them, where to read on."""
+    ranks = trials[0].ranks
+    legend = (
+        f"W, G, O and A are the bytes of all weights, gradients, optimizer state and activations; n ranks."
+        f" Measured: the most that one of {ranks} ranks sent in the first step, in the chapter's run."
+    )
+    rows = []
+    for trial in trials:
+        chapter = trial.experiment.chapter
+        sent = [
+            sum(size for to in step.sent.values() for size in to.values())
+            for title, steps in trial.steps()
+            if title.startswith("step 0") and "overlapped" not in title
+            for _, step in steps
+        ]
+        measured = bytes_text(max(sent)) if any(sent) else ""
+        name = _chapter(trial.experiment.name)
+        rows.append((name, chapter.memory, chapter.sends, measured, chapter.when))
+    head = ("strategy", "memory of a rank", "bytes that a rank sends in a step", "measured", "when")
+    body = table(head, rows, left=True)
+    parts = [tag("h2", "strategies"), ways, tag("p", legend), tag("div", body, cls="wrap")]
+    return tag("section", *parts, id="strategies")
 
 
 def _folded(title: str, *body: Html) -> Html:
     return tag("details", tag("summary", title), *body)
 
 
-def _step_html(trial: LabTrial, title: str, steps: Steps) -> Iterator[Html]:
+def _step_html(trial: LabTrial, title: str, steps: Steps, *, first: bool) -> Iterator[Html]:
     if rows := value_rows(steps):
         head = ("when", "rank", "value", "shape", "first numbers", "hash")
         yield table(head, [(*row[:-1], _chip(row[-1])) for row in rows], left=True)
     if any(step.spans for _, step in steps):
-        yield tag("div", _timeline(trial, title, steps), cls="scroll")
-    if any(step.sent for _, step in steps):
-        yield _traffic(trial.ranks, steps)
+        pictures = [tag("div", _timeline(trial, title, steps), cls="scroll")]
+        if any(step.sent for _, step in steps):
+            pictures.append(_traffic(trial.ranks, steps))
+        name = "timeline, and bytes from rank to rank"
+        yield tag("details", tag("summary", name), *pictures, open="open" if first else "")
+
+
+def _results_html(steps: Steps) -> Iterator[Html]:
     for _, step in steps:
         yield paragraphs(step.notes)
         for name, header, cells in step.tables:

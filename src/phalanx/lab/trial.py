@@ -13,6 +13,19 @@ from .catalogue import Experiment, LabError, Size, experiment
 from .lab import Lab
 from .record import Claim, LabStep, RankRecord
 
+Titled = tuple[str, list[tuple[int, LabStep]]]  # a step of that title, on each rank
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A part of a lecture. `part` is the function or class that the code is, unless it is of the
+    experiment itself."""
+
+    part: str
+    prose: str
+    code: list[str]
+    steps: list[Titled]
+
 
 @dataclass(frozen=True)
 class LabTrial:
@@ -36,13 +49,36 @@ class LabTrial:
     def holds(self) -> bool:
         return not self.failed
 
-    def steps(self) -> Iterator[tuple[str, list[tuple[int, LabStep]]]]:
+    def steps(self) -> list[Titled]:
         """Each title with (rank, step) of all ranks, in the order in which a rank first began it."""
         steps: dict[str, list[tuple[int, LabStep]]] = {}
         for record in self.records:
             for step in record.steps:
                 steps.setdefault(step.title, []).append((record.rank, step))
-        yield from sorted(steps.items(), key=lambda item: min(s.start for _, s in item[1]))
+        return sorted(steps.items(), key=lambda item: min(s.start for _, s in item[1]))
+
+    def blocks(self) -> Iterator[Passage]:
+        """The lecture: prose, the code that it is about, and the steps that were recorded there."""
+        here = self.experiment
+        steps: dict[int, list[Titled]] = {}  # by the line of the statement in which they began
+        for titled in self.steps():
+            line = titled[1][0][1].line
+            start = max((at for at in here.starts if at <= line), default=here.starts[0])
+            steps.setdefault(start, []).append(titled)
+        for cell in here.cells:
+            if cell.part:
+                yield Passage(cell.part, cell.prose, cell.lines, [])
+                continue
+            prose, first, end = cell.prose, cell.first, cell.first + len(cell.lines)
+            # Code up to the second statement that began a step is of the first, and so on.
+            inside = [line for line in sorted(steps) if first <= line < end]
+            for line, following in zip(inside or [first], [*inside[1:], end], strict=True):
+                cut = following
+                while cut < end and cell.lines[cut - 1 - cell.first].lstrip().startswith("#"):
+                    cut -= 1
+                code = cell.lines[first - cell.first : cut - cell.first]
+                yield Passage("", prose, code, steps.get(line, []))
+                prose, first = "", cut
 
 
 def conduct(
@@ -66,9 +102,10 @@ def conduct(
 
 def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecord:
     """What one rank does: the experiment, recorded."""
-    lab = Lab(world, size)
+    carry_out = getattr(importlib.import_module(module), function)
+    lab = Lab(world, size, carry_out.__code__)
     with lab.memory:
-        getattr(importlib.import_module(module), function)(lab)
+        carry_out(lab)
     world.clear()
     return lab.close()
 

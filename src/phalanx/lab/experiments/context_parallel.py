@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group, Work
+from phalanx.comm.regions import gather_sum
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import draw
 
@@ -54,24 +55,104 @@ def masked(s: Tensor, first: int = 0) -> Tensor:
     return s.masked_fill(torch.ones(s.shape[1:]).triu(1 + first).bool(), -torch.inf)
 
 
+def block(
+    x: Tensor,
+    w: dict[str, Tensor],
+    first: int = 0,
+    collect: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> Tensor:
+    """A block of a transformer on tokens x, the first of which is number `first`: (tokens, width).
+
+    `collect` makes the keys and values of all tokens of those of x.
+    """
+
+    def heads(t: Tensor) -> Tensor:
+        return t.view(len(t), HEADS, -1).transpose(0, 1)  # (heads, tokens, head_dim)
+
+    h = normed(x, w["norm"])
+    q, k, v = heads(h @ w["q"]), heads(collect(h @ w["k"])), heads(collect(h @ w["v"]))
+    p = masked(q @ k.mT / q.shape[-1] ** 0.5, first).softmax(-1)
+    x = x + (p @ v).transpose(0, 1).flatten(1) @ w["out"]
+    return x + torch.nn.functional.gelu(normed(x, w["norm of mlp"]) @ w["up"]) @ w["down"]
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm: each token by itself."""
+    return x * x.square().mean(1, keepdim=True).add(1e-6).rsqrt() * weight
+
+
+def context_parallel(lab: Lab) -> None:
+    """Context parallel: each rank has a part of one sequence; norms, QKV and MLP need no other token,
+    attention does, and every weight's gradient is a sum over ranks.
+
+    With a sequence of 128k tokens one sample's activations do not fit on one device. So the sequence is
+    cut: rank r has the r-th part of its tokens, through all layers, and a copy of all weights.
+    """
+    size, own, n = lab.size, lab.part("batch"), lab.n
+    if size.width % HEADS:
+        size.part("width", 0, HEADS)  # refuses it
+    scale, square = size.width**-0.5, (size.width, size.width)
+    names = "q", "k", "v", "out", "up", "down"
+    plain = {name: scale * draw(70 + i, *square) for i, name in enumerate(names)}
+    plain |= {name: 1 + 0.1 * draw(80 + len(name), size.width) for name in ("norm", "norm of mlp")}
+    weights = {name: w.clone().requires_grad_() for name, w in plain.items()}
+    tokens = draw(9, size.batch, size.width)
+
+    # A norm looks at one token, and so do the products that make queries, keys and values, and the
+    # MLP: on these a rank works as if its tokens were all there are. In attention its queries meet
+    # the keys and values of earlier tokens, which other ranks have. Here all are gathered; a ring
+    # passes them round.
+    lab.step("forward: own tokens, keys and values of all", tokens=tokens[own])
+    y = block(tokens[own], weights, own.start, lambda x: gather_sum(x, lab.group, 0))
+    loss = y.square().sum() / tokens.numel()
+    lab.after(y=y, own_part_of_the_loss=loss)
+    alone = {name: w.clone().requires_grad_() for name, w in plain.items()}
+    whole = block(tokens, alone)
+    lab.claim("the output is that of its tokens", y, whole[own])
+
+    # Backward of the gather is a reduce-scatter: each rank has gradients for everyone's keys and
+    # values, and a rank needs the sum for its own. After that backward, too, is a matter of own
+    # tokens. What each rank has then is its tokens' part of every weight's gradient: of norms, QKV
+    # and MLP alike.
+    lab.step("backward: a part of each gradient", own_part_of_the_loss=loss)
+    torch.autograd.backward(loss)
+    gradients = {name: w.grad for name, w in weights.items() if w.grad is not None}
+    lab.after(**{f"gradient of {name}": g for name, g in gradients.items()})
+    torch.autograd.backward(whole.square().mean())
+    parts = gradients["norm"].clone()
+
+    # So all of them are summed over ranks, as in data parallel; whoever forgets one (a norm is
+    # forgotten most often, having so few numbers) has copies that drift apart.
+    lab.step("the sum over ranks", gradient_of_norm=parts)
+    for g in gradients.values():
+        lab.group.all_reduce(g)
+    lab.after(**{f"gradient of {name}": g for name, g in gradients.items()})
+    for name, w in alone.items():
+        lab.claim(f"gradient of {name}: the sum is one process's", gradients[name], w.grad)
+    off = (parts - gradients["norm"]).abs().max() > 1e-6 * gradients["norm"].abs().max()
+    lab.claim("before the sum it was only a part", bool(off) or n == 1)
+    numbers = sum(w.nbytes for w in plain.values())
+    formula = 2 * (n - 1) / n * numbers + 4 * (n - 1) * 8 * size.width * size.batch / n
+    lab.claim("it sent gradients as data parallel; keys, values and theirs", lab.sent(), formula)
+
+
 def ring_attention(lab: Lab) -> None:
     """Ring attention: queries stay, keys and values travel round the ring, softmax is combined on the
     way.
 
     Every rank has a part of the sequence. In each of n rounds it attends to the keys and values that
-    it has at the moment and passes them on, while the next ones arrive. softmax needs the sum over all
-    keys, so each rank keeps, for every query, the logarithm of the sum so far and the output so far,
-    and rescales the output when a round adds to the sum. A causal mask makes some rounds empty: the
-    first rank sees only its own keys, the last sees all, so equal parts are unequal work. Backward
-    goes round once more; keys and values travel with the gradient collected for them, and one last hop
-    brings that home (Liu et al. 2023).
+    it has at the moment and passes them on, while the next ones arrive (Liu et al. 2023).
     """
     n = lab.n
 
+    # A causal mask makes some rounds empty: the first rank sees only its own keys, the last sees
+    # all, so equal parts are unequal work.
     def scores(q: Tensor, k: Tensor, source: int) -> Tensor:
         """q k' / sqrt(d) of own queries and the keys of `source`: (heads, own tokens, its tokens)."""
         return masked(q @ k.mT / q.shape[-1] ** 0.5, (lab.rank - source) * q.shape[1])
 
+    # softmax needs the sum over all keys, so each rank keeps, for every query, the logarithm of the
+    # sum so far and the output so far, and rescales the output when a round adds to the sum.
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor], Backward]:
         own = q, k, v
         out = torch.zeros_like(q)
@@ -90,6 +171,8 @@ def ring_attention(lab: Lab) -> None:
             k, v = arriving
         return out, {"log_sum": log_sum}, lambda g: backward(*own, out, log_sum, g)
 
+    # Backward goes round once more; keys and values travel with the gradient collected for them,
+    # and one last hop brings that home.
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, g: Tensor
     ) -> list[Tensor]:
@@ -112,6 +195,7 @@ def ring_attention(lab: Lab) -> None:
             gk, gv, k, v = (*arriving, k, v)[:4]
         return [gq, gk, gv]
 
+    # Keys and values were passed n-1 times forward and n-1 times back, their gradients n times.
     title = "backward: once more round, gradients travel with keys and values"
     attend(lab, ("forward: n rounds", title), forward)
     block = 8 * lab.size.batch * lab.size.width / n
@@ -133,19 +217,21 @@ def ulysses(lab: Lab) -> None:
     """Ulysses: an all-to-all before attention turns a split by tokens into one by heads, another turns
     it back.
 
-    A rank starts with all heads of some tokens. An all-to-all gives it all tokens of some heads, plain
-    attention runs as it always does, and another all-to-all returns. Each exchange moves (n-1)/n of a
-    rank's numbers whatever n, where a ring passes everything n-1 times. But a head cannot be split, so
-    there can be at most as many ranks as query heads; with more, or where heads do not divide evenly,
-    the ring takes over (Jacobs et al. 2023). Large runs combine the two: Ulysses inside a machine, the
-    ring across.
+    Each exchange moves (n-1)/n of a rank's numbers whatever n, where a ring passes everything n-1 times
+    (Jacobs et al. 2023). Large runs combine the two: Ulysses inside a machine, the ring across.
     """
     group, n = lab.group, lab.n
+
+    # A head cannot be split, so there can be at most as many ranks as query heads; with more, or
+    # where heads do not divide evenly, the ring takes over.
     if HEADS % n:
         lab.note(f"{n} ranks and {HEADS} heads: a head cannot be split, so the ring is used.")
         ring_attention(lab)
         return
 
+    # A rank starts with all heads of some tokens. An all-to-all gives it all tokens of some heads,
+    # plain attention runs as it always does, and another all-to-all returns. Backward does the same
+    # in reverse.
     def forward(*own: Tensor) -> tuple[Tensor, dict[str, Tensor], Backward]:
         q, k, v = (to_heads(group, x) for x in own)
         with lab.doing("attention"):
@@ -160,6 +246,7 @@ def ulysses(lab: Lab) -> None:
 
         return to_tokens(group, p @ v), {"all_tokens_of_some_heads": q}, backward
 
+    # Three tensors went to heads and one came back, in forward and in backward: eight exchanges.
     title = "forward: to heads, attention, back to tokens"
     attend(lab, (title, "backward: the same exchanges in reverse"), forward)
     formula = 8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8

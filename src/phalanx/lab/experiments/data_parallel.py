@@ -23,14 +23,15 @@ Result = tuple[Tensor, list[Tensor]]  # of a step: the loss, and the gradients t
 def data_parallel(lab: Lab) -> None:
     """Data parallel: each rank has its own rows and loss; gradient and weights are the same everywhere.
 
-    Every rank works on its rows with a copy of all weights. The losses differ; the average of the
-    gradients over ranks is the gradient of the whole batch, so the copies stay equal. The gradient of
-    the last layer is ready first. The second form starts its all-reduce at once and continues with the
-    layer below: each message travels while the rest of backward computes. Each rank sends 2(n-1)/n of
-    the gradients, whatever the batch.
+    Every rank works on its rows with a copy of all weights. Each rank sends 2(n-1)/n of the gradients,
+    whatever the batch.
     """
     n, own, forms = lab.n, list[Tensor](), ("", " overlapped")
 
+    # The losses differ; the average of the gradients over ranks is the gradient of the whole batch,
+    # so the copies stay equal. The gradient of the last layer is ready first. The second form
+    # starts its all-reduce at once and continues with the layer below: each message travels while
+    # the rest of backward computes.
     def train_step(weights: list[Tensor], overlapped: bool, step: int) -> Result:
         works: list[Work] = []
 
@@ -47,6 +48,7 @@ def data_parallel(lab: Lab) -> None:
         lab.average([] if overlapped else gradients)
         return loss, gradients
 
+    # Both forms train, and must do what one process does with all rows.
     loss, want = gradients_of(start(lab.size), lab.rows(0))
     for how in forms:
         weights = start(lab.size)
@@ -65,24 +67,22 @@ def threads_data_parallel(lab: Lab) -> None:
     This is the classic `nn.DataParallel`. The first device has the batch and the weights. In every
     step it scatters rows and copies *all* weights to every other device; a Python thread drives each
     device; outputs and gradients return to the first. There are three reasons to avoid it. The
-    interpreter lock lets one thread at a time run Python. Everything passes through the first device,
-    which sends n-1 times the weights while the others idle. And a replica is a whole model on one
-    device, so it cannot be combined with splitting the model. Here it is measured beside one process
-    for each rank, which sends 2(n-1)/n of the weights.
-
-    Ranks as threads also share one interpreter; `--backend gloo` gives the second form its processes.
-    Without several GPUs the devices are the CPU under n names: copies are real, the devices are not.
+    interpreter lock lets one thread at a time run Python, so launches of n devices queue up. Everything
+    passes through the first device, while the others idle. And a replica is a whole model on one device,
+    so it cannot be combined with splitting the model.
     """
     size, n = lab.size, lab.n
     alone = one_process(size)
-    weights, copied = start(size), 0
+
+    # One process drives n devices; the other ranks of this lab wait. Without several GPUs the
+    # devices are the CPU under n names: copies are real, the devices are not.
+    weights, copied, serial = start(size), 0, 0.0
     lab.step("rank 0 drives all devices, the other ranks wait", weights=weights)
     begin = time.perf_counter()
     for step in range(size.steps) if lab.rank == 0 else ():
-        with lab.doing(f"step {step}"):
-            loss, gradients, moved = replicated(lab, weights, batch(size, step))
-            update(weights, gradients)
-        copied += moved
+        loss, gradients, moved, idle = replicated(lab, weights, batch(size, step))
+        update(weights, gradients)
+        copied, serial = copied + moved, serial + idle
         lab.claim("the loss is one process's", loss, alone.losses[step])
         if step == 0:
             lab.claim("gradients are one process's", gradients, alone.gradients)
@@ -92,46 +92,62 @@ def threads_data_parallel(lab: Lab) -> None:
     lab.claim("only rank 0 trained, as one process does", weights, want)
     lab.group.barrier()
 
+    # The same with a process for each device, which keeps its weights and sends only gradients.
+    # Ranks as threads share one interpreter; `--backend gloo` gives this form its processes.
     by_rank = start(size)
     lab.step("the same with a rank for each device", weights=by_rank)
-    begin = time.perf_counter()
     for step in range(size.steps):
         gradients = gradients_of(by_rank, lab.rows(step))[1]
         lab.average(gradients)
         update(by_rank, gradients)
-    took = time.perf_counter() - begin
     lab.after(weights=by_rank)
     lab.claim("both ways train alike", by_rank, alone.weights)
     formula = size.steps * 2 * (n - 1) / n * size.bytes
     lab.claim("it sent 2(n-1)/n of the weights in each step", lab.sent(), formula)
+
+    # Why it is slower does not depend on the machine: the bytes through the busiest device, which
+    # decide how long messages take, are more than n times as many; and while they are copied, and
+    # gradients added, the n-1 others have nothing to do.
     if lab.rank == 0:
         rows = 8 * size.batch * size.width * (n - 1) // n
         formula = size.steps * (2 * (n - 1) * size.bytes + rows)
         lab.claim("the first device moved 2(n-1) times the weights", copied, formula)
+        lab.claim("that is n times what one rank sends, or more", copied >= n * lab.sent())
+        busiest = [("a thread for each", copied), ("a rank for each", round(lab.sent()))]
+        table = [(how, f"{sent:,}", f"{sent / 50e6:,.2f}") for how, sent in busiest]
+        header = ("devices are driven by", "bytes", "ms at 50 GB/s")
+        lab.table(f"through the busiest of {n} devices, {size.steps} steps", header, table)
+        share = serial / threaded
         lab.note(
-            f"{n} threads over {n} devices: {1e3 * threaded:.0f} ms, {copied:,} bytes through the "
-            f"first device. One rank for each: {1e3 * took:.0f} ms, {lab.sent():,.0f} bytes each."
+            f"{share:.0%} of the time went into copying and adding, with {n - 1} devices idle."
         )
 
 
-def replicated(lab: Lab, weights: list[Tensor], x: Tensor) -> tuple[float, list[Tensor], int]:
-    """Loss, gradients, and the bytes that left or entered the first device."""
-    gpus, moved = torch.cuda.device_count(), 0
+def replicated(
+    lab: Lab, weights: list[Tensor], x: Tensor
+) -> tuple[float, list[Tensor], int, float]:
+    """Loss, gradients, the bytes that left or entered the first device, and seconds on it alone."""
+    gpus, moved, begin = torch.cuda.device_count(), 0, time.perf_counter()
     replicas, parts = [], []
-    for i in range(lab.n):
-        device = torch.device("cuda", i % gpus) if gpus > 1 else torch.device("cpu")
-        rows = x[lab.size.part("batch", i, lab.n)].to(device)
-        # A copy even where source and device are one memory: a replica is a replica.
-        replicas.append([w.to(device, copy=True) for w in weights] if i else weights)
-        parts.append(rows)
-        moved += sum(w.nbytes for w in (*weights, rows)) if i else 0
-    with ThreadPoolExecutor(lab.n) as threads:
+    with lab.doing("copy the weights"):
+        for i in range(lab.n):
+            device = torch.device("cuda", i % gpus) if gpus > 1 else torch.device("cpu")
+            rows = x[lab.size.part("batch", i, lab.n)].to(device)
+            # A copy even where source and device are one memory: a replica is a replica.
+            replicas.append([w.to(device, copy=True) for w in weights] if i else weights)
+            parts.append(rows)
+            moved += sum(w.nbytes for w in (*weights, rows)) if i else 0
+    copied = time.perf_counter()
+    with lab.doing("all devices"), ThreadPoolExecutor(lab.n) as threads:
         losses, found = zip(*threads.map(gradients_of, replicas, parts), strict=True)
+    computed = time.perf_counter()
     gradients = []
-    for w, *of_devices in zip(weights, *found, strict=True):
-        gradients.append(torch.stack([g.to(w.device) for g in of_devices]).mean(0))
-        moved += w.nbytes * (lab.n - 1)
-    return sum(loss.item() for loss in losses) / lab.n, gradients, moved
+    with lab.doing("add the gradients"):
+        for w, *of_devices in zip(weights, *found, strict=True):
+            gradients.append(torch.stack([g.to(w.device) for g in of_devices]).mean(0))
+            moved += w.nbytes * (lab.n - 1)
+    alone = copied - begin + time.perf_counter() - computed
+    return sum(loss.item() for loss in losses) / lab.n, gradients, moved, alone
 
 
 EPOCHS = 2
@@ -143,14 +159,15 @@ def sampler(lab: Lab) -> None:
 
     All ranks shuffle alike, from the seed and the epoch, and take every n-th sample: no message is
     needed, and no sample occurs twice in an epoch. Without the epoch in the seed every epoch has the
-    same order. The last batch is smaller, and some ranks get fewer rows of it: the mean of the ranks'
-    means is then not the mean over samples. So sums and counts are all-reduced, and divided
-    afterwards.
+    same order.
     """
     size, n = lab.size, lab.n
     data = draw(20_000, 2 * size.batch + size.batch // 2 + 1, size.width)  # (samples, width)
     weights, alone = start(size), start(size)
     used = torch.zeros(EPOCHS, len(data))
+
+    # The last batch is smaller, and some ranks get fewer rows of it: the mean of the ranks' means
+    # is then not the mean over samples. So sums and counts are all-reduced, and divided afterwards.
     for epoch in range(EPOCHS):
         for number, chosen in enumerate(batches(size, epoch)):
             rows = chosen[lab.rank :: n]
@@ -180,6 +197,7 @@ def sampler(lab: Lab) -> None:
                 lab.claim("where rows are uneven, the mean of means is wrong", wrong)
             else:
                 lab.claim("where rows are even, the mean of means is right", mean, want)
+    # Over an epoch every sample was used once, by one of the ranks.
     lab.claim("weights at the end are those of one process", weights, alone)
     together = lab.everyone(used).sum(0)
     lab.claim("every sample was used once in an epoch", together, torch.ones_like(used))
@@ -197,10 +215,8 @@ def batches(size: Size, epoch: int) -> tuple[Tensor, ...]:
 def save_and_barrier(lab: Lab) -> None:
     """One rank saves, everyone waits, all load: the barrier ensures that the file is complete.
 
-    The weights are the same on all ranks, so one copy is enough. Without the barrier a rank might open
-    the file before it exists, or when half of it is written. Rank 0 writes under another name and
-    renames, so that a crash leaves the old file or the new one, never a part of one. A second barrier
-    stands before the file is removed. The file is safetensors: opening it runs no code.
+    The weights are the same on all ranks, so one copy is enough. The file is safetensors: opening it
+    runs no code.
     """
     size, weights, half = lab.size, start(lab.size), lab.size.steps // 2
 
@@ -211,6 +227,9 @@ def save_and_barrier(lab: Lab) -> None:
         lab.average(gradients)
         return loss, gradients
 
+    # Rank 0 writes under another name and renames, so that a crash leaves the old file or the new
+    # one, never a part of one. Without the barrier a rank might open the file before it exists, or
+    # when half of it is written. A second barrier stands before the file is removed.
     def save_and_load() -> None:
         lab.step("rank 0 saves, barrier, all load", weights=weights)
         saved = torch.zeros(1, dtype=torch.int64)
@@ -236,6 +255,8 @@ def save_and_barrier(lab: Lab) -> None:
         lab.claim(says, 8 < header < 200 * size.layers + 64 and header % 8 == 0)
         lab.step("training continues from the file")
 
+    # In the middle of training all is saved, forgotten and loaded; the end must be that of one
+    # process.
     lab.train(train_step, weights)
 
 
@@ -243,19 +264,22 @@ def zero_1(lab: Lab) -> None:
     """ZeRO-1: every rank has all weights and all gradients; the optimizer's state is sharded over n
     ranks.
 
-    All weights lie in one flat vector, of which each rank updates an equal slice. Gradients are
-    reduce-scattered, so that a rank gets the sum for its slice only. It updates that slice with its
-    own part of Adam's state, and an all-gather makes the weights whole again. An all-reduce is those
-    two messages, so ZeRO-1 sends exactly what data parallel sends, 2(n-1)/n of the weights, and saves
-    (n-1)/n of Adam's two numbers per weight (Rajbhandari et al. 2020).
+    Adam keeps two numbers for every weight, and each rank of data parallel keeps the same ones. Here
+    each has 1/n of them (Rajbhandari et al. 2020).
     """
     size, rank, n = lab.size, lab.rank, lab.n
+
+    # All weights lie in one flat vector, of which each rank updates an equal slice, with its own
+    # part of Adam's state.
     flat = padded(start(size), n)
     count = size.layers * size.width**2
     weights = list(flat[:count].view(size.layers, size.width, size.width))  # views
     mine = flat.view(n, -1)[rank]
     adam = Adam([mine])
 
+    # Gradients are reduce-scattered, so that a rank gets the sum for its slice only; it updates
+    # that slice, and an all-gather makes the weights whole again. An all-reduce is those two
+    # messages, so ZeRO-1 sends exactly what data parallel sends.
     def train_step(step: int) -> Result:
         loss, gradients = lab.gradients(weights, lab.rows(step))
         return loss, [scattered(lab.group, padded(gradients, n), "average")]
@@ -268,6 +292,8 @@ def zero_1(lab: Lab) -> None:
     def slice_of(layers: list[Tensor]) -> list[Tensor]:
         return [padded(layers, n).view(n, -1)[rank]]
 
+    # The values below: all weights on every rank, the gradient of its slice, the state of its
+    # slice.
     state = [*adam.m, *adam.v]
     lab.train(
         train_step, weights, slice_of, update=update_slice, of_weights=list, adam=True, state=state
@@ -294,24 +320,25 @@ def zero_2(lab: Lab) -> None:
     """ZeRO-2: gradients too. Each layer has an owner; its gradient is reduced to the owner and freed
     elsewhere.
 
-    As soon as backward has a layer's gradient, it is reduced to the layer's owner, who keeps the sum;
-    the others free theirs. After backward a rank has the gradients of its own layers only, and that is
-    all its optimizer needs. Owners update and broadcast their weights. Whole layers as shards keep the
-    code short; they balance only if the layers divide by the ranks.
+    Whole layers as shards keep the code short; they balance only if the layers divide by the ranks.
     """
     size, n, weights, (owners, mine) = lab.size, lab.n, start(lab.size), owned(lab)
     adam = Adam([weights[layer] for layer in mine])
 
+    # As soon as backward has a layer's gradient, it is reduced to the layer's owner, who keeps the
+    # sum; the others free theirs. After backward a rank has the gradients of its own layers only,
+    # and that is all its optimizer needs.
     def reduced(layer: int, gradient: Tensor) -> Tensor | None:
         lab.group.reduce(gradient, owners[layer], "average")
         return gradient if layer in mine else None
 
+    # Owners update and broadcast their weights.
     def update_own(weights: list[Tensor], gradients: list[Tensor]) -> None:
         adam.update([weights[layer] for layer in mine], gradients)
         for layer, w in enumerate(weights):
             lab.group.broadcast(w, owners[layer])
 
-    # The gradients of its own layers only, and all weights.
+    # The gradients below are those of its own layers only; of weights it has all.
     lab.train(
         lambda step: lab.gradients(weights, lab.rows(step), gradient=reduced),
         weights,
@@ -334,11 +361,9 @@ def zero_2(lab: Lab) -> None:
 def zero_3(lab: Lab) -> None:
     """ZeRO-3: weights too. The owner broadcasts a layer when it is needed, the others free it after use.
 
-    While it is not used, a layer exists once among all ranks. Forward: while one layer computes, the
-    next is already on its way, so a rank has two at a time and the message is hidden. Backward needs
-    the layers again, last first; the last one is still there from forward and is not fetched twice.
-    Gradients are reduced to the owner as in ZeRO-2. Weights travel twice and gradients once: 3(n-1)/n
-    of the weights for each rank, less the last layer's second broadcast, against 2(n-1)/n before.
+    While it is not used, a layer exists once among all ranks. Weights travel twice and gradients once:
+    3(n-1)/n of the weights for each rank, against 2(n-1)/n before. FSDP is this, with every layer cut
+    into n equal parts.
     """
     size, n, last, (owners, mine) = lab.size, lab.n, lab.size.layers - 1, owned(lab)
     # Its own layers, and the others' from `fetch` until they have been used.
@@ -346,6 +371,8 @@ def zero_3(lab: Lab) -> None:
     coming: dict[int, Work] = {}
     most = 0
 
+    # While one layer computes, the next is already on its way, so a rank has two at a time and the
+    # message is hidden.
     def fetch(layer: int) -> None:
         nonlocal most
         if 0 <= layer < size.layers:
@@ -362,8 +389,10 @@ def zero_3(lab: Lab) -> None:
             coming.pop(layer).wait()
         return here[layer]
 
+    # After its forward a layer is freed, but the last: backward needs the layers again, last first,
+    # and would fetch it at once. Gradients are reduced to the owner as in ZeRO-2.
     def free(layer: int, output: Tensor) -> Tensor:
-        if layer not in (last, *mine):  # backward begins with the last: it stays
+        if layer not in (last, *mine):
             del here[layer]
         return output
 
@@ -373,6 +402,7 @@ def zero_3(lab: Lab) -> None:
         lab.group.reduce(gradient, owners[layer], "average")
         return gradient if layer in mine else None
 
+    # Between two steps a rank has its own layers and nothing else: those are the weights below.
     lab.train(
         lambda step: lab.gradients(use, lab.rows(step), output=free, gradient=reduced),
         list(here.values()),
@@ -388,6 +418,7 @@ def zero_3(lab: Lab) -> None:
     )
     lab.claim("it has only its own layers again", list(here), mine)
     lab.claim("it had its own layers and at most two others", most <= len(mine) + 2)
+
     # Every layer is broadcast once in forward and once in backward, the last layer only once.
     unit = size.steps * 8 * size.width**2
     broadcasts = 2 * len(mine) - (last in mine)
@@ -404,14 +435,10 @@ def zero_3(lab: Lab) -> None:
 def hybrid_sharding(lab: Lab) -> None:
     """Hybrid sharding: K ranks share the weights, M such groups are copies; what each group sends.
 
-    K x M ranks form a grid. Inside a group of K (one machine, fast links) each rank has 1/K of every
-    layer, gathers it before forward and again before backward, and reduce-scatters the gradient.
-    Across the M groups (slow links) only the 1/K of a rank's own shard is summed. For weights of W
-    bytes each rank sends 3W(K-1)/K inside and 2(M-1)/M x W/K across. The rule of thumb is 3x inside
-    and 1x across. The first is close for large K; the second is too much by at least K/2: little
-    leaves the machine, and that is the point of the scheme.
+    Inside a machine links are fast, between machines slow. So weights are sharded only inside, and
+    what leaves the machine is small: that is the point of the scheme.
     """
-    # K inside and M across: as square as n allows, the inside larger.
+    # K x M ranks form a grid: K inside and M across, as square as n allows, the inside larger.
     size, m = lab.size, next(m for m in range(int(lab.n**0.5), 0, -1) if lab.n % m == 0)
     k = lab.n // m
     inside = lab.split("inside", [range(i * k, (i + 1) * k) for i in range(m)])
@@ -419,6 +446,9 @@ def hybrid_sharding(lab: Lab) -> None:
     rows = size.part("width", inside.rank, k)
     shards = [w[rows].clone() for w in start(size)]
 
+    # Inside a group of K (one machine, fast links) each rank has 1/K of every layer, gathers it
+    # before forward and again before backward, and reduce-scatters the gradient. Across the M
+    # groups (slow links) only the 1/K of a rank's own shard is summed.
     def whole(layer: int, way: int) -> Tensor:
         return gathered(inside, shards[layer])
 
@@ -432,6 +462,9 @@ def hybrid_sharding(lab: Lab) -> None:
         shards,
         lambda layers: [w[rows] for w in layers],
     )
+
+    # For weights of W bytes each rank sends 3W(K-1)/K inside and 2(M-1)/M x W/K across. People say "3 times
+    # the weights inside, once across": the first is close for large K, the second too much by at least K/2.
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
     formula = [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
     lab.claim("it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula)
@@ -446,18 +479,18 @@ def hybrid_sharding(lab: Lab) -> None:
 def swap(lab: Lab) -> None:
     """Swapping: the model is in the host's memory, and only the layers in use are on the device.
 
-    Forward copies a layer in, and the next one after it, and frees the one before. Backward comes the
-    other way; the last layer is still there. Gradients are copied to the host as soon as they are
-    made, and the update happens there. The device has two layers however many there are; each step
-    copies every layer in twice, except the last, and every gradient out once. It pays where computing
-    a layer takes longer than copying one: with many rows. On a GPU the copies use a stream of their
-    own and pinned memory; without one, the device is a second copy in the host's memory.
+    The device has two layers however many there are; each step copies every layer in twice, except the
+    last, and every gradient out once. It pays where computing a layer takes longer than copying one:
+    with many rows. On a GPU the copies use a stream of their own and pinned memory; without one, the
+    device is a second copy in the host's memory.
     """
     size, host, last = lab.size, start(lab.size), lab.size.layers - 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here: dict[int, Tensor] = {}
     most = copied_in = copied_out = 0
 
+    # Forward copies a layer in, and the next one after it, and frees the one before. Backward comes
+    # the other way; the last layer is still there.
     def use(layer: int, way: int) -> Tensor:
         nonlocal most, copied_in
         for i in (layer, layer + way):
@@ -476,6 +509,7 @@ def swap(lab: Lab) -> None:
         lab.shows("between forward and backward", on_the_device=list(here.values()))
         return loss_of(y)
 
+    # Gradients are copied to the host as soon as they are made, and the update happens there.
     def to_host(layer: int, gradient: Tensor) -> Tensor:
         nonlocal copied_out
         del here[layer]

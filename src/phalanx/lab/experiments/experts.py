@@ -14,26 +14,29 @@ def experts(lab: Lab) -> None:
     """Experts: a router sends each token to the ranks that have its two experts, and the results come
     back.
 
-    Each rank has four experts and its own tokens. A token's scores choose two of all experts. Tokens are
-    sorted by expert, so that those for one rank lie together; an all-to-all tells each rank how many
-    come, a second one of uneven parts takes them there (dispatch), and a third one brings the results
-    back (combine), where each token adds its two, weighted by their scores. How many come is known only
-    when scores are: the host waits for these numbers. Nothing is dropped and nothing is padded. Tokens
-    that are alike crowd at few experts, and the other ranks wait; so a bias is added to the scores for
-    the choice alone, and after each step it moves a little against who had more than the mean (Wang et
-    al. 2024). The weights of the results are without it.
+    A model with experts has many MLPs in each layer and uses two of them for each token: more weights
+    for the same computing. Each rank has four experts and its own tokens.
     """
     width, n = lab.size.width, lab.n
     every = [draw(500 + e, width, width) / width**0.5 for e in range(OWN * n)]
     mine, x = every[OWN * lab.rank : OWN * (lab.rank + 1)], lab.rows(0)
     bias = torch.zeros(OWN * n, dtype=torch.float64)
-    lab.step("dispatch, the experts, combine", tokens=x, experts=mine)
+
+    # A token's scores choose two of all experts. Tokens are sorted by expert, so that those for one
+    # rank lie together; an all-to-all tells each rank how many come. How many is known only when
+    # scores are: the host waits for these numbers. Nothing is dropped and nothing is padded.
+    lab.step("the router: how many tokens go where", tokens=x, experts=mine)
     chosen, gates = routed(x, bias)
     order = chosen.flatten().argsort(stable=True)  # by expert, and so by rank
     counts = chosen.flatten().bincount(minlength=OWN * n)
     coming = torch.empty_like(counts)  # from each rank for each of my experts
     lab.group.all_to_all(coming, counts)
     sends, takes = counts.view(n, OWN).sum(1).tolist(), coming.view(n, OWN).sum(1).tolist()
+    lab.after(counts=counts, coming=coming)
+
+    # A second all-to-all of uneven parts takes tokens to their experts (dispatch), a third one
+    # brings the results back (combine), where each token adds its two, weighted by their scores.
+    lab.step("dispatch, the experts, combine", tokens=x)
     came = x.new_empty(sum(takes), width)
     lab.group.all_to_all(came, x[order // CHOSEN], takes, sends)
     of = torch.arange(OWN).repeat(n).repeat_interleave(coming)  # which expert each is for
@@ -53,6 +56,9 @@ def experts(lab: Lab) -> None:
     lab.claim("every token goes through two experts", int(total.sum()), all_)
     lab.note(f"Of {all_} tokens, rank {lab.rank} sent {counts.tolist()} and computed {sum(takes)}.")
 
+    # Tokens that are alike crowd at few experts, and the other ranks wait; so a bias is added to
+    # the scores for the choice alone, and after each step it moves a little against who had more
+    # than the mean (Wang et al. 2024). The weights of the results are without it.
     lab.step("balancing, without an auxiliary loss", bias=bias)
     most = int(total.max())
     for _ in range(ROUNDS):

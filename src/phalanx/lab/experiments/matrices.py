@@ -14,17 +14,18 @@ def muon(lab: Lab) -> None:
 
     Muon (Jordan et al. 2024) makes the momentum of a matrix orthogonal, which brings all its singular
     values near one, and moves the weight by that. So a part of a matrix cannot be updated by itself:
-    orthogonal parts are not parts of the orthogonal matrix, though every gradient was right. Here rank
-    r has its rows of each layer's momentum, as under ZeRO. An all-to-all brings each layer's rows to
-    its owner, who makes the matrix orthogonal while the others do theirs; a second one brings every
-    rank its rows of all updates. Each sends (n-1)/n of a rank's rows. If every rank gathered all
-    matrices, each would do the work of all.
+    orthogonal parts are not parts of the orthogonal matrix, though every gradient was right.
     """
     size, n, rows, mine = lab.size, lab.n, lab.part("width"), lab.part("layers")
     weights, one = start(size), start(size)
     high, layers = rows.stop - rows.start, mine.stop - mine.start
     momentum = torch.zeros(size.layers, high, size.width, dtype=torch.float64)
     whole = [torch.zeros_like(w) for w in one]
+
+    # Rank r has its rows of each layer's momentum, as under ZeRO. An all-to-all brings each layer's
+    # rows to its owner, who makes the matrix orthogonal while the others do theirs; a second one
+    # brings every rank its rows of all updates. Each sends (n-1)/n of a rank's rows. If every rank
+    # gathered all matrices, each would do the work of all.
     for step in range(size.steps):
         lab.step(f"step {step}", weights=weights, momentum=momentum)
         _, gradients = lab.gradients(weights, lab.rows(step))
@@ -45,6 +46,7 @@ def muon(lab: Lab) -> None:
         for w, kept, gradient in zip(one, whole, plain, strict=True):
             kept.lerp_(gradient, 1 - MOMENTUM)
             w -= RATE * orthogonal(kept)
+    # How wrong it would be if each rank made its own rows orthogonal.
     lab.claim("weights are those of one process", weights, one)
     parts = torch.cat([orthogonal(x) for x in torch.split(whole[0], high)])
     far = float((parts - orthogonal(whole[0])).norm() / orthogonal(whole[0]).norm())

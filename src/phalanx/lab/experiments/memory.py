@@ -90,7 +90,8 @@ class Chain:
 def recompute(lab: Lab) -> None:
     """Recomputation: keep fewer activations, compute forward again; what each choice costs, measured.
 
-    For N layers, forwards (time) and activations kept (memory) grow as
+    Backward needs what forward computed. Either it is kept, or it is computed again. For N layers,
+    forwards (time) and activations kept (memory) grow as
 
         keeps everything                 O(N)          O(N)
         keeps the input only             O(N^2)        O(1)       each layer from the start again
@@ -101,6 +102,8 @@ def recompute(lab: Lab) -> None:
     The usual form (Chen et al. 2016) recomputes a segment once and keeps it during its backward: never
     more than one extra forward. The gradients are the same in all of them.
     """
+    # The ranks divide the cases among them; each is trained once, and its forwards and the bytes of
+    # its tensors are counted.
     jobs = [(way, depth) for way in WAYS for depth in DEPTHS]
     lab.step("forwards and memory: each rank measures some of the ways", ways=len(jobs))
     counted = torch.zeros(len(jobs), 2, dtype=torch.float64)
@@ -120,9 +123,11 @@ def recompute(lab: Lab) -> None:
         lab.claim(says, chain.gradients[0], want)
     lab.group.all_reduce(counted)
     lab.after(forwards_and_activations=counted)
+
+    # What was counted beside the formulas. What is being computed at the moment comes on top of
+    # what is kept by hand, and must not grow with depth.
     hands = [by_hand(*job) for job in jobs]
     lab.claim("forwards", counted[:, 0], [forwards for forwards, _ in hands])
-    # What is being computed at the moment comes on top, and must not grow with depth.
     extra = (counted[:, 1] - torch.tensor([kept for _, kept in hands])).view(len(WAYS), -1)
     for way, more in zip(WAYS, extra.tolist(), strict=True):
         says = f"{way}: activations kept are those by hand and the ones in use"
@@ -179,11 +184,7 @@ def gradients_in(
 def mixed_precision(lab: Lab) -> None:
     """Mixed precision: fewer bits where they suffice, and where each format breaks.
 
-    fp16 has 10 bits of fraction and a narrow range: small gradients become 0 and a sum can become
-    infinite. So the loss is multiplied by a scale, gradients are divided by it; if one is not finite
-    on any rank, all skip the step and halve the scale. bf16 has the range of fp32 with 7 bits: nothing
-    vanishes, but 1 + 1/512 is 1, so weights and sums stay in fp32. TF32 is fp32 that loses 13 bits of
-    its fraction on the way into a GPU's matmul; torch leaves it off by default. In all of them the
+    Products in 16 bits are up to twice as fast as in 32 and move half the bytes. In all formats the
     master weights are wide, and gradients are widened before ranks sum them.
     """
     size = replace(lab.size, width=min(lab.size.width, 256))  # a CPU multiplies fp16 slowly
@@ -196,6 +197,8 @@ def mixed_precision(lab: Lab) -> None:
         says = f"gradients in {name} are one process's in float64 to {within:.1g}"
         lab.claim(says, [g / SMALL for g in gradients], one_process(size).gradients, within=within)
 
+    # bf16 has the range of fp32 with 7 bits of fraction: nothing vanishes, but 1 + 1/512 is 1, so
+    # weights and sums stay in fp32.
     for name, within in {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2.0**-4}.items():
         dtype = FORMATS[name][0]
         assert dtype is not None
@@ -204,6 +207,7 @@ def mixed_precision(lab: Lab) -> None:
             gradients = gradients_in(dtype, weights, x)
         finish(name, gradients, within)
 
+    # fp16 has 10 bits of fraction and a narrow range: small gradients become 0.
     lab.step("fp16 without a scale: small gradients", weights=[w.half() for w in weights])
     pairs = zip(
         gradients_in(torch.float16, weights, x),
@@ -214,7 +218,9 @@ def mixed_precision(lab: Lab) -> None:
     lab.after(gradients_that_became_zero=lost, of=sum(w.numel() for w in weights))
     lab.claim(f"some gradients became zero: {lost}", lost > 0)
 
-    # Too high on purpose: the first gradient would be 2y x 2^16 or more, and fp16 ends at 65,504.
+    # So the loss is multiplied by a scale, and gradients are divided by it; if one is not finite on
+    # any rank, all skip the step and halve the scale. This one is too high on purpose: the first
+    # gradient would be 2y x 2^16 or more, and fp16 ends at 65,504.
     first = scale = float(2 ** (16 + (x.numel() - 1).bit_length()) / SMALL)
     lab.step("fp16 with a scale that halves until all ranks are finite", scale=scale)
     skipped = 0
@@ -229,6 +235,9 @@ def mixed_precision(lab: Lab) -> None:
     finish("fp16", gradients, 2.0**-7)
     lab.claim("the first scale was too high", skipped > 0)
     lab.claim("each skip halved the scale", scale, first / 2**skipped)
+
+    # TF32 is fp32 that loses 13 bits of its fraction on the way into a GPU's matmul; torch leaves
+    # it off by default. The table has all formats, by hand; torch's own numbers are the same.
     scales = lab.everyone(torch.tensor(scale))
     lab.claim("all have the same scale", scales, [scale] * lab.n)
     precision = torch.get_float32_matmul_precision()
@@ -272,7 +281,7 @@ def to_tf32(x: Tensor) -> Tensor:
 
 GB, GIB = 1e9, 2**30
 LAYERS, WIDTH, TOKENS, FFN = 126, 16_384, 4_096, 53_248  # Llama 3 405B
-half, wide = torch.bfloat16, torch.float32
+HALF, WIDE = torch.bfloat16, torch.float32
 
 
 def nbytes(count: int, *dtypes: torch.dtype) -> int:
@@ -282,21 +291,21 @@ def nbytes(count: int, *dtypes: torch.dtype) -> int:
 
 def ffn_hidden(ffn: int) -> int:
     """The bytes of the output of one layer's first matmul, times layers."""
-    x = torch.empty(TOKENS, WIDTH, dtype=half, device="meta")
-    w = torch.empty(WIDTH, ffn, dtype=half, device="meta")
+    x = torch.empty(TOKENS, WIDTH, dtype=HALF, device="meta")
+    w = torch.empty(WIDTH, ffn, dtype=HALF, device="meta")
     return LAYERS * (x @ w).nbytes
 
 
 def by_hand_and_by_library() -> list[tuple[str, float, float]]:
-    billion, four = 10**9, [half] * 4
-    adam = half, half, wide, wide, wide
+    billion, four = 10**9, [HALF] * 4
+    adam = HALF, HALF, WIDE, WIDE, WIDE
     return [
         ("1B weights, 4 numbers of 2 bytes", 8e9, nbytes(billion, *four)),
         ("10B weights", 80e9, nbytes(10 * billion, *four)),
         ("100B weights", 800e9, nbytes(100 * billion, *four)),
         ("100B weights, each of 80 devices", 10e9, nbytes(100 * billion, *four) / 80),
         ("1B weights, mixed-precision Adam", 16e9, nbytes(billion, *adam)),
-        ("the same with gradients of 4 bytes", 18e9, nbytes(billion, half, wide, *adam[2:])),
+        ("the same with gradients of 4 bytes", 18e9, nbytes(billion, HALF, WIDE, *adam[2:])),
         ("ffn hidden, 126 layers, ffn 4 x 16,384", 2 * 126 * 65_536 * 4_096, ffn_hidden(4 * WIDTH)),
         ("ffn hidden, 126 layers, ffn 53,248", 2 * 126 * 53_248 * 4_096, ffn_hidden(FFN)),
     ]
@@ -321,11 +330,12 @@ def arithmetic(lab: Lab) -> None:
     Training at 2 bytes a number with four numbers for every weight (weight, gradient, Adam's two)
     takes 8 bytes a weight: 1B weights 8 GB, 10B fill a device of 80 GB, 100B take 800 GB, 10 GB on
     each of 80 devices. That is the least; mixed-precision Adam in practice takes 16 to 18: weight 2
-    and gradient 2 or 4 bytes, master weight 4, Adam's two 4 each. And activations: a model of 126
-    layers and width 16,384, on 4,096 tokens with an ffn of 4 x width, keeps 67.6 GB of hidden
-    activations of its ffn alone. By the library: the same tensors are made on the meta device, and
-    their bytes counted. GB is 1e9 bytes, GiB is 2^30.
+    and gradient 2 or 4 bytes, master weight 4, Adam's two 4 each.
     """
+
+    # And activations: a model of 126 layers and width 16,384, on 4,096 tokens with an ffn of 4 x
+    # width, keeps 67.6 GB of hidden activations of its ffn alone. By the library: the same tensors
+    # are made on the meta device, and their bytes counted. GB is 1e9 bytes, GiB is 2^30.
     counts = by_hand_and_by_library()
     lab.step("bytes, by hand and by the library", by_hand=[hand for _, hand, _ in counts])
     lab.after(by_library=[counted for *_, counted in counts])
@@ -339,6 +349,7 @@ def arithmetic(lab: Lab) -> None:
             for what, hand, count in counts
         ]
         lab.table("bytes", ("what", "by hand", "by library", "GB", "GiB"), rows)
+    # torch's own Adam, after a step, in fp32: four numbers of 4 bytes.
     weights = start(lab.size)
     lab.step("a real optimizer: fp32 weight, gradient and two states", weights=weights)
     each = adam_in_torch(weights)

@@ -4,7 +4,6 @@ how to follow one of them."""
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
@@ -32,15 +31,16 @@ def collectives(lab: Lab) -> None:
     """Every collective once, with numbers that show which rank they come from; and which is whose
     gradient.
 
-    Rank r starts with 10 r + 0, 10 r + 1, ...: the tens digit is the sender, the ones digit the place.
-    Collectives come in pairs. What one does to values in forward, the other does to gradients in
-    backward: all-gather and reduce-scatter, broadcast and reduce; all-reduce and all-to-all are their
-    own partners. That is why splitting a layer always costs a message in each direction.
+    A collective is a call that all ranks of a group make together. Rank r starts with 10 r + 0,
+    10 r + 1, ...: the tens digit is the sender, the ones digit the place, so that every result shows
+    where its numbers are from.
     """
     group, rank, n = lab.group, lab.rank, lab.n
     # Row r is what rank r starts with: (ranks, numbers).
     table = torch.arange(n).double() + 10 * torch.arange(n)[:, None]
 
+    # Each collective is one call. It is shown before and after, and compared with what one process
+    # computes from the table.
     def show(name: str, call: Callable[[Tensor], object], want: Tensor) -> None:
         x = table[rank].clone()
         lab.step(name, x=x)
@@ -65,6 +65,9 @@ def collectives(lab: Lab) -> None:
         return out
 
     total, first = table.sum(0), rank == 0
+
+    # From many to all: the sum, or everything. Reduce and broadcast are from all to one, the root,
+    # and from the root to all; gather and scatter are the same for parts.
     show("all-reduce", group.all_reduce, total)  # everyone gets the sum
     show("reduce", lambda x: group.reduce(x, root=0), total if first else table[rank])
     show("broadcast", lambda x: group.broadcast(x, root=n - 1), table[n - 1])
@@ -73,7 +76,12 @@ def collectives(lab: Lab) -> None:
     show("all-to-all", transposed, table[:, rank])  # part j goes to rank j: a transpose over ranks
     show("gather", collected, table.flatten() if first else table[rank])
     show("scatter", handed_out, table[0, rank])  # rank 0 hands out its parts
-    # The loss is the sum over ranks of weight_r . all_gather(x): its gradient comes back summed.
+
+    # Collectives come in pairs. What one does to values in forward, the other does to gradients in
+    # backward: all-gather and reduce-scatter, broadcast and reduce; all-reduce and all-to-all are
+    # their own partners. That is why splitting a layer always costs a message in each direction.
+    # Here the loss is the sum over ranks of weight_r . all_gather(x), and its gradient comes back
+    # summed and in parts.
     weights = torch.cos(torch.arange(n * n) + torch.arange(n)[:, None].double())  # (ranks, n n)
     leaves = [row.clone().requires_grad_() for row in table]
     want = torch.autograd.grad((weights @ torch.cat(leaves)).sum(), leaves)
@@ -81,16 +89,80 @@ def collectives(lab: Lab) -> None:
     show(title, lambda _: scattered(group, weights[rank].clone()), want[rank])
 
 
+def all_reduce(lab: Lab) -> None:
+    """All-reduce: five operators, and why it is a reduce-scatter followed by an all-gather.
+
+    An all-reduce combines what all ranks have, number by number, and gives everyone the result. It is
+    the most used collective: one of all gradients in every step of data parallel.
+    """
+    group, rank, n = lab.group, lab.rank, lab.n
+    # Row r is what rank r starts with: (ranks, numbers).
+    table = 1 + torch.arange(n).double() + 10 * torch.arange(n)[:, None]
+
+    # Sum and average are for gradients and losses, and their own gradient is another all-reduce.
+    # The others are for decisions: the maximum of flags is 1 if any rank has found something (an
+    # overflow), their minimum and their product are 1 if all have; the minimum of numbers is the
+    # newest checkpoint that everybody can read.
+    results = {
+        "sum": table.sum(0),
+        "average": table.mean(0),
+        "min": table.amin(0),
+        "max": table.amax(0),
+        "product": table.prod(0),
+    }
+    for op, want in results.items():
+        x = table[rank].clone()
+        lab.step(f"operator: {op}", x=x)
+        group.all_reduce(x, op)
+        lab.after(x=x)
+        lab.claim(f"{op} is what one process computes", x, want)
+
+    # First half: every rank receives the sum of one part only, number r on rank r.
+    begun = lab.sent()
+    lab.step("first half: reduce-scatter", x=table[rank])
+    part = scattered(group, table[rank])
+    lab.after(part=part)
+    lab.claim("a part of the sum", part, table.sum(0)[rank])
+
+    # Second half: the parts are collected on every rank. Each half sends (n-1)/n of the numbers, so
+    # the whole sends 2(n-1)/n, nearly twice the size whatever n is. ZeRO-1 is nothing but the two
+    # halves with the optimizer between them.
+    lab.step("second half: all-gather", part=part)
+    whole = gathered(group, part)
+    lab.after(x=whole)
+    lab.claim("the two halves are an all-reduce", whole, table.sum(0))
+    halves = lab.sent() - begun
+    lab.claim("the halves sent 2(n-1)/n of the numbers", halves, 2 * (n - 1) / n * whole.nbytes)
+
+    # How it is done with messages between neighbours, a ring. In each of n-1 hops a rank sends one
+    # part to the next rank, which adds it to its own; after that each part is complete somewhere.
+    # In n-1 more hops complete parts go round. Every link is busy all the time, and no rank sends
+    # more than another.
+    x, begun = table[rank].clone(), lab.sent()
+    lab.step("the same as a ring", x=x)
+    for hop in range(2 * (n - 1)):
+        send, take = (rank - hop) % n, (rank - hop - 1) % n
+        arrived = torch.empty(1, dtype=x.dtype)
+        group.send(x[send : send + 1].clone(), to=(rank + 1) % n)
+        group.receive(arrived, source=(rank - 1) % n)
+        x[take] = x[take] + arrived[0] if hop < n - 1 else arrived[0]
+        lab.shows(f"hop {hop + 1}", x=x)
+    lab.after(x=x)
+    lab.claim("the ring's result is the sum", x, table.sum(0))
+    lab.claim("and it sent as many bytes", lab.sent() - begun, halves)
+
+
 def point_to_point(lab: Lab) -> None:
     """Send and receive: a value passes through all ranks and is changed, its gradient travels back.
 
-    A send does not wait for its peer, a receive does. Two ranks that both send first do not block each
-    other; two that both receive first wait for ever. Messages between two ranks keep their order, and
-    only the order identifies them: the first one sent is the first one received.
+    Point to point is for what only two ranks have to do with: the stages of a pipeline, the
+    neighbours of a ring.
     """
     group, rank, n = lab.group, lab.rank, lab.n
     factor = draw(rank, 4)
 
+    # A send does not wait for its peer, a receive does. So every rank but the first begins by
+    # waiting.
     lab.step("forward: every rank multiplies by its factor and sends the result on", factor=factor)
     x = torch.ones(4, dtype=torch.float64)
     if rank > 0:
@@ -100,6 +172,7 @@ def point_to_point(lab: Lab) -> None:
         group.send(y, to=rank + 1)
     lab.after(x=x, y=y)
 
+    # What was sent in forward comes back as a gradient in backward, over the same link.
     lab.step("backward: the gradient comes from the next rank and goes to the previous one", y=y)
     g = torch.ones(4, dtype=torch.float64)
     if rank < n - 1:
@@ -114,6 +187,8 @@ def point_to_point(lab: Lab) -> None:
     lab.claim("y is that of one process", y, products[rank])
     lab.claim("the gradient is autograd's", g * x, gradients[rank])
 
+    # Messages between two ranks keep their order, and only the order identifies them. Two ranks
+    # that both send first do not block each other; two that both receive first wait for ever.
     first, second = torch.tensor([1.0 + rank]), torch.tensor([100.0 + rank])
     lab.step("two messages to the next rank arrive in order", first=first, second=second)
     # Everyone sends before anyone receives, so the ring does not block.
@@ -129,16 +204,17 @@ def point_to_point(lab: Lab) -> None:
 def process_groups(lab: Lab) -> None:
     """How ranks find each other: a key-value store, a group built on it, and shutting down in order.
 
-    Rendezvous is a small shared dictionary. Every rank writes its address and waits for those of the
-    others. HashStore exists in one process, FileStore in a file that all can open, TCPStore in rank 0
-    behind a port. All three have set, get, wait and an atomic add. `dist.init_process_group` makes
-    such a store from MASTER_ADDR and MASTER_PORT and then a group; here both are made by hand, so that
-    no global state remains. Backends: nccl where every rank has a GPU of its own, otherwise gloo.
-
-    Shutting down: first a barrier, then leave. A rank that leaves while a peer still waits for it ends
-    the peer, and a store must exist until its last reader is done.
+    `dist.init_process_group` makes a store from MASTER_ADDR and MASTER_PORT and then a group on it;
+    here both are made by hand, so that no global state remains. The group's backend is nccl where
+    every rank has a GPU of its own, otherwise gloo.
     """
     group, rank, n = lab.group, lab.rank, lab.n
+
+    # Rendezvous is a small shared dictionary. Every rank writes its address and waits for those of
+    # the others. HashStore exists in one process, FileStore in a file that all can open, TCPStore
+    # in rank 0 behind a port. All three have set, get, wait and an atomic add. On the last one a
+    # group is built. Shutting down: first a barrier, then leave. A rank that leaves while a peer
+    # still waits for it ends the peer, and a store must exist until its last reader is done.
     with tempfile.TemporaryDirectory() as folder:
         # Everyone must know rank 0's folder and port: that is the least that ranks need to meet.
         path = lab.from_rank_0(str(Path(folder) / "store"))
@@ -189,10 +265,7 @@ def one_process(lab: Lab) -> None:
     """One rank's code in one process: under a debugger, without its peers, or with them as threads.
 
     A breakpoint in one of four processes stops one and leaves three waiting until they time out. There
-    are two ways out. With collectives that do nothing, any rank runs alone: what it computes before
-    the first message is right, what it receives is whatever the buffer contained, and the list of its
-    messages is exact. With ranks as threads everything is right, and stopping one stops all. `phalanx
-    lab` uses threads by itself when a tracer is on (`sys.gettrace`, or `sys.monitoring` since 3.12).
+    are two ways out, and both need the rank's code to be a function that takes its world and its group.
     """
     whole = lab.whole_gradient()
     quiet = TallyWorld(lab.rank, lab.n, "cpu")
@@ -201,6 +274,9 @@ def one_process(lab: Lab) -> None:
     lab.after(gradient=gradient)
     lab.claim("after the message it is one process's gradient", gradient, whole)
 
+    # With collectives that do nothing, any rank runs alone: what it computes before the first
+    # message is right, what it receives is whatever the buffer contained, and the list of its
+    # messages is exact.
     lab.step("collectives that do nothing: this rank alone", rows=lab.rows(0))
     alone, unsummed = rank_code(quiet, lab.size)
     lab.after(gradient=unsummed)
@@ -210,6 +286,8 @@ def one_process(lab: Lab) -> None:
     lab.note(f"It would have sent: {message.collective} of {message.bytes:,} bytes.")
     lab.claim("alone, the message is known", [message.bytes, message.size], [whole.nbytes, lab.n])
 
+    # With ranks as threads everything is right, and stopping one stops all. `phalanx lab` uses
+    # threads by itself when a tracer is on (`sys.gettrace`, or `sys.monitoring` since 3.12).
     lab.step("all ranks as threads of this process", rows=lab.rows(0))
     with _disable_current_modes():
         threads = launch(rank_code, lab.n, lab.size, backend="threads")
@@ -243,49 +321,6 @@ def chosen_under_a_tracer() -> str:
     return chosen[0]
 
 
-def asynchronous_launch(lab: Lab) -> None:
-    """Why a timing without synchronisation is wrong: the call returns before the work is done.
-
-    A GPU kernel, or a collective with wait=False, is only *launched* by the call. A clock read when it
-    returns measures the launch. Here rank 0 is late on purpose: it enters only after the last rank has
-    launched, read its clock and sent a message. At that moment the result cannot exist, however fast
-    the launch was. On a GPU the cure is torch.cuda.synchronize (or events) before reading the clock,
-    or CUDA_LAUNCH_BLOCKING=1 to find errors; here it is .wait().
-    """
-    group, rank, last = lab.group, lab.rank, lab.n - 1
-    gradient, ready = lab.own_gradient(), torch.zeros(1)
-    lab.step("an all-reduce that is launched, and what the clock shows", gradient=gradient)
-    if rank == 0 and last:
-        group.receive(ready, source=last)  # late: the others have launched
-    begin = time.perf_counter()
-    work = group.all_reduce(gradient, "average", wait=False)
-    launched = time.perf_counter() - begin
-    done = work.done()
-    if rank == last and last:
-        group.send(ready, to=0)  # only now may rank 0 enter
-    with lab.doing("something useful meanwhile"):
-        torch.ones(lab.size.width) @ torch.ones(lab.size.width, lab.size.width)
-    work.wait()
-    waited = time.perf_counter() - begin
-    lab.after(gradient=gradient)
-    lab.note(
-        f"Rank {rank}: the call returned after {1e6 * launched:,.0f} us, the result was there "
-        f"after {1e6 * waited:,.0f} us. Done when it returned: {done}."
-    )
-    lab.claim("after waiting, it is one process's gradient", gradient, lab.whole_gradient())
-    lab.claim("nothing was done before rank 0 came", done and rank == last > 0, False)
-    if torch.cuda.is_available():
-        x = torch.randn(lab.size.width, lab.size.width, device="cuda")
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(10):
-            _ = x @ x
-        launched = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        waited = time.perf_counter() - begin
-        lab.note(f"Ten matmuls on the GPU: {launched:.1e} s to launch, {waited:.1e} s to do them.")
-
-
 AXES = ("dp", "pp", "cp", "tp")
 
 
@@ -294,9 +329,7 @@ def grid(lab: Lab) -> None:
 
     Ranks are numbered like the digits of a number, the last axis fastest. Neighbours along the last
     axis have neighbouring numbers and so are in one machine: what communicates most (tensor parallel)
-    comes last. The groups along an axis are the ranks that agree in all other digits. Summing along
-    every axis in turn is summing over everybody, so the axes of a layout can be considered one at a
-    time.
+    comes last.
     """
     rank, sizes = lab.rank, shape_of(lab.n)
     own = coordinates(rank, sizes)
@@ -304,6 +337,10 @@ def grid(lab: Lab) -> None:
     lab.claim("it is where the array has it", own, (ranks == rank).nonzero()[0])
     gradient = lab.own_gradient() / lab.n
     title = "a mesh of " + " x ".join(f"{a}{s}" for a, s in zip(AXES, sizes, strict=True))
+
+    # The groups along an axis are the ranks that agree in all other digits. Summing along every
+    # axis in turn is summing over everybody, so the axes of a layout can be considered one at a
+    # time.
     lab.step(title, rank=rank, coordinates=own, gradient=gradient)
     for axis, name in enumerate(AXES):
         group = lab.split(name, groups_along(axis, sizes))

@@ -34,12 +34,8 @@ def all_gather_text(group: Group, value: Any) -> list[Any]:
 def objects(lab: Lab) -> None:
     """Sending objects instead of tensors: how it is done, what it costs, and why not to do it.
 
-    torch.distributed has object forms (all_gather_object, broadcast_object_list). They use pickle,
-    which has two consequences. It is slow: a size is exchanged first, everything passes through the
-    host, and each number is wrapped in text or opcodes. And it is unsafe: a pickle is a program that
-    the receiver runs. Here an object is sent whose arrival calls a function in the receiver's process;
-    the function is harmless, but the sender chose it. Text of a fixed form (JSON), sent as a tensor of
-    bytes, is slow too, but safe. Numbers belong in tensors.
+    torch.distributed has object forms (all_gather_object, broadcast_object_list). They are slow, and
+    not safe: numbers belong in tensors, and other values in text of a fixed form.
     """
     rank, n = lab.rank, lab.n
     loss, gradients = gradients_of(start(lab.size), lab.rows(0))
@@ -49,6 +45,8 @@ def objects(lab: Lab) -> None:
     def summed(messages: list[Any]) -> torch.Tensor:
         return torch.tensor([each["gradient"] for each in messages], dtype=torch.float64).sum(0)
 
+    # An object is sent as text: a size is exchanged first, everything passes through the host, and
+    # each number is written out in digits. Slow, but safe: reading JSON runs nothing.
     lab.step("objects as JSON in a tensor of bytes", loss=loss.item(), row_of_a_gradient=row)
     total = summed(all_gather_text(lab.group, message))
     as_text = lab.sent()
@@ -65,6 +63,10 @@ def objects(lab: Lab) -> None:
     if n == 1 or not dist.is_initialized():
         lab.note("The object forms need processes: run this with --backend gloo.")
         return
+
+    # The object forms use pickle, and a pickle is a program that the receiver runs. Here an object is sent
+    # whose arrival calls a function in the receiver's process; the function is harmless, but the sender
+    # chose it.
     lab.step("object forms of torch.distributed (gloo)", own_process_id=os.getpid())
     messages: list[Any] = [None] * n
     dist.all_gather_object(messages, message)

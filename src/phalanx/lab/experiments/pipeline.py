@@ -50,17 +50,15 @@ class Receive(torch.autograd.Function):
 def model_sharding(lab: Lab) -> None:
     """Model sharding: some layers here, the others there, and autograd crosses over by itself.
 
-    Between two devices of one process x.to(device) is enough: autograd knows the way back. Between two
-    ranks the crossing is written once, as two autograd functions: what one sends in forward, it
-    receives back as a gradient. Then every rank calls backward on what it has, and the gradients of
-    each arrive by themselves. One device works at a time, the others wait: with n devices, 1/n of the
-    time is used. It makes a model fit, but nothing faster; a pipeline does.
-
-    Without two GPUs the two devices are the CPU under two names.
+    One device works at a time, the others wait: with n devices, 1/n of the time is used. It makes a
+    model fit, but nothing faster; a pipeline does.
     """
     size, last, own = lab.size, lab.n - 1, lab.part("layers")
     weights = [w.requires_grad_() for w in start(size)[own]]
-    # Two devices of one process: the first half of the layers on one, the second on the other.
+
+    # Two devices of one process: the first half of the layers on one, the second on the other, and
+    # x.to(device) between them is enough: autograd knows the way back. Without two GPUs they are
+    # the CPU under two names.
     gpus = torch.cuda.device_count() > 1
     devices = [torch.device("cuda", i) if gpus else torch.device("cpu") for i in range(2)]
     where = [devices[2 * i // size.layers] for i in range(size.layers)]
@@ -73,6 +71,9 @@ def model_sharding(lab: Lab) -> None:
         loss = x.square().mean()
         return loss, gradients_from(loss, moved)
 
+    # Between two ranks the crossing is written once, as two autograd functions: what one sends in
+    # forward, it receives back as a gradient. Then every rank calls backward on what it has, and
+    # the gradients of each arrive by themselves.
     def on_ranks(step: int) -> tuple[Tensor | None, list[Tensor]]:
         x = batch(size, step)
         if lab.rank > 0:
@@ -85,6 +86,7 @@ def model_sharding(lab: Lab) -> None:
         with lab.doing("B"):
             return loss, gradients_from(end, weights)
 
+    # Both train, and both are one process's training.
     lab.train(on_ranks, weights, lambda x: x[own], how=", a rank for each range of layers")
     lab.train(on_two_devices, moved, how=", one process with two devices")
 
@@ -275,14 +277,17 @@ def one_f_one_b(lab: Lab) -> None:
 
     Stage p of P runs P-p forwards, then one backward and one forward in turn. There are as many turns
     as with all forwards first, but stage p never keeps more than P-p microbatches instead of all M
-    (Narayanan et al. 2019). Turns are counted in the real run: each message carries its sender's
-    count, and an operation stands one turn after the latest operation that it needs (Lamport's clock).
-    Cells are turns x ranks. The whole batch at once fills P x 2 of P x 2P cells: 1/4 on 4 ranks. With
-    4 microbatches 4 x 8 of 4 x 14 are filled: 16/28.
+    (Narayanan et al. 2019).
     """
     stage, rank, n, m = CountedStage(lab), lab.rank, lab.n, MICROBATCHES
-    # It keeps P-p microbatches; with every activation goes a count of eight bytes.
+
+    # It keeps P-p microbatches; with every activation goes a count of eight bytes. Turns are
+    # counted in the real run: each message carries its sender's count, and an operation stands one
+    # turn after the latest operation that it needs (Lamport's clock).
     stage.train(order(rank, n, m), most=min(n - rank, m), extra=8 * m)
+
+    # Cells are turns x ranks. The whole batch at once fills P x 2 of P x 2P cells: 1/4 on 4 ranks.
+    # With 4 microbatches 4 x 8 of 4 x 14 are filled: 16/28.
     cells = lab.everyone(torch.tensor(stage.turns))  # (ranks, operations)
     used, turns = cells.numel(), range(1, int(cells.max()) + 1)
     count = len(turns) * n

@@ -1,0 +1,97 @@
+"""What devices are made of, and why moving numbers costs more than computing with them."""
+
+import time
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.lab.lab import Lab
+from phalanx.lab.mlp import batch, draw, start
+from phalanx.plan import device, hierarchy
+
+WEIGHTS = 16e9  # bytes: 8 billion of 2
+
+
+def hardware(lab: Lab) -> None:
+    """Hardware: how much each level of memory and network holds, how fast it is, and what that means.
+
+    A device computes with what is in its registers. Everything comes from somewhere: from caches on
+    the chip, from the memory beside it, from other devices of the machine, from other machines. Each
+    level holds more than the one before and is slower. Almost every idea in this lecture exists
+    because of one line of this table: work is divided so that much is computed with each byte that
+    crosses a slow line.
+    """
+    h100 = device("h100-sxm")
+    places = hierarchy(h100)
+
+    # The levels of an H100 from the inside out, as its makers state them, links in both directions.
+    # The last column is what one reading of all weights of a model of 8 billion, 16 GB, takes at that
+    # level: 5 ms from the device's own memory, 160 from another machine.
+    lab.step(
+        "what an H100 has", peak_flops=h100.peak("bf16"), memory_bytes_a_second=places[3].bandwidth
+    )
+    rows = [
+        (
+            place.name,
+            f"{place.bytes / 1e6:,.1f}" if place.bytes else "",
+            f"{place.bandwidth / 1e9:,.0f}",
+            f"{1e3 * WEIGHTS / place.bandwidth:,.1f}",
+        )
+        for place in places
+    ]
+    if lab.rank == 0:
+        lab.table("from the inside out", ("level", "MB", "GB/s", "ms for 16 GB"), rows)
+    speeds = [place.bandwidth for place in places]
+    lab.after(bytes_a_second=torch.tensor(speeds, dtype=torch.float64))
+    lab.claim("each level is slower than the one before", speeds, sorted(speeds, reverse=True))
+
+    # While one byte comes from memory, its units can do 295 operations. What does fewer with each
+    # byte waits for memory, however fast the units are: norms, activation functions, sums of
+    # gradients, the optimizer. A product of two n x n matrices does 2 n^3 operations with 3 n^2
+    # numbers, so it does more with each byte the larger it is. Splitting a product makes it
+    # smaller: that is what limits how far a layer can be split.
+    lab.step("operations for each byte of memory", ridge=h100.ridge)
+    lab.claim("an H100 can do 295 for each byte", round(h100.ridge), 295)
+    products, counted = [], []
+    for n in (16, 64, 256, 1024):
+        a = torch.empty(n, n, dtype=torch.bfloat16, device="meta")
+        with FlopCounterMode(display=False) as counter:
+            product = a @ a
+        flops, moved = counter.get_total_flops(), 3 * product.nbytes
+        least = max(flops / h100.peak("bf16"), moved / h100.memory.bandwidth)
+        share = f"{flops / h100.peak('bf16') / least:.0%}"
+        products.append((n, f"{flops:,}", f"{moved:,}", f"{flops / moved:.1f}", share))
+        counted.append(flops / moved)
+        lab.claim(f"torch counts 2 n^3 operations, n = {n}", flops, 2 * n**3)
+    if lab.rank == 0:
+        header = ("n", "operations", "bytes", "for each byte", "of the peak at most")
+        lab.table("products of n x n in bf16", header, products)
+    lab.after(for_each_byte=torch.tensor(counted))
+    lab.claim("they grow as n / 3", counted, [n / 3 for n in (16, 64, 256, 1024)])
+
+    # The same on this machine: a product and a sum of equal matrices, the better of three. The sum
+    # does one operation for every 24 bytes, and so is bound by memory on every machine.
+    n = lab.size.width
+    a, b = draw(1, n, n), draw(2, n, n)
+    lab.step("a product and a sum, on this machine", a=a, b=b)
+    speeds = []
+    for name, call, flops in (("product", torch.matmul, 2 * n**3), ("sum", torch.add, n * n)):
+        seconds = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            with lab.doing(name):
+                call(a, b)
+            seconds.append(time.perf_counter() - begin)
+        speeds.append(flops / min(seconds) / 1e9)
+    lab.after(billion_operations_a_second=torch.tensor(speeds))
+    lab.note(f"Rank {lab.rank}: product {speeds[0]:.3g}, sum {speeds[1]:.3g} billion a second.")
+    # All ranks together do the product of the whole batch, each that of its rows.
+    lab.step("n devices do one product in 1/n of the operations each", rows=lab.rows(0))
+    with FlopCounterMode(display=False) as counter:
+        _ = lab.rows(0) @ start(lab.size)[0]
+    flops = torch.tensor(float(counter.get_total_flops()), dtype=torch.float64)
+    own = flops.clone()
+    lab.group.all_reduce(flops)
+    lab.after(own_operations=own, of_all=flops)
+    rows_ = batch(lab.size, 0).shape[0]
+    lab.claim("together they do those of one", flops, 2 * rows_ * lab.size.width**2)
