@@ -48,8 +48,8 @@ class Held:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Also where both are NaN."""
-    a, b = (x.detach().contiguous().view(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(a, b)
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    return torch.equal(a.detach().view(bits), b.detach().view(bits))
 
 
 def written(call: Call, place: int) -> str:
@@ -129,11 +129,13 @@ class LateMembers(ThreadMembers):
 
     def finish(self, meeting: Meeting, held: Held) -> None:
         with self.hub.lock:
-            wrong = [each.misuse() for each in (held, *self.met.get(meeting, ()))]
+            met = self.met.get(meeting, [held])
+            # Those who have not returned look at their own tensors when they do.
+            wrong = [each.misuse() for each in met if each is held or each.returned]
             for x, _, result in held.writes:
                 x.detach().copy_(result)
             held.returned = True
-            if all(each.returned for each in self.met.get(meeting, (held,))):
+            if all(each.returned for each in met):
                 self.met.pop(meeting, None)
         if any(wrong):
             raise CommMisuse(next(filter(None, wrong)))

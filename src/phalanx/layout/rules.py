@@ -12,6 +12,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise, product
 
 from .mesh import LayoutError
@@ -27,6 +28,7 @@ LATENT = "latent"
 FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
 DIMS = ("head", "position", LORA, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
 _DIM = re.compile("([a-z-]+)(?:/([0-9]{1,4}|[0-9]{1,9}(?:,[0-9]{1,9})+))?")
+_fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)  # every rank asks the same of every weight
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Rules:
 
     def _written(self, name: str, rank: int | None) -> tuple[str, ...]:
         for pattern, dims in self.lines:
-            if fnmatch.fnmatchcase(name, pattern):
+            if _fits(name, pattern):
                 if rank is not None and rank != len(dims):
                     raise LayoutError(
                         f"{name} has {rank} dims, its rule {pattern!r} names {len(dims)}: {' '.join(dims)}."

@@ -456,9 +456,5 @@ def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
     blocks = tuple((f"layers.{n}", block) for n, block in enumerate(model.layers))
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     names += [name for name, _ in model.named_buffers()]
-    lines = [
-        line
-        for line in RULES.splitlines()
-        if any(fnmatch.fnmatchcase(name, line.split(" : ")[0]) for name in names)
-    ]
+    lines = [line for line in RULES.splitlines() if fnmatch.filter(names, line.split(" : ")[0])]
     return (("embed", model.embed), *blocks, ("head", model.head)), "\n".join(lines)
