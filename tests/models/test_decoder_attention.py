@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.models import Attention, Core, RopeScaling, kernels
-from phalanx.models.attention import Rope, rotate
+from phalanx.models import Attention, Core, DecoderSizes, RopeScaling, kernels
+from phalanx.models.rope import Rope, rotate
 
 Q, T, HEADS, KV, SIZE = 2, 7, 4, 2, 6
+SIZES = DecoderSizes(hidden=8, heads=HEADS, kv_heads=KV, head_dim=SIZE, rope_theta=100.0)
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -91,7 +93,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def test_documents_and_their_gradients_are_those_of_a_dense_mask(
     kernel: str, strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "_kernels", lambda q: getattr(kernels, kernel))
+    monkeypatch.setattr(kernels, "_kernels", lambda q, mask=None: getattr(kernels, kernel))
     monkeypatch.setattr(kernels, "STRIP", strip)
     rows, length = DOCUMENTS.shape
     qkv = [_random(rows, length, n, SIZE, seed=seed) for seed, n in enumerate((HEADS, KV, KV))]
@@ -106,6 +108,43 @@ def test_a_compiled_core_keeps_documents_apart() -> None:
     core = torch.compile(Core(), fullgraph=True, backend="aot_eager")
     got = _with_gradients(lambda *x: core(*x, None, DOCUMENTS), *qkv)
     for one, other in zip(got, _with_gradients(_masked, *qkv), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, runs: Tensor, window: int, softcap: float
+) -> Tensor:
+    """The scores of all pairs and one column more, whose probability is dropped: as gpt-oss has it."""
+    k, v = (x.repeat_interleave(HEADS // KV, 2) for x in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(SIZE)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    sees = torch.ones(T, T, dtype=torch.bool).tril().triu(1 - window if window else -T)
+    sees = sees & (runs.unsqueeze(-1) == runs.unsqueeze(-2)).unsqueeze(1)
+    scores = scores.masked_fill(~sees, -math.inf)
+    column = sinks.view(1, -1, 1, 1).expand(Q, -1, T, 1)
+    shares = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return torch.einsum("bhts,bshd->bthd", shares, v)
+
+
+@pytest.mark.parametrize("kernel", ["CPU", "PLAIN"])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_and_their_gradients_are_those_of_one_more_column_of_scores(
+    packed: bool, window: int, softcap: float, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_kernels", lambda q, mask=None: getattr(kernels, kernel))
+    monkeypatch.setattr(kernels, "STRIP", 4)
+    documents = torch.tensor([[0] * 3 + [1] * 4, [2] * 7])
+    runs = documents if packed else torch.zeros_like(documents)
+    inputs = *_qkv(), 2 * _random(HEADS, seed=3)
+    core = Core(window, softcap)
+    got = _with_gradients(
+        lambda q, k, v, s: core(q, k, v, None, documents if packed else None, s), *inputs
+    )
+    want = _with_gradients(lambda *x: _with_sinks(*x, runs, window, softcap), *inputs)
+    assert len(got) == 5
+    for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -126,7 +165,7 @@ def test_nothing_is_computed_between_documents() -> None:
     rows, length = DOCUMENTS.shape
     x = _random(rows, length, HEADS, SIZE)
     with _Pairs() as seen:
-        kernels.attend_own(x, x, x, DOCUMENTS)
+        kernels.attend_own(x, x, x, DOCUMENTS, None, None)
     lengths = [13, 13, 1, 3, 6, 2, 1, *[1] * 11, 2, 6, 7]
     assert seen.pairs == sum(n * n for n in lengths)
 
@@ -144,7 +183,7 @@ def test_grouped_queries_equal_repeated_key_heads(packed: bool) -> None:
 
 def test_the_whole_of_attention_is_the_formula_with_complex_rotations() -> None:
     torch.manual_seed(0)
-    attn = Attention(10, HEADS, KV, SIZE, rope=Rope(100.0), bias="all", qk_norm=True).double()
+    attn = Attention(replace(SIZES, hidden=10, bias="all", qk_norm=True)).double()
     for weight in attn.parameters():
         torch.nn.init.normal_(weight)
     x, positions = _random(Q, T, 10), torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 2, 3]])
@@ -206,10 +245,10 @@ def test_llama_scaling_keeps_fast_waves_and_slows_the_slow_ones() -> None:
 def test_a_replaced_core_is_used_and_a_cut_by_heads_sums_to_the_whole() -> None:
     """Each half of the heads, with its half of the weights, gives one term of wo's sum."""
     torch.manual_seed(1)
-    whole = Attention(8, HEADS, KV, SIZE, rope=Rope(100.0)).double()
+    whole = Attention(SIZES).double()
     x, total = _random(Q, T, 8), torch.zeros(Q, T, 8, dtype=torch.float64)
     for half in range(2):
-        part = Attention(8, HEADS, KV, SIZE, rope=Rope(100.0)).double()
+        part = Attention(SIZES).double()
         for name in ("wq", "wk", "wv"):
             weight = getattr(whole, name).weight.data.chunk(2, 0)[half]
             getattr(part, name).weight.data = weight

@@ -13,8 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from phalanx.layout import Shape
 from phalanx.layout.shape import ShapeError
-from phalanx.models import Decoder, ExpertMlps, Router
-from phalanx.models.experts import RouterLosses
+from phalanx.models import Decoder, DecoderSizes, ExpertMlps, Router
 from phalanx.parallel import build_model
 
 HIDDEN, FFN, EXPERTS, TOP = 8, 6, 5, 2
@@ -25,7 +24,7 @@ def made(**changed: Any) -> Any:
     torch.manual_seed(0)
     model = Decoder(
         vocab=11, hidden=HIDDEN, layers=2, heads=2, ffn=10, experts=EXPERTS, top_k=TOP,
-        expert_ffn=FFN, shared_experts=2, dense_layers=1, **options | changed,
+        expert_ffn=FFN, dense_layers=1, **{"shared_experts": 2} | options | changed,
     ).double()  # fmt: skip
     with torch.no_grad():
         for weight in model.parameters():
@@ -74,6 +73,44 @@ def test_experts_give_what_one_token_after_the_other_gives(
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+def clamped_by_hand(mlp: Any, x: Tensor) -> Tensor:
+    """gpt-oss's experts, one token and one number after the other."""
+    rows, seven = [], torch.tensor(7.0, dtype=torch.float64)
+    for token in x.flatten(0, 1):
+        logits = [row @ token + b for row, b in zip(*each_of(mlp.router), strict=True)]
+        best = sorted(range(EXPERTS), key=lambda e: -float(logits[e].detach()))[:TOP]
+        total = sum(logits[e].exp() for e in best)
+        y = torch.zeros(HIDDEN, dtype=torch.float64)
+        for e in best:
+            at = mlp.routed
+            wide = []
+            for n in range(FFN):
+                gate = at.gate[e, n] @ token + at.gate_bias[e, n]
+                up = at.up[e, n] @ token + at.up_bias[e, n]
+                gate, up = (
+                    min(gate, seven),
+                    min(max(up, -seven), seven),
+                )
+                wide.append((up + 1) * gate / (1 + (-1.702 * gate).exp()))
+            y = y + logits[e].exp() / total * (at.down[e] @ torch.stack(wide) + at.down_bias[e])
+        rows.append(y)
+    return torch.stack(rows).view(x.shape)
+
+
+def each_of(router: Any) -> tuple[Tensor, Tensor]:
+    return router.weight, router.logit_bias
+
+
+def test_clamped_experts_with_biases_are_those_written_out_by_hand() -> None:
+    mlp = made(balance="none", shared_experts=0, bias="all", activation="clamped")
+    with torch.no_grad():
+        mlp.routed.gate.mul_(3.0)  # so that both clamps are met
+        mlp.routed.up.mul_(3.0)
+    x = torch.randn(2, 7, HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(mlp(x), clamped_by_hand(mlp, x), rtol=1e-11, atol=1e-11)
+    assert float(F.linear(x, mlp.routed.up[0]).abs().max()) > 7
+
+
 def test_experts_without_a_token_and_one_with_all_of_them() -> None:
     mlp = made(balance="none")
     with torch.no_grad():
@@ -117,11 +154,8 @@ def test_a_bias_changes_who_is_chosen_and_no_weight() -> None:
 def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> None:
     """Three sequences, the last token of each padding; transformers adds up in float32."""
     torch.manual_seed(0)
-    losses = RouterLosses(**{kind: 0.3})
-    router = Router(
-        HIDDEN, EXPERTS, TOP, scores="softmax", normalized=True, scale=1.0, balanced=False,
-        losses=losses,
-    ).double()  # fmt: skip
+    losses: Any = {f"{kind}_loss": 0.3}
+    router = Router(DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP, **losses)).double()
     with torch.no_grad():
         router.weight.normal_()
     x = torch.randn(3, 7, HIDDEN, dtype=torch.float64, requires_grad=True)
@@ -145,7 +179,7 @@ def test_losses_of_a_router_have_the_gradients_of_transformers(kind: str) -> Non
 def test_grouped_products_give_what_a_loop_gives() -> None:
     """In 16 bits, with an expert that has no token. Widths are multiples of 16 bytes."""
     torch.manual_seed(0)
-    experts = ExpertMlps(16, 24, 4).bfloat16()
+    experts = ExpertMlps(DecoderSizes(hidden=16, expert_ffn=24, experts=4)).bfloat16()
     with torch.no_grad():
         for weight in experts.parameters():
             weight.normal_(0.0, 0.3)
@@ -155,9 +189,7 @@ def test_grouped_products_give_what_a_loop_gives() -> None:
 
 
 def test_scores_of_16_bit_tokens_are_float32() -> None:
-    router = Router(
-        HIDDEN, EXPERTS, TOP, scores="softmax", normalized=True, scale=1.0, balanced=False
-    ).bfloat16()
+    router = Router(DecoderSizes(hidden=HIDDEN, experts=EXPERTS, top_k=TOP)).bfloat16()
     with torch.no_grad():
         router.weight.normal_()
     assert router(torch.randn(1, 3, HIDDEN).bfloat16())[0].dtype == torch.float32

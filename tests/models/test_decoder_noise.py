@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.models import Attention, Decoder, Dropout, token_noise
+from phalanx.models import Attention, Decoder, DecoderSizes, Dropout, token_noise
 from phalanx.models.noise import _scramble, block_noise
 
 RATE = 0.25
@@ -27,11 +27,12 @@ def test_a_slice_of_tokens_has_the_slice_of_the_mask() -> None:
 def test_a_slice_of_heads_has_the_slice_of_the_mask() -> None:
     """Through attention itself, with wo as identity so that the dropped heads come out."""
     x, noise, positions = torch.randn(2, 6, 8), _keys(2, 6), torch.arange(6).expand(2, 6)
-    whole = Attention(8, 4, 4, 2, dropout=RATE)
+    sizes = DecoderSizes(hidden=8, heads=4, head_dim=2, positions="learned", dropout=RATE)
+    whole = Attention(sizes)
     whole.wo.weight.data = torch.eye(8)
     full = whole(x, positions, None, noise)
     for half in range(2):
-        part = Attention(8, 4, 4, 2, dropout=RATE)
+        part = Attention(sizes)
         for name in ("wq", "wk", "wv"):
             getattr(part, name).weight.data = getattr(whole, name).weight.data.chunk(2)[half]
         part.wo.weight.data = torch.eye(4)

@@ -66,15 +66,15 @@ OPTIMIZERS: dict[str, Any] = {"adamw": AdamW(), "sgd": Sgd(momentum=0.9), "muon"
 PACKED = (torch.arange(SHAPE.sequence) + 7 * torch.arange(SHAPE.batch)[:, None]) // 24
 
 
-def within(q: Any, k: Any, v: Any, _: Any) -> Any:
-    return kernels.attend_own(q, k, v, PACKED)
+def within(q: Any, k: Any, v: Any, _: Any, *more: Any) -> Any:
+    return kernels.attend_own(q, k, v, PACKED, *more)
 
 
-def gradients(g: Any, q: Any, k: Any, v: Any, _: Any, *kept: Any) -> Any:
-    return kernels.own_gradients(g, (q, k, v), PACKED, *kept)
+def gradients(g: Any, q: Any, k: Any, v: Any, _: Any, *more: Any) -> Any:
+    return kernels.all_gradients(g, q, k, v, PACKED, *more)
 
 
-WITHIN = {"phalanx::documents": within, "phalanx::documents_gradients": gradients}
+WITHIN = {"phalanx::attention": within, "phalanx::attention_gradients": gradients}
 
 
 def on_the_host(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,6 +94,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_wide": ("deepseek_v3", _LATENTS | {
         "q_lora_rank": None, "v_head_dim": 20, "rope_interleave": False, "norm_topk_prob": False,
     }),
+    # Sinks, biases everywhere, windows in every second block, experts that are clamped.
+    "gpt_oss": ("gpt_oss", {
+        "head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5,
+        "rope_parameters": _LONG | {
+            "rope_type": "yarn", "original_max_position_embeddings": 128, "truncate": False,
+        },
+    }),
     "gpt2": ("gpt2", {
         "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": VOCAB,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,

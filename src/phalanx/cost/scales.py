@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm import Message, regions
 from ..comm.base import group_named
+from ..models import kernels
 from ..parallel.context import ring_attention, ring_gradients
 from ..parallel.data import storage_of
 from ..program import AttentionLoad, Load, MessageLoad, Product
@@ -72,19 +73,22 @@ def _region(x: Tensor, kind: str, name: str, size: int, dim: int, join: int) -> 
     return regions.carry(x, kind, group_named(name), dim, join)
 
 
-def _ring(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    return ring_attention(q, kv, ids, group_named(name))
+def _ring(*args: Any) -> tuple[Tensor, Tensor]:
+    q, kv, ids, sinks, name = args
+    return ring_attention(q, kv, ids, sinks, group_named(name))
 
 
-def _gradients(*args: Any) -> tuple[Tensor, Tensor]:
-    gradient, q, kv, ids, out, lse, name = args
-    return ring_gradients(gradient, q, kv, ids, out, lse, group_named(name))
+def _gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    gradient, q, kv, ids, sinks, out, lse, name = args
+    return ring_gradients(gradient, q, kv, ids, sinks, out, lse, group_named(name))
 
 
 # Opaque operations, which under selective recomputation stand where a group is called: opened, so
 # that what goes on inside is counted and what is sent is counted.
 _OPAQUE: dict[Any, Callable[..., Any]] = {
     torch.ops.phalanx.region: _region,
+    torch.ops.phalanx.attention: kernels.attend_own,
+    torch.ops.phalanx.attention_gradients: kernels.all_gradients,
     torch.ops.phalanx.ring: _ring,
     torch.ops.phalanx.ring_gradients: _gradients,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,30 @@ _BEHIND = {
 _GEMMA = _BLOCK | _BEHIND | {"pre_feedforward_layernorm": "mlp_norm"}
 _WIDE = {"self_attn.q_norm": "attn.q_wide_norm", "self_attn.k_norm": "attn.k_wide_norm"}
 _PACKED = {"self_attn.qkv_proj": "attn.wq attn.wk attn.wv", "mlp.gate_up_proj": "mlp.gate mlp.up"}
-# Of experts a tensor of theirs is one expert's, and its number stands for *.
+# A tensor of ours that is in no module of its own stands by its whole name, and theirs too. Of experts
+# one of theirs may be one expert's, whose number stands for *.
 _MIXTRAL = {
     "block_sparse_moe.gate": "mlp.router",
-    "block_sparse_moe.experts.*.w1": "mlp.routed.gate",
-    "block_sparse_moe.experts.*.w3": "mlp.routed.up",
-    "block_sparse_moe.experts.*.w2": "mlp.routed.down",
+    "block_sparse_moe.experts.*.w1.weight": "mlp.routed.gate",
+    "block_sparse_moe.experts.*.w3.weight": "mlp.routed.up",
+    "block_sparse_moe.experts.*.w2.weight": "mlp.routed.down",
 }
 _QWEN3_MOE = {
     "mlp.gate": "mlp.router",
-    "mlp.experts.*.gate_proj": "mlp.routed.gate",
-    "mlp.experts.*.up_proj": "mlp.routed.up",
-    "mlp.experts.*.down_proj": "mlp.routed.down",
+    "mlp.experts.*.gate_proj.weight": "mlp.routed.gate",
+    "mlp.experts.*.up_proj.weight": "mlp.routed.up",
+    "mlp.experts.*.down_proj.weight": "mlp.routed.down",
 }
+_GPT_OSS = {
+    "self_attn.sinks": "attn.sinks",
+    "mlp.router": "mlp.router",
+    "mlp.router.bias": "mlp.router.logit_bias",
+    "mlp.experts.gate_up_proj": "mlp.routed.gate mlp.routed.up",
+    "mlp.experts.gate_up_proj_bias": "mlp.routed.gate_bias mlp.routed.up_bias",
+    "mlp.experts.down_proj": "mlp.routed.down",
+    "mlp.experts.down_proj_bias": "mlp.routed.down_bias",
+}
+PACKED_4 = "mxfp4"  # numbers of 4 bits: the only quantized weights that are read
 BALANCES = "e_score_correction_bias"
 _DEEPSEEK = {
     "self_attn.q_a_proj": "attn.wq_a",
@@ -65,7 +76,7 @@ _DEEPSEEK = {
     "self_attn.kv_a_proj_with_mqa": "attn.wkv_a",
     "self_attn.kv_a_layernorm": "attn.kv_a_norm",
     "self_attn.kv_b_proj": "attn.wkv_b",
-    f"mlp.gate.{BALANCES}": "mlp.router.bias",  # a tensor and no module
+    f"mlp.gate.{BALANCES}": "mlp.router.bias",
     "mlp.shared_experts.gate_proj": "mlp.shared.gate",
     "mlp.shared_experts.up_proj": "mlp.shared.up",
     "mlp.shared_experts.down_proj": "mlp.shared.down",
@@ -106,7 +117,6 @@ _OTHER_KEYS = _GPT2_KEYS | {
 }
 _GEMMA_SHAPE = {"norm": "rms1", "norms": "both", "activation": "gelu"}
 _GEMMA_CONFIG = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
-_TENSORS = ("router.bias",)  # of ours that stand in the tables by their whole names
 ANY = object()  # a key of a shape that a family leaves open
 
 
@@ -126,7 +136,8 @@ class Family:
     keys: Mapping[str, str] = field(default_factory=dict)  # other names of a configuration's keys
     windows: str = ""  # in no block, in "all" blocks alike, or in "some"
     pattern: int = 0  # every so many blocks, one without a window
-    transposed: bool = False  # linears hold (in, out)
+    transposed: int = 0  # of blocks' weights with so many dims the last two are (in, out)
+    alternating: bool = False  # of two weights in one rows alternate
     further: bool = False  # blocks behind the last predict further tokens: these are left out
     # Their keys about experts and latent attention, and ours.
     experts: Mapping[str, str] = field(default_factory=dict)
@@ -217,6 +228,20 @@ FAMILIES = {
             "v_head_dim": "value_dim",
         },
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {"bias": "all", "sinks": True, "activation": "clamped", "expert_ffn": ANY},
+        {"num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 0}
+        | {"attention_bias": True, "sliding_window": 128, "rope_theta": 150000.0}
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}},
+        _BLOCK | _GPT_OSS,
+        keys={"num_local_experts": "num_experts"},
+        windows="some",
+        pattern=2,
+        transposed=3,
+        alternating=True,
+        experts={"num_local_experts": "experts", "num_experts_per_tok": "top_k"},
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         {"norm": "layer", "positions": "learned", "gated": False, "bias": "all"},
@@ -225,13 +250,13 @@ FAMILIES = {
         _GPT2_OUTER,
         "transformer.h",
         _GPT2_KEYS,
-        transposed=True,
+        transposed=2,
     ),
 }
 _SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the root of their width
 # Keys of a shape that say which family it is.
 _TRAITS = (
-    "kind norm norms positions gated activation bias qk_norm qk_norm_wide softcap logit_softcap"
+    "kind norm norms positions gated activation bias qk_norm qk_norm_wide sinks softcap logit_softcap"
     " query_scalar rope_local_theta expert_ffn shared_experts dense_layers scores normalized"
     " routed_scale balance kv_latent q_latent rope_dim rope_pairs expert_groups top_groups"
 )
@@ -268,33 +293,37 @@ class HubTensor:
 
     name: str
     packed: tuple[str, ...]
+    transposed: bool = False  # the last two dims
+    alternating: bool = False  # dim 1 has one row of each weight after the other
 
     def names(self, experts: int) -> list[str]:
         """The tensors, of which there is one but for experts."""
         return [self.name.replace("*", str(e)) for e in range(experts if "*" in self.name else 1)]
 
 
-def sources(family: Family, names: Iterable[str]) -> dict[str, HubTensor]:
-    """Where each of these weights of ours is."""
-    wanted = set(names)
+def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
+    """Where each of these weights of ours is; of each its number of dims is given."""
     found: dict[str, HubTensor] = {}
-    for name in wanted:
-        path, _, last = name.rpartition(".")
-        routed = path.endswith(".routed")
-        path, last = (name, "weight") if routed else (path, last)
-        path, last = (name, "") if name.endswith(_TENSORS) else (path, last)
-        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", path)
-        inner = layer[2] if layer else path
+    for name, dims in names.items():
+        layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        inner = layer[2] if layer else name
         ours, theirs = (
             (f"layers.{layer[1]}.", f"{family.layers}.{layer[1]}.") if layer else ("", "")
         )
-        # The last that names it: a family's own rows stand behind those that it shares.
         table = family.block if layer else family.outer
-        module = [each for each, mine in table.items() if inner in mine.split()][-1]
-        packed = tuple(f"{ours}{each}.{last}" for each in table[module].split())
-        packed = (name,) if routed or not last else packed
-        found[name] = HubTensor(f"{theirs}{module}.{last}".removesuffix("."), packed)
+        path, _, last = inner.rpartition(".")
+        tensor, last = _names(table, inner), f".{last}"
+        tensor, last = (tensor, "") if tensor else (_names(table, path), last)
+        packed = tuple(f"{ours}{each}{last}" for each in table[tensor].split())
+        transposed = bool(layer) and dims == family.transposed
+        alternating = family.alternating and len(packed) > 1
+        found[name] = HubTensor(f"{theirs}{tensor}{last}", packed, transposed, alternating)
     return found
+
+
+def _names(table: Mapping[str, str], ours: str) -> str:
+    """The last of theirs that has it: a family's own rows stand behind those that it shares."""
+    return next((each for each in reversed([*table]) if ours in table[each].split()), "")
 
 
 # ---- from theirs
@@ -352,6 +381,8 @@ class _Config:
     scoring_func: str | None = None
     topk_method: str | None = None
     attention_bias: bool | None = False
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
     mlp_bias: bool | None = False
     partial_rotary_factor: float | None = None
     use_bidirectional_attention: bool | None = None
@@ -400,46 +431,20 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     config = _read(table, where)
     rope, local = _ropes(config)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
-    theta = rope.get("rope_theta", config.rope_theta or 10000.0)
     activation = config.hidden_activation or config.hidden_act or "silu"
-    activation = (
-        "gelu_pytorch_tanh" if name in _SCALED and not config.hidden_activation else activation
-    )
-    reasons = {
-        f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
-        "it has biases in attention or feed-forward": config.attention_bias or config.mlp_bias,
-        f"its rope is stretched by {kind[:20]!r}": kind != "default" and kind not in _ROPE,
-        "rope of its windows is stretched": local.get("rope_type", "default") != "default",
-        "rope turns a part of each head": config.partial_rotary_factor not in (None, 1)
-        or rope.get("partial_rotary_factor") not in (None, 1),
-        "rope_theta is no number": type(theta) not in (int, float),
-        "yarn's range is not truncated": rope.get("truncate") is False,
-        "tokens attend to later ones": config.use_bidirectional_attention,
-        "its attention scores are scaled by the layer, or not at all": not config.scale_attn_weights
-        or config.scale_attn_by_inverse_layer_idx,
-        "it has cross-attention": config.add_cross_attention,
-        "its weights are quantized": config.quantization_config,
-        "not all of its last blocks have experts": family.experts
-        and (
-            config.decoder_sparse_step not in (None, 1)
-            or sorted(config.mlp_only_layers or ()) != [*range(len(config.mlp_only_layers or ()))]
-        ),
-        "its router is trained with noise": config.router_jitter_noise,
-        "its experts are not in every block": config.moe_layer_freq not in (None, 1),
-        "its router's scores are not sigmoids": config.scoring_func not in (None, "sigmoid"),
-        "its experts are not chosen with a bias": config.topk_method not in (None, "noaux_tc"),
-        "it does not say how many experts it has": family.experts
-        and not (config.num_experts and config.num_experts_per_tok),
-    }
+    if name in _SCALED and not config.hidden_activation:
+        activation = "gelu_pytorch_tanh"
+    reasons = _reasons(config, family, activation) | _rope_reasons(config, rope, local, kind)
     windows = tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
     if wrong := [reason for reason, holds in reasons.items() if holds]:
         raise LayoutError(f"{where}: {'; '.join(wrong)}: this model cannot do that.")
     heads, hidden = config.num_attention_heads, config.hidden_size
-    given = {ours: getattr(config, their) for their, ours in _SIZES.items()}
-    given |= {k: x for k, x in family.shape.items() if x is not ANY} | stretch
     gated = family.shape.get("gated", True)
     plain = _ACTIVATIONS[activation] == ("silu" if gated else "gelu")
+    given = {ours: getattr(config, their) for their, ours in _SIZES.items()}
+    given["activation"] = "" if plain else _ACTIVATIONS[activation]
+    given |= {k: x for k, x in family.shape.items() if x is not ANY} | stretch
     if family.experts:
         given["dense_layers"] = len(config.mlp_only_layers or ())
         for their, ours in family.experts.items():
@@ -449,14 +454,13 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         "kv_heads": config.num_key_value_heads or heads,
         "head_dim": config.head_dim or hidden // heads,
         "sequence": config.max_position_embeddings or 2048,
-        "rope_theta": float(theta),
+        "rope_theta": float(rope.get("rope_theta", config.rope_theta or 10000.0)),
         "tied": config.tie_word_embeddings is True,
         "windows": windows,
-        "activation": "" if plain else _ACTIVATIONS[activation],
-        "softcap": config.attn_logit_softcapping or 0.0 if name in _SCALED else 0.0,
-        "logit_softcap": config.final_logit_softcapping or 0.0 if name in _SCALED else 0.0,
     }
     if name in _SCALED:
+        given["softcap"] = config.attn_logit_softcapping or 0.0
+        given["logit_softcap"] = config.final_logit_softcapping or 0.0
         given["embed_scale"] = math.sqrt(hidden)
         scalar = float(config.query_pre_attn_scalar or given["head_dim"])
         given["query_scalar"] = 0.0 if scalar == given["head_dim"] else scalar
@@ -468,10 +472,55 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         if kind != "default" and rope.get("mscale_all_dim"):
             scale = 1 + 0.1 * float(rope["mscale_all_dim"]) * math.log(given["rope_factor"])
             given["query_scalar"] = given["head_dim"] / scale**4
+    return _shape(name, given, where)
+
+
+def _shape(name: str, given: dict[str, Any], where: str) -> Shape:
     try:
         return Shape(name, **given)
     except LayoutError as error:
         raise LayoutError(f"{where}: {error}") from None
+
+
+def _reasons(config: _Config, family: Family, activation: str) -> dict[str, Any]:
+    """What ours cannot do, and whether theirs does it."""
+    biased, dense = family.shape.get("sinks"), config.mlp_only_layers or ()
+    quantized = (config.quantization_config or {}).get("quant_method")
+    return {
+        f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
+        "it has biases in attention or feed-forward": config.mlp_bias
+        or (config.attention_bias and not biased),
+        "its attention has no biases": biased and not config.attention_bias,
+        "its experts are clamped elsewhere": (config.swiglu_limit, config.swiglu_alpha)
+        != (7.0, 1.702),
+        "tokens attend to later ones": config.use_bidirectional_attention,
+        "its attention scores are scaled by the layer, or not at all": not config.scale_attn_weights
+        or config.scale_attn_by_inverse_layer_idx,
+        "it has cross-attention": config.add_cross_attention,
+        "its weights are quantized": config.quantization_config
+        and not (quantized == PACKED_4 and family.alternating),
+        "not all of its last blocks have experts": family.experts
+        and (config.decoder_sparse_step not in (None, 1) or sorted(dense) != [*range(len(dense))]),
+        "its router is trained with noise": config.router_jitter_noise,
+        "its experts are not in every block": config.moe_layer_freq not in (None, 1),
+        "its router's scores are not sigmoids": config.scoring_func not in (None, "sigmoid"),
+        "its experts are not chosen with a bias": config.topk_method not in (None, "noaux_tc"),
+        "it does not say how many experts it has": family.experts
+        and not (config.num_experts and config.num_experts_per_tok),
+    }
+
+
+def _rope_reasons(
+    config: _Config, rope: Mapping[str, Any], local: Mapping[str, Any], kind: str
+) -> dict[str, Any]:
+    theta = rope.get("rope_theta", config.rope_theta or 10000.0)
+    return {
+        f"its rope is stretched by {kind[:20]!r}": kind != "default" and kind not in _ROPE,
+        "rope of its windows is stretched": local.get("rope_type", "default") != "default",
+        "rope turns a part of each head": config.partial_rotary_factor not in (None, 1)
+        or rope.get("partial_rotary_factor") not in (None, 1),
+        "rope_theta is no number": type(theta) not in (int, float),
+    }
 
 
 def _read(table: Mapping[str, Any], where: str) -> _Config:
@@ -497,10 +546,7 @@ def _sizes(table: Mapping[str, Any], name: str, where: str) -> Shape:
         "rope_theta": config.rope_theta or 10000.0,
         "tied": config.tie_word_embeddings is True,
     }
-    try:
-        return Shape(name, **given)
-    except LayoutError as error:
-        raise LayoutError(f"{where}: {error}") from None
+    return _shape(name, given, where)
 
 
 def _ropes(config: _Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -565,6 +611,8 @@ def _stretch(
     if lost:
         return {}
     keys: dict[str, Any] = {ours: float(given[name]) for name, ours in _ROPE[kind].items()}
+    if kind == "yarn":
+        keys["rope_truncated"] = given.get("truncate") is not False
     if "rope_original" in keys:
         keys["rope_original"] = int(keys["rope_original"])
     return keys | {"rope_scaling": kind}
@@ -615,7 +663,7 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
         yield "kv_latent and shared_experts would be there"
     if name == "deepseek_v3" and shape.query_scalar and shape.rope_factor == 1:
         yield f"query_scalar would be head_dim, {shape.head_dim}, not {shape.query_scalar:g}"
-    if name == "mixtral" and shape.expert_ffn not in (0, shape.ffn):
+    if name in ("mixtral", "gpt_oss") and shape.expert_ffn not in (0, shape.ffn):
         yield f"expert_ffn would be ffn, {shape.ffn}, not {shape.expert_ffn}"
     scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
     if not math.isclose(shape.embed_scale, scale):
@@ -650,6 +698,8 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     if shape.rope_factor != 1:
         rope["rope_type"] = shape.rope_scaling
         rope |= {k: getattr(shape, ours) for k, ours in _ROPE[shape.rope_scaling].items()}
+        if shape.rope_scaling == "yarn":
+            rope["truncate"] = shape.rope_truncated
         config["rope_scaling"] = {k: x for k, x in rope.items() if k != "rope_theta"}
     if shape.kv_latent:
         config |= {"q_lora_rank": shape.q_latent or None, "head_dim": shape.turned}
@@ -668,7 +718,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     activation = shape.activation or "silu"
     config["hidden_act"] = "silu" if activation == "silu" else "gelu_pytorch_tanh"
     if family != "qwen2":
-        config["attention_bias"] = False
+        config["attention_bias"] = shape.bias == "all"
     windows = [
         shape.windows[n % len(shape.windows)] for n in range(shape.layers * bool(shape.windows))
     ]

@@ -23,10 +23,12 @@ AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") |
 LORA = "lora"
 # What heads are made of, in latent attention: whole, and ranks of tp made other heads of it.
 LATENT = "latent"
+# What is added to results of which each rank of tp has a part.
+PARTIAL = "partial"
 # What a token is described by. A weight between two of these is a matrix, which an optimizer like Muon
 # updates whole; lookups, the output projection, a router and what is called "-" are none.
 FEATURES = ("embed", "heads", "kv", "ffn", LATENT, "features")
-DIMS = ("head", "position", LORA, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
+DIMS = ("head", "position", LORA, PARTIAL, "-", *dict.fromkeys((*FEATURES, *AXIS_OF)))
 _DIM = re.compile("([a-z-]+)(?:/([0-9]{1,4}|[0-9]{1,9}(?:,[0-9]{1,9})+))?")
 _fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)  # every rank asks the same of every weight
 

@@ -68,6 +68,7 @@ class Shape:
     rope_original: int = key(8192, "its original_max_position_embeddings", minimum=1)
     rope_attention: float = key(1.0, "yarn's factor of cosine and sine", above=0)
     rope_pairs: str = key("halves", "what turns together", choices=("halves", "neighbours"))
+    rope_truncated: bool = key(True, "yarn blends between whole indices")
     windows: tuple[int, ...] = key(
         (), "tokens that a block attends to, 0: all; repeated over the blocks", minimum=0
     )
@@ -76,9 +77,12 @@ class Shape:
     query_scalar: float = key(
         0.0, "attention scores are divided by its root; 0: head_dim", minimum=0
     )
+    sinks: bool = key(False, "a learned score for each head beside those of its tokens")
     embed_scale: float = key(1.0, "factor of the tokens' vectors", above=0)
     gated: bool = key(True, "a gated MLP, as SwiGLU")
-    activation: str = key("", "of the MLP; empty: silu if gated", choices=("", "silu", "gelu"))
+    activation: str = key(
+        "", "of the MLP; empty: silu if gated", choices=("", "silu", "gelu", "clamped")
+    )
     tied: bool = key(False, "the output weight is the embedding")
     bias: str = key("none", choices=("none", "qkv", "all"))
     qk_norm: bool = key(False, "RMSNorm of queries and keys")
@@ -140,6 +144,9 @@ class Shape:
         if self.heads % self.kv_heads:
             what = f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}"
             yield Mistake("kv_heads", what, "Write a divisor")
+        if self.activation == "clamped" and not self.gated:
+            what = "activation = 'clamped' without a gate"
+            yield Mistake("activation", what, "Leave out gated = false, or write gelu or silu")
         yield from self._unlike_latents()
         if not self.experts:
             return
@@ -160,9 +167,9 @@ class Shape:
                 f"dense_layers = {self.dense_layers} leaves no block of {self.layers} for experts"
             )
             yield Mistake("dense_layers", what, f"Write at most {self.layers - 1}, or experts = 0")
-        if self.kind == "mlp" or not self.gated or self.bias == "all" or self.activation == "gelu":
-            what = "experts are gated MLPs of silu without biases, in a decoder"
-            yield Mistake("experts", what, "Leave out kind, gated, bias and activation, or experts")
+        if self.kind == "mlp" or not self.gated:
+            what = "experts are gated MLPs, in a decoder"
+            yield Mistake("experts", what, "Leave out kind and gated, or experts")
 
     def _unlike_latents(self) -> Iterator[Mistake]:
         if not self.kv_latent:
@@ -254,7 +261,8 @@ class Shape:
             if self.sparse(piece):
                 routed = self.top_k if active else self.experts
                 feed = self._feed_forward(self.expert_ffn) * (routed + self.shared_experts)
-                feed += self.experts * (self.hidden + (self.balance == "bias"))
+                biases = (self.balance == "bias") + (self.bias == "all")
+                feed += self.experts * (self.hidden + biases)
             feed += self.lora_r * sum(map(sum, self.adapters.values()))
             return self._attention() + feed + norm * (4 if self.norms == "both" else 2)
         return norm + (0 if self.tied else self.vocab * self.hidden)
@@ -288,6 +296,7 @@ class Shape:
 
     def _attention(self) -> int:
         products = sum(into * out for _, into, out in self._projections())
+        products += self.heads * self.sinks
         if self.kv_latent:
             return products + self.q_latent + self.kv_latent
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim

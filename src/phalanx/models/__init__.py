@@ -5,7 +5,7 @@ the names of its weights' dims.
 """
 
 from . import decoder, mlp
-from .attention import Attention, Core, RopeScaling
+from .attention import Attention, Core
 from .decoder import Decoder, ExpertBlock, ExpertsPart, MergingPart, RoutingPart
 from .experts import ExpertMlps, Merge, Router, Spread
 from .lora import LoraLinear, adapt, draw_lora
@@ -13,9 +13,12 @@ from .loss import IGNORED, token_loss
 from .mlp import DeepMlp
 from .noise import Dropout, token_noise
 from .norm import RMSNorm
+from .rope import RopeScaling
+from .sizes import DecoderSizes
 
 __all__ = [
     "Decoder",
+    "DecoderSizes",
     "DeepMlp",
     "RopeScaling",
     "Attention",

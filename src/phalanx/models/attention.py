@@ -7,97 +7,21 @@ draws that from its own generator, so no two layouts would agree on it).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .kernels import HALVES, within_documents
+from .kernels import HALVES, attention
 from .masked import masked_attention, visible_pairs
 from .noise import Dropout
 from .norm import RMSNorm, norm_of
+from .rope import rotate
+from .sizes import DecoderSizes
 
 LATENT_EPS = 1e-6  # of latents' norms, whatever that of the others is
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """A stretch of rope's frequencies to a longer context than the first training's, `sequence`.
-
-    `llama3`: waves longer than `sequence / low` slow down by `factor`, those shorter than
-    `sequence / high` stay, the ones between are blended. `yarn` (Peng et al. 2023) blends by the
-    frequency's index instead, and multiplies cosine and sine by `attention`. `linear` slows down
-    all. `dynamic` raises theta as far as the trained length, `longest`, asks for.
-    """
-
-    factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    sequence: int = 8192
-    kind: str = "llama3"
-    attention: float = 1.0
-    longest: int = 0
-
-    def __call__(self, theta: float, half: Tensor) -> Tensor:
-        """The frequencies, where `half` (head_dim / 2) is 0, 2/head_dim, 4/head_dim, ..."""
-        dim = 2 * half.shape[0]
-        if self.kind == "dynamic":
-            grown = self.factor * max(self.longest, self.sequence) / self.sequence - self.factor + 1
-            theta *= grown ** (dim / (dim - 2))
-        frequency: Tensor = theta**-half
-        if self.kind == "dynamic":
-            return frequency
-        if self.kind == "linear":
-            return frequency / self.factor
-        if self.kind == "yarn":
-            # The indices at which a wave turns `high` and `low` times within the sequence.
-            first, last = (
-                dim * math.log(self.sequence / (turns * 2 * math.pi)) / (2 * math.log(theta))
-                for turns in (self.high, self.low)
-            )
-            start, stop = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
-            index = torch.arange(dim // 2, device=half.device, dtype=half.dtype)
-            blend = 1 - ((index - start) / ((stop - start) or 0.001)).clamp(0.0, 1.0)
-        else:
-            turned = self.sequence * frequency / (2 * math.pi)
-            blend = ((turned - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
-        return frequency * (blend + (1 - blend) / self.factor)
-
-
-@dataclass(frozen=True)
-class Rope:
-    """The angles of rotary positions.
-
-    Each block computes its own: a few small kernels, no state, no longest sequence, and right for
-    any positions. A table would depend on the length and would be lost on the meta device.
-    """
-
-    theta: float
-    scaling: RopeScaling | None = None
-
-    def angles(self, positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, each (B, T, 1, head_dim / 2), of float32 or wider."""
-        wide = torch.promote_types(dtype, torch.float32)
-        half = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
-        frequency = self.scaling(self.theta, half) if self.scaling else self.theta**-half
-        angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
-        if self.scaling is not None and self.scaling.attention != 1:
-            return angle.cos() * self.scaling.attention, angle.sin() * self.scaling.attention
-        return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
-    """`x` (B, T, heads, head_dim), its feature i turned together with feature i + head_dim / 2.
-
-    Published weights in the Hugging Face form pair features so; Meta's own and DeepSeek's pair
-    `neighbours`. What these become stands in halves: queries and keys alike, so scores are the same.
-    """
-    wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    return turned.to(x.dtype)
 
 
 class Core(nn.Module):
@@ -110,7 +34,8 @@ class Core(nn.Module):
     tokens before it. `positions` (B, T) are not needed here, nor do they order the tokens: they begin
     again with each document.
 
-    With a `softcap` c a score s is c tanh(s / c).
+    With a `softcap` c a score s is c tanh(s / c). Where there are `sinks` (heads), they come last in the
+    call: the scores of one more key for each head, whose value is zero.
     """
 
     def __init__(self, window: int = 0, softcap: float = 0.0) -> None:
@@ -118,17 +43,24 @@ class Core(nn.Module):
         self.window, self.softcap = window, softcap
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if self.softcap or 0 < self.window < q.shape[1]:
             times = torch.arange(q.shape[1], device=q.device)
             sees = visible_pairs(times, times, self.window)
             if documents is not None:
                 sees = sees & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).to(q.device)
-            return masked_attention(q, k, v, sees, self.softcap)
+            return masked_attention(q, k, v, sees, self.softcap, sinks)
         # On meta nobody knows where documents end; what is counted there is counted without them.
-        if documents is not None and not q.is_meta:
-            return within_documents(q, k, v, documents)
+        documents = None if q.is_meta else documents
+        if documents is not None or sinks is not None:
+            return attention(q, k, v, documents, sinks=sinks)
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.dtype not in HALVES and q.device.type not in ("cpu", "meta"):
             # A GPU's kernel for 32 bits takes no groups, and what takes its place keeps all scores.
@@ -139,7 +71,7 @@ class Core(nn.Module):
         return y.transpose(1, 2)
 
 
-class HeadsAttention(nn.Module):
+class HeadsAttention(nn.Module, ABC):
     """What attention of any kind ends with: core, dropout, `wo`. Its kinds say what q, k and v are.
 
     `heads` holds the index of each query head in the uncut model; cut it as wq's heads are cut.
@@ -148,15 +80,19 @@ class HeadsAttention(nn.Module):
     heads: Tensor
     wo: nn.Linear
 
-    def __init__(self, heads: int, value_dim: int, core: Core, dropout: float) -> None:
+    def __init__(self, sizes: DecoderSizes, value_dim: int, window: int) -> None:
         super().__init__()
-        self.value_dim, self._heads = value_dim, heads
-        self.core, self.dropout = core, Dropout(dropout, place=0)
-        self.register_buffer("heads", torch.arange(heads), persistent=False)
+        self.value_dim, self._heads = value_dim, sizes.heads
+        self.rope, self.rope_pairs = sizes.rope(window), sizes.rope_pairs
+        self.core = Core(window, sizes.softcap)
+        self.dropout = Dropout(sizes.dropout, place=0)
+        self.wo = nn.Linear(sizes.heads * value_dim, sizes.hidden, bias=sizes.bias == "all")
+        self.sinks = nn.Parameter(torch.zeros(sizes.heads)) if sizes.sinks else None
+        self.register_buffer("heads", torch.arange(sizes.heads), persistent=False)
 
+    @abstractmethod
     def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, as the core takes them."""
-        raise NotImplementedError
 
     def forward(
         self,
@@ -165,7 +101,8 @@ class HeadsAttention(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        y: Tensor = self.core(*self.projected(x, positions), positions, documents)
+        sinks = () if self.sinks is None else (self.sinks,)
+        y: Tensor = self.core(*self.projected(x, positions), positions, documents, *sinks)
         y = y[..., : self.value_dim].flatten(2)
         if noise is not None:
             feature = torch.arange(self.value_dim, device=x.device)
@@ -183,40 +120,23 @@ class Attention(HeadsAttention):
     """Grouped-query attention: q, k, v, optional norms of q and k (of each head, or wide: over all
     heads together), rotation."""
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        rope: Rope | None = None,
-        rope_pairs: str = "halves",
-        bias: str = "none",
-        qk_norm: bool = False,
-        qk_norm_wide: bool = False,
-        norm: str = "rms",
-        dropout: float = 0.0,
-        eps: float = 1e-5,
-        window: int = 0,
-        softcap: float = 0.0,
-        query_scalar: float = 0.0,
-    ) -> None:
-        super().__init__(heads, head_dim, Core(window, softcap), dropout)
-        self.head_dim, self.rope, self.rope_pairs = head_dim, rope, rope_pairs
+    def __init__(self, sizes: DecoderSizes, window: int = 0) -> None:
+        super().__init__(sizes, sizes.head_dim, window)
+        self.head_dim = sizes.head_dim
         # On q, so that the core may stay what it is: it divides by the root of head_dim.
-        self.query_scale = math.sqrt(head_dim / query_scalar) if query_scalar else 1.0
-        qkv = bias != "none"
-        self.wq = nn.Linear(hidden, heads * head_dim, bias=qkv)
-        self.wk = nn.Linear(hidden, kv_heads * head_dim, bias=qkv)
-        self.wv = nn.Linear(hidden, kv_heads * head_dim, bias=qkv)
-        self.wo = nn.Linear(heads * head_dim, hidden, bias=bias == "all")
-        kind = "rms" if norm == "layer" else norm
-        each, wide = qk_norm and not qk_norm_wide, qk_norm and qk_norm_wide
-        self.q_norm = norm_of(kind, head_dim, eps) if each else None
-        self.k_norm = norm_of(kind, head_dim, eps) if each else None
-        self.q_wide_norm = norm_of(kind, heads * head_dim, eps) if wide else None
-        self.k_wide_norm = norm_of(kind, kv_heads * head_dim, eps) if wide else None
+        scalar = sizes.query_scalar or sizes.head_dim
+        self.query_scale = math.sqrt(sizes.head_dim / scalar)
+        wide, narrow = sizes.heads * self.head_dim, sizes.kv_heads * self.head_dim
+        linear = partial(nn.Linear, sizes.hidden, bias=sizes.bias != "none")
+        self.wq, self.wk, self.wv = linear(wide), linear(narrow), linear(narrow)
+        kind = "rms" if sizes.norm == "layer" else sizes.norm
+        norm = partial(norm_of, kind, eps=sizes.eps)
+        over_all = sizes.qk_norm and sizes.qk_norm_wide
+        each = sizes.qk_norm and not over_all
+        self.q_norm = norm(self.head_dim) if each else None
+        self.k_norm = norm(self.head_dim) if each else None
+        self.q_wide_norm = norm(wide) if over_all else None
+        self.k_wide_norm = norm(narrow) if over_all else None
 
     def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         per_head = (-1, self.head_dim)
@@ -241,37 +161,24 @@ class LatentAttention(HeadsAttention):
     The core has heads of one size: what is narrower, a value mostly, has zeros behind it there.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        heads: int,
-        head_dim: int,
-        *,
-        kv_latent: int,
-        q_latent: int,
-        rope_dim: int,
-        value_dim: int,
-        rope: Rope,
-        rope_pairs: str,
-        dropout: float,
-        window: int,
-        softcap: float,
-        query_scalar: float,
-    ) -> None:
-        super().__init__(heads, value_dim, Core(window, softcap), dropout)
-        self.head_dim, self.rope_dim, self.kv_latent = head_dim, rope_dim, kv_latent
-        self.rope, self.rope_pairs = rope, rope_pairs
-        self.size = max(head_dim, value_dim)  # of the core's heads, by whose root it divides
-        self.query_scale = math.sqrt(self.size / (query_scalar or head_dim))
+    def __init__(self, sizes: DecoderSizes, window: int = 0) -> None:
+        super().__init__(sizes, sizes.value_dim, window)
+        hidden, heads, q_latent = sizes.hidden, sizes.heads, sizes.q_latent
+        self.head_dim, self.rope_dim = sizes.head_dim, sizes.rope_dim
+        self.kv_latent = sizes.kv_latent
+        self.size = max(
+            self.head_dim, self.value_dim
+        )  # of the core's heads, by whose root it divides
+        self.query_scale = math.sqrt(self.size / (sizes.query_scalar or self.head_dim))
         linear, norm = partial(nn.Linear, bias=False), partial(RMSNorm, eps=LATENT_EPS)
-        self.wq = None if q_latent else linear(hidden, heads * head_dim)
+        self.wq = None if q_latent else linear(hidden, heads * self.head_dim)
         self.wq_a = linear(hidden, q_latent) if q_latent else None
         self.q_a_norm = norm(q_latent) if q_latent else None
-        self.wq_b = linear(q_latent, heads * head_dim) if q_latent else None
-        self.wkv_a = linear(hidden, kv_latent + rope_dim)
-        self.kv_a_norm = norm(kv_latent)
-        self.wkv_b = linear(kv_latent, heads * (head_dim - rope_dim + value_dim))
-        self.wo = linear(heads * value_dim, hidden)
+        self.wq_b = linear(q_latent, heads * self.head_dim) if q_latent else None
+        self.wkv_a = linear(hidden, self.kv_latent + self.rope_dim)
+        self.kv_a_norm = norm(self.kv_latent)
+        plain = self.head_dim - self.rope_dim
+        self.wkv_b = linear(self.kv_latent, heads * (plain + self.value_dim))
 
     def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
@@ -281,6 +188,7 @@ class LatentAttention(HeadsAttention):
         both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
         k, v = torch.split(both, [plain, self.value_dim], -1)
         q, q_turned = torch.split(q, [plain, self.rope_dim], -1)
+        assert self.rope is not None
         cos, sin = self.rope.angles(positions, self.rope_dim, q.dtype)
         q_turned = rotate(q_turned, cos, sin, self.rope_pairs)
         k_turned = rotate(k_turned.unsqueeze(-2), cos, sin, self.rope_pairs)

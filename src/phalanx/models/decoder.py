@@ -1,5 +1,5 @@
 """A decoder-only transformer in plain torch: GPT-2, Llama 2/3, Mistral, Qwen2/3, Gemma 2/3, Phi-3,
-OLMo-2, Mixtral, Qwen3 with experts and DeepSeek-V3 are configurations of its constructor.
+OLMo-2, Mixtral, Qwen3 with experts, DeepSeek-V3 and gpt-oss are configurations of its constructor.
 
 It is a list of pieces: `embed` (tokens to activations), `layers` (blocks, each called
 `x = block(x, **shared)`) and `head` (last norm, output projection, loss). Each can be called alone;
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Collection
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import Attention, HeadsAttention, LatentAttention, Rope, RopeScaling
-from .experts import ExpertMlps, Experts, Router, RouterLosses
+from .attention import Attention, HeadsAttention, LatentAttention
+from .experts import ExpertMlps, Experts, Router, gated
 from .loss import CrossEntropy
 from .noise import Dropout, block_noise
 from .norm import norm_of
+from .sizes import DecoderSizes
 
 RULES = """\
 embed.tokens.weight : vocab embed
@@ -33,6 +35,7 @@ layers.*.piece : -
 layers.*.attn_norm.* : embed
 layers.*.attn_post_norm.* : embed
 layers.*.attn.heads : heads
+layers.*.attn.sinks : heads
 layers.*.attn.wq.weight : heads embed
 layers.*.attn.wq.bias : heads
 layers.*.attn.w[kv].weight : kv embed
@@ -54,13 +57,19 @@ layers.*.mlp.up.bias : ffn
 layers.*.mlp.down.weight : embed ffn
 layers.*.mlp.down.bias : embed
 layers.*.mlp.router.weight : - embed
-layers.*.mlp.router.bias : -
+layers.*.mlp.router.*bias : -
 layers.*.mlp.routed.gate : experts ffn embed
 layers.*.mlp.routed.up : experts ffn embed
 layers.*.mlp.routed.down : experts embed ffn
+layers.*.mlp.routed.gate_bias : experts ffn
+layers.*.mlp.routed.up_bias : experts ffn
+layers.*.mlp.routed.down_bias : experts partial
 layers.*.mlp.shared.gate.weight : ffn embed
+layers.*.mlp.shared.gate.bias : ffn
 layers.*.mlp.shared.up.weight : ffn embed
+layers.*.mlp.shared.up.bias : ffn
 layers.*.mlp.shared.down.weight : embed ffn
+layers.*.mlp.shared.down.bias : embed
 head.norm.* : embed
 head.output.weight : vocab embed
 """
@@ -69,20 +78,22 @@ head.output.weight : vocab embed
 class Mlp(nn.Module):
     """down(act(gate(x)) * up(x)) when gated, else down(act(up(x))); gelu in its tanh form."""
 
-    def __init__(self, hidden: int, ffn: int, *, gated: bool, bias: bool, activation: str) -> None:
+    def __init__(self, sizes: DecoderSizes, width: int) -> None:
         super().__init__()
-        self.activation = activation
-        self.gate = nn.Linear(hidden, ffn, bias=bias) if gated else None
-        self.up = nn.Linear(hidden, ffn, bias=bias)
-        self.down = nn.Linear(ffn, hidden, bias=bias)
+        self.activation = sizes.activation
+        up, bias = (sizes.hidden, width), sizes.bias == "all"
+        self.gate = nn.Linear(*up, bias=bias) if sizes.gated else None
+        self.up = nn.Linear(*up, bias=bias)
+        self.down = nn.Linear(width, sizes.hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = self._activated(self.up(x) if self.gate is None else self.gate(x))
-        y: Tensor = self.down(wide if self.gate is None else wide * self.up(x))
+        if self.gate is None:
+            wide = self.up(x)
+            wide = F.silu(wide) if self.activation == "silu" else F.gelu(wide, approximate="tanh")
+        else:
+            wide = gated(self.gate(x), self.up(x), self.activation)
+        y: Tensor = self.down(wide)
         return y
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return F.silu(x) if self.activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 class Block(nn.Module):
@@ -96,22 +107,21 @@ class Block(nn.Module):
     piece: Tensor
 
     def __init__(
-        self,
-        piece: int,
-        attn: HeadsAttention,
-        mlp: nn.Module,
-        norms: Sequence[nn.Module | None],  # before attention and mlp, behind them
-        *,
-        dropout: float = 0.0,
+        self, piece: int, attn: HeadsAttention, mlp: nn.Module, sizes: DecoderSizes
     ) -> None:
         super().__init__()
         self._piece = piece
-        self.attn_norm, self.mlp_norm, self.attn_post_norm, self.mlp_post_norm = norms
+        norm = partial(norm_of, sizes.norm, sizes.hidden, sizes.eps)
+        before, behind = sizes.norms != "post", sizes.norms != "pre"
+        self.attn_norm = norm() if before else None
+        self.mlp_norm = norm() if before else None
+        self.attn_post_norm = norm() if behind else None
+        self.mlp_post_norm = norm() if behind else None
         self.attn, self.mlp = attn, mlp
         # Outside attn and mlp: whatever completes their outputs comes before the features are
         # dropped, and where the residual stream is cut in time, their noise is cut with it.
-        self.attn_dropout = Dropout(dropout, place=1)
-        self.mlp_dropout = Dropout(dropout, place=2)
+        self.attn_dropout = Dropout(sizes.dropout, place=1)
+        self.mlp_dropout = Dropout(sizes.dropout, place=2)
         self.register_buffer("piece", torch.tensor([piece]), persistent=False)
 
     def forward(
@@ -122,24 +132,29 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        noise = None if noise is None else block_noise(noise, self.piece)
-        return self.feed(self.attend(x, positions, documents, noise), noise)
+        return self.feed(*self.attend(x, positions, documents, noise))
 
     def attend(
         self, x: Tensor, positions: Tensor, documents: Tensor | None, noise: Tensor | None
-    ) -> Tensor:
-        """The block's first half; the noise is its own."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """The block's first half, and its own noise."""
+        noise = self.own(noise)
         normed = x if self.attn_norm is None else self.attn_norm(x)
         a = self.attn(normed, positions, documents, noise)
         a = a if self.attn_post_norm is None else self.attn_post_norm(a)
-        y: Tensor = x + self.attn_dropout(a, noise)
-        return y
+        return x + self.attn_dropout(a, noise), noise
+
+    def own(self, noise: Tensor | None) -> Tensor | None:
+        """The block's noise, from its tokens'."""
+        return None if noise is None else block_noise(noise, self.piece)
 
     def feed(self, x: Tensor, noise: Tensor | None, *more: Tensor | None) -> Tensor:
         """The block's second half; `more` is for its MLP."""
-        return self.added(
-            x, self.mlp(x if self.mlp_norm is None else self.mlp_norm(x), *more), noise
-        )
+        return self.added(x, self.mlp(self.normed(x), *more), noise)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """What goes into the MLP."""
+        return x if self.mlp_norm is None else self.mlp_norm(x)
 
     def added(self, x: Tensor, m: Tensor, noise: Tensor | None) -> Tensor:
         """The residual stream with what the MLP makes of it."""
@@ -166,8 +181,7 @@ class ExpertBlock(Block):
         valid: Tensor | None = None,
         token_share: Tensor | None = None,
     ) -> Tensor:
-        noise = None if noise is None else block_noise(noise, self.piece)
-        return self.feed(self.attend(x, positions, documents, noise), noise, valid, token_share)
+        return self.feed(*self.attend(x, positions, documents, noise), valid, token_share)
 
     def parts(self) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The block as three modules with its own weights, between which tokens may travel: up to where
@@ -185,20 +199,10 @@ class RoutingPart(ExpertBlock):
 
     mlp: Experts
 
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor,
-        documents: Tensor | None = None,
-        noise: Tensor | None = None,
-        valid: Tensor | None = None,
-        token_share: Tensor | None = None,
+    def feed(  # type: ignore[override]
+        self, x: Tensor, noise: Tensor | None, *more: Tensor | None
     ) -> dict[str, Tensor]:
-        noise = None if noise is None else block_noise(noise, self.piece)
-        x = self.attend(x, positions, documents, noise)
-        normed = x if self.mlp_norm is None else self.mlp_norm(x)
-        return {"x": x, **self.mlp.sent(normed, valid, token_share)}
+        return {"x": x, **self.mlp.sent(self.normed(x), *more)}
 
 
 class ExpertsPart(ExpertBlock):
@@ -225,9 +229,8 @@ class MergingPart(ExpertBlock):
         shared: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Tensor:
-        noise = None if noise is None else block_noise(noise, self.piece)
         m = self.mlp.routed.merge(sent, gates, order)
-        return self.added(x, m if shared is None else m + shared, noise)
+        return self.added(x, m if shared is None else m + shared, self.own(noise))
 
 
 def _part(block: nn.Module, kind: type[nn.Module], keep: Collection[str]) -> nn.Module:
@@ -286,126 +289,29 @@ class Head(nn.Module):
         return loss
 
 
+def _block(sizes: DecoderSizes, piece: int) -> Block:
+    window = sizes.windows[piece % len(sizes.windows)] if sizes.windows else 0
+    attn = (LatentAttention if sizes.kv_latent else Attention)(sizes, window)
+    if not sizes.experts or piece < sizes.dense_layers:
+        return Block(piece, attn, Mlp(sizes, sizes.ffn), sizes)
+    shared = sizes.shared_experts * sizes.expert_ffn
+    beside = Mlp(sizes, shared) if shared else None
+    return ExpertBlock(piece, attn, Experts(Router(sizes), ExpertMlps(sizes), beside), sizes)
+
+
 class Decoder(nn.Module):
-    """The whole model; see the module's first lines. `sequence` limits learned positions only."""
+    """The whole model; see the module's first lines. Its keywords are those of `DecoderSizes`."""
 
-    def __init__(
-        self,
-        *,
-        vocab: int,
-        hidden: int,
-        layers: int,
-        heads: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        ffn: int | None = None,
-        sequence: int = 1024,
-        norm: Literal["rms", "rms1", "layer"] = "rms",
-        norms: Literal["pre", "post", "both"] = "pre",
-        positions: Literal["rope", "learned"] = "rope",
-        rope_theta: float = 10000.0,
-        rope_local_theta: float = 0.0,
-        rope_scaling: RopeScaling | None = None,
-        rope_pairs: Literal["halves", "neighbours"] = "halves",
-        kv_latent: int = 0,
-        q_latent: int = 0,
-        rope_dim: int = 0,
-        value_dim: int = 0,
-        windows: tuple[int, ...] = (),
-        softcap: float = 0.0,
-        logit_softcap: float = 0.0,
-        query_scalar: float = 0.0,
-        embed_scale: float = 1.0,
-        activation: Literal["", "silu", "gelu"] = "",
-        gated: bool = True,
-        tied: bool = False,
-        bias: Literal["none", "qkv", "all"] = "none",
-        qk_norm: bool = False,
-        qk_norm_wide: bool = False,
-        dropout: float = 0.0,
-        eps: float = 1e-5,
-        experts: int = 0,
-        top_k: int = 1,
-        expert_ffn: int = 0,
-        shared_experts: int = 0,
-        expert_groups: int = 1,
-        top_groups: int = 1,
-        dense_layers: int = 0,
-        scores: Literal["softmax", "sigmoid"] = "softmax",
-        normalized: bool = True,
-        routed_scale: float = 1.0,
-        balance: Literal["none", "bias"] = "none",
-        sequence_loss: float = 0.0,
-        batch_loss: float = 0.0,
-        z_loss: float = 0.0,
-    ) -> None:
+    def __init__(self, **sizes: Any) -> None:
         super().__init__()
-        kv_heads, head_dim = kv_heads or heads, head_dim or hidden // heads
-        learned = positions == "learned"
-        _refuse(
-            {
-                f"norm={norm!r}: choose rms, rms1 or layer": norm not in ("rms", "rms1", "layer"),
-                f"norms={norms!r}: choose pre, post or both": norms not in ("pre", "post", "both"),
-                f"activation={activation!r}: choose silu or gelu": activation
-                not in ("", "silu", "gelu"),
-                f"positions={positions!r}: choose rope or learned": positions
-                not in ("rope", "learned"),
-                f"bias={bias!r}: choose none, qkv or all": bias not in ("none", "qkv", "all"),
-                f"kv_heads={kv_heads} does not divide heads={heads}": heads % kv_heads != 0,
-                f"head_dim={rope_dim or head_dim} is odd, and rope turns pairs": not learned
-                and (rope_dim or head_dim) % 2,
-                f"dropout={dropout} is not in [0, 1)": not 0 <= dropout < 1,
-            }
-        )
-        rope = None if learned else Rope(rope_theta, rope_scaling)
-        local = rope if learned or not rope_local_theta else Rope(rope_local_theta)
-        common: Any = {"dropout": dropout, "softcap": softcap, "query_scalar": query_scalar}
-        common |= {"rope_pairs": rope_pairs}
-        plain: dict[str, Any] = {"bias": bias}
-        plain |= {"qk_norm": qk_norm, "qk_norm_wide": qk_norm_wide, "norm": norm, "eps": eps}
-        latents: dict[str, Any] = {"kv_latent": kv_latent, "q_latent": q_latent}
-        latents |= {"rope_dim": rope_dim or head_dim, "value_dim": value_dim or head_dim}
-        activation = activation or ("silu" if gated else "gelu")
-        there = [norms != "post"] * 2 + [norms != "pre"] * 2
-        self._depth, self._plus_one = layers, norm == "rms1"
-        self.embed = Embed(vocab, hidden, sequence if learned else None, embed_scale)
-        self.layers = nn.ModuleList()
-
-        def feed_forward(width: int) -> nn.Module:
-            return Mlp(hidden, width, gated=gated, bias=bias == "all", activation=activation)
-
-        def routed() -> nn.Module:
-            router = Router(
-                hidden,
-                experts,
-                top_k,
-                scores=scores,
-                normalized=normalized,
-                scale=routed_scale,
-                balanced=balance == "bias",
-                groups=(expert_groups, top_groups),
-                losses=RouterLosses(sequence_loss, batch_loss, z_loss),
-            )
-            width = expert_ffn or ffn or 4 * hidden
-            shared = feed_forward(shared_experts * width) if shared_experts else None
-            return Experts(router, ExpertMlps(hidden, width, experts), shared)
-
-        def attention(**options: Any) -> HeadsAttention:
-            options |= common
-            if kv_latent:
-                return LatentAttention(hidden, heads, head_dim, **latents, **options)
-            return Attention(hidden, heads, kv_heads, head_dim, **plain, **options)
-
-        for piece in range(layers):
-            window = windows[piece % len(windows)] if windows else 0
-            attn = attention(rope=local if window else rope, window=window)
-            sparse = experts > 0 and piece >= dense_layers
-            mlp = routed() if sparse else feed_forward(ffn or 4 * hidden)
-            norms_of_block = [norm_of(norm, hidden, eps) if each else None for each in there]
-            kind = ExpertBlock if sparse else Block
-            self.layers.append(kind(piece, attn, mlp, norms_of_block, dropout=dropout))
-        self.head = Head(hidden, vocab, norm_of(norm, hidden, eps), logit_softcap)
-        if tied:
+        of = DecoderSizes(**sizes)
+        self._depth, self._plus_one = of.layers, of.norm == "rms1"
+        learned = of.sequence if of.positions == "learned" else None
+        self.embed = Embed(of.vocab, of.hidden, learned, of.embed_scale)
+        self.layers = nn.ModuleList(_block(of, piece) for piece in range(of.layers))
+        norm = norm_of(of.norm, of.hidden, of.eps)
+        self.head = Head(of.hidden, of.vocab, norm, of.logit_softcap)
+        if of.tied:
             self.head.output.weight = self.embed.tokens.weight
         for name, weight in self.named_parameters():
             self.draw(name, weight)
@@ -438,13 +344,6 @@ class Decoder(nn.Module):
             into_residual = name.endswith(("wo.weight", "down.weight", "routed.down"))
             spread = 0.02 / math.sqrt(2 * self._depth) if into_residual else 0.02
             weight.normal_(0.0, spread, generator=generator)
-
-
-def _refuse(faults: dict[str, Any]) -> None:
-    """One error that tells all the faults that hold."""
-    wrong = [fault for fault, holds in faults.items() if holds]
-    if wrong:
-        raise ValueError("Decoder: " + "; ".join(wrong) + ".")
 
 
 def describe(model: Decoder) -> tuple[tuple[tuple[str, nn.Module], ...], str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .kernels import HALVES
+from .sizes import DecoderSizes
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x, weights and biases
+LIMIT, ALPHA = 7.0, 1.702  # of gpt-oss
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """What goes into the last product of a gated MLP. `clamped` is gpt-oss's (OpenAI 2025)."""
+    if activation == "clamped":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (up + 1) * gate * torch.sigmoid(ALPHA * gate)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 class _Counted(torch.autograd.Function):
@@ -46,15 +57,6 @@ class _Beside(torch.autograd.Function):
         return gradient, ctx.share.view(()).to(gradient.dtype), None
 
 
-@dataclass(frozen=True)
-class RouterLosses:
-    """Factors of a router's losses: of each sequence, of the batch, of the scores' size."""
-
-    sequence: float = 0.0
-    batch: float = 0.0
-    z: float = 0.0
-
-
 class Router(nn.Module):
     """Which experts a token goes through, and by what its results are multiplied.
 
@@ -68,27 +70,19 @@ class Router(nn.Module):
     make it so where ranks have parts.
     """
 
-    def __init__(
-        self,
-        hidden: int,
-        experts: int,
-        top_k: int,
-        *,
-        scores: str,
-        normalized: bool,
-        scale: float,
-        balanced: bool,
-        groups: tuple[int, int] = (1, 1),
-        losses: RouterLosses | None = None,
-    ) -> None:
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
-        self.top_k, self.scores, self.normalized, self.scale = top_k, scores, normalized, scale
-        self.groups, self.top_groups = groups
-        self.losses = losses or RouterLosses()
+        self.top_k, self.scores = sizes.top_k, sizes.scores
+        self.normalized, self.scale = sizes.normalized, sizes.routed_scale
+        self.groups, self.top_groups = sizes.expert_groups, sizes.top_groups
+        # Factors of the losses: of each sequence, of the batch, of the scores' size.
+        self.sequence_loss, self.batch_loss = sizes.sequence_loss, sizes.batch_loss
+        self.z_loss = sizes.z_loss
         self.of_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
         self.of_batch = self.of_sequences
-        self.weight = nn.Parameter(torch.empty(experts, hidden))
-        self.bias = nn.Parameter(torch.empty(experts)) if balanced else None
+        self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))
+        self.logit_bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.bias == "all" else None
+        self.bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.balance == "bias" else None
 
     def forward(
         self, x: Tensor, valid: Tensor | None = None, share: Tensor | None = None
@@ -103,7 +97,7 @@ class Router(nn.Module):
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
         gates = gates * self.scale if self.scale != 1 else gates
-        adds = share is not None and self.losses != RouterLosses()
+        adds = share is not None and (self.sequence_loss or self.batch_loss or self.z_loss)
         if not torch.is_grad_enabled() or (self.bias is None and not adds):
             return gates, chosen
         sent = torch.ones_like(gates) if valid is None else valid.unsqueeze(-1).expand_as(gates)
@@ -122,26 +116,27 @@ class Router(nn.Module):
 
     def _loss(self, logits: Tensor, scores: Tensor, counts: Tensor, sent: Tensor) -> Tensor:
         """The losses times all tokens of the step: what these tokens (B, T) give to that."""
-        by, count = self.losses, len(self.weight)
+        count = len(self.weight)
 
         def chosen(counts: Tensor) -> Tensor:  # how often for a token; together top_k
             return self.top_k * counts / counts.sum(-1, keepdim=True)
 
         f = counts.new_zeros(1, count)
-        if by.sequence:
-            f = f + by.sequence * chosen(self.of_sequences(counts.clone()))
-        if by.batch:
-            f = f + by.batch * chosen(self.of_batch(counts.sum(0, keepdim=True)))
+        if self.sequence_loss:
+            f = f + self.sequence_loss * chosen(self.of_sequences(counts.clone()))
+        if self.batch_loss:
+            f = f + self.batch_loss * chosen(self.of_batch(counts.sum(0, keepdim=True)))
         p = scores / scores.sum(-1, keepdim=True) if self.scores == "sigmoid" else scores
         each = count * (p * f.unsqueeze(1)).sum(-1)
-        if by.z:
-            each = each + by.z * logits.logsumexp(-1).square()
+        if self.z_loss:
+            each = each + self.z_loss * logits.logsumexp(-1).square()
         return (each * sent).sum()
 
     def logits(self, x: Tensor) -> Tensor:
         """What each token's scores are made of."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide))
+        bias = None if self.logit_bias is None else self.logit_bias.to(wide)
+        return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     def scored(self, logits: Tensor) -> Tensor:
         """Each token's score for each expert."""
@@ -191,14 +186,26 @@ class Merge(nn.Module):
 
 
 class ExpertMlps(nn.Module):
-    """The experts, each a gated MLP: down(silu(gate(x)) * up(x)). Weights are (experts, out, in)."""
+    """The experts, each a gated MLP: down(silu(gate(x)) * up(x)). Weights are (experts, out, in), biases
+    (experts, out). Where `ranks` of them have parts of each expert, each adds its share of down's bias."""
 
-    def __init__(self, hidden: int, ffn: int, experts: int) -> None:
+    def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
+        hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
+        self.activation, self.ranks = sizes.activation, 1
         self.spread, self.merge = Spread(experts), Merge()
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn))
+        biases = sizes.bias == "all"
+        self.gate_bias = nn.Parameter(torch.empty(experts, ffn)) if biases else None
+        self.up_bias = nn.Parameter(torch.empty(experts, ffn)) if biases else None
+        self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if biases else None
+
+    def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of gate, up and down, as they are added here."""
+        down = self.down_bias
+        return self.gate_bias, self.up_bias, down if down is None else down / self.ranks
 
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """x (B, T, hidden); gates and chosen (B, T, top_k)."""
@@ -223,29 +230,45 @@ class ExpertMlps(nn.Module):
         if tokens.is_cuda and tokens.dtype in HALVES and not any(n % 8 for n in widths):
             return self.grouped(tokens, counts)
         # Unbound at once: the gradient of `weight[e]` would be of the size of all experts.
-        weights = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+        parts: list[Any] = [x.unbind() for x in (self.gate, self.up, self.down)]
+        parts += [(x,) * len(self.up) if x is None else x.unbind() for x in self.biases()]
         runs = torch.split(tokens, counts.tolist())
         return torch.cat(
             [
-                F.linear(F.silu(F.linear(run, gate)) * F.linear(run, up), down)
-                for run, (gate, up, down) in zip(runs, weights, strict=True)
+                F.linear(gated(F.linear(run, g, gb), F.linear(run, u, ub), self.activation), d, db)
+                for run, g, u, d, gb, ub, db in zip(runs, *parts, strict=True)
             ]
         )
 
     def grouped(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """The same in three kernels, which read the lengths on the device."""
         offsets = counts.cumsum(0).to(torch.int32)
-        wide = F.silu(F.grouped_mm(tokens, self.gate.mT, offs=offsets))
-        wide = wide * F.grouped_mm(tokens, self.up.mT, offs=offsets)
-        return F.grouped_mm(wide, self.down.mT, offs=offsets)
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = F.grouped_mm(x, weight.mT, offs=offsets)
+            if bias is None:
+                return y
+            return y + bias.repeat_interleave(counts, 0, output_size=len(tokens))
+
+        return self._by(product, tokens)
+
+    def _by(self, product: Product, x: Tensor) -> Tensor:
+        """The experts by a product with all their weights."""
+        of_gate, of_up, of_down = self.biases()
+        gate, up = product(x, self.gate, of_gate), product(x, self.up, of_up)
+        return product(gated(gate, up, self.activation), self.down, of_down)
 
     def _as_if_even(self, tokens: Tensor) -> Tensor:
         """Without numbers nobody knows who goes where: as many tokens for each expert."""
         each = -(-len(tokens) // len(self.up))
         padded = F.pad(tokens, (0, 0, 0, each * len(self.up) - len(tokens)))
         runs = padded.view(len(self.up), each, -1)
-        y: Tensor = (F.silu(runs @ self.gate.mT) * (runs @ self.up.mT)) @ self.down.mT
-        return y.flatten(0, 1)[: len(tokens)]
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y = x @ weight.mT
+            return y if bias is None else y + bias.unsqueeze(1)
+
+        return self._by(product, runs).flatten(0, 1)[: len(tokens)]
 
 
 class Experts(nn.Module):

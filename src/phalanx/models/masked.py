@@ -9,7 +9,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from .kernels import attention
 
 
 def visible_pairs(times: Tensor, its_times: Tensor, window: int) -> Tensor:
@@ -22,21 +23,26 @@ def visible_pairs(times: Tensor, its_times: Tensor, window: int) -> Tensor:
     return (sees & (apart < window) if window else sees).unsqueeze(0)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, softcap: float) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
     """Like q (B, rows, heads, size); k and v (B, keys, kv_heads, size); `sees` (B or 1, rows, keys).
 
     With a `softcap` c a score s is c tanh(s / c). No fused kernel of torch computes that: scores
     (B, heads, rows, keys) are kept for backward.
     """
-    groups = q.shape[2] // k.shape[2]
-    if groups > 1:  # kernels that take a mask take no groups
-        k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    full = torch.full(sees.shape, -math.inf, dtype=q.dtype, device=q.device)
-    mask = full.masked_fill(sees, 0.0).unsqueeze(1)
+    # Kernels on a GPU want rows of 16 bytes.
+    room = q.new_full((*sees.shape[:-1], -(-sees.shape[-1] // 8) * 8), -math.inf)
+    mask = room[..., : sees.shape[-1]].masked_fill_(sees, 0.0)
     if not softcap:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
-    scores = softcap * torch.tanh((q * q.shape[-1] ** -0.5) @ k.mT / softcap) + mask
+        return attention(q, k, v, mask=mask, sinks=sinks)
+    groups, keys = q.shape[2] // k.shape[2], k.shape[1]
+    k, v = (x.repeat_interleave(groups, 2).transpose(1, 2) for x in (k, v))
+    q = q.transpose(1, 2)
+    scores = softcap * torch.tanh((q * q.shape[-1] ** -0.5) @ k.mT / softcap) + mask.unsqueeze(1)
+    if sinks is not None:
+        column = sinks.to(q.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
     wide = torch.promote_types(q.dtype, torch.float32)
-    y: Tensor = scores.softmax(-1, dtype=wide).to(q.dtype) @ v
+    y: Tensor = scores.softmax(-1, dtype=wide)[..., :keys].to(q.dtype) @ v
     return y.transpose(1, 2)

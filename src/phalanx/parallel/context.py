@@ -20,12 +20,21 @@ from torch.autograd.function import once_differentiable
 from ..comm import Group, Work, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
-from ..models.kernels import AttentionBlock, attend, attend_gradients, attend_own, own_gradients
+from ..models.kernels import (
+    AttentionBlock,
+    add_sinks,
+    attend,
+    attend_gradients,
+    attend_own,
+    own_gradients,
+    sink_gradients,
+)
 from ..models.masked import masked_attention, visible_pairs
 from .batch import held_times
 from .model import Model
 
 Ids = Tensor | None  # (batch, time): a number for each token
+Sinks = Tensor | None  # (heads)
 
 
 def install_context(model: Model, layout: Layout, ring: Group, ulysses: Group) -> None:
@@ -68,7 +77,9 @@ class UlyssesCore(nn.Module):
         super().__init__()
         self.inner, self.group = inner, group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, *sinks: Tensor
+    ) -> Tensor:
         ranks, heads, kv_heads = self.group.size, q.shape[2], k.shape[2]
         if heads % ranks:
             raise LayoutError(
@@ -88,7 +99,8 @@ class UlyssesCore(nn.Module):
         if positions is not None:
             positions = regions.gather(positions, self.group, 1)
         # Documents are those of whole sequences as they are.
-        y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents)
+        own = (x.chunk(ranks)[self.group.rank] for x in sinks)
+        y: Tensor = self.inner(*torch.split(mine, sizes, 2), positions, documents, *own)
         return regions.exchange(y, self.group, 1, 2)
 
 
@@ -100,7 +112,15 @@ class GatheredCore(nn.Module):
         super().__init__()
         self.window, self.softcap, self.group = plain.window, plain.softcap, group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Ids,
+        documents: Ids,
+        sinks: Sinks = None,
+    ) -> Tensor:
         ring, length = self.group, q.shape[1] * self.group.size
         k, v = regions.gather_sum(torch.stack((k, v)), ring, 2)
         times = [held_times(length, ring.size, 1, rank).to(q.device) for rank in range(ring.size)]
@@ -109,7 +129,7 @@ class GatheredCore(nn.Module):
             own = _ids_of(documents, ring, ring.rank)
             every = torch.cat([_ids_of(documents, ring, rank) for rank in range(ring.size)], 1)
             sees = sees & (own.unsqueeze(-1) == every.unsqueeze(-2)).to(q.device)
-        return masked_attention(q, k, v, sees, self.softcap)
+        return masked_attention(q, k, v, sees, self.softcap, sinks)
 
 
 class RingCore(nn.Module):
@@ -125,16 +145,24 @@ class RingCore(nn.Module):
         super().__init__()
         self.group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Ids,
+        documents: Ids,
+        sinks: Sinks = None,
+    ) -> Tensor:
         assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
         q, kv = q.contiguous(), torch.stack((k, v))
         # On meta nobody knows where documents end: see `models.Core`.
         ids = None if documents is None or q.is_meta else documents
         if regions.is_opaque():
-            y: Tensor = _ring_op(q, kv, ids, self.group.name)[0]
+            y: Tensor = _ring_op(q, kv, ids, sinks, self.group.name)[0]
         else:
-            y = _Ring.apply(q, kv, ids, self.group)  # type: ignore[no-untyped-call]
+            y = _Ring.apply(q, kv, ids, sinks, self.group)  # type: ignore[no-untyped-call]
         return y
 
 
@@ -142,17 +170,18 @@ class _Ring(torch.autograd.Function):
     """Keeps q, k, v, the result and its log-sum-exp for this rank's own tokens; no visitors."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Tensor | None, group: Group) -> Tensor:
-        out, lse = ring_attention(q, kv, ids, group)
-        ctx.save_for_backward(q, kv, ids, out, lse)
+    def forward(ctx: Any, q: Tensor, kv: Tensor, ids: Ids, sinks: Sinks, group: Group) -> Tensor:
+        out, lse = ring_attention(q, kv, ids, sinks, group)
+        ctx.save_for_backward(q, kv, ids, sinks, out, lse)
         ctx.group = group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, ids, out, lse = ctx.saved_tensors
-        return *ring_gradients(gradient, q, kv, ids, out, lse, ctx.group), None, None
+        sinks = ctx.saved_tensors[3]
+        dq, dkv, own = ring_gradients(gradient, *ctx.saved_tensors, ctx.group)  # type: ignore[call-arg]
+        return dq, dkv, None, None if sinks is None else own, None
 
 
 # A compiled graph cannot hold a group: there the ring is an opaque op that carries the group's name,
@@ -160,8 +189,10 @@ class _Ring(torch.autograd.Function):
 
 
 @torch.library.custom_op("phalanx::ring", mutates_args=())
-def _ring_op(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    return ring_attention(q, kv, ids, group_named(name))
+def _ring_op(
+    q: Tensor, kv: Tensor, ids: Tensor | None, sinks: Tensor | None, name: str
+) -> tuple[Tensor, Tensor]:
+    return ring_attention(q, kv, ids, sinks, group_named(name))
 
 
 @torch.library.custom_op("phalanx::ring_gradients", mutates_args=())
@@ -170,31 +201,36 @@ def _gradients_op(
     q: Tensor,
     kv: Tensor,
     ids: Tensor | None,
+    sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
     name: str,
-) -> tuple[Tensor, Tensor]:
-    return ring_gradients(gradient, q, kv, ids, out, lse, group_named(name))
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ring_gradients(gradient, q, kv, ids, sinks, out, lse, group_named(name))
 
 
 @_ring_op.register_fake
-def _(q: Tensor, kv: Tensor, ids: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 @_gradients_op.register_fake
-def _(gradient: Tensor, q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(kv)
+def _(
+    gradient: Tensor, q: Tensor, kv: Tensor, ids: Ids, sinks: Sinks, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    own = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return torch.empty_like(q), torch.empty_like(kv), own
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, kv, ids, ctx.name = inputs
-    ctx.save_for_backward(q, kv, ids, *output)
+    *tensors, ctx.name = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_gradients_op(gradient, *ctx.saved_tensors, ctx.name), None, None
+    dq, dkv, own = _gradients_op(gradient, *ctx.saved_tensors, ctx.name)
+    return dq, dkv, None, own if ctx.needs_input_grad[3] else None, None
 
 
 _ring_op.register_autograd(_back, setup_context=_keep)
@@ -251,7 +287,7 @@ def _ids_of(documents: Tensor, group: Group, rank: int) -> Tensor:
 
 
 def ring_attention(
-    q: Tensor, kv: Tensor, documents: Tensor | None, group: Group
+    q: Tensor, kv: Tensor, documents: Tensor | None, sinks: Sinks, group: Group
 ) -> tuple[Tensor, Tensor]:
     """The result (B, T, heads, size) of this rank's queries and its log-sum-exp (B, T, heads)."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -261,12 +297,13 @@ def ring_attention(
                 out, lse = attend(q, k, v, needed(0, group.rank, group.size, q.shape[1]))
             else:
                 own = _ids_of(documents, group, group.rank)
-                out, lse = attend_own(q, k, v, own)
+                out, lse = attend_own(q, k, v, own, None, None)
             out, lse = out.to(wide).contiguous(), lse.contiguous()
             continue
         for block in visiting_blocks(step, group, q.shape[1], documents):
             at = block.batch, block.rows
             _merge(out[at], lse[at], *attend(q, k, v, block))
+    out, lse = add_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 
@@ -275,11 +312,13 @@ def ring_gradients(
     q: Tensor,
     kv: Tensor,
     documents: Tensor | None,
+    sinks: Sinks,
     out: Tensor,
     lse: Tensor,
     group: Group,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's q and kv; `out` and `lse` are what `ring_attention` gave."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of this rank's q and kv, and what its queries give to that of the sinks; `out` and
+    `lse` are what `ring_attention` gave."""
     gradient = gradient.contiguous()
     wide = torch.promote_types(q.dtype, torch.float32)
     into_q = torch.zeros_like(q, dtype=wide)
@@ -303,7 +342,7 @@ def ring_gradients(
         behind = _Passing((into_kv,), group)
     assert behind is not None
     (into_kv,) = behind.come()  # home
-    return into_q.to(q.dtype), into_kv.to(q.dtype)
+    return into_q.to(q.dtype), into_kv.to(q.dtype), sink_gradients(gradient, out, lse, sinks)
 
 
 class _Passing:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -20,7 +20,17 @@ from ..layout import LayoutError, Rules, Shape
 from ..layout.rules import AXIS_OF, LORA
 from ..layout.shape import HUB
 from ..layout.source import load_source, running, split_name
-from ..models import Decoder, DeepMlp, MergingPart, RopeScaling, adapt, decoder, draw_lora, mlp
+from ..models import (
+    Decoder,
+    DecoderSizes,
+    DeepMlp,
+    MergingPart,
+    RopeScaling,
+    adapt,
+    decoder,
+    draw_lora,
+    mlp,
+)
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -199,7 +209,7 @@ def is_lora(name: str) -> bool:
 
 def decoder_of(shape: Shape, **changes: Any) -> Decoder:
     """The built-in decoder of a shape; its keywords are called as a shape's keys."""
-    names = inspect.signature(Decoder).parameters.keys() & vars(shape).keys()
+    names = {each.name for each in fields(DecoderSizes)} & vars(shape).keys()
     sizes: dict[str, Any] = {name: getattr(shape, name) for name in names}
     return Decoder(**sizes | {"rope_scaling": _rope_scaling(shape)} | changes)
 
@@ -215,6 +225,7 @@ def _rope_scaling(shape: Shape) -> RopeScaling | None:
         kind=shape.rope_scaling,
         attention=shape.rope_attention,
         longest=shape.sequence,
+        truncated=shape.rope_truncated,
     )
 
 

@@ -33,7 +33,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.phalanx.documents.default,
+    torch.ops.phalanx.attention.default,
     torch.ops.phalanx.ring.default,
 }
 COSTLY = _PRODUCTS | _ATTENTION | {_region}

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from ..comm import Group, regions
 from ..layout import Layout, LayoutError
-from ..layout.rules import AXIS_OF, LATENT, LORA, Cut
-from ..models import Dropout, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
+from ..layout.rules import AXIS_OF, LATENT, LORA, PARTIAL, Cut
+from ..models import Dropout, ExpertMlps, LoraLinear, Merge, RMSNorm, Router, Spread, token_loss
 from .groups import Groups
 from .model import Model
 
@@ -124,8 +124,9 @@ def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
         return "kv"  # other query heads used the same key and value head
     if any(AXIS_OF.get(dim) == "tp" for dim in dims):
         return ""  # cut: every rank has its own part
-    if {"head", LATENT, LORA} & {*dims}:
+    if {"head", LATENT, LORA, PARTIAL} & {*dims}:
         # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
+        # A bias of which each rank adds its share.
         return "norms"
     return "norms" if layout.seq else ""  # norms and row biases: other tokens under seq
 
@@ -233,6 +234,8 @@ class _Installer:
         for module in self.piece.modules():
             if isinstance(module, Spread):
                 self._cut_experts(module)
+            elif isinstance(module, ExpertMlps):
+                module.ranks = self.tp
             elif isinstance(module, Merge):
                 module.register_forward_hook(lambda m, args, y: self.join(y))
         for name in rows:

@@ -40,7 +40,7 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         names = [
             f"layers.{n}.{_path(each)}" for n in range(shape.layers) for each in shape.adapters
         ]
-        linears = sources(data, [f"{name}.weight" for name in names]).values()
+        linears = sources(data, {f"{name}.weight": 2 for name in names}).values()
         for name, packed in dict.fromkeys((each.name, each.packed) for each in linears):
             module, every = (
                 name.removesuffix(".weight"),

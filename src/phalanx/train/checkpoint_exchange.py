@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ from .checkpoint_format import (
     write_file,
 )
 from .checkpoint_load import TensorReader, own_model
+from .checkpoint_packed import ExpertsTensor, decoded_names, stored_as
 from .folder import Folder, decoded
 from .lock import hold_run
 
@@ -78,19 +79,20 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     else:
         family = family_of(shape, family)
         _refuse_unknown(path, shape, weights.values())
-        data = sources(FAMILIES[family], [name for name in weights if not is_lora(name)])
+        dims = {name: len(each.shape) for name, each in weights.items() if not is_lora(name)}
+        data = sources(FAMILIES[family], dims)
     if dtype and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}.")
     make_empty(out)
     plain = [name for name in weights if not is_lora(name)]
     kind = DTYPES[dtype or weights[plain[0]].dtype]
-    theirs = {source.name: source.packed for source in data.values()}
+    theirs = {source.name: source for source in data.values()}
     # Steps of a bias that balances are lost in 16 bits, and theirs is float32 whatever the rest is.
     wide = torch.promote_types(kind, torch.float32)
     kinds = {name: wide if name.endswith(BALANCES) else kind for name in theirs}
     sizes = [
-        sum(math.prod(weights[each].shape) for each in packed) * kinds[name].itemsize
-        for name, packed in theirs.items()
+        sum(math.prod(weights[each].shape) for each in source.packed) * kinds[name].itemsize
+        for name, source in theirs.items()
     ]
     shards = list(_shards(theirs, sizes))
     names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -99,13 +101,15 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         for file, shard in zip(names, shards, strict=True):
             tensors: dict[str, Tensor] = {}
             for name in shard:
-                whole = torch.cat([_merged(reader, each) for each in theirs[name]]).to(kinds[name])
+                source = theirs[name]
+                parts = [_merged(reader, each).to(kinds[name]) for each in source.packed]
+                whole = (
+                    torch.stack(parts, 2).flatten(1, 2) if source.alternating else torch.cat(parts)
+                )
                 if "*" in name:
                     tensors |= {name.replace("*", str(e)): x for e, x in enumerate(whole.unbind())}
                     continue
-                tensors[name] = (
-                    whole.T.contiguous() if _turned(family, name, whole.dim()) else whole
-                )
+                tensors[name] = whole.mT.contiguous() if source.transposed else whole
             write_file(out / file, tensors, {"format": "pt"})
             files |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
@@ -156,12 +160,6 @@ def _tensors_of(model: Model) -> dict[str, HubTensor]:
     return {name: HubTensor(theirs, (name,)) for name, theirs in model.original.files.items()}
 
 
-def _turned(family: str, name: str, dims: int) -> bool:
-    """Whether theirs is the transpose of ours."""
-    data = FAMILIES.get(family)
-    return data is not None and data.transposed and dims == 2 and name.startswith(data.layers)
-
-
 def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a folder that is still there; what its configuration says beside sizes."""
     if not (source / CONFIG).is_file():
@@ -209,6 +207,7 @@ class HubReader(TensorReader):
         shape = hub_shape(str(source))
         # Of (in, out) matrices: the numbers of a row, and the first column of ours.
         self.columns: dict[str, tuple[int, int]] = {}
+        self.experts: dict[str, ExpertsTensor] = {}
         super().__init__(source, self._manifest(folder, shape))
 
     def _manifest(self, folder: Folder, shape: Shape) -> Manifest:
@@ -226,34 +225,31 @@ class HubReader(TensorReader):
                 # Saved without what is around the blocks: the names are shorter.
                 first = data.layers.partition(".")[0] + "."
                 tensors = {n if n == "lm_head.weight" else first + n: x for n, x in tensors.items()}
-            where = sources(data, ours)
+            where = sources(data, {name: len(dims) for name, dims in ours.items()})
         shape = model.shape or shape
-        wanted = {
-            each.name: (sum(ours[name][0] for name in each.packed), *ours[each.packed[0]][1:])
-            for each in where.values()
-        }
         wanted = {
             one: dims[1:] if "*" in each.name else dims
             for each in where.values()
             for one in each.names(shape.experts)
-            for dims in [wanted[each.name]]
+            for dims in [_dims_of(each, ours)]
         }
-        wanted = {
-            name: dims[::-1] if _turned(shape.name, name, len(dims)) else dims
-            for name, dims in wanted.items()
-        }
-        _refuse_others(folder, tensors, wanted, shape)
+        plain = dict(decoded_names(tensors, str(folder.path)))
+        _refuse_others(folder, plain, wanted, shape)
         files = sorted({file for file, _, _ in tensors.values()})
         stored = []
         for name, dims in ours.items():
-            if "*" in where[name].name:
-                parts = [tensors[each] for each in where[name].names(shape.experts)]
+            source = where[name]
+            if "*" in source.name:
+                parts = [plain[each] for each in source.names(shape.experts)]
                 stored.append(_stacked(name, dims, parts, files))
                 continue
-            file, entry, offset = tensors[where[name].name]
-            before = where[name].packed[: where[name].packed.index(name)]
+            file, entry, offset = plain[source.name]
+            before = source.packed[: source.packed.index(name)]
             first_row = sum(ours[each][0] for each in before)
-            if _turned(shape.name, where[name].name, len(dims)):
+            if source.alternating or (source.transposed and len(dims) > 2):
+                there = stored_as(tensors, source.name)
+                self.experts[name] = ExpertsTensor(name, source, there)
+            elif source.transposed:
                 self.columns[name] = entry.shape[1], first_row
             else:
                 offset += first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
@@ -264,6 +260,13 @@ class HubReader(TensorReader):
         return Manifest(0, shape=shape, files=named, tensors=tuple(stored))
 
     def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:
+        if packed := self.experts.get(tensor.name):
+            names = [each.name for each in self.manifest.files]
+
+            def opened(file: str) -> BinaryIO:
+                return self._file(names.index(file))
+
+            return torch.stack([packed.expert(e, opened) for e in range(first, last)])
         if tensor.name not in self.columns:
             return super()._rows(tensor, part, first, last)
         (place,), (width, column) = part, self.columns[tensor.name]
@@ -272,6 +275,14 @@ class HubReader(TensorReader):
             at = row * width + column + first
             read_into(self._file(place.file), place.offset + at * turned.element_size(), numbers)
         return turned.T
+
+
+def _dims_of(source: HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Of a tensor of theirs that all experts have together, or one for each."""
+    dims = list(ours[source.packed[0]])
+    at = int(source.alternating)
+    dims[at] = sum(ours[name][at] for name in source.packed)
+    return (*dims[:-2], *dims[:-3:-1]) if source.transposed else tuple(dims)
 
 
 def _stacked(
@@ -300,6 +311,7 @@ def _refuse_others(
         for name, dims in wanted.items()
         if name not in tensors or tensors[name][1].shape != dims
     ]
+    wrong += [f"{name} is of bytes" for name, x in tensors.items() if x[1].dtype not in DTYPES]
     known = set(wanted) | ({"lm_head.weight"} if shape.tied else set())
     wrong += [f"the model has no {name}" for name in sorted(set(tensors) - known)]
     if wrong:

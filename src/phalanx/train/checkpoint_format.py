@@ -52,6 +52,7 @@ PARTS = 1024  # of a tensor, at most
 # Numbers that weights are made of. Others are no part of a model, so they are refused.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, full) for name, full in STORED.items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+BYTES = {"U8": torch.uint8}  # which hold numbers of fewer bits, in folders of Hugging Face
 WEIGHT = "weight"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _SUM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
@@ -329,7 +330,7 @@ def _versions() -> dict[str, str]:
 class HeaderEntry:
     """A tensor in a file's header; the offsets count from the header's end."""
 
-    dtype: str = key(choices=tuple(DTYPES))
+    dtype: str = key(choices=(*DTYPES, *BYTES))
     shape: tuple[int, ...] = count()
     data_offsets: tuple[int, int] = count()
 
@@ -339,7 +340,7 @@ class HeaderEntry:
 
     @property
     def size(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
+        return self.numel * (DTYPES | BYTES)[self.dtype].itemsize
 
     def problems(self) -> Iterator[str]:
         start, end = self.data_offsets

@@ -1,0 +1,91 @@
+"""Rotary positions (Su et al. 2021), and how they are stretched to longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """A stretch of rope's frequencies to a longer context than the first training's, `sequence`.
+
+    `llama3`: waves longer than `sequence / low` slow down by `factor`, those shorter than
+    `sequence / high` stay, the ones between are blended. `yarn` (Peng et al. 2023) blends by the
+    frequency's index instead, from and to whole indices where `truncated`, and multiplies cosine and
+    sine by `attention`. `linear` slows down all. `dynamic` raises theta as far as the trained length,
+    `longest`, asks for.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    sequence: int = 8192
+    kind: str = "llama3"
+    attention: float = 1.0
+    longest: int = 0
+    truncated: bool = True
+
+    def __call__(self, theta: float, half: Tensor) -> Tensor:
+        """The frequencies, where `half` (head_dim / 2) is 0, 2/head_dim, 4/head_dim, ..."""
+        dim = 2 * half.shape[0]
+        if self.kind == "dynamic":
+            grown = self.factor * max(self.longest, self.sequence) / self.sequence - self.factor + 1
+            theta *= grown ** (dim / (dim - 2))
+        frequency: Tensor = theta**-half
+        if self.kind == "dynamic":
+            return frequency
+        if self.kind == "linear":
+            return frequency / self.factor
+        if self.kind == "yarn":
+            # The indices at which a wave turns `high` and `low` times within the sequence.
+            first, last = (
+                dim * math.log(self.sequence / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                for turns in (self.high, self.low)
+            )
+            if self.truncated:
+                first, last = math.floor(first), math.ceil(last)
+            start, stop = max(first, 0), min(last, dim - 1)
+            index = torch.arange(dim // 2, device=half.device, dtype=half.dtype)
+            blend = 1 - ((index - start) / ((stop - start) or 0.001)).clamp(0.0, 1.0)
+        else:
+            turned = self.sequence * frequency / (2 * math.pi)
+            blend = ((turned - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
+        return frequency * (blend + (1 - blend) / self.factor)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The angles of rotary positions.
+
+    Each block computes its own: a few small kernels, no state, no longest sequence, and right for
+    any positions. A table would depend on the length and would be lost on the meta device.
+    """
+
+    theta: float
+    scaling: RopeScaling | None = None
+
+    def angles(self, positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, each (B, T, 1, head_dim / 2), of float32 or wider."""
+        wide = torch.promote_types(dtype, torch.float32)
+        half = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+        frequency = self.scaling(self.theta, half) if self.scaling else self.theta**-half
+        angle = (positions.to(wide).unsqueeze(-1) * frequency).unsqueeze(-2)
+        if self.scaling is not None and self.scaling.attention != 1:
+            return angle.cos() * self.scaling.attention, angle.sin() * self.scaling.attention
+        return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
+    """`x` (B, T, heads, head_dim), its feature i turned together with feature i + head_dim / 2.
+
+    Published weights in the Hugging Face form pair features so; Meta's own and DeepSeek's pair
+    `neighbours`. What these become stands in halves: queries and keys alike, so scores are the same.
+    """
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, -1) if pairs == "halves" else (wide[..., ::2], wide[..., 1::2])
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    return turned.to(x.dtype)

@@ -1,0 +1,104 @@
+"""The sizes and choices of a decoder, which its modules are made from. A shape's keys have these names.
+
+Not here: what they mean together is in the modules that read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .rope import Rope, RopeScaling
+
+_CHOICES = {
+    "norm": ("rms", "rms1", "layer"),
+    "norms": ("pre", "post", "both"),
+    "positions": ("rope", "learned"),
+    "activation": ("", "silu", "gelu", "clamped"),
+    "bias": ("none", "qkv", "all"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes:
+    """`sequence` limits learned positions only; a zero stands for what follows from the others."""
+
+    vocab: int = 1
+    hidden: int
+    layers: int = 1
+    heads: int = 1
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    sequence: int = 1024
+    norm: str = "rms"
+    norms: str = "pre"
+    positions: str = "rope"
+    rope_theta: float = 10000.0
+    rope_local_theta: float = 0.0
+    rope_scaling: RopeScaling | None = None
+    rope_pairs: str = "halves"
+    kv_latent: int = 0
+    q_latent: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+    windows: tuple[int, ...] = ()
+    softcap: float = 0.0
+    logit_softcap: float = 0.0
+    query_scalar: float = 0.0
+    sinks: bool = False
+    embed_scale: float = 1.0
+    activation: str = ""
+    gated: bool = True
+    tied: bool = False
+    bias: str = "none"
+    qk_norm: bool = False
+    qk_norm_wide: bool = False
+    dropout: float = 0.0
+    eps: float = 1e-5
+    experts: int = 0
+    top_k: int = 1
+    expert_ffn: int = 0
+    shared_experts: int = 0
+    expert_groups: int = 1
+    top_groups: int = 1
+    dense_layers: int = 0
+    scores: str = "softmax"
+    normalized: bool = True
+    routed_scale: float = 1.0
+    balance: str = "none"
+    sequence_loss: float = 0.0
+    batch_loss: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        fill = object.__setattr__
+        fill(self, "kv_heads", self.kv_heads or self.heads)
+        fill(self, "head_dim", self.head_dim or self.hidden // self.heads)
+        fill(self, "ffn", self.ffn or 4 * self.hidden)
+        fill(self, "expert_ffn", self.expert_ffn or self.ffn)
+        fill(self, "rope_dim", self.rope_dim or self.head_dim)
+        fill(self, "value_dim", self.value_dim or self.head_dim)
+        fill(self, "activation", self.activation or ("silu" if self.gated else "gelu"))
+        if wrong := list(self._faults()):
+            raise ValueError("Decoder: " + "; ".join(wrong) + ".")
+
+    def _faults(self) -> Iterator[str]:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                known = [choice for choice in choices if choice]
+                yield f"{name}={value!r}: choose {', '.join(known[:-1])} or {known[-1]}"
+        if self.heads % self.kv_heads:
+            yield f"kv_heads={self.kv_heads} does not divide heads={self.heads}"
+        if self.positions != "learned" and self.rope_dim % 2:
+            yield f"head_dim={self.rope_dim} is odd, and rope turns pairs"
+        if not 0 <= self.dropout < 1:
+            yield f"dropout={self.dropout} is not in [0, 1)"
+
+    def rope(self, window: int) -> Rope | None:
+        """That of a block with this window."""
+        if self.positions == "learned":
+            return None
+        if window and self.rope_local_theta:
+            return Rope(self.rope_local_theta)
+        return Rope(self.rope_theta, self.rope_scaling)
