@@ -55,7 +55,6 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "bloom": {},
     "doge": {},
     "falcon": {},
-    "gpt_oss": {},
     "gptj": {},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "llama4_text": _NARROW,

@@ -32,7 +32,7 @@ def test_the_gpt_of_a_trillion_has_a_trillion() -> None:
 
 def test_every_shape_that_ships_loads_and_names_its_source() -> None:
     names = set(Shape.names())
-    more = {"8x7b", "30b-a3b", "deepseek-v3"}  # with experts
+    more = {"8x7b", "30b-a3b", "deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"}  # with experts
     assert names == {"tiny", "25m", "124m", "1b", "8b", "70b", "405b", "1t-gpt", "mlp"} | more
     for name in names:
         shape = Shape.load(name)

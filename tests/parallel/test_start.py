@@ -38,7 +38,7 @@ def drawn(name: str, seed: int, size: torch.Size, shape: Shape) -> Tensor:
     if shape.kind == "mlp":
         return normal(name, seed, size, math.sqrt(2 / shape.hidden))
     last = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return torch.zeros(size)
     if last == "norm" or last.endswith("_norm"):
         return torch.zeros(size) if shape.norm == "rms1" else torch.ones(size)

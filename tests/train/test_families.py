@@ -15,13 +15,15 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from phalanx.cli.main import main
 from phalanx.cli.train import run as main_train
 from phalanx.cli.usage import UsageError
 from phalanx.comm import launch
-from phalanx.layout import Shape
+from phalanx.layout import LayoutError, Shape
 from phalanx.layout.families import code_of, config_of, family_of
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run
@@ -29,7 +31,7 @@ from phalanx.models.decoder import Head
 from phalanx.parallel import build_model, load_model, transformers_code
 from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
-from phalanx.train.checkpoint_format import read_manifest, verify_checkpoint
+from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
 from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.data import open_prepared
 from phalanx.train.loop import train
@@ -133,7 +135,7 @@ MORE_CODE: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "yarn", "original_max_position_embeddings": 128,
     }}),
 }  # fmt: skip
-PUBLISHED = {"deepseek-v3": 671_026_419_200}
+PUBLISHED = {"deepseek-v3": 671_026_419_200, "gpt-oss-20b": 20_914_757_184}
 WHOLE = ("stablelm", "olmo3")  # every rank of tp has all heads: no seq
 LONG = ("deepseek_wide", *MORE_CODE)
 EVERY = [n for n in (*FAMILIES, *CODE) if n not in LONG]
@@ -217,7 +219,7 @@ def test_logits_and_loss_are_those_of_transformers(name: str, tmp_path: Path) ->
     assert abs(losses[0] / losses[1] - 1) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3"])
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_shapes_that_ship_have_as_many_numbers_as_theirs(name: str) -> None:
     shape = Shape.load(name)
     config = config_of(shape, family_of(shape), "bfloat16")
@@ -228,6 +230,39 @@ def test_shapes_that_ship_have_as_many_numbers_as_theirs(name: str) -> None:
     assert sum(x.numel() for x in model.state_dict().values()) == shape.total
     mine = sum(w.numel() for w in build_model(shape).weights.values())
     assert mine == shape.total == PUBLISHED[name]
+
+
+def test_weights_in_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    model = theirs("gpt_oss", intermediate_size=64)
+    table = {name: x.detach() for name, x in model.state_dict().items()}
+    draw, known = torch.Generator().manual_seed(4), dict[str, Tensor]()
+    for name in [n for n in table if n.endswith(("gate_up_proj", "down_proj"))]:
+        experts, into, out = table.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, out, into // 32, 16), generator=draw)
+        scales = torch.randint(118, 126, blocks.shape[:-1], generator=draw)
+        table[f"{name}_blocks"], table[f"{name}_scales"] = blocks.byte(), scales.byte()
+        known[name] = convert_moe_packed_tensors(blocks.byte(), scales.byte())
+    model.load_state_dict(known, strict=False)
+    folder = tmp_path / "hub"
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(table, folder / "model.safetensors")
+    tokens, _ = batch()
+    with torch.no_grad():
+        found, wanted = logits(ours(folder), tokens), model(tokens).logits
+    assert (found - wanted).abs().max() < 2e-6 * wanted.abs().max()
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LayoutError, match="its weights are quantized"):
+        Shape.load(f"hf:{folder}")
+    table["model.layers.0.mlp.experts.down_proj_scales"] = torch.zeros(5, 3, 2).byte()
+    save_file(table, folder / "model.safetensors")
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"are no mxfp4, which has \(experts, rows, n, 16\)"):
+        HubReader(folder)
 
 
 # ---- training

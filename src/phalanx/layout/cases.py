@@ -59,6 +59,14 @@ SHAPES: dict[str, Shape] = {
         scores="sigmoid", balance="bias", balance_rate=0.01, sequence=11,
         sequence_loss=0.3, z_loss=0.1,
     ),
+    # gpt-oss's parts: sinks, biases of all products and of routers, clamped experts of which no number of
+    # ranks has as many, a window in every second block, rope stretched between any indices.
+    "sinks": replace(
+        _SMALL, name="sinks", layers=2, ffn=20, bias="all", sinks=True, activation="clamped",
+        windows=(5, 0), experts=5, top_k=2, sequence=11, rope_scaling="yarn", rope_factor=4.0,
+        rope_high=32.0, rope_original=64, rope_attention=1.1, rope_truncated=False,
+        z_loss=0.1,
+    ),
     "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
 }  # fmt: skip
 

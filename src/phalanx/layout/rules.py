@@ -23,7 +23,7 @@ AXIS_OF: dict[str, str] = dict.fromkeys(("vocab", "heads", "kv", "ffn"), "tp") |
 LORA = "lora"
 # What heads are made of, in latent attention: whole, and ranks of tp made other heads of it.
 LATENT = "latent"
-# What is added to results of which each rank of tp has a part.
+# What is added to results of which each rank of tp has a part: each adds its share, and has seen all tokens.
 PARTIAL = "partial"
 # What a token is described by. A weight between two of these is a matrix, which an optimizer like Muon
 # updates whole; lookups, the output projection, a router and what is called "-" are none.

@@ -57,6 +57,18 @@ class _Beside(torch.autograd.Function):
         return gradient, ctx.share.view(()).to(gradient.dtype), None
 
 
+class _Share(torch.autograd.Function):
+    """One of so many parts of a weight that add up to it: what comes back is the gradient of their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
+        return weight / ranks
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class Router(nn.Module):
     """Which experts a token goes through, and by what its results are multiplied.
 
@@ -187,7 +199,7 @@ class Merge(nn.Module):
 
 class ExpertMlps(nn.Module):
     """The experts, each a gated MLP: down(silu(gate(x)) * up(x)). Weights are (experts, out, in), biases
-    (experts, out). Where `ranks` of them have parts of each expert, each adds its share of down's bias."""
+    (experts, out). Where `ranks` have parts of each expert, each adds its share of down's bias."""
 
     def __init__(self, sizes: DecoderSizes) -> None:
         super().__init__()
@@ -205,7 +217,9 @@ class ExpertMlps(nn.Module):
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of gate, up and down, as they are added here."""
         down = self.down_bias
-        return self.gate_bias, self.up_bias, down if down is None else down / self.ranks
+        if down is not None and self.ranks > 1:
+            down = _Share.apply(down, self.ranks)  # type: ignore[no-untyped-call]
+        return self.gate_bias, self.up_bias, down
 
     def forward(self, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
         """x (B, T, hidden); gates and chosen (B, T, top_k)."""

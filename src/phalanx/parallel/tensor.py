@@ -124,9 +124,10 @@ def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
         return "kv"  # other query heads used the same key and value head
     if any(AXIS_OF.get(dim) == "tp" for dim in dims):
         return ""  # cut: every rank has its own part
-    if {"head", LATENT, LORA, PARTIAL} & {*dims}:
+    if PARTIAL in dims:
+        return ""
+    if {"head", LATENT, LORA} & {*dims}:
         # q and k norms, latents: other heads. A factor of an adapter that is whole, the other being cut.
-        # A bias of which each rank adds its share.
         return "norms"
     return "norms" if layout.seq else ""  # norms and row biases: other tokens under seq
 

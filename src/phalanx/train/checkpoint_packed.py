@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..layout.families import HubTensor
-from .checkpoint_format import BYTES, DTYPES, CheckpointError, HeaderEntry, read_into
+from .checkpoint_format import BYTES, DTYPES, NAMES, CheckpointError, HeaderEntry, read_into
 
 Placed = tuple[str, HeaderEntry, int]  # the file, what it is, where it begins
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -67,7 +67,7 @@ def decoded_names(tensors: Mapping[str, Placed], where: str) -> Iterator[tuple[s
                     " mxfp4, which has (experts, rows, n, 16) and (experts, rows, n) bytes."
                 )
             shape = (rows[0], groups * 2 * width, rows[1])
-            yield plain, (file, replace(entry, dtype="BF16", shape=shape), offset)
+            yield plain, (file, replace(entry, dtype=NAMES[torch.bfloat16], shape=shape), offset)
         elif of == name or of + _BLOCKS not in tensors:
             yield name, (file, entry, offset)
 

@@ -197,7 +197,7 @@ def draw(model: Model, name: str, seed: int) -> Tensor:
         factor = torch.empty(size)
         return nn.init.kaiming_uniform_(factor, a=math.sqrt(5), generator=generator)
     if isinstance(owner, Decoder):
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             return torch.zeros(size)
         if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
             return torch.full(size, float(model.shape is None or model.shape.norm != "rms1"))
@@ -261,7 +261,7 @@ def _routing(model: Model) -> Iterator[Routing]:
 
     def seen(name: str, router: Router, x: Tensor, chosen: Tensor) -> None:
         if model.shape is not None:
-            losses.append(_router_loss(model.shape, router.weight, x, chosen))
+            losses.append(_router_loss(model.shape, router, x, chosen))
         scored = router.scored(router.logits(x))
         ranked = router.ranked(scored).detach().sort(-1, descending=True).values
         last = router.top_k - 1
@@ -280,10 +280,11 @@ def _routing(model: Model) -> Iterator[Routing]:
             hook.remove()
 
 
-def _router_loss(shape: Shape, weight: Tensor, x: Tensor, chosen: Tensor) -> Tensor:
+def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Tensor:
     """Of x (B, T, hidden) and its chosen experts (B, T, top_k): B times the mean over sequences."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    logits = x.to(wide) @ weight.to(wide).T
+    logits = x.to(wide) @ router.weight.to(wide).T
+    logits = logits if router.logit_bias is None else logits + router.logit_bias.to(wide)
     p = logits.softmax(-1) if shape.scores == "softmax" else logits.sigmoid()
     p = p / p.sum(-1, keepdim=True)
     f = nn.functional.one_hot(chosen, shape.experts).sum(-2).to(wide)  # (B, T, experts)
