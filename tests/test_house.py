@@ -302,8 +302,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4540, "program": 3452, "draw": 1450, "plan": 5354, "models": 1818, "comm": 4743,
-    "parallel": 4107, "cost": 1282, "bench": 1195, "train": 7965, "verify": 2090, "report": 598,
+    "layout": 4609, "program": 3452, "draw": 1450, "plan": 5354, "models": 1966, "comm": 4743,
+    "parallel": 4161, "cost": 1286, "bench": 1195, "train": 8057, "verify": 2091, "report": 598,
     "lab": 3767, "hang": 1076, "cli": 5107, "api": 1515,
 }  # fmt: skip
 
