@@ -81,7 +81,7 @@ def table(
 ) -> Html:
     """An HTML table that scrolls where it is too wide. The first column, or all of them, lean left."""
     title = tag("caption", caption) if caption else Html("")
-    top = tag("thead", tag("tr", *(tag("th", cell, scope="col") for cell in head)))
+    top = tag("thead", tag("tr", *(tag("th" if c else "td", c, scope=c and "col") for c in head)))
     body = Html("".join(tag("tr", *(tag("td", cell) for cell in row)) for row in rows))
     return tag("div", tag("table", title, top, tag("tbody", body), cls="left" * left), cls="scroll")
 

@@ -26,15 +26,15 @@ _HINT = (
 
 def frame(title: str, *body: str, narrow: bool = True) -> str:
     """The text of a page. It may run a script only where its body brings one."""
-    here = Path(__file__).parent
-    content = "\n".join(body)
+    # What may be wider than the page can be scrolled with the arrow keys, too.
+    content = re.sub('<(pre(?=>)|div(?= class="scroll))', r'<\1 tabindex="0"', "\n".join(body))
     parts = {
         "title": escape(title),
         "scripts": "script-src 'unsafe-inline'; " if "<script" in content else "",
         "width": "narrow" if narrow else "",
         "body": content,
     }
-    frame = (here / "page.html").read_text(encoding="utf-8")
+    frame = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], frame)
 
 
