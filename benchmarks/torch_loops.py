@@ -6,6 +6,7 @@ read the loss once a step. A loop is made once and then called for each step.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
@@ -39,13 +40,13 @@ __all__ = ["LOOPS", "Plain"]
 class Plain:
     """One process, or several that never talk: what sharing the machine costs."""
 
-    ranks = 1
     whole_batch = False  # every rank takes all rows
 
     def __init__(
         self, sizes: dict[str, int], keys: list[str], rank: int, accum: int, *, compiled: bool
     ) -> None:
         self.rank, self.accum, self.numbers = rank, accum, count()
+        self.ranks = int(os.environ["WORLD_SIZE"])
         run = Run.parse("", "run", tuple(keys))
         self.batches = batches_of(run, run.shape)
         torch.manual_seed(0)
@@ -100,15 +101,11 @@ class Plain:
 
 
 class Apart(Plain):
-    """Two processes without a message."""
-
-    ranks = 2
+    """Processes without a message."""
 
 
 class Ddp(Plain):
     """DistributedDataParallel; all but the last microbatch under no_sync."""
-
-    ranks = 2
 
     def wrap(self) -> None:
         dist.init_process_group("gloo")
@@ -125,12 +122,11 @@ class Ddp(Plain):
 class Fsdp(Plain):
     """FSDP2: each block, then the whole. Gradients are summed with the last microbatch."""
 
-    ranks = 2
     reshard = True
 
     def wrap(self) -> None:
         dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (self.ranks,))
         for part in (*self.model.layers, self.model):
             fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard)
 
@@ -152,10 +148,10 @@ class FsdpKept(Fsdp):
 class Dtensor(Plain):
     """parallelize_module: every product, the embedding and the head cut; loss_parallel."""
 
-    ranks, whole_batch = 2, True
+    whole_batch = True
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (2,))
+        return init_device_mesh("cpu", (self.ranks,))
 
     def wrap(self) -> None:
         dist.init_process_group("gloo")
@@ -226,13 +222,13 @@ class Stage(nn.Module):
 class GPipe(Plain):
     """torch.distributed.pipelining, with `accum` microbatches."""
 
-    ranks, whole_batch = 2, True
+    whole_batch = True
     schedule, chunks = "ScheduleGPipe", 1
 
     def wrap(self) -> None:
         dist.init_process_group("gloo")
-        stages = 2 * self.chunks
-        mine = [self.rank + 2 * chunk for chunk in range(self.chunks)]
+        stages = self.ranks * self.chunks
+        mine = [self.rank + self.ranks * chunk for chunk in range(self.chunks)]
         self.stages = [Stage(self.model, index, stages) for index in mine]
         parts = [
             PipelineStage(module, index, stages, torch.device("cpu"))
@@ -255,8 +251,10 @@ class GPipe(Plain):
         losses: list[Tensor] = []
         if self.rank == 0:
             self.order.step(mine["tokens"])
-        else:
+        elif self.rank == self.ranks - 1:
             self.order.step(target=mine["targets"], losses=losses)
+        else:
+            self.order.step()
         return torch.stack(losses).sum() if losses else torch.zeros(())
 
     def clip(self) -> None:

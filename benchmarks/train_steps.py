@@ -2,7 +2,7 @@
 
     python benchmarks/train_steps.py one --size 27m --accum 4 [--beside OTHER/src]
     python benchmarks/train_steps.py data --size 5m --only DDP "phalanx dp2,"
-    python benchmarks/train_steps.py experts --size sparse --accum 4
+    python benchmarks/train_steps.py experts --size sparse --accum 4 --ranks 4
     python benchmarks/train_steps.py tensor --size 27m
     python benchmarks/train_steps.py pipeline --accum 8
     python benchmarks/train_steps.py one --memory
@@ -52,7 +52,7 @@ OTHER = "the other checkout"
 
 def over(layouts: tuple[str, ...], backends: tuple[str, ...] = ("gloo", "shm")) -> dict[str, str]:
     return {
-        f"phalanx {layout}, {backend}": f"phalanx --ranks 2 --backend {backend} {layout}"
+        f"phalanx {layout}, {backend}": f"phalanx --ranks N --backend {backend} {layout}"
         for backend in backends for layout in layouts
     }  # fmt: skip
 
@@ -65,25 +65,49 @@ SETS: dict[str, dict[str, str]] = {
     "data": {
         "plain loop": "plain", "two plain loops": "apart",
         "DDP": "ddp", "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
-        **over(("dp2", "dp2 zero1", "dp2 zero3")),
+        **over(("dpN", "dpN zero1", "dpN zero3")),
     },
     "experts": {  # with --size sparse
         "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
-        **over(("dp2 zero3", "ep2", "ep2 overlap"), ("gloo",)),
+        **over(("dpN zero3", "epN", "epN overlap")),
     },
     "tensor": {
         "plain loop": "plain", "DTensor": "dtensor", "DTensor, shm": "dtensor-shm",
-        **over(("tp2", "tp2 seq")),
+        **over(("tpN", "tpN seq")),
     },
     "pipeline": {
         "plain loop": "plain", "torch GPipe": "gpipe", "torch 1F1B": "1f1b",
         "torch interleaved": "interleaved", "torch zero bubble": "zero-bubble",
-        **over(("pp2 gpipe", "pp2 1f1b", "pp2 interleaved2", "pp2 zb-h1"), ("gloo",)),
+        **over(("ppN gpipe", "ppN 1f1b", "ppN interleaved2", "ppN zb-h1"), ("gloo",)),
     },
-}  # fmt: skip
+}  # fmt: skip  # N: --ranks
 
 
 # ---- in a contender's process
+
+
+# Of this rank's last step: for how long tokens were on their way to experts or back, and for how
+# much of that the rank computed nothing.
+TRAVELS = [0.0, 0.0]
+MESSAGE = 128
+
+
+def look_at_travels() -> None:
+    """Note what a step's measured timeline says of its exchanges; a span ends when it is waited for."""
+    from phalanx.program import Timeline, ops
+    from phalanx.train.executor import Executor
+
+    real = Executor.step
+
+    def step(self: Any, *args: Any) -> Any:
+        result = real(self, *args)
+        kinds = (*ops.EXCHANGES, *ops.COMPUTES)
+        spans = tuple(span for span in result.timeline.spans if span.op.kind in kinds)
+        TRAVELS[0] = sum(s.end - s.start for s in spans if s.op.kind in ops.EXCHANGES)
+        TRAVELS[1] = Timeline(spans).exposed(self.rank) if spans else 0.0
+        return result
+
+    Executor.step = step  # type: ignore[method-assign]
 
 
 class Gate:
@@ -100,7 +124,7 @@ class Gate:
         begun, worked = time.perf_counter(), time.process_time()
         step()
         took = time.perf_counter() - begun, time.process_time() - worked
-        self.line.sendall(json.dumps(took).encode().ljust(64))
+        self.line.sendall(json.dumps([*took, *TRAVELS]).encode().ljust(MESSAGE))
 
 
 class Counted:
@@ -142,7 +166,7 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     name, *words = shlex.split(kind)
     gate_of = Counted if args.memory else Gate
     whole = args.set_ in ("tensor", "pipeline")
-    ranks = 1 if whole or args.set_ == "one" or name == "plain" else 2
+    ranks = 1 if whole or args.set_ == "one" or name == "plain" else args.ranks
     rows = ROWS * args.accum * ranks
     sizes = ",".join(f"{name}={value}" for name, value in SIZES[args.size].items())
     model = f"model={{name='{args.size}',{sizes},sequence={SEQUENCE},batch={rows}}}"
@@ -150,11 +174,13 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     if name == "phalanx":
         options = [*words[: words.index("--backend") + 2]] if "--backend" in words else words[:2]
         layout = words[len(options) :]
-        if "pp2" in layout:
+        if layout and layout[0].startswith("pp"):
             layout[-1] += f":{args.accum}"
         elif args.accum > 1:
             layout.append(f"accum:{args.accum}")
         keys += ["steps=1000000", f"out={args.out}/run", "validation.batches=0"]
+        if args.set_ == "experts":
+            look_at_travels()
         phalanx(["train", *keys, *options, "--layout", " ".join(layout) or "fp32"], gate_of)
         return
     gate = gate_of(int(os.environ["RANK"]))
@@ -191,8 +217,9 @@ class Contender:
         command = [sys.executable, __file__, "--as", kind, "--size", args.size, "--set", args.set]
         command += ["--accum", str(args.accum), "--out", self.folder.name]
         command += ["--memory"] * args.memory
-        two = "--ranks 2" in kind or kind.split()[0] not in ("plain", "phalanx")
-        self.ranks, started = 1 + two, 1  # phalanx starts its ranks itself
+        command += ["--ranks", str(args.ranks)]
+        alone = "--ranks 1" in kind or kind.split()[0] == "plain"
+        self.ranks, started = 1 if alone else args.ranks, 1  # phalanx starts its ranks itself
         if not kind.startswith("phalanx"):
             started = self.ranks
         self.log = Path(self.folder.name, "log")
@@ -206,6 +233,7 @@ class Contender:
                 for r in range(started)
             ]  # fmt: skip
         self.lines: list[socket.socket] = []
+        self.travels: list[tuple[float, float]] = []  # of each rank and step
 
     def ready(self) -> None:
         """Wait until all ranks are at the gate."""
@@ -223,8 +251,9 @@ class Contender:
         """Seconds of the slowest rank, and of processor time of all ranks together."""
         for line in self.lines:
             line.sendall(b"1")
-        took = [json.loads(line.recv(64)) for line in self.lines]
-        return max(wall for wall, _ in took), sum(worked for _, worked in took)
+        took = [json.loads(line.recv(MESSAGE)) for line in self.lines]
+        self.travels += [(on_the_way, exposed) for *_, on_the_way, exposed in took]
+        return max(wall for wall, *_ in took), sum(worked for _, worked, *_ in took)
 
     def close(self) -> None:
         for process in self.processes:
@@ -273,6 +302,7 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
         for one in every:
             one.ready()
             one.step(), one.step()
+            one.travels.clear()
         for _ in range(args.rounds):
             for one in every:
                 turn = [one.step() for _ in range(args.steps)]
@@ -288,6 +318,14 @@ def timed(kinds: dict[str, str], args: argparse.Namespace) -> None:
         low, middle, high = statistics.quantiles(ratios, n=4)
         wall, cpu = (statistics.median(x) * 1e3 for x in (each, worked[name]))
         print(f"| {name} | {wall:.1f} | {middle:.3f} ({low:.3f}-{high:.3f}) | {cpu:.0f} |")
+    for one in every:
+        if any(on_the_way for on_the_way, _ in one.travels):
+            ways, exposed = (statistics.median(x) * 1e3 for x in zip(*one.travels, strict=True))
+            shares = [1 - b / a for a, b in one.travels if a]
+            print(
+                f"\n{one.name}: tokens on their way {ways:.1f} ms of a rank's step, {exposed:.1f} of them"
+                f" with nothing computed; {statistics.median(shares):.0%} under computing"
+            )
 
 
 def main() -> None:
@@ -297,6 +335,7 @@ def main() -> None:
     parser.add_argument("set", choices=SETS, nargs="?", default="one")
     parser.add_argument("--size", choices=SIZES, default="5m")
     parser.add_argument("--accum", type=int, default=0, help="microbatches: 1, of pipelines 8")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each turn")
     parser.add_argument("--only", nargs="+", default=(), metavar="PATTERN", help="those it matches")
@@ -314,7 +353,9 @@ def main() -> None:
     if args.as_:
         run_contender(args.as_, args)
         return
-    kinds = dict(SETS[args.set])
+    many = str(args.ranks)
+    kinds = {name.replace("N", many, 1) if name.startswith("phalanx") else name: kind.replace("N", many)
+             for name, kind in SETS[args.set].items()}  # fmt: skip
     if args.beside:
         kinds |= {
             f"{name}, {OTHER}": kind.replace("--backend", args.beside_backend)

@@ -127,13 +127,12 @@ def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
     ("text", "rules", "words"),
     [
         ("ep2", set(), ""),
-        ("ep7 tp2 seq zero3", set(), ""),
+        ("ep9 tp2 seq zero3", set(), ""),
         (
-            "ep8",
+            "ep10",
             {"ep"},
-            "ep=8 for a model with 7 experts.\n  Use ep 7 or less, and dp for the rest.",
+            "ep=10 for a model with 9 experts.\n  Use ep 9 or less, and dp for the rest.",
         ),
-        ("tp2 ep2 compile", {"experts"}, "Leave compile out"),
         ("dp4 ep7", {"batch"}, "dp=4 x ep=7 x 1 microbatches less than one sequence each"),
     ],
 )

@@ -121,6 +121,22 @@ def test_every_kind_of_model_compiles(name: str) -> None:
     assert verdict.passed, verdict
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("latent", ""),  # a router's losses, and experts that are not compiled beside what is
+        pytest.param("experts", "ep2 tp2 seq zero3 accum:2 overlap", marks=pytest.mark.slow),
+        pytest.param("experts", "recompute:selective accum:2", marks=pytest.mark.slow),
+        pytest.param("latent", "ep2 pp2 zb-h1:3 recompute:all", marks=pytest.mark.slow),
+        pytest.param("latent", "ep4 cp2 recompute:selective", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_with_experts_compile_around_these(name: str, text: str) -> None:
+    (verdict,) = verify(SHAPES[name], [Layout.parse(f"{text} compile fp64")], steps=1)
+    assert verdict.passed, verdict
+    assert graphs().compiled > 3
+
+
 def test_a_model_of_ones_own_compiles() -> None:
     path = Path(__file__).parents[2] / "examples" / "stranger.py"
     make = partial(load_model, f"{path}:Stranger")

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from phalanx.comm import Work
@@ -19,7 +20,7 @@ from phalanx.train import executor
 
 from .fault import fault, swapped
 
-BIAS = "gradient of layers.2.mlp.router.bias"
+BIAS = "gradient of layers.3.mlp.router.bias"
 
 
 @fault(
@@ -51,6 +52,33 @@ def _() -> AbstractContextManager[None]:
         return right(self, x, gates, by_expert.view(chosen.shape))
 
     return swapped(ExpertMlps, "forward", forward)
+
+
+@fault("experts: tokens above a capacity are dropped", "experts", "dp2", "output of layers.1")
+def _() -> AbstractContextManager[None]:
+    right = ExpertMlps.on_sorted
+
+    def on_sorted(self: Any, tokens: Tensor, counts: Tensor) -> Tensor:
+        runs = right(self, tokens, counts).split(counts.tolist())
+        capacity = 5 * len(tokens) // (4 * len(counts))
+        taken = [torch.arange(len(run)) < capacity for run in runs]
+        return torch.cat([run * own.unsqueeze(-1) for run, own in zip(runs, taken, strict=True)])
+
+    return swapped(ExpertMlps, "on_sorted", on_sorted)
+
+
+@fault(
+    "experts: one token's mask of groups goes for all", "latent", "dp2", "the routing of layers.1"
+)
+def _() -> AbstractContextManager[None]:
+    right = Router.ranked
+
+    def ranked(self: Router, scores: Tensor) -> Tensor:
+        found = right(self, scores)
+        left = found[:1, :1].isfinite()
+        return (scores + self.bias.detach()).detach().masked_fill(~left, -torch.inf)  # type: ignore[union-attr]
+
+    return swapped(Router, "ranked", ranked)
 
 
 @fault("experts: a rank adds no counts", "experts", "dp2", BIAS)

@@ -30,7 +30,7 @@ RANKS = {"gqa": 8, "mlp": 8}  # of the others up to four: `make slow` has all la
 COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
     ("qwen", "odd", "gemma", "olmo"), 4
 )
-DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "latent": set[int]()}
+DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}, "latent": set[int]()}
 CHOSEN = [
     pytest.param(name, part, marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part})))
     for name, parts in COUNTS.items()
@@ -89,6 +89,21 @@ def test_adapters_and_frozen_weights_agree_with_one_process(name: str) -> None:
     assert [*found, failures(verify(shape, layouts, steps=2, make=make))] == [[], [], []]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts_agree_in_every_pair_of_choices_of_eight_ranks(packed: bool, part: int) -> None:
+    """All choices that there are; and, packed and with Muon, those over which ranks share experts."""
+    shape, optimizer = SHAPES["experts"], "muon" if packed else "adamw"
+    every = every_layout(shape, 8, besides=True)
+    some = tuple(x for x in every if x.ep in (2, 4, 8))
+    layouts = covering(some if packed else every, 1)
+    assert len(layouts) > 120
+    assert {1, 2, 4, 8} - {x.ep for x in layouts} == ({1} if packed else set())
+    found = verify(shape, layouts[part::4], packed=packed, optimizer=optimizer, worlds=late_worlds)
+    assert failures(found) == []
+
+
 def test_experts_without_a_token_agree_over_ranks() -> None:
     """Five tokens of each rank choose among 16 experts, so that most have none."""
     shape = replace(SHAPES["experts"], experts=16, top_k=1, batch=8, sequence=5)
@@ -112,20 +127,20 @@ def _drawn(shape: Shape) -> Model:
     def draw(name: str, weight: Tensor, generator: Generator) -> None:
         weight.normal_(0.0, 0.1, generator=generator)
         if name.endswith("router.bias"):
-            weight.zero_()[6] = 9.0
+            weight.zero_()[-1] = 9.0
 
     return replace(build_model(shape), draw=draw)
 
 
 def test_all_tokens_to_one_expert_agree_over_ranks() -> None:
-    """The choice of every token is the last expert of seven: all other ranks have none."""
+    """The choice of every token is the last expert of nine: all other ranks have none."""
     shape = replace(SHAPES["experts"], top_k=1, batch=9, sequence=5)
-    layouts = Layout.parse_many("ep7; ep2 tp2 seq; ep3 zero3; pp2 ep4 zb-h1:2; ep2 recompute:all")
+    layouts = Layout.parse_many("ep8; ep2 tp2 seq; ep3 zero3; pp2 ep4 zb-h1:2; ep2 recompute:all")
     assert failures(verify(shape, layouts, steps=1, make=partial(_drawn, shape))) == []
 
 
 def test_a_forward_beside_a_backward_agrees_with_one_process() -> None:
-    shape = replace(SHAPES["experts"], layers=4, batch=10, freeze=("layers.1",))
+    shape = replace(SHAPES["experts"], batch=10, freeze=("layers.1",))
     layouts = "ep2 pp2 dualpipe-v:5 zero2; ep2 tp2 seq accum:2 overlap recompute:selective"
     assert failures(verify(shape, Layout.parse_many(layouts), steps=1)) == []
 

@@ -192,7 +192,7 @@ def layouts_to_verify(
 ) -> tuple[Layout, ...]:
     """Those that are named, or all of up to so many ranks, or a subset that covers all pairs."""
     if text is None:
-        every = every_layout(shape, ranks, axes=axes)
+        every = every_layout(shape, ranks, axes=axes, besides=bool(cover))
         if make:
             from ..parallel import fitting
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, cycle, product
+from typing import Any
 
 from .choices import ACCUM, FP64, SCHEDULES
 from .layout import Layout
 from .legal import divisors, legal
-from .mesh import Axis, LayoutError, Mesh
+from .mesh import Axis, Mesh
 from .shape import Shape
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
+_WORDS = """; recompute:selective; offload:activations; gather:step; offload:weights; recompute:sqrt;
+    reduce:micro; prefetch:0; offload:optimizer,activations prefetch:3; gather:micro; reduce:step"""
+_BESIDES = [Layout.written(words) for words in _WORDS.split(";")]
 _SMALL = Shape(
     "small", layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12, batch=25
 )
@@ -43,10 +47,10 @@ SHAPES: dict[str, Shape] = {
         _SMALL, name="olmo", norms="post", qk_norm=True, qk_norm_wide=True, sequence=11,
         rope_scaling="yarn", rope_factor=4.0, rope_high=32.0, rope_original=64, rope_attention=1.1,
     ),
-    # Seven experts, which no number of ranks divides, for three of a token; one that all tokens meet; a
-    # first block without; a bias that balances; scores that need not add up to one.
+    # Nine experts, which leave some of eight ranks without, for three of a token; one that all tokens
+    # meet; a first block without; a bias that balances; scores that need not add up to one.
     "experts": replace(
-        _SMALL, name="experts", layers=3, ffn=20, experts=7, top_k=3, expert_ffn=12, shared_experts=1,
+        _SMALL, name="experts", ffn=20, experts=9, top_k=3, expert_ffn=12, shared_experts=1,
         dense_layers=1, scores="sigmoid", routed_scale=1.5, balance="bias", balance_rate=0.01,
         sequence=11,
     ),
@@ -71,12 +75,17 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
-def every_layout(shape: Shape, ranks: int, *, axes: str = " ".join(AXES)) -> tuple[Layout, ...]:
+def every_layout(
+    shape: Shape, ranks: int, *, axes: str = " ".join(AXES), besides: bool = False
+) -> tuple[Layout, ...]:
     """All legal layouts of 1 to `ranks` ranks over these axes, each once; over ep where there are
-    experts."""
+    experts. With `besides` each has one more option, in turn, where it can have that one: as many
+    layouts, in which every option occurs with every choice."""
     free = set(axes.split()) - ({"ep"} if not shape.experts else set())
-    layouts = dict.fromkeys(_all(shape, ranks, free))
-    return tuple(layout for layout in layouts if not legal(layout, shape))
+    plain = tuple(x for x in dict.fromkeys(_all(shape, ranks, free)) if not legal(x, shape))
+    turns: Any = zip(plain, cycle(_BESIDES if besides else [{}]), strict=False)
+    each = [(x, replace(x, **option)) for x, option in turns]
+    return tuple(dict.fromkeys(x if legal(y, shape) else y for x, y in each))
 
 
 def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
@@ -92,14 +101,8 @@ def _all(shape: Shape, ranks: int, axes: set[str]) -> Iterator[Layout]:
             for zero, seq, order, recompute, overlap in product(
                 range(4), (False, True), _orders(pp), recomputes, (False, True)[:ep]
             ):
-                if zero == 0 and inner != dp:
-                    continue
-                schedule, chunks, m = order
-                try:
-                    x = Layout(mesh, seq, zero, schedule, chunks, m, precision=FP64)
-                    yield replace(x, recompute=recompute, overlap=overlap)
-                except LayoutError:
-                    continue
+                x = Layout(mesh, seq, zero, *order, precision=FP64)
+                yield replace(x, recompute=recompute, overlap=overlap)
 
 
 def _grids(ranks: int, free: list[bool]) -> Iterator[tuple[int, ...]]:
@@ -128,6 +131,7 @@ def _features(x: Layout) -> dict[str, object]:
         "dp": x.dp, "shard": x.mesh.of("dp.shard"), "pp": x.pp, "ring": x.mesh.of("cp.ring"),
         "ulysses": x.mesh.of("cp.ulysses"), "tp": x.tp, "ep": x.ep, "seq": x.seq, "zero": x.zero,
         "overlap": x.overlap, "order": (x.schedule, x.chunks, x.microbatches), "recompute": x.recompute,
+        "offload": x.offload, "gather": x.gather, "reduce": x.reduce, "prefetch": x.prefetch,
     }  # fmt: skip
 
 

@@ -162,6 +162,12 @@ class Layout:
         return self.mesh.of("dp.shard") * self.cp * self.ep if self.zero else 1
 
     @property
+    def experts_apart(self) -> bool:
+        """Whether a block's experts are a piece of their own: tokens travel to them, or the rest of the
+        block is a graph, in which lengths that nobody knows before have no place."""
+        return self.ep > 1 or bool(self.compile)
+
+    @property
     def virtual_stages(self) -> int:
         return self.pp * self.chunks
 

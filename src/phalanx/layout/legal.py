@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from .choices import ACCUM, GPIPE, NAIVE, ONE_F_ONE_B, SCHEDULES, traits
@@ -83,9 +83,6 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
     if s.experts and s.expert_ffn % x.tp:
         what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
         yield Violation("experts", what, f"Use tp {_divisors(math.gcd(s.expert_ffn, s.heads))}.")
-    if s.experts and x.compile:
-        what = "compile: how many tokens an expert has is not known when a graph is made."
-        yield Violation("experts", what, "Leave compile out of the layout.")
     if s.ffn % x.tp:
         what = f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
         yield Violation("ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.")
@@ -251,16 +248,6 @@ def _distance(a: Layout, b: Layout) -> float:
         abs(math.log2(a.mesh.of(n) / b.mesh.of(n)))
         for n in ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "tp")
     )
-    chosen = (
-        "seq",
-        "overlap",
-        "zero",
-        "schedule",
-        "chunks",
-        "gather",
-        "reduce",
-        "recompute",
-        "stages",
-    )
+    chosen = {field.name for field in fields(Layout)} - {"mesh", "microbatches"}
     others = sum(getattr(a, name) != getattr(b, name) for name in chosen)
     return float(axes + 0.5 * others) + 0.25 * abs(math.log2(a.microbatches / b.microbatches))

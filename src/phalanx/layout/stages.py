@@ -14,9 +14,9 @@ from .shape import Shape
 
 
 def program_pieces(layout: Layout, shape: Shape) -> tuple[tuple[int, int], ...]:
-    """For each piece of a layout's program the shape's piece and which part of it that is: where ranks
-    share experts, a block that has some is three pieces, between which tokens travel."""
-    counts = (3 if layout.ep > 1 and shape.sparse(p) else 1 for p in range(shape.pieces))
+    """For each piece of a layout's program the shape's piece and which part of it that is: where experts
+    are apart, a block that has some is three pieces, between which tokens travel."""
+    counts = (3 if layout.experts_apart and shape.sparse(p) else 1 for p in range(shape.pieces))
     return tuple((p, part) for p, count in enumerate(counts) for part in range(count))
 
 

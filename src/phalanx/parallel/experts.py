@@ -28,8 +28,8 @@ SENT = "sent"  # in a bundle: the tokens that travel
 
 
 def cut_blocks(model: Model, layout: Layout) -> Model:
-    """The model with three pieces for each block with experts, if ranks share these."""
-    if layout.ep == 1:
+    """The model with three pieces for each block with experts, if these are apart."""
+    if not layout.experts_apart:
         return model
     pieces = []
     for name, piece in model.pieces:
@@ -40,8 +40,8 @@ def cut_blocks(model: Model, layout: Layout) -> Model:
             isinstance(module, ExpertMlps) for module in piece.modules()
         ):
             raise LayoutError(
-                f"ep={layout.ep}: {name} has experts and is a {type(piece).__name__}, which does not say"
-                " where tokens leave it. Make it an ExpertBlock, or use dp in place of ep."
+                f"{layout}: {name} has experts and is a {type(piece).__name__}, which does not say where"
+                " tokens leave it. Make it an ExpertBlock, or use dp in place of ep and no compile."
             )
         pieces.append((name, piece))
     return replace(model, pieces=tuple(pieces)) if len(pieces) > len(model.pieces) else model
@@ -89,6 +89,9 @@ class Exchange:
         """Tell each rank how many tokens come to each of its experts; the bundle gets what comes here.
         A rank has as many experts as the first, the last ones maybe fewer."""
         counts, size = bundle.pop("counts"), self.counts.size
+        if size == 1:
+            bundle["routes"] = counts.view(1, -1)
+            return Work()
         each = -(-len(counts) // size)
         ours = F.pad(counts, (0, each * size - len(counts))).view(size, each)
         theirs = torch.empty_like(ours)  # from each rank, how many for each expert of this one
@@ -98,6 +101,8 @@ class Exchange:
 
     def begin(self, piece: int, microbatch: int, bundle: Bundle, *, gradient: bool) -> Work:
         """Begin to send a bundle's tokens into a piece, or their gradients out of it."""
+        if self.tokens.size == 1:
+            return Work()
         key = piece if piece in self.experts else piece - 1, microbatch
         if told := self.told.pop(key, None):
             ours, theirs = (counts.sum(1).tolist() for counts in told)

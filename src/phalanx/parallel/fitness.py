@@ -20,12 +20,7 @@ from ..models import IGNORED, Core, ExpertMlps, LoraLinear
 from ..models.loss import CrossEntropy
 from .model import Model
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def refuse_unfit(model: Model, layout: Layout) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..comm import World
 from ..layout import Layout, stage_pieces
+from ..models import ExpertsPart
 from ..program import Program, ops
 from .batch import edge_shape
 from .compile import CompiledModule, refuse_uncompiled
@@ -168,7 +169,10 @@ def _piece(
     device: torch.device,
 ) -> Piece:
     module, compiled = model.pieces[piece][1], None
-    if layout.compile and device.type != "meta":  # there it is costed, operation by operation
+    eager = (
+        isinstance(module, ExpertsPart) or device.type == "meta"
+    )  # where each operation is costed
+    if layout.compile and not eager:
         refuse_uncompiled(device)
         again = layout.recompute == "selective" and 0 < piece < program.pieces - 1
         compiled = CompiledModule(module, layout.compile, device, selective=again)

@@ -355,9 +355,5 @@ class _Installer:
                 module.register_forward_pre_hook(lambda m, args: (own(args[0]), *args[1:]))
             elif isinstance(module, Router) or (isinstance(module, Dropout) and "." not in name):
                 module.register_forward_pre_hook(
-                    lambda m, args: (
-                        args[0],
-                        None if args[1] is None else own(args[1]),
-                        *args[2:],
-                    )
+                    lambda m, args: (args[0], None if args[1] is None else own(args[1]), *args[2:])
                 )

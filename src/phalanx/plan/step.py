@@ -256,7 +256,7 @@ def parts_of(
             input_gradient=replace(head.input_gradient, moved=head.input_gradient.moved + backward),
         )
     rows = case.rows, case.rows * busy, case.rows
-    parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if cut.ep > 1 else []
+    parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if kinds.parts else []
     block = joined(parts) if parts else kinds.block(case.rows)
     numbers, s = 0.0, case.shape  # kept of a block for each token, beside what ours keeps
     if profile.fused and s.gated:  # one kernel makes gate and product, and keeps nothing between

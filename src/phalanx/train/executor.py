@@ -224,10 +224,7 @@ class Executor:
                 },
             ),
             "open gradients": ({n for n, u in units.items() if u.is_open}, {*state.open}),
-            "reduced gradients": (
-                {n for n, u in units.items() if u.has_gradient},
-                state.arrived,
-            ),
+            "reduced gradients": ({n for n, u in units.items() if u.has_gradient}, state.arrived),
             "reductions under way": (
                 {o for o in self.under_way if o.kind in ops.REDUCTIONS},
                 {*state.under_way},
@@ -262,7 +259,11 @@ class Executor:
             if self.shares:
                 self.share.copy_(self._loss_scale / total[1:])
 
-        return Then(self.local.groups.count.all_reduce(total, wait=False), counted)
+        work = Then(self.local.groups.count.all_reduce(total, wait=False), counted)
+        if self.shares and any(piece.compiled for piece in self.local.pieces.values()):
+            work.wait()  # a graph may read in its forward what its backward is for
+            return Work()
+        return work
 
     def _agree(self, op: Op) -> Work:
         # Of each unit that this rank counts; kept, as they are finite only if all its numbers are.

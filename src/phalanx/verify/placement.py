@@ -63,15 +63,8 @@ AXES = ("dp.replicate", "dp.shard", "pp", "cp.ring", "cp.ulysses", "ep", "tp", C
 NOWHERE: Places = (REPLICATED,) * len(AXES)
 
 _ADDS = {"add", "sub", "add_", "sub_"}
-_ALONE = {
-    "neg",
-    "clone",
-    "_to_copy",
-    "mul",
-    "mul_",
-    "div",
-    "div_",
-}  # number by number, or each by one
+# Number by number, or each by one.
+_ALONE = {"neg", "clone", "_to_copy", "mul", "mul_", "div", "div_"}
 _LINEAR = {"sum", "mean", "cat", "stack", "mm", "bmm"}
 _PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm"}
 _SCATTERS = {"scatter_add", "scatter_add_", "index_add", "index_add_", "index_put", "index_put_"}
@@ -90,7 +83,7 @@ def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ..
         if any(at[axis] for axis in elsewhere):
             continue  # as one that is looked at, or with parts of the same weights
         few = cut_blocks(_few(make(), small), small)
-        stages = _stages(len(few.pieces), small.pp * small.chunks)
+        stages = _stages([name for name, _ in few.pieces], small.pp * small.chunks)
         program = build(
             small,
             stages,
@@ -140,8 +133,10 @@ def _few(model: Model, layout: Layout) -> Model:
     return replace(model, pieces=copy.deepcopy(tuple(model.pieces[n] for n in sorted(chosen))))
 
 
-def _stages(pieces: int, stages: int) -> tuple[range, ...]:
-    ends = [pieces * i // stages for i in range(stages + 1)]
+def _stages(names: Sequence[str], stages: int) -> tuple[range, ...]:
+    """Pieces over stages; those of one block, which have its name, are together."""
+    starts = [n for n, name in enumerate(names) if not n or name != names[n - 1]]
+    ends = [*(starts[len(starts) * i // stages] for i in range(stages)), len(names)]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout
+from ..models import RoutingPart
 from ..parallel import Entry, Model, Piece, Precision, microbatches, on_device
 from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
@@ -131,12 +132,16 @@ class _Tracer:
         """`last`: of a block that is several pieces, what the last one puts out is compared."""
         plain = piece.forward
         chosen: list[Tensor] = []
-        for _, router in routers([(name, piece.module)]):
-            router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
+        if not isinstance(piece.module, RoutingPart):  # which says it, also from within a graph
+            for _, router in routers([(name, piece.module)]):
+                router.register_forward_hook(lambda m, args, out: chosen.append(out[1]))
 
         def forward(microbatch: int, bundle: Bundle, batch: Batch, **how: Any) -> Bundle:
             out = plain(microbatch, bundle, batch, **how)
             y = out["x"]
+            if "counts" in out:
+                sorted_by = torch.repeat_interleave(out["counts"])[out["order"].argsort()]
+                chosen.append(sorted_by.view(out["gates"].shape).chunk(self.parts, 1)[self.tp])
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]

@@ -32,16 +32,7 @@ from ...layout.files import write_text
 from ..folder import Folder, count, decoded
 from .rows import BadRow, Form, Rows, encoded, form_of, place, read_rows
 from .sources import BadFile, Source, SourceBlock, blocks, find_sources
-from .token_files import (
-    ANSWERS,
-    DTYPES,
-    INDEX,
-    SPLITS,
-    DataError,
-    dtype_for,
-    held_out,
-    write_index,
-)
+from .token_files import ANSWERS, DTYPES, INDEX, SPLITS, DataError, dtype_for, held_out, write_index
 from .vocabulary import Encoded, Vocabulary
 
 PROGRESS = "progress.json"
