@@ -17,21 +17,26 @@ from phalanx.layout.stages import partial_pieces
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
 from phalanx.plan.profile import SoftwareProfile, profile
+from phalanx.plan.price import OpTime
 from phalanx.plan.routing import Routing
 from phalanx.plan.search import Plan, Screened, baselines, judge, search
 from phalanx.plan.space import Space, spread
 from phalanx.plan.step import (
+    Case,
     Choice,
     Pricer,
     Request,
     case_of,
     choice,
     costs_of,
+    joint_lanes,
+    longest,
     predicted,
     sizes_of_case,
 )
-from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product, build, simulate
+from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product, build, ops
 from phalanx.program.memory import peaks
+from phalanx.program.simulate import compiled, times
 
 SHAPE = replace(Shape.load("8b"), layers=8, batch=32, sequence=4096)
 SEQUENCE, BATCH = 4096, 32
@@ -137,8 +142,9 @@ def test_the_step_is_the_makespan_of_the_whole_program_on_the_whole_mesh(text: s
     found = choice(case, three, asked.hardware, asked.profile)
     parts = partial_pieces(layout, SHAPE)
     program = build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts)
-    whole = simulate(program, costs_of(case, three, asked.hardware, asked.profile))
-    assert found.step == pytest.approx(whole.makespan, rel=1e-9)
+    made = compiled(program, joint=joint_lanes(layout, asked.hardware))
+    _, ends = times(made, costs_of(case, three, asked.hardware, asked.profile))
+    assert found.step == pytest.approx(max(ends), rel=1e-9)
     fullest = max(peak.total for peak in peaks(program, sizes_of_case(case, three, asked.profile)))
     bytes_ = asked.profile.context + asked.profile.reserve * fullest
     assert found.bytes == pytest.approx(bytes_, rel=1e-9)
@@ -168,6 +174,48 @@ def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_
     fullest = max(peak.total for peak in peaks(program, sizes))
     bytes_ = asked.profile.context + asked.profile.reserve * fullest
     assert found.bytes == pytest.approx(bytes_, rel=1e-9)
+
+
+def test_collectives_over_one_group_take_turns_and_replicas_have_links_of_their_own() -> None:
+    """Messages of a step that computes next to nothing: all of them one after the other."""
+    asked = request("a100-80x16", software=replace(profile("phalanx"), speed=1e4, traffic=1e-4, host=0))
+    layout = Layout.parse("dp16 zero3 accum:4 bf16")
+    case = case_of(SHAPE, layout, batch=BATCH, sequence=SEQUENCE)
+    three = Pricer(asked).three(piece_layout(layout), case.rows, False)
+    costs = costs_of(case, three, asked.hardware, asked.profile)
+    pieces = range(SHAPE.pieces)
+    sums = 4 * sum(costs.pieces[ops.REDUCE, n] for n in pieces)
+    # Each microbatch gathers blocks twice; the head's weights stay from its forward to its backward.
+    gathers = 4 * sum(costs.pieces[ops.GATHER, n] * (2 - (n == pieces[-1])) for n in pieces)
+    found = choice(case, three, asked.hardware, asked.profile)
+    assert found.step == pytest.approx(sums + gathers, rel=0.15)
+    assert ops.KINDS[ops.REDUCE_REPLICAS].lane not in joint_lanes(
+        Layout.parse("dp2x8 zero3"), asked.hardware
+    )
+    assert len(joint_lanes(Layout.parse("dp2x16 zero3"), hardware("h100x32"))) == 3
+
+
+def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
+    """Of zb-h2 with parts of a backward as long as its forward, no stage ever waits (Qi et al. 2024,
+    figure 3); 1F1B's first stage is at work from the beginning to the end."""
+    asked = request("h100x4", software=replace(profile("phalanx"), rolls=True), layers=4)
+    for text, rolls in (("pp4 zb-h2:8 bf16", True), ("pp4 1f1b:8 bf16", False)):
+        layout = Layout.parse(text)
+        case = Case(asked.shape, layout, 1.0, SEQUENCE)
+        embed, block, head = Pricer(asked).three(piece_layout(layout), 1.0, True)
+        one = OpTime(1.0)
+        three = tuple(
+            replace(t, forward=one, inputs=one, weights_=one) if t is block
+            else replace(t, forward=OpTime(), inputs=OpTime(), weights_=OpTime())
+            for t in (embed, block, head)
+        )  # fmt: skip
+        found = choice(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
+        assert found.step == pytest.approx(8 * 3 if rolls else 8 * 3 + 3 * 3, rel=0.01)
+        path = longest(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
+        costs = costs_of(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
+        assert sum(often * costs.of(op, rank) for (rank, op), often in path.items()) == (
+            pytest.approx(found.step)
+        )
 
 
 def test_a_schedule_of_ones_own_is_planned_as_its_program_runs(tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ def _time(space: Space, x: Options, s: _Stages, n: _Numbers, u: _Unit, *, split:
     work = (
         work + s.embed * (ef + eb) + s.head * (hf + hb)
     )  # (microbatches, pipelines, inners, ranks)
-    later = (s.before > 0) | (s.embed == 0)
+    rolls = space.request.profile.rolls  # then no stage waits for others to begin or to end
+    later = ((s.before > 0) | (s.embed == 0)) & (not rolls)
     head = np.where(later, ef + s.before * bf, 0.0)
     back = 0.0 if split else np.where(later, eb + s.before * bb, 0.0)
     path = (head + m * work + back).max(axis=-1)
@@ -201,11 +202,15 @@ def _time(space: Space, x: Options, s: _Stages, n: _Numbers, u: _Unit, *, split:
     stage = np.array([zero.stage for zero in x.zeros])
     each = u.reduce + u.replicas
     last = each.min(axis=0) if split else each[0]
-    step = path + (np.where(stage > 0, u.gather[0], 0.0) + last)[:, None, None, None] + update
+    step = (
+        path
+        + (np.where((stage > 0) & (not rolls), u.gather[0], 0.0) + last)[:, None, None, None]
+        + update
+    )
     m = m[..., 0]
     often = (stage >= 2)[:, None, None, None]  # summed after every microbatch
     step = np.where(often, np.maximum(step, m * sums + update), step)
-    if x.grid.pp == 1:
+    if x.grid.pp == 1 and not rolls:
         for z, zero in enumerate(x.zeros):
             alone = _alone(
                 n, layers, zero, [float(a) for a in u.gather[:, z]], float(sums[z].max()), m
@@ -294,13 +299,14 @@ def _stage_nodes(
 
 def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer) -> float:
     """Seconds that the schedule of one candidate takes by itself, without what concerns units: no
-    program of it is faster. 0 where that is not looked at: without a pipeline, too long, or with frozen
-    pieces."""
+    program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
+    pieces, or where steps roll."""
     (_, c, p, q), pp = at, x.grid.pp
     pipe, inner, count = x.pipelines[p], x.inners[q], x.counts[c]
     request = space.request
     long = 3 * pp * pipe.chunks * count > _NODES
-    if pp == 1 or long or request.hardware.cores or request.shape.frozen:
+    alone = request.profile.rolls or request.hardware.cores or request.shape.frozen
+    if pp == 1 or long or alone:
         return 0.0
     layout = space.layout(x, *at)
     cut = space.cut(x.grid, inner, split=layout.splits_backward)
@@ -480,14 +486,16 @@ def _memory(
         shards = cut * p.gradient_bytes / part
         gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
         then = kept
+        bucket = p.bucket if zero.stage == 3 and p.bucket else np.inf
         if zero.stage >= 2 and part > 1:
             # Beside the shards, which are there from a unit's first sum.
             beside = max(0.0, p.reduce_bytes - p.gradient_bytes / (few if n.experts[1] else part))
             sums = np.maximum(summing - 1, 0.0) if unit.replicas > 1 else summing
-            then = then + (whole * n.trained[1] + sums * min(n.trained)) * beside
+            whole_ = whole * min(n.trained[1], bucket)
+            then = then + (whole_ + sums * min(*n.trained, bucket)) * beside
         if zero.stage == 3:
-            always = always + min(n.weights) * p.gathered_bytes
-            if zero.gather == "step":
+            always = always + min(*n.weights, bucket) * p.gathered_bytes
+            if zero.gather == "step" and bucket == np.inf:
                 then = then + there * (every - min(n.weights)) * p.gathered_bytes
         late = (then[3:] + begun * gradients).max(axis=0)
         most = np.maximum(then[:3].max(axis=0), late)

@@ -18,6 +18,7 @@ from .profile import SCORES, SoftwareProfile
 # scales, masks and softens them, one drops some out; and both again in the backward.
 _SCORES = {True: 9.0, False: 11.0}
 FUSED = 0.5  # of the bytes that operations move one by one, where neighbours are one kernel
+_ADDING = 10.0  # bytes of a gradient in 16 bits that is added to one in 32, which costs have
 _STARTS = 4.0  # operations that start as slowly as one message does
 _OVERLAP = 0.9  # of computing that messages sent beside it may take
 SLOWED = 0.25  # of their time: what computing loses to them, units and memory
@@ -74,6 +75,7 @@ class OpParts:
     products: float
     attention: float
     moved: float
+    added: float  # adding weights' gradients to those of earlier microbatches
     host: float
     ring: float  # sends that travel while a block is computed
     messages: float  # the other ones inside the operation
@@ -84,7 +86,8 @@ class OpParts:
     def under(self, profile: SoftwareProfile, piped: bool = False) -> OpTime:
         """Its times, in a pipeline or without one."""
         device = self.products / profile.speed + self.attention
-        device += self.moved * profile.traffic * (FUSED if profile.fused else 1.0)
+        moved = self.moved * (FUSED if profile.fused else 1.0) + self.added
+        device += moved * profile.traffic
         inside = 0.0 if profile.overlaps_tensor else self.messages
         beside = self.ring + self.messages - inside
         hidden = min(beside, _OVERLAP * device)
@@ -97,9 +100,15 @@ class OpParts:
 
 
 def op_parts(
-    load: Load, hardware: Hardware, cut: Layout, dtype: str, profile: SoftwareProfile
+    load: Load,
+    hardware: Hardware,
+    cut: Layout,
+    dtype: str,
+    profile: SoftwareProfile,
+    added: float = 0.0,
 ) -> OpParts:
-    """The parts of one operation on one rank, with the profile's kernels."""
+    """The parts of one operation on one rank, with the profile's kernels. `added` of what it moves
+    are gradients of weights, however many tokens there are."""
     ring, messages = _messages(load, hardware, cut)
     if hardware.cores and hardware.ranks >= hardware.cores:
         # No core is left to carry a ring's messages, and each carries what comes and what goes.
@@ -109,7 +118,8 @@ def op_parts(
     return OpParts(
         products=sum(rates.product(p, dtype) for p in load.products),
         attention=sum(_attention(a, hardware, dtype, profile.attention) for a in load.attention),
-        moved=rates.move(load.moved),
+        moved=rates.move(load.moved - added),
+        added=rates.move(added * profile.adding / _ADDING),
         host=(load.launches + _STARTS * len(load.messages)) * rates.launch,
         ring=ring,
         messages=messages,
@@ -185,9 +195,15 @@ class PieceParts:
 
 
 def piece_parts(
-    cost: PieceCost, hardware: Hardware, profile: SoftwareProfile, cut: Layout, dtype: str
+    cost: PieceCost,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    cut: Layout,
+    dtype: str,
+    none: PieceCost | None = None,
 ) -> PieceParts:
-    """A piece as software with the profile's facts runs it; the fitted numbers are not used yet."""
+    """A piece as software with the profile's facts runs it; the fitted numbers are not used yet. `none`
+    is the same piece without a token: what it moves are gradients of its weights."""
     again, scores, fused = cost.again, 0.0, profile.fused_attention
     if not fused and cut.recompute == "selective":
         # What is worth computing again is then attention, scores and all, and nothing else.
@@ -198,8 +214,12 @@ def piece_parts(
             a.batch * a.heads * a.queries * a.keys for a in cost.forward.attention
         )
     loads = (cost.forward, cost.input_gradient, cost.weight_gradient, again)
+    added = (
+        (0.0, none.input_gradient.moved, none.weight_gradient.moved, 0.0) if none else (0.0,) * 4
+    )
     forward, inputs, weights, repeated = (
-        op_parts(load, hardware, cut, dtype, profile) for load in loads
+        op_parts(load, hardware, cut, dtype, profile, more)
+        for load, more in zip(loads, added, strict=True)
     )
     if fused and cut.recompute == "selective":
         more = profile.repeats * forward.products

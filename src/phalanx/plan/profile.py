@@ -61,14 +61,24 @@ class SoftwareProfile:
         False, "each tensor-parallel rank sends its part to the next stage, which gathers them"
     )
     one_port: bool = key(False, "a data-parallel collective uses one port of a server, not all")
+    rolls: bool = key(
+        False,
+        "a stage begins the next step when its own has ended: the norm of all is checked later",
+    )
     balanced: bool = key(False, "stages count embedding and head as blocks; else blocks are even")
     muon: bool = key(False, "the matrices of blocks are updated whole, by Muon")
     weight_bytes: float = key(2.0, "of a parameter that computing reads")
     gradient_bytes: float = key(4.0, "of a gradient that is kept")
     reduce_bytes: float = key(4.0, "of a gradient on the group")
+    adding: float = key(
+        10.0, "bytes moved to add a weight's gradient to those before it; 0: a product does it"
+    )
     flat_gradients: bool = key(False, "gradients have a buffer from the start of a run on")
     optimizer_bytes: float = key(12.0, "float32 copy and two averages")
     gathered_bytes: float = key(2.0, "of a weight on the group")
+    bucket: float = key(
+        0.0, "weights of a piece that are gathered, and gradients that are sent, at once; 0: all"
+    )
     logs_first_rank: bool = key(False, "its log has the memory of a pipeline's first rank")
     logs_gib: bool = key(False, "the GB of its log are 2^30 bytes")
     context: float = key(1.5e9, "bytes that no tensor holds: driver, communicators")

@@ -7,9 +7,11 @@ noise and their software differ. Each is predicted with numbers that were fitted
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,16 @@ from ..program.program import uncollected
 from .profile import SoftwareProfile
 from .published import MOST, PublishedRun, logged
 from .rules import RULES
+from .step import LIMIT
 from .table import PublishedRow
 
-# How much repeats of one configuration differ in a source; pairs that are closer have no order.
+# How far nine of ten repeats of one configuration are from each other at most; pairs that are closer
+# have no order. It is taken from a table's own repeats where it has so many pairs of them, and else from
+# what is told of its source.
 NOISE = {"llm": 0.015, "ultrascale": 0.12}
 _USUAL_NOISE = 0.02
-_MISS = 1.0  # regret of a pick that ran out of memory
+_REPEATS = 10
+_MISS = 1.0  # regret of a rule's pick that ran out of memory
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,12 @@ class ScoredRow:
         """Whether it is expected to run."""
         assert self.row.hardware is not None
         return self.memory <= self.row.hardware.memory and not self.row.empty
+
+    @property
+    def picked(self) -> bool:
+        """Whether a search would look at it."""
+        assert self.row.hardware is not None
+        return self.memory <= LIMIT * self.row.hardware.memory and not self.row.empty
 
     @property
     def refused(self) -> bool:
@@ -240,7 +252,7 @@ def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int
         held_out=StepErrors.of(np.array([x.held / x.row.step for x in timed if x.held])),
         after_five=StepErrors.of(np.array([x.after / x.row.step for x in timed if x.after])),
         scaled=StepErrors.of(ratios / np.median(ratios)) if len(ratios) else None,
-        tau=_tau(timed, _noise(family)),
+        tau=_tau(timed, _noise(family, timed)),
         groups=count,
         regret=regret,
         misses=misses,
@@ -252,8 +264,13 @@ def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int
     )
 
 
-def _noise(family: str) -> float:
-    return next((v for k, v in NOISE.items() if k == family), _USUAL_NOISE)
+def _noise(family: str, timed: Sequence[ScoredRow]) -> float:
+    alike: dict[Any, list[float]] = defaultdict(list)
+    for x in timed:
+        alike[x.row.case, x.row.device, x.row.profile.name].append(math.log(x.row.step))
+    apart = [abs(a - b) for same in alike.values() for a, b in combinations(same, 2)]
+    told = NOISE.get(family, _USUAL_NOISE)
+    return float(np.quantile(apart, 0.9)) if len(apart) >= _REPEATS else told
 
 
 def _by_group(runs: Sequence[ScoredRow]) -> list[list[ScoredRow]]:
@@ -284,8 +301,9 @@ def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
 def _regrets(
     runs: Sequence[ScoredRow],
 ) -> tuple[dict[int, float] | None, int, dict[str, float] | None, int]:
-    """Mean loss of the first pick, and of the best of the first 3 and 5, over groups of three
-    layouts or more; how many first picks ran out of memory; and the same of plain rules."""
+    """Mean loss of the first pick, and of the best of the first 3 and 5, among layouts that ran, over
+    groups of three or more; how many first picks of all ran out of memory; and the loss of plain rules.
+    Picks are made as a search makes them: what leaves an allocator no room comes last."""
     mine: dict[int, list[float]] = {1: [], 3: [], 5: []}
     rules: dict[str, list[float]] = {name: [] for name in (*RULES, "random")}
     misses = count = 0
@@ -299,10 +317,11 @@ def _regrets(
         def lost(x: ScoredRow, best: float = best) -> float:
             return x.per_token / best - 1 if x.row.step > 0 else _MISS
 
-        order = sorted(group, key=lambda x: (not x.fits, x.predicted_per_token))
+        order = sorted(group, key=lambda x: (not x.picked, x.predicted_per_token))
         misses += order[0].row.step <= 0
+        among = [x for x in order if x.row.step > 0]
         for k, losses in mine.items():
-            losses.append(min(lost(x) for x in order[:k]))
+            losses.append(min(lost(x) for x in among[:k]))
         for name, rule in RULES.items():
             rules[name].append(lost(min(group, key=lambda x: rule(x.row))))
         rules["random"].append(float(np.mean([lost(x) for x in group])))

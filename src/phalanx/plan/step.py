@@ -33,6 +33,7 @@ MEMORY = tuple(_MEMORY.split())
 _COMES = ("activations", "inputs", "gathered", "messages", "temporary")  # and goes, in every step
 _HOLES = 0.25  # of it: what torchtitan's runs have reserved beyond their tensors, at most about
 PARTS = ("compute", "tensor", "data", "pipe", "bubble", "update")
+LIMIT = 0.85  # of a device's memory: what a search uses
 FULL = (0.93, 0.99)  # of a device's memory: where an allocator begins to thrash, and does
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
 # For each logit of 16 bits, by what a loss makes of them: bytes kept beside the logits, bytes there for
@@ -48,7 +49,7 @@ _NUMBER = 8.0  # bytes of one number that ranks agree on
 _TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
 _BUILT = 48  # programs that are kept
 # Lanes of collectives over units, of which each rank waits for its own alone.
-_UNIT_LANES = {KINDS[k].lane for k in (ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS)}
+_UNIT_LANES = frozenset(KINDS[k].lane for k in (ops.GATHER, ops.REDUCE, ops.REDUCE_REPLICAS))
 
 
 class PieceKinds(Protocol):
@@ -89,7 +90,7 @@ class Request:
     sequence: int
     batch: int  # sequences of a step
     precision: str = BF16
-    limit: float = 0.85  # the part of a device's memory that may be used
+    limit: float = LIMIT  # the part of a device's memory that may be used
     model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
     cluster: str = ""  # its name; empty for a measured machine
     routing: Routing = Routing()
@@ -269,12 +270,13 @@ def parts_of(
     # Narrower products than the layout's are those of blocks: the head keeps its precision.
     dtype = case.dtype or cut.precision
     e, h = (
-        piece_parts(cost, hardware, profile, cut, cut.precision)
-        for cost in (kinds.embed(case.rows), head)
+        piece_parts(cost, hardware, profile, cut, cut.precision, none)
+        for cost, none in ((kinds.embed(case.rows), kinds.embed(0.0)), (head, kinds.head(0.0)))
     )
-    b = piece_parts(block, hardware, profile, cut, dtype)
+    b = piece_parts(block, hardware, profile, cut, dtype, kinds.block(0.0))
     if parts:
-        inside = tuple(piece_parts(cost, hardware, profile, cut, dtype) for cost in parts)
+        each = zip(parts, kinds.parts, strict=True)
+        inside = tuple(piece_parts(n, hardware, profile, cut, dtype, p(0.0)) for n, p in each)
         b = replace(b, parts=inside)
     return e, b, h
 
@@ -496,6 +498,7 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
     # With a sum after every microbatch the whole gradient is there only until it is sent.
     gradient = profile.reduce_bytes if x.reduce == "micro" and part > 1 else profile.gradient_bytes
     held = 0.0 if "optimizer" in x.offload else profile.optimizer_bytes / part
+    most = profile.bucket if x.zero == 3 and profile.bucket else math.inf
 
     def each(size: Callable[[PieceTimes], float]) -> tuple[float, ...]:
         return tuple(map(size, all_))
@@ -518,8 +521,8 @@ def sizes_of_case(case: Case, three: Three, profile: SoftwareProfile) -> Sizes:
         kept_after_i=each(lambda t: t.kept_after_i),
         temporary=each(lambda t: t.temporary),
         home=trained(home, frozen_bytes(x, profile, part)),
-        gathered=each(lambda t: (profile.gathered_bytes if whole else 0.0) * t.weights),
-        gradient=() if flat else trained(gradient),
+        gathered=each(lambda t: profile.gathered_bytes * min(t.weights, most) * whole),
+        gradient=() if flat else tuple(min(size, gradient * most) for size in trained(gradient)),
         gradient_shard=trained(profile.gradient_bytes / part, cut=True)
         if part > 1 and not flat
         else (),
@@ -554,6 +557,7 @@ class _Built:
     program: Program
     in_place: bool  # gradients have no shards
     blocking: Collection[str]
+    joint: Collection[str]
 
     @cached_property
     def walked(self) -> list[State]:
@@ -566,7 +570,7 @@ class _Built:
 
     @cached_property
     def compiled(self) -> Compiled:
-        return compiled(self.program, self.blocking, self.walked)
+        return compiled(self.program, self.blocking, self.walked, self.joint)
 
     @cached_property
     def peaks(self) -> dict[Sizes, tuple[Mapping[str, float], ...]]:
@@ -599,10 +603,22 @@ def _built(
     experts: tuple[int, ...],
     overlaps: bool,
     whole: tuple[int, ...],
+    joint: frozenset[str],
+    agree: bool,
 ) -> _Built:
-    step = partial(build, layout, stages, tied, agree=True, overlaps=overlaps)
+    step = partial(build, layout, stages, tied, agree=agree, overlaps=overlaps)
     program = step(parts=parts, frozen=frozen, experts=experts, whole=whole)
-    return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES)
+    return _Built(program, layout.shards == 1, () if overlaps else _UNIT_LANES, joint)
+
+
+def joint_lanes(layout: Layout, hardware: Hardware) -> frozenset[str]:
+    """Lanes of collectives over the same links. Those over one group are on one communicator, which
+    runs them in the order in which they are issued; replicas have links of their own where shards
+    stay in a server. On a CPU messages were measured among ranks that share its cores."""
+    if hardware.cores:
+        return frozenset()
+    inside = _nearest(layout) * layout.shards <= hardware.node < layout.ranks
+    return _UNIT_LANES - {KINDS[ops.REDUCE_REPLICAS].lane} if inside else _UNIT_LANES
 
 
 def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProfile) -> _Built:
@@ -613,13 +629,16 @@ def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProf
     experts = program_experts(case.layout, shape)
     matrices = program_matrices(shape, case.layout) if profile.muon else []
     whole = tuple(n for n, each in enumerate(matrices) if any(each) and n not in frozen)
+    joint = joint_lanes(case.layout, hardware)
     if not traits(layout.schedule).searched and layout.recompute != "fit":
-        return _built(layout, stages, tied, parts, frozen, experts, profile.overlaps_data, whole)
+        overlaps = profile.overlaps_data
+        agree = not profile.rolls
+        return _built(layout, stages, tied, parts, frozen, experts, overlaps, whole, joint, agree)
     program = build(
         layout,
         stages,
         tied,
-        agree=True,
+        agree=not profile.rolls,
         parts=parts,
         frozen=frozen,
         experts=experts,
@@ -630,7 +649,7 @@ def _program(case: Case, three: Three, hardware: Hardware, profile: SoftwareProf
         limit=(hardware.memory - profile.context) / profile.reserve,
     )
     blocking = () if profile.overlaps_data else _UNIT_LANES
-    return _Built(program, layout.shards == 1, blocking)
+    return _Built(program, layout.shards == 1, blocking, joint)
 
 
 def choice(
@@ -704,8 +723,9 @@ def _simulated(
         again = (layout.microbatches - case.layout.microbatches) / more[0]
         weight = [1.0 + again * inside for inside in part.inside]
         longer = again * shift(made, part, ends)
-    parts = _parts(made, starts, ends, _inside(case, three), weight)
-    if part and abs(sum(parts.values()) - max(ends) - longer) > 1e-9 * max(ends):
+    took = _longest_span(made, starts, ends, profile)[0]
+    parts = _parts(made, starts, ends, _inside(case, three), weight, took)
+    if part and abs(sum(parts.values()) - took - longer) > 1e-9 * took:
         return None
     return Choice(layout, replace(case, layout=layout), parts, memory, stages)
 
@@ -742,20 +762,39 @@ def _inside(case: Case, three: Three) -> dict[tuple[str, int], float]:
     return part
 
 
+def _longest_span(
+    made: Compiled, starts: list[float], ends: list[float], profile: SoftwareProfile
+) -> tuple[float, int, int]:
+    """Seconds of a step, the event that it ends with, and the last before it begins (-1: none). Where
+    steps roll it is that of the stage that is longest at work, from its first computation to its last."""
+    if not profile.rolls:
+        last = max(range(len(ends)), key=ends.__getitem__)
+        return ends[last], last, -1
+    spans = []
+    for row in made.computing:
+        first, last = row[0][0], max((n for n, _ in row), key=ends.__getitem__)
+        before = max(made.before[first], key=ends.__getitem__, default=-1)
+        spans.append((ends[last] - starts[first], last, before))
+    return max(spans)
+
+
 def _parts(
     made: Compiled,
     starts: list[float],
     ends: list[float],
     inside: Mapping[tuple[str, int], float],
     weight: list[float],
+    step: float,
 ) -> dict[str, float]:
     """The step of the rank that computes most: what it computes, and what it waits for. An event
-    counts as often as `weight` says."""
-    makespan = max(ends, default=0.0)
+    counts as often as `weight` says. The rank begins with the step, or where it ends sooner than that
+    with its first computation."""
     busiest = max(
         made.computing, key=lambda row: sum((ends[n] - starts[n]) * weight[n] for n, _ in row)
     )
-    parts, now = dict.fromkeys(PARTS, 0.0), 0.0
+    parts = dict.fromkeys(PARTS, 0.0)
+    now = 0.0 if step >= max(ends) else starts[busiest[0][0]]
+    makespan = now + step
 
     def waited(since: float, until: float, cause: int, times: float) -> None:
         kind = made.priced[made.price[cause]][0][1].kind if cause >= 0 else ""
@@ -807,13 +846,16 @@ def longest(
         if period and not part:
             continue
         made = built.compiled
-        _, ends = times(made, costs)
-        weight, whole = [1.0] * len(ends), max(ends)
+        starts, ends = times(made, costs)
+        weight = [1.0] * len(ends)
+        whole, last, first = _longest_span(made, starts, ends, profile)
         if part:
             again = (layout.microbatches - count) / period
             weight = [1.0 + again * inside for inside in part.inside]
             whole += again * shift(made, part, ends)
-        path, prices = critical(made, ends, weight), made.prices(costs)
+        path, prices = critical(made, ends, weight, last), made.prices(costs)
+        for n, often in critical(made, ends, weight, first).items():
+            path[n] = path.get(n, 0.0) - often
         if abs(sum(prices[n] * often for n, often in path.items()) - whole) > 1e-9 * whole:
             continue
         slowest = [max(each, key=lambda at: costs.of(at[1], at[0])) for each in made.priced]

@@ -98,16 +98,22 @@ class Compiled(NamedTuple):
 
 @uncollected()
 def compiled(
-    program: Program, blocking: Collection[str] = (), walked: Sequence[State] = ()
+    program: Program,
+    blocking: Collection[str] = (),
+    walked: Sequence[State] = (),
+    joint: Collection[str] = (),
 ) -> Compiled:
     """A program ready to be timed. One that can never end is refused; `check` says why.
 
-    `blocking` names lanes that do not overlap: what a rank computes next waits for them.
+    `blocking` names lanes that do not overlap: what a rank computes next waits for them. `joint`
+    names those that share a link: their operations follow each other in the order of the list.
     `walked` are the states of its rows, if they have been walked already.
     """
     made = graph(program, walked)
     if blocking:
         _block(made, blocking)
+    if joint:
+        _join(made, joint)
     order = possible(made)
     if len(order) < len(made.events):
         raise ProgramError(
@@ -152,6 +158,14 @@ def _block(made: Graph, lanes: Collection[str]) -> None:
             waiting.setdefault(row, []).append(i)
         elif made.lanes[i] == ops.COMPUTE and row in waiting:
             made.before[i].extend(waiting.pop(row))
+
+
+def _join(made: Graph, lanes: Collection[str]) -> None:
+    last: dict[int, int] = {}
+    for i, (row, _) in enumerate(made.ops):
+        if made.lanes[i] in lanes:
+            made.before[i].extend([last[row]] if row in last else [])
+            last[row] = i
 
 
 def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[float], list[float]]:
@@ -306,11 +320,12 @@ def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
     return longer if a == b and all(ends[y] - ends[x] <= most for x, y in pairs) else 0.0
 
 
-def critical(made: Compiled, ends: list[float], weight: Sequence[float]) -> dict[int, float]:
-    """How often each of `priced` stands on the path that the makespan is the length of. An event
-    counts as often as `weight` says."""
+def critical(
+    made: Compiled, ends: list[float], weight: Sequence[float], at: int
+) -> dict[int, float]:
+    """How often each of `priced` stands on the path that the end of the event `at` is the length of.
+    An event counts as often as `weight` says."""
     path: dict[int, float] = {}
-    at = max(range(len(ends)), key=ends.__getitem__, default=-1)
     while at >= 0:
         path[made.price[at]] = path.get(made.price[at], 0.0) + weight[at]
         at = max(made.before[at], key=ends.__getitem__, default=-1)
