@@ -13,7 +13,7 @@ from phalanx.plan.hardware import Roofline, hardware_of
 from phalanx.plan.price import SLOWED, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Case, Choice, Three, choice, parts_of
-from phalanx.program import Product
+from phalanx.program import Load, Product
 
 SHAPE = Shape(
     name="small", layers=8, hidden=1024, heads=16, kv_heads=16, ffn=4096, vocab=32000, sequence=2048
@@ -224,6 +224,37 @@ def test_what_software_keeps_of_a_token_follows_from_its_kernels() -> None:
     for loss, more, beside in (("beside", 0, 2), ("wide-over", 2, 6), ("wide", 2, 8)):
         found = kept(replace(plain, loss=loss), 2)
         assert (found[0] - held, found[1] - there) == (more * logits, beside * logits)
+
+
+def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
+    """A block that moves 30 MB for a row of tokens beside the 10 bytes of each of 10 million weights."""
+    cut = Layout.parse("tp2 bf16")
+    kinds = _Pieces(SHAPE, cut)
+    whole = kinds.block
+    kinds.block = lambda rows: replace(whole(rows), input_gradient=Load(moved=1e8 + 3e7 * rows))
+    hardware, case = hardware_of(cluster("h100x2")), Case(SHAPE, cut, 2.0, 2048)
+
+    def moved(what: SoftwareProfile) -> float:
+        inputs = parts_of(kinds, case, hardware, what, cut)[1].under(what).inputs
+        return inputs.device * 0.85 * hardware_of(cluster("h100x2")).rates.device.memory.bandwidth
+
+    plain = replace(BARE, loss="over")
+    assert moved(plain) == pytest.approx(1e8 + 6e7)
+    # What a compiler joins are operations on tokens.
+    assert moved(replace(plain, fused=True)) == pytest.approx(1e8 + 3e7)
+    assert moved(replace(plain, fused=True, adding=6.0)) == pytest.approx(6e7 + 3e7)
+    assert moved(replace(plain, adding=0.0, traffic=2.0)) == pytest.approx(1.2e8)
+
+
+def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> None:
+    text, few = "dp8 zero3 bf16", 1e6
+    whole, part = (_one(text, what=replace(BARE, bucket=n))[0].memory for n in (0.0, few))
+    largest = SHAPE.vocab * SHAPE.hidden  # of the embedding, gathered and with its gradient
+    assert whole["gathered"] > 2 * largest
+    assert part["gathered"] <= 2 * 2 * few
+    assert part["gradients"] <= 4 * SHAPE.total / 8 + 2 * 4 * few
+    assert sum(part.values()) < sum(whole.values()) - 2 * largest
+    assert part["optimizer"] == whole["optimizer"]
 
 
 def test_gradients_with_a_buffer_of_their_own_are_there_when_activations_are_most() -> None:
