@@ -16,8 +16,8 @@ from phalanx.layout import Layout, LayoutError, Shape, legal, piece_layout, stag
 from phalanx.layout.stages import partial_pieces
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
-from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.price import OpTime
+from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.routing import Routing
 from phalanx.plan.search import Plan, Screened, baselines, judge, search
 from phalanx.plan.space import Space, spread
@@ -36,7 +36,8 @@ from phalanx.plan.step import (
 )
 from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product, build, ops
 from phalanx.program.memory import peaks
-from phalanx.program.simulate import compiled, times
+from phalanx.program.simulate import compiled
+from phalanx.program.simulate import times as event_times
 
 SHAPE = replace(Shape.load("8b"), layers=8, batch=32, sequence=4096)
 SEQUENCE, BATCH = 4096, 32
@@ -143,7 +144,7 @@ def test_the_step_is_the_makespan_of_the_whole_program_on_the_whole_mesh(text: s
     parts = partial_pieces(layout, SHAPE)
     program = build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts)
     made = compiled(program, joint=joint_lanes(layout, asked.hardware))
-    _, ends = times(made, costs_of(case, three, asked.hardware, asked.profile))
+    _, ends = event_times(made, costs_of(case, three, asked.hardware, asked.profile))
     assert found.step == pytest.approx(max(ends), rel=1e-9)
     fullest = max(peak.total for peak in peaks(program, sizes_of_case(case, three, asked.profile)))
     bytes_ = asked.profile.context + asked.profile.reserve * fullest
@@ -178,7 +179,9 @@ def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_
 
 def test_collectives_over_one_group_take_turns_and_replicas_have_links_of_their_own() -> None:
     """Messages of a step that computes next to nothing: all of them one after the other."""
-    asked = request("a100-80x16", software=replace(profile("phalanx"), speed=1e4, traffic=1e-4, host=0))
+    asked = request(
+        "a100-80x16", software=replace(profile("phalanx"), speed=1e4, traffic=1e-4, host=0)
+    )
     layout = Layout.parse("dp16 zero3 accum:4 bf16")
     case = case_of(SHAPE, layout, batch=BATCH, sequence=SEQUENCE)
     three = Pricer(asked).three(piece_layout(layout), case.rows, False)

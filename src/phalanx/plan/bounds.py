@@ -36,6 +36,8 @@ class Bounds:
 
     step: Array
     bytes: Array
+    units: tuple[tuple[Units, Units], ...]  # of each way to shard
+    priced: _Unit
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,13 @@ class _Stages:
     before: Array  # blocks of the stages before the first of the rank
 
 
-def bounds(space: Space, x: Options, pricer: Pricer) -> Bounds:
-    """Of all candidates of a grid. What is not costed yet is bounded by what is."""
+def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = None) -> Bounds:
+    """Of all candidates of a grid. What is not costed yet is bounded by what is: `before` are the bounds
+    when less was costed. Numbers of weights, and so the times of units, are the same for all of them."""
     split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
     step, held = np.zeros(x.sizes), np.zeros(x.sizes)
-    units = [_units(space, x.grid, zero) for zero in x.zeros]
-    priced: _Unit | None = None
+    units = before.units if before else tuple(_units(space, x.grid, z) for z in x.zeros)
+    priced = before.priced if before else None
     for way in sorted({*split}):
         three = [
             [
@@ -70,11 +73,11 @@ def bounds(space: Space, x: Options, pricer: Pricer) -> Bounds:
         mine = [p for p, parted in enumerate(split) if parted == way]
         pipes = [x.pipelines[p] for p in mine]
         stages = _stages(space.request.shape, x.grid.pp, tuple(pipes))
-        step[:, :, mine] = _time(space, x, stages, numbers, priced, split=way)
-        held[:, :, mine] = _memory(
-            space, x, stages, numbers, _flights(space, x, pipes, stages), units
-        )
-    return Bounds(step, held)
+        step[:, :, mine] = _time(space, x, pipes, stages, numbers, priced, split=way)
+        flight = _flights(space.request.shape, x.grid.pp, x.counts, tuple(pipes))
+        held[:, :, mine] = _memory(space, x, stages, numbers, flight, units)
+    assert priced
+    return Bounds(step, held, units, priced)
 
 
 def _least(
@@ -178,7 +181,16 @@ def _priced(units: Sequence[tuple[Units, Units]], n: _Numbers) -> _Unit:
     )
 
 
-def _time(space: Space, x: Options, s: _Stages, n: _Numbers, u: _Unit, *, split: bool) -> Array:
+def _time(
+    space: Space,
+    x: Options,
+    pipes: Sequence[Pipeline],
+    s: _Stages,
+    n: _Numbers,
+    u: _Unit,
+    *,
+    split: bool,
+) -> Array:
     """Seconds, (ZeRO, microbatches, pipelines, inner choices)."""
     hardware, layers = space.request.hardware, space.request.shape.layers
     m = np.array(x.counts, float)[:, None, None, None]
@@ -209,7 +221,15 @@ def _time(space: Space, x: Options, s: _Stages, n: _Numbers, u: _Unit, *, split:
     )
     m = m[..., 0]
     often = (stage >= 2)[:, None, None, None]  # summed after every microbatch
-    step = np.where(often, np.maximum(step, m * sums + update), step)
+    lane = sums + np.zeros_like(m)
+    if not hardware.cores:
+        # Beside them weights are gathered for each forward and backward, but where two that follow
+        # each other use the same block: the first or the last of a chunk.
+        chunks = np.array([pipe.chunks for pipe in pipes])[:, None]
+        blocks = np.maximum(s.blocks[:, 0] - chunks, 0.0).max(axis=-1)  # (pipelines)
+        each_use = np.array([zero.gather == "micro" and zero.stage == 3 for zero in x.zeros])
+        lane = lane + (2 * each_use * u.gather[1])[:, None, None, None] * blocks[:, None]
+    step = np.where(often, np.maximum(step, m * lane + update), step)
     if x.grid.pp == 1 and not rolls:
         for z, zero in enumerate(x.zeros):
             alone = _alone(
@@ -382,12 +402,14 @@ class Moment(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def in_flight(
-    name: str, pp: int, chunks: int, count: int, blocks: tuple[int, ...]
+    name: str, pp: int, chunks: int, count: int, blocks: tuple[int, ...], ranks: tuple[int, ...]
 ) -> tuple[tuple[Moment, ...], ...]:
-    """For each rank the moments with the most blocks opened, with the most opened or waiting, and
+    """For each of the ranks the moments with the most blocks opened, with the most opened or waiting, and
     with the most waiting; then the same once every stage of the rank has begun a gradient."""
-    found = []
-    for row in schedule(name, pp, count, chunks).rows:
+    found = {}
+    rows = schedule(name, pp, count, chunks).rows
+    for rank in {*ranks}:
+        row = rows[rank]
         split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
         uses = Counter(op.piece for op in row if op.kind in ops.USES_WEIGHTS)
         unused, missing, whole = set(uses), set(uses), set[int]()
@@ -435,20 +457,19 @@ def in_flight(
                 under_way = min(IN_FLIGHT, max(size, 1) + (latest not in (-1, op.piece)))
                 latest = op.piece
             ended = ended or not uses[op.piece]
-        found.append(tuple(most))
-    return tuple(found)
+        found[rank] = tuple(most)
+    return tuple(found[rank] for rank in ranks)
 
 
-def _flights(space: Space, x: Options, pipes: Sequence[Pipeline], s: _Stages) -> Array:
+@lru_cache(maxsize=1024)
+def _flights(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]) -> Array:
     """`in_flight` as an array (moments, its five fields, microbatches, pipelines, 1, ranks). More
     microbatches never have less open."""
-    pp = x.grid.pp
-    counts = [2 * pp if c >= 2 * pp else min(c, pp) for c in x.counts]
+    counts = tuple(2 * pp if c >= 2 * pp else min(c, pp) for c in counts)
     each = []
-    for pipe, ranks in zip(pipes, s.ranks, strict=True):
-        blocks = _blocks(space.request.shape, pp, pipe)
-        flights = [in_flight(pipe.schedule, pp, pipe.chunks, count, blocks) for count in counts]
-        each.append([[flight[r] for r in ranks] for flight in flights])
+    for pipe, ranks in zip(pipes, _stages(shape, pp, pipes).ranks, strict=True):
+        blocks, some = _blocks(shape, pp, pipe), tuple(map(int, ranks))
+        each.append([in_flight(pipe.schedule, pp, pipe.chunks, m, blocks, some) for m in counts])
     return np.array(each).transpose(3, 4, 1, 0, 2)[..., None, :]
 
 

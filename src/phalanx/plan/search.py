@@ -123,7 +123,7 @@ class Screened:
         self.pricer.cost([cut])
         for n, other in enumerate(self.space.options):
             if other.grid[2:6] == x.grid[2:6]:  # the same tp, cp and ep
-                self.found[n] = bounds(self.space, other, self.pricer)
+                self.found[n] = bounds(self.space, other, self.pricer, self.found[n])
         self._join()
         return True
 
