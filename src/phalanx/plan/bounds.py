@@ -324,9 +324,8 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
     (_, c, p, q), pp = at, x.grid.pp
     pipe, inner, count = x.pipelines[p], x.inners[q], x.counts[c]
     request = space.request
-    long = 3 * pp * pipe.chunks * count > _NODES
-    alone = request.profile.rolls or request.hardware.cores or request.shape.frozen
-    if pp == 1 or long or alone:
+    other = request.profile.rolls or request.hardware.cores or request.shape.frozen
+    if pp == 1 or other or 3 * pp * pipe.chunks * count > _NODES:
         return 0.0
     layout = space.layout(x, *at)
     cut = space.cut(x.grid, inner, split=layout.splits_backward)
