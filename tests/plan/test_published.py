@@ -19,7 +19,7 @@ from phalanx.plan import MachineError
 from phalanx.plan.fit import fit
 from phalanx.plan.profile import FITTED, profile
 from phalanx.plan.published import logged, runs_of
-from phalanx.plan.score import score
+from phalanx.plan.score import score, scored_row
 from phalanx.plan.table import read_table
 
 COLUMNS = """source row_id hardware gpus gpus_per_node intra_link inter_link model params layers hidden
@@ -107,22 +107,63 @@ def _score(path: Path, by) -> dict:
     return score(runs, refused, rows)[0].plain()
 
 
-def test_a_first_pick_that_ran_out_of_memory_is_a_miss(tmp_path: Path) -> None:
+def test_a_first_pick_that_ran_out_of_memory_is_a_miss_and_the_next_that_ran_is_judged(
+    tmp_path: Path,
+) -> None:
     truth = profile("default")
     path = measured_by(tmp_path / "t.csv", truth)
     with open(path, newline="") as file:
         said = list(csv.DictReader(file))
-    best = min(said, key=lambda row: float(row["step_time_s"]))
+    best, second, *_ = sorted(said, key=lambda row: float(row["step_time_s"]))
     best["status"] = "oom"
+    second["step_time_s"] = 3 * float(second["step_time_s"])  # by a cause that is not predicted
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(said)
     found = _score(path, truth)
-    assert found["regret_top1"] == 1.0
     assert found["misses"] == 1
-    assert found["regret_top3"] < 0.5
+    assert 1.0 < found["regret_top1"] < 2.1
+    assert found["regret_top3"] == pytest.approx(0)
     assert found["oom_recall"] == 0.0
+
+
+def test_pairs_that_repeats_of_one_layout_do_not_tell_apart_have_no_order(tmp_path: Path) -> None:
+    truth = profile("default")
+    path = measured_by(tmp_path / "t.csv", truth)
+    with open(path, newline="") as file:
+        said = list(csv.DictReader(file))
+    swapped = [row for row in said if row["pp"] == "2"]
+    for row in swapped:  # 4 % off, half of them up
+        row["step_time_s"] = float(row["step_time_s"]) * (1.04 if row["tp"] < "4" else 0.96)
+    alone = _score(table(tmp_path / "u.csv", said), truth)
+    # Repeats that differ by 30 % say that none of this is an order.
+    again = [{**row, "step_time_s": 1.3 * float(row["step_time_s"])} for row in said]
+    both = _score(table(tmp_path / "v.csv", [*said, *again]), truth)
+    assert alone["tau"] < 1.0
+    assert both["tau"] > alone["tau"]
+
+
+def test_a_layout_that_leaves_an_allocator_no_room_is_picked_last(tmp_path: Path) -> None:
+    """The fastest by prediction holds 96 % of a device: a search, which uses 85 %, never names it."""
+    rows = [
+        {"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "micro_batch": n, "global_batch": 64, "step_time_s": time}
+        for n, time in ((1, 2.0), (2, 2.1), (8, 9.0))
+    ]  # fmt: skip
+    read = read_table(table(tmp_path / "t.csv", rows), profile("default"))
+    runs, _ = runs_of(read, piece_costs)
+    scored = [scored_row(run, None) for run in runs]
+    steps = [1.1, 1.0, 0.5]
+    most = [0.3, 0.5, 0.96]
+    made = [
+        replace(x, step=step, memory=part * x.row.hardware.memory)
+        for x, step, part in zip(scored, steps, most, strict=True)
+    ]
+    assert [x.picked for x in made] == [True, True, False]
+    assert all(x.fits for x in made)
+    family = score(runs, {}, read, each=lambda _, *__: made)[0]
+    assert family.regret
+    assert family.regret[1] == pytest.approx(0.05)
 
 
 def test_out_of_memory_is_told_where_it_is_far_away(tmp_path: Path) -> None:
