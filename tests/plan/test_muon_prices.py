@@ -24,7 +24,7 @@ from phalanx.train.program import program_of
 from phalanx.verify import SHAPES
 
 
-@pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent", "mlp"])
+@pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent", "sinks", "mlp"])
 def test_a_shape_knows_the_matrices_of_its_models_blocks(name: str) -> None:
     shape = SHAPES[name]
     model = build_model(shape)

@@ -42,8 +42,9 @@ def vanishing(name: str) -> set[str]:
     return {n for n, g in gradients.items() if float(g.norm()) < 1e-10 * most}
 
 
-# Of latents the default suite compares float64 alone.
-CHOSEN = [pytest.param(n, marks=[pytest.mark.slow] * (n == "latent")) for n in SHAPES]
+# Of latents and sinks the default suite compares float64 alone.
+LONG = ("latent", "sinks")
+CHOSEN = [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in SHAPES]
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -30,7 +30,8 @@ RANKS = {"gqa": 8, "mlp": 8}  # of the others up to four: `make slow` has all la
 COUNTS = {name: 4 if name == "gqa" else 2 for name in SHAPES} | dict.fromkeys(
     ("qwen", "odd", "gemma", "olmo"), 4
 )
-DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}, "latent": set[int]()}
+DEFAULT = {"qwen": {0}, "odd": {1}, "gemma": {2}, "olmo": {3}, "experts": {0}}
+DEFAULT |= {"latent": set[int](), "sinks": set[int]()}
 CHOSEN = [
     pytest.param(name, part, marks=[pytest.mark.slow] * (part not in DEFAULT.get(name, {part})))
     for name, parts in COUNTS.items()
@@ -115,6 +116,12 @@ def test_latents_and_groups_of_experts_agree_over_ranks() -> None:
     texts = "tp4 zero1; dp2 tp2 seq zero3; cp2 tp2 accum:2; pp2 cp2:ulysses zb-h1:2; ep2 tp2 seq"
     layouts = Layout.parse_many(f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2")
     assert failures(verify(SHAPES["latent"], layouts, steps=2)) == []
+
+
+def test_sinks_biases_of_experts_and_losses_of_early_stages_agree_over_ranks() -> None:
+    texts = "tp4 zero1; dp2 tp2 seq zero3; cp2 tp2 accum:2; pp2 cp2:ulysses zb-h1:2; ep2 tp2 seq"
+    layouts = Layout.parse_many(f"{texts}; ep3 recompute:selective; pp2 ep2 zero2 1f1b:2")
+    assert failures(verify(SHAPES["sinks"], layouts, steps=2, packed=True)) == []
 
 
 def test_a_loss_of_the_whole_batch_agrees_over_ranks() -> None:

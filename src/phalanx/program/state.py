@@ -278,9 +278,13 @@ class State:
         return needs
 
     def _gradient(self, piece: int, m: int) -> list[Op | Lack]:
-        if piece == self.last_piece:
-            # The loss is a sum over tokens divided by their number over all ranks.
-            return [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
+        # The loss, and those of routers in any piece, are sums over tokens divided by their number over
+        # all ranks.
+        counted = [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
+        return counted if piece == self.last_piece else [*self._from_above(piece, m), *counted]
+
+    def _from_above(self, piece: int, m: int) -> list[Op | Lack]:
+        """The gradient that the next piece gives, or its message."""
         apart = self._apart(piece + 1, m)
         for kind in (*ops.BRINGS_GRADIENT, *(() if apart else ops.PROPAGATES)):
             if above := self.named.get((kind, piece + 1, m)):
