@@ -304,7 +304,7 @@ def test_every_class_has_a_name_of_its_own() -> None:
 LINES = {
     "layout": 4609, "program": 3471, "draw": 1450, "plan": 5473, "models": 1966, "comm": 4743,
     "parallel": 4161, "cost": 1286, "bench": 1195, "train": 8057, "verify": 2091, "report": 598,
-    "lab": 3767, "hang": 1076, "cli": 5107, "api": 1515,
+    "lab": 3767, "hang": 1076, "cli": 5107, "api": 1520,
 }  # fmt: skip
 
 

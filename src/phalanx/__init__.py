@@ -1,4 +1,4 @@
-"""Train one transformer over any mix of devices: plan, check, verify, measure and draw it.
+"""Train one transformer over many devices: plan, check, verify, measure and draw it.
 
     import phalanx
 

@@ -46,7 +46,7 @@ def test_1f1b_of_two_stages_looks_like_this() -> None:
         "\n"
         "F forward | B backward | · idle | F0 is the forward of microbatch 0\n"
         "makespan 12, ideal 9, bubble 25.0 %\n"
-        "held microbatches by stage: 2 1\n"
+        "microbatches in flight by stage: 2 1\n"
     )
 
 

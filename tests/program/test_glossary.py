@@ -41,7 +41,9 @@ pipeline parallel; virtual pipeline; zero bubble; GPipe; 1F1B; bubble; device me
 global batch size; gradient accumulation; activation checkpointing; selective activation
 recomputation; activation offload; mixed precision; GradScaler; gradient clipping; MFU;
 distributed checkpoint; packing; FlashAttention; torch.compile; NCCL; gloo; torchrun; Slurm; GQA;
-mixture of experts; YaRN; data parallel"""
+mixture of experts; YaRN; data parallel; world size; process group; all-to-all; busbw; tied
+embeddings; expert parallel; dropless; capacity factor; auxiliary loss; weight decay; warm-up; LoRA;
+asynchronous checkpoint; elastic; straggler; Perfetto"""
 
 
 def test_the_glossary_has_the_terms_that_users_of_other_libraries_search_for() -> None:

@@ -31,6 +31,7 @@ from .request import (
     verdict,
     where,
 )
+from .step import many
 
 _WIDTH = 80
 
@@ -216,7 +217,7 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
         )
         for stage, held in enumerate(figures["stages"])
     ]
-    head = ("stage", "ranks", "pieces", "weights a rank", "held", "gathered")
+    head = ("stage", "ranks", "pieces", "weights a rank", "microbatches", "units")
     size = f"{count_text(shape.total)} parameters"
     size += f", {count_text(shape.active)} active" * bool(shape.experts)
     size += f", {count_text(shape.trained)} trained" * (shape.trained < shape.total)
@@ -225,10 +226,10 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
     )
     needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
     return "\n".join(needs) + (
-        f"\n\n{mesh}{zero}; {layout.microbatches} microbatches, {layout.schedule};"
+        f"\n\n{mesh}{zero}; {many(layout.microbatches, 'microbatch')}, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"
         f"\nPiece 0 is the embedding, piece {figures['virtual_stages'][-1][1] - 1} the head."
-        "\nAt most so many at once: held microbatches, gathered units of weights."
+        "\nAt most at once: microbatches with kept activations, units of gathered weights."
     )
 
 

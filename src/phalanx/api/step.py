@@ -173,11 +173,14 @@ def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) 
 
 
 def _is_layout(text: str) -> bool:
-    """Whether a text that is no schedule's name reads as a layout."""
+    """Whether a text that is no schedule's name reads as a layout. One with a word of another library,
+    as fsdp8, is refused with how a layout says it."""
     try:
         return not names_source(Layout.parse(text).schedule)
-    except LayoutError:
-        return " " in text
+    except LayoutError as wrong:
+        if " " in text or ". Write " in str(wrong):
+            raise
+        return False
 
 
 def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
@@ -210,7 +213,7 @@ def _of_schedule(name: str, terms: StepTerms) -> StepProgram:
         costs_of(terms.get("costs"), split=layout.splits_backward),
         share=dict.fromkeys(range(layers), stages / layers),
     )
-    title = f"{name}: {_many(stages, 'stage')}, {_many(microbatches, 'microbatch')}"
+    title = f"{name}: {many(stages, 'stage')}, {many(microbatches, 'microbatch')}"
     title += f", {layout.chunks} chunks" if layout.chunks > 1 else ""
     title += f", zero{layout.zero}" if layout.zero else ""
     title += f", recompute {layout.recompute}" if layout.recompute != "none" else ""
@@ -359,7 +362,8 @@ def _spread(layers: int | None, stages: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
-def _many(count: int, what: str) -> str:
+def many(count: int, what: str) -> str:
+    """So many of something: 1 microbatch, 2 microbatches, 3 ranks."""
     plural = what if count == 1 else f"{what}{'es' if what.endswith('h') else 's'}"
     return f"{count} {plural}"
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from ..api.check import check as check_layout
+from ..api.step import many
 from ..layout import Layout, Shape
 from ..program import Program, check, faults
 from .usage import Parser, UsageError, read, result
@@ -26,19 +27,19 @@ def run(argv: list[str]) -> int:
     """Check a layout against a shape, or a program file by itself."""
     parser = Parser(
         "phalanx check",
-        "Why a layout does not fit a model, all reasons at once, or what its ranks hold.",
+        "Checks a layout against a model: the memory of its ranks, or every reason why it cannot run.",
         _EPILOG,
     )
     parser.add("what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file")
     parser.add("--model")
     parser.add("--batch")
     parser.add("--seq")
-    parser.add("--device", default=None, choices=None, metavar="NAME", help="fits in it, as h100")
-    parser.add("--cluster", metavar="NAME", help="fits there, as h100x64, or this")
-    parser.add("--clip", action="store_true", help="with the agreement of clipping")
     parser.add(
-        "--sums", action="store_true", help="that every sum over ranks is made once (loads torch)"
+        "--device", default=None, choices=None, metavar="NAME", help="must fit in it, as h100"
     )
+    parser.add("--cluster", metavar="NAME", help="must fit on it, as h100x64, or this")
+    parser.add("--clip", action="store_true", help="with gradient clipping")
+    parser.add("--sums", action="store_true", help="prove that each sum over ranks is made once")
     parser.add("--json")
     args = parser.read(argv)
     text = " ".join(args.what)
@@ -56,9 +57,9 @@ def run(argv: list[str]) -> int:
         result(args, checked.figures, str(checked))
         return 0 if checked.fits and checked.right else 1
     if args.sums:
-        raise UsageError("sums over ranks are those of a model: add --model.")
+        raise UsageError("which sums over ranks there are depends on the model: add --model.")
     if args.device or args.cluster:
-        raise UsageError("what a device has to hold is known of a layout: add --model.")
+        raise UsageError("the memory that a layout needs depends on its model: add --model.")
     if text.endswith(".txt") or Path(text).is_file():
         return _file(text, args)
     Layout.parse(text)
@@ -75,7 +76,8 @@ def _file(path: str, args: argparse.Namespace) -> int:
     if held is not None:
         text = (
             f"{path} is sound: {program.mesh.size} ranks, {program.pieces} pieces,"
-            f" {program.microbatches} microbatches; held by stage: {' '.join(f'{h:g}' for h in held)}"
+            f" {many(program.microbatches, 'microbatch')}, at most {' '.join(f'{h:g}' for h in held)}"
+            " in flight on its stages"
         )
     result(args, {"sound": not wrong, "faults": list(wrong), "peak_held": held}, text)
     return 1 if wrong else 0

@@ -30,7 +30,7 @@ Exit code 1: damage was found."""
 def run(argv: list[str]) -> int:
     """Show, verify, export or import a checkpoint."""
     parser = Parser(
-        "phalanx checkpoint", "What a run has saved, and its weights elsewhere.", _EPILOG
+        "phalanx checkpoint", "Shows, verifies, exports and imports checkpoints.", _EPILOG
     )
     commands = {"show": _show, "verify": _verify, "export": _export, "import": _import}
     return chosen(parser, argv, commands)
@@ -47,7 +47,7 @@ _THEIRS = "Name a folder with config.json and model.safetensors."
 
 
 def _show(argv: list[str]) -> int:
-    args = _parser("show", "What a checkpoint holds, and of which run it is.").read(argv)
+    args = _parser("show", "Shows what is in a checkpoint, and of which run it is.").read(argv)
     path, *older = checkpoints_in(args.source)
     from ..train.checkpoint_format import read_manifest
 

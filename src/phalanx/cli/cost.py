@@ -29,17 +29,17 @@ def run(argv: list[str]) -> int:
     """Print the loads of a model's pieces."""
     parser = Parser("phalanx cost", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG)
     add = parser.add
-    add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; none is one rank')
-    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="whose pieces")
+    add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; default: one rank')
+    add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
     add("--rows", type=whole(), default=1, metavar="N", help="sequences of a microbatch")
     add(
         "--sequence",
         type=whole(),
         default=0,
         metavar="N",
-        help="tokens of one; default the shape's",
+        help="tokens of a sequence; default the shape's",
     )
-    add("--target", default="cuda", choices=("cuda", "cpu"), help="whose kernels")
+    add("--target", default="cuda", choices=("cuda", "cpu"), help="device whose kernels are used")
     add("--json")
     args = parser.read(argv)
     layout = Layout.parse(" ".join(args.layout))

@@ -38,7 +38,7 @@ _LEFT_OUT = {
 
 def run(argv: list[str]) -> int:
     """Prepare, show or verify data."""
-    parser = Parser("phalanx data", "Text to token files, and what token files hold.", _EPILOG)
+    parser = Parser("phalanx data", "Token files from text, and what is in them.", _EPILOG)
     return chosen(parser, argv, {"prepare": _prepare, "show": _show, "verify": _verify})
 
 
@@ -122,7 +122,7 @@ def left_out(done: Prepared) -> str:
 
 
 def _show(argv: list[str]) -> int:
-    args = _read(_parser("show", "What a corpus holds."), argv)
+    args = _read(_parser("show", "Shows what is in a corpus."), argv)
     return _shown(args.source, args)
 
 

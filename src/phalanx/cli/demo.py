@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         "About half a minute on two idle cores.\n"
         "Exit code 0: the loss fell and all losses agree; 1: not.",
     )
-    parser.add_output("--out", folder=True, default="runs/demo", help="made anew")
+    parser.add_output("--out", folder=True, default="runs/demo", help="folder to make anew")
     parser.add("--json")
     args = parser.read(argv)
     begun = time.monotonic()

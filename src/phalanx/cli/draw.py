@@ -94,7 +94,7 @@ def _parser() -> Parser:
     add("--model")
     add("--batch")
     add("--seq")
-    add("--cluster", metavar="NAME", help="in the seconds of a plan there: h100x64")
+    add("--cluster", metavar="NAME", help="with times in seconds, as planned for h100x64")
     parser.section("all of them")
     add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...")
     add(

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from ..lab import LabTrial
 
 _EPILOG = """\
-  phalanx lab                            lists the experiments
-  phalanx lab zero-3 --ranks 2           runs one and checks its values
+  phalanx lab                            lists the chapters
+  phalanx lab zero-3 --ranks 2           runs one, shows and checks its values
   phalanx lab pipeline --backend gloo    the same with a process for each rank
   phalanx lab all --html lab.html        runs all, writes one page
-  phalanx lab zero-3 -v                  shows every claim, also those that hold
+  phalanx lab zero-3 -v                  shows every step and every claim
 
 Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
 
@@ -25,20 +25,18 @@ Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usag
 def run(argv: list[str]) -> int:
     """List the experiments, or run those that are named."""
     default = Size()
-    parser = Parser(
-        "phalanx lab", "Every strategy from bare collectives, to read and to run.", _EPILOG
-    )
+    parser = Parser("phalanx lab", "Every strategy from bare collectives, as a lecture.", _EPILOG)
     add = parser.add
-    add("names", nargs="*", metavar="NAME", help="experiments, or all; none: list them")
+    add("names", nargs="*", metavar="NAME", help="chapters, or all; none: list them")
     add("--ranks", default=4, help="how many ranks")
     add(
         "--backend", choices=(THREADS, GLOO), default=THREADS, help="ranks are threads or processes"
     )
-    add("--batch", default=default.batch, help="rows of a step")
-    add("--width", type=whole(1, 1 << 20), default=default.width, metavar="N", help="of the MLP")
-    add("--layers", default=default.layers, help="of the MLP")
-    add("--steps", type=whole(), default=default.steps, metavar="N", help="of training")
-    parser.add_output("--html", help="write one page with sources, values and pictures")
+    add("--batch", default=default.batch, help="rows of a batch")
+    add("--width", type=whole(1, 1 << 20), default=default.width, metavar="N", help="of the model")
+    add("--layers", default=default.layers, help="of the model")
+    add("--steps", type=whole(), default=default.steps, metavar="N", help="training steps")
+    parser.add_output("--html", help="write one page with prose, code, values and pictures")
     add("--json", help="everything that was recorded, as JSON")
     args = parser.read(argv)
     if not args.names:

@@ -65,14 +65,14 @@ class Job:
 def run(argv: list[str]) -> int:
     """Print or submit what starts a run elsewhere."""
     parser = Parser(
-        "phalanx launch", "What starts a run on a cluster, printed or submitted.", _EPILOG
+        "phalanx launch", "Writes what starts a run on a cluster, or submits it.", _EPILOG
     )
     add = parser.add
     add("system", choices=tuple(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
     add("words", nargs="+", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
     add("--nodes", type=whole(1, 1 << 14), default=1, metavar="N")
     add("--gpus", type=whole(0, 64), default=8, metavar="G", help="GPUs of each node; 0: CPUs")
-    add("--name", default="", help="of the job; default the run file's")
+    add("--name", default="", help="name of the job; default the run file's")
     add("--time", default="24:00:00", metavar="LIMIT", help="time limit, for Slurm")
     add("--image", default="phalanx", help="container image, for Kubernetes")
     add(
@@ -81,7 +81,7 @@ def run(argv: list[str]) -> int:
     add("--accelerator", default="H100", metavar="NAME", help="kind of GPU, for SkyPilot")
     add("--master", default="localhost", metavar="HOST", help="a node that all reach, for torchrun")
     add("--submit", action="store_true", help="hand it to the system instead of printing it")
-    add("--json", help="the text and what it starts, as JSON")
+    add("--json", help="print the text and what it starts as JSON")
     args = parser.read(argv, intermixed=True)
     text_of, submit, suffix = SYSTEMS[args.system]
     job = _job(args)

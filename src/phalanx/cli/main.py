@@ -20,25 +20,25 @@ from .usage import OutputError, UsageError, complain, nearest_word, say, silence
 # until its verb is used: most verbs need no torch, and start at once.
 VERBS: dict[str, str] = {
     "draw": "a schedule, a layout, a program or a mesh as a picture",
-    "check": "whether a layout fits a model, or a program runs; what ranks hold",
+    "check": "whether a layout fits a model and a device; memory of each rank",
     "plan": "the best layouts of a model on a cluster, and why the others lost",
     "cost": "FLOPs, bytes and messages of each piece of a model, on one rank",
     "verify": "layouts against one process: every gradient and every update",
-    "train": "a run file, on one process, local ranks or torchrun; resumes",
+    "train": "a run file, on local ranks or under torchrun; resumes",
     "launch": "a run on Slurm, Kubernetes, Ray, SkyPilot or torchrun",
     "data": "text, JSONL or parquet made into token files",
     "checkpoint": "show, verify, export or import a checkpoint",
     "report": "one HTML page of a run",
-    "top": "a run while it goes on, in a terminal: step, speed, ranks",
+    "top": "a running run in a terminal: step, speed, ranks",
     "bench": "collectives, matrix products, MFU and overlap of this machine",
     "doctor": "what this machine is, and the catalogue of devices and links",
     "demo": "train, kill a rank, resume in another layout, compare and report",
-    "lab": "every strategy from bare collectives, to read, run and check",
+    "lab": "a lecture: every strategy from bare collectives, run and checked",
     "schema": "the JSON Schema of what a command prints with --json",
     "completion": "tab completion for bash, zsh and fish",
 }
 _OVERVIEW = """\
-phalanx: train one transformer over any mix of devices.
+phalanx: train one transformer over many devices.
 
 {verbs}
 

@@ -35,14 +35,14 @@ def run(argv: list[str]) -> int:
         module = importlib.import_module(f".{_SUBVERBS[argv[0]]}", __package__)
         code: int = module.run(argv[1:])
         return code
-    parser = Parser("phalanx plan", "The best layouts, before anything is rented.", _EPILOG)
+    parser = Parser("phalanx plan", "The fastest layouts of a model, and why others lost.", _EPILOG)
     parser.subverbs = _SUBVERBS
     request_flags(parser)
-    parser.add("--top", type=whole(), default=10, metavar="N", help="layouts in the table")
+    parser.add("--top", type=whole(), default=10, metavar="N", help="rows of the table")
     parser.add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
-    parser.add_output("--out", ".toml", help="a run file with the best layout, for train")
-    parser.add("--tokens", type=parse_count, metavar="N", help="of the run in --out, as 1T")
-    parser.add_output("--page", ".html", help="memory over throughput of all candidates")
+    parser.add_output("--out", ".toml", help="write a run file with the best layout, for train")
+    parser.add("--tokens", type=parse_count, metavar="N", help="to train on in --out, as 1T")
+    parser.add_output("--page", ".html", help="write all candidates by memory and throughput")
     parser.add("--json")
     args = parser.read(argv)
     if args.tokens and not args.out:
@@ -95,21 +95,21 @@ def _run(request: Request, best: Choice, args: argparse.Namespace) -> Run:
 def request_flags(parser: Parser) -> None:
     """The flags that say what is planned, where, and with what software."""
     add, part = parser.add, real(lambda x: 0 < x <= 1, "above 0 and up to 1")
-    add("--model", default="8b", metavar="SHAPE|FILE", help="what is trained; also of a run file")
+    add("--model", default="8b", metavar="SHAPE|FILE", help="a shape, a .toml file or a run file")
     add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
-    add("--machine", metavar="FILE", help="of --cluster this: what doctor --out wrote")
-    add("--ranks", type=whole(), help="of --cluster this; default its devices")
+    add("--machine", metavar="FILE", help="for --cluster this: the file that doctor --out wrote")
+    add("--ranks", type=whole(), help="for --cluster this: how many; default: its devices")
     add("--seq", help="tokens of a sequence; default the shape's")
     add(
         "--batch-tokens",
         type=_count,
         metavar="N",
-        help="of a step, as 4M; default the shape's batch",
+        help="tokens of a step, as 4M; default the shape's batch",
     )
-    add("--precision", choices=PRECISIONS, help="default bf16; fp32 on a CPU")
-    add("--limit", type=part, default=0.85, metavar="PART", help="of a device's memory")
-    add("--profile", metavar="NAME", help="whose software; default ours")
-    add("--routing", metavar="HOW", help="of tokens over experts: zipf:1.0, or FILE.json of counts")
+    add("--precision", choices=PRECISIONS, help="number format; default bf16, on a CPU fp32")
+    add("--limit", type=part, default=0.85, metavar="PART", help="part of a device's memory to use")
+    add("--profile", metavar="NAME", help="software to predict; default: this one")
+    add("--routing", metavar="HOW", help="tokens over experts: zipf:1.0, or a FILE.json of counts")
 
 
 def _count(text: str) -> str:

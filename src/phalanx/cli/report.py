@@ -36,14 +36,14 @@ def run(argv: list[str]) -> int:
     """Write the page of a run."""
     parser = Parser("phalanx report", "A run's folder as one HTML page.", _EPILOG)
     add = parser.add
-    add("folder", metavar="RUNDIR", help="the `out` of a run")
-    parser.add_output("--out", help="default RUNDIR/report.html")
-    add("--machine", metavar="FILE", help="where it ran: what doctor --out measured there")
-    add("--cluster", metavar="NAME", help="where it ran, as catalogued: h100x8")
-    add("--backend", default=None, metavar="NAME", help="whose curves of the machine file")
-    add("--profile", metavar="NAME|FILE", help="whose software; default ours")
-    add("--model", metavar="FILE.py:Class", help="your own model of the run: its file is run")
-    add("--json", help="where it is, as JSON, and the comparison")
+    add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
+    parser.add_output("--out", help="where to write; default RUNDIR/report.html")
+    add("--machine", metavar="FILE", help="where it ran: the file that doctor --out wrote there")
+    add("--cluster", metavar="NAME", help="where it ran, as h100x8")
+    add("--backend", default=None, metavar="NAME", help="backend whose measured curves are used")
+    add("--profile", metavar="NAME|FILE", help="software to predict; default: this one")
+    add("--model", metavar="FILE.py:Class", help="the run's model, if your own (its file is run)")
+    add("--json", help="print the path and the comparison as JSON")
     args = parser.read(argv)
     from ..report import report
 

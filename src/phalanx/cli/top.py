@@ -35,13 +35,13 @@ _QUIET = ("step", "memory", "compile")  # records that are no messages
 
 def run(argv: list[str]) -> int:
     """Show a run until Ctrl-C."""
-    parser = Parser("phalanx top", "A run while it goes on, in a terminal.", _EPILOG)
+    parser = Parser("phalanx top", "Shows a running run in a terminal.", _EPILOG)
     add = parser.add
-    add("folder", metavar="RUNDIR", help="the `out` of a run")
-    add("--once", action="store_true", help="print it once and end, as where there is no terminal")
-    add("--every", type=POSITIVE, default=1.0, metavar="SECONDS", help="between two looks")
+    add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
+    add("--once", action="store_true", help="print once and exit, as where there is no terminal")
+    add("--every", type=POSITIVE, default=1.0, metavar="SECONDS", help="time between two updates")
     add("--width", type=whole(), metavar="N", help="columns; default the terminal's")
-    add("--json", help="once, as JSON")
+    add("--json", help="print once, as JSON")
     args = parser.read(argv)
     watched = _Run(Path(args.folder))
     if not watched.records:

@@ -55,16 +55,14 @@ def run(argv: list[str]) -> int:
     )
     add = parser.add
     add("words", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
-    add(
-        "--ranks", type=whole(1, RANKS), help="local processes; default one a GPU, or 2 without any"
-    )
-    add("--layout", metavar="TEXT", help="the layout, as layout=TEXT does")
-    add("--adopt", action="store_true", help="go on with a checkpoint of other sizes")
-    add("--force", action="store_true", help="also what needs more memory than there is")
+    add("--ranks", type=whole(1, RANKS), help="local processes; default: one for each GPU, or 2")
+    add("--layout", metavar="TEXT", help="the layout, the same as layout=TEXT")
+    add("--adopt", action="store_true", help="resume from a checkpoint with other model settings")
+    add("--force", action="store_true", help="start even if memory is estimated not to suffice")
     add("--backend")
-    add("--print-config", action="store_true", help="print the whole run file and end")
-    add("--schema", action="store_true", help="print the run file's JSON Schema and end")
-    add("--json", help="only what became of the run, as JSON")
+    add("--print-config", action="store_true", help="print the whole run file and exit")
+    add("--schema", action="store_true", help="print the run file's JSON Schema and exit")
+    add("--json", help="print the result as JSON, and nothing else")
     args = parser.read(argv, intermixed=True)
     if args.schema:
         print_json(run_schema())

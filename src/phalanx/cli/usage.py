@@ -133,8 +133,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", float, _sentence(real()))
         self.subverbs: Collection[str] = ()  # words that the first argument may be, as `draw mesh`
         self._section: argparse._ActionsContainer = self
-        self.add("-q", "--quiet", action="store_true", help="no lines on how it goes")
-        self.add("-v", "--verbose", action="store_true", help="also what is done inside")
+        self.add("-q", "--quiet", action="store_true", help="no progress lines")
+        self.add("-v", "--verbose", action="store_true", help="more detail")
         self._written: list[Callable[[argparse.Namespace], None]] = []
         self._wrong: list[str] = []
 
@@ -189,6 +189,8 @@ class Parser(argparse.ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         for word in [word for word in rest if word[:1] == "-"] or rest[:1]:
             hint = nearest_word(word.split("=")[0], known)
+            if "--layouts" in known and word[:1] != "-":
+                hint = " Layouts are named with --layouts."
             self._wrong.append(f"{word[:80]!r} means nothing here.{hint}")
         if self._wrong:
             self._refuse(self._wrong)

@@ -65,33 +65,33 @@ def run(argv: list[str]) -> int:
     add = parser.add
     names_larger = "Name larger layouts with --layouts."
     rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
-    add("--model", default="gqa", metavar="SHAPE|FILE.py:Class", help="by default a small one")
-    add("--ranks", type=whole(1, MOST, names_larger), default=4, help="all legal layouts up to N")
-    add("--axes", type=_axes, default=" ".join(AXES), help="the axes that --ranks enumerates")
-    add("--layouts", metavar="TEXT", help="these layouts instead, separated by ;")
-    add("--cover", type=whole(), metavar="N", help="a subset of N or more that covers all pairs")
+    add("--model", default="gqa", metavar="SHAPE|FILE.py:Class", help="default: a small decoder")
+    add("--ranks", type=whole(1, MOST, names_larger), default=4, help="all layouts up to N ranks")
+    add("--axes", type=_axes, default=" ".join(AXES), help="the axes that these use")
+    add("--layouts", metavar="TEXT", help="compare these layouts instead, separated by ;")
+    add("--cover", type=whole(), metavar="N", help="only N or more, with every pair of choices")
     add("--backend", default=THREADS)
-    add("--steps", type=whole(1, STEPS), default=3, metavar="N", help="of training")
+    add("--steps", type=whole(1, STEPS), default=3, metavar="N", help="training steps")
     add(
         "--dtype",
         default=DTYPES[FP64].torch,
         choices=COMPARED,
-        help="in which layouts are compared",
+        help="number format in which all is computed",
     )
-    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="sgd has momentum")
-    add("--lora", type=whole(), default=0, metavar="R", help="train adapters of this rank alone")
-    add("--dropout", type=rate, default=0.0, metavar="RATE", help="of the built-in models")
-    add("--packed", action="store_true", help="sequences packed with documents")
-    add("--seed", help="of weights and batches")
-    add("--memory", type=POSITIVE, metavar="GIB", help="what may be used; default: what is free")
+    add("--optimizer", default="adamw", choices=OPTIMIZERS, help="the optimizer; sgd has momentum")
+    add("--lora", type=whole(), default=0, metavar="R", help="only LoRA adapters, of this rank")
+    add("--dropout", type=rate, default=0.0, metavar="RATE", help="dropout, of the built-in models")
+    add("--packed", action="store_true", help="several documents in a sequence")
+    add("--seed", help="seed of weights and batches")
+    add("--memory", type=POSITIVE, metavar="GIB", help="memory to use; default: what is free")
     add(
         "--part",
         type=_part,
         metavar="I/N",
-        help="one part of a long list; resumes where it stopped",
+        help="only this part of the list, as 1/4",
     )
-    add("--log", metavar="FILE", help="verdicts as JSON lines; those it holds are not run again")
-    parser.add_output("--record", help="the last layout's last step, for `phalanx draw run`")
+    add("--log", metavar="FILE", help="results as JSON lines; layouts in it are not run again")
+    parser.add_output("--record", help="save the last layout's last step, for `phalanx draw run`")
     add("--json")
     args = parser.read(argv)
     if code_of(args.model)[0] and args.dropout:

@@ -185,7 +185,7 @@ class Picture:
                 words += f", exposed communication up to {number(exposed)}{self.clock}"
             lines.append(words if self.other is None else f"{name}: {words}")
         if self.held:
-            lines.append(f"held microbatches by stage: {' '.join(map(number, self.held))}")
+            lines.append(f"microbatches in flight by stage: {' '.join(map(number, self.held))}")
         return tuple(lines)
 
     @cached_property

@@ -356,8 +356,8 @@ def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str
     """What is wrong with a value of the right type, and how to write it; None if nothing is."""
     choices = limits.get("choices")
     if choices and value not in choices:
-        hint = near_word(str(value), choices)
-        return f"{path} = {_shown(value)} is unknown", f"Choose {', '.join(choices)}.{hint}"
+        known, hint = ", ".join(filter(None, choices)), near_word(str(value), choices)
+        return f"{path} = {_shown(value)} is unknown", f"Choose {known}.{hint}"
     low, high, above = (limits.get(name) for name in _BOUNDS)
     for number in value if isinstance(value, tuple) else (value,):
         if number is None or isinstance(number, str):

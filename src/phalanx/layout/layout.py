@@ -308,7 +308,7 @@ def _hint(word: str) -> str:
 def _check_values(x: Layout) -> None:
     """Refuse values that no model could make sense of; what needs a model is in `legal`."""
     wrong = [
-        f"{name}={getattr(x, name)!r}: choose {', '.join(map(str, allowed))}"
+        f"{name}={getattr(x, name)!r}: choose {', '.join(str(a) for a in allowed if a != '')}"
         for name, allowed in (
             ("zero", range(4)),
             ("gather", ("step", "micro")),

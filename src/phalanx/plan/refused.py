@@ -131,11 +131,11 @@ def _slower(family: str, screened: Screened, i: int, least: float, winner: int) 
         if by >= 2
         else (f"{100 * (by - 1):.1f} % slower")
     )
-    reason = f"{'at best' if sure else 'at least'} {slower}"
+    reason = f"{'its best is' if sure else 'at least'} {slower}"
     more = {name: parts[name] - took for name, took in best.parts.items()} if parts else {"": 0.0}
     part = max(more, key=more.__getitem__)
     if more[part] > 0:
-        reason += f": {_PARTS[part]} takes {1e3 * more[part]:,.0f} ms more"
+        reason += f": {1e3 * more[part]:,.0f} ms more for {_PARTS[part]}"
     return Refusal(family, "slower", reason, str(screened.layout(i)), by)
 
 
