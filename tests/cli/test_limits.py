@@ -10,7 +10,7 @@ from phalanx.api.plan import SEQUENCES
 from phalanx.cli import bench, draw
 from phalanx.cli import verify as verify_command
 from phalanx.layout import Shape, choices, files, journal, layout, mesh, numbers, source
-from phalanx.report import page
+from phalanx.report import page, step
 from phalanx.train import checkpoint_format as manifest
 from phalanx.train.data import token_files
 from phalanx.verify.verify import LOG
@@ -37,7 +37,7 @@ LIMITS = {
     "bytes of a TOML file": files.SMALL,
     "bytes of a program, a recorded step or a topology": TEXT,
     "bytes of a Python file of your own": source.LIMIT,
-    "bytes of a run's `timeline.json`": page.TIMELINE,
+    "bytes of a run's `timeline.json`": step.TIMELINE,
     "bytes of a run's `metrics.jsonl`": journal.LIMIT,
     "bytes of one line of it": journal.LINE,
     "bytes of a log of `verify`": LOG,

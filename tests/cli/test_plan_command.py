@@ -92,9 +92,43 @@ def test_the_run_file_and_the_page_are_written(capsys: Capture, tmp_path: Path) 
     assert made.precision == "bf16"
     html = page.read_text()
     assert best["layout"] in html
-    assert not re.search(
-        r"""(src|href)="(?!data:,")|https?://(?!www\.w3\.org/2000/svg)|<script""", html
+    assert not re.search(r"""(src|href)="(?!data:,")|https?://(?!www\.w3\.org/2000/svg)""", html)
+
+
+def test_the_picture_of_a_search_names_each_layout_and_is_no_worse_than_it_is_simulated(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    page = tmp_path / "plan.html"
+    assert main([*SMALL, "--json", "--page", str(page)]) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"]
+    drawn = page.read_text().partition('class="scroll phone"')[0]
+    marks = re.findall(
+        r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*?(class="large")? data-more="([^"]*)"><title>([^<]*)',
+        drawn,
     )
+    chosen = [m for m in marks if m[2] and m[4].startswith("best: number")]
+    assert marks[-len(best) :] == chosen  # the best are drawn last, on top of all others
+    for one, (*_, more, words) in zip(best, chosen, strict=True):
+        assert words.endswith(f": {one['layout']}")
+        rate = 65536 / 8 / one["step_time_s"]
+        assert f", {rate:,.0f} tokens/s, {one['memory_gb']:.3g} GB: " in words
+        assert f"compute {one['breakdown']['compute'] / one['step_time_s']:.1%}" in more
+    # An axis of doublings: where a mark stands is its number.
+    numbers = [float(m[4].split(" tokens/s")[0].split()[-1].replace(",", "")) for m in marks]
+    low, high = (f(range(len(marks)), key=numbers.__getitem__) for f in (min, max))
+    wide = (float(marks[high][0]) - float(marks[low][0])) / math.log2(numbers[high] / numbers[low])
+    for mark, number in zip(marks, numbers, strict=True):
+        right = float(marks[low][0]) + wide * math.log2(number / numbers[low])
+        assert float(mark[0]) == pytest.approx(right, abs=1)
+    bounds = [m[4] for m in marks if m[4].startswith(("fits: ", "does not fit: "))]
+    assert len(bounds) > 30
+    for words in bounds:
+        found = re.match(
+            r"(fits|does not fit): (.*), at most [\d,]+ tokens/s, at least ([\d.]+)", words
+        )
+        assert found
+        assert not legal(Layout.parse(found[2]), Shape.load("124m"), batch=64, sequence=1024)
+        assert (float(found[3]) <= 73.1) == (found[1] == "fits")
 
 
 def test_a_run_of_so_many_tokens_is_whole_and_train_takes_it(

@@ -15,7 +15,7 @@ from phalanx.cli import train as train_verb
 from phalanx.cli.main import main
 from phalanx.layout import Layout, Shape, stage_pieces
 from phalanx.plan import Curve, Machine, Rate, Store
-from phalanx.program import Costs, build, simulate
+from phalanx.program import Costs, Recorded, build, simulate
 
 SHAPE = Shape(name="small", layers=2, hidden=32, heads=2, ffn=64, vocab=256, sequence=16, batch=4)
 MACHINE = Machine(
@@ -27,6 +27,12 @@ MACHINE = Machine(
         for op in ("all_reduce", "all_gather", "reduce_scatter", "send")
     ),
 )  # fmt: skip
+
+
+# A step of one rank that took no time.
+PROGRAM = str(build(Layout.parse(""), [range(1)]))
+SPANS = [[0, "compute", "0F0", 0.0, 0.0]]
+STEP = json.dumps({"phalanx run": 1, "program": PROGRAM, "spans": SPANS})
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +55,10 @@ def run_of(folder: Path, text: str = "dp2 zero1", device: str = "CPU", own: str 
     ]  # fmt: skip
     lines = "".join(json.dumps(record) + "\n" for record in (start, *steps))
     (folder / "metrics.jsonl").write_text(lines)
-    timeline = simulate(
-        build(layout, stage_pieces(layout, SHAPE), agree=True),
-        Costs({"F": 2e-3, "I": 1.5e-3, "W": 1.5e-3, "G": 1e-3}),
-    )
-    args = {"step": 3, "layout": text, **timeline.to_json()}
+    program = build(layout, stage_pieces(layout, SHAPE), agree=True)
+    costs = Costs({"F": 2e-3, "I": 1.5e-3, "W": 1.5e-3, "G": 1e-3})
+    recorded = Recorded(program, simulate(program, costs))
+    args = json.loads(str(recorded)) | {"step": 3, "layout": text}
     (folder / "timeline.json").write_text(json.dumps(args))
     return folder
 
@@ -149,10 +154,10 @@ def test_what_cannot_be_compared_is_refused_in_a_sentence(
     "name, text, args",
     [
         ("timeline.json", None, "cannot read .*timeline.json: No such file"),
-        ("timeline.json", "{}", "this is not a timeline"),
-        ("timeline.json", '{"spans": []}', "its layout and its step"),
-        ("timeline.json", '{"spans": [], "step": 3, "layout": "dp2"}', "no operation"),
-        ("timeline.json", "\x00", "not a timeline"),
+        ("timeline.json", "{}", "this is not the file of a run"),
+        ("timeline.json", STEP, "its layout and its step"),
+        ("timeline.json", STEP[:-1] + ', "step": 3, "layout": "dp2"}', "no operation"),
+        ("timeline.json", "\x00", "cannot be read"),
         ("metrics.jsonl", '{"event": "start", "step": 9}', "no start as dp2 zero1 before step 3"),
     ],
 )

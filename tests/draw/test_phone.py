@@ -15,12 +15,14 @@ from phalanx.cli.main import main
 from phalanx.draw import Picture, page
 from phalanx.lab import Size, conduct, lab_page
 from phalanx.layout import Layout
-from phalanx.program import Costs, build, simulate
+from phalanx.program import Costs, Recorded, build, simulate
 from phalanx.report import report
+from phalanx.report.step import step_extras
 
 LOOK = """
 const inner = document.querySelector("iframe").contentDocument;
-const sizes = [...inner.querySelectorAll("svg text")].map((text) => {
+const seen = [...inner.querySelectorAll("svg text")].filter((text) => text.getClientRects().length);
+const sizes = seen.map((text) => {
   const box = text.closest("svg").getBoundingClientRect();
   const scale = box.width / Number(text.closest("svg").getAttribute("width"));
   return parseFloat(inner.defaultView.getComputedStyle(text).fontSize) * scale;
@@ -43,8 +45,11 @@ def of_a_run(folder: Path) -> str:
     steps = [{"event": "step", "step": n, "loss": 5 - n / 9, "seconds": 0.1} for n in range(1, 9)]
     text = "".join(json.dumps(record) + "\n" for record in [start, *steps])
     (folder / "metrics.jsonl").write_text(text)
-    (folder / "timeline.json").write_text(json.dumps(timeline().timeline.to_json()))
-    return report(folder)
+    program = build(Layout.parse("dp2 pp2 zero3 1f1b:8"), [range(2), range(2, 4)])
+    recorded = Recorded(program, simulate(program, Costs({"F": 1, "B": 2})))
+    told = json.loads(str(recorded)) | {"step": 1, "layout": "dp2 pp2"}
+    (folder / "timeline.json").write_text(json.dumps(told))
+    return report(folder, step_extras(folder, None, None, 2)).html()
 
 
 def of_a_plan(folder: Path) -> str:

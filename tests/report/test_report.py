@@ -13,11 +13,17 @@ import pytest
 from browser import needs_chromium, opened
 from phalanx.draw import ChartAxis, Series, chart
 from phalanx.layout import Layout
-from phalanx.program import Costs, build, simulate
-from phalanx.report import ReportError, report
+from phalanx.program import Costs, Recorded, build, simulate
+from phalanx.report import ReportError
+from phalanx.report import report as report_of
+from phalanx.report.step import step_extras
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = """</script></pre><script>alert(1)</script><img src=x onerror='a()'> "q" & {body}"""
+
+
+def report(folder: Path) -> str:
+    return report_of(folder, step_extras(folder, None, None, 2)).html()
 
 
 def journal(hostile: str = "") -> list[dict[str, Any]]:
@@ -72,10 +78,10 @@ def written(folder: Path, hostile: str = "") -> Path:
     lines = "".join(json.dumps(record) + "\n" for record in journal(hostile))
     (folder / "metrics.jsonl").write_text(lines + '{"event": "st')
     (folder / "run.toml").write_text(f"steps = 12 # {hostile}")
-    timeline = simulate(
-        build(Layout.parse("dp2 zero3"), [range(4)]), Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3})
-    )
-    (folder / "timeline.json").write_text(json.dumps(timeline.to_json()))
+    program = build(Layout.parse("dp2 zero3"), [range(4)])
+    recorded = Recorded(program, simulate(program, Costs({"F": 1e-3, "B": 2e-3, "G": 1e-3})))
+    told = json.loads(str(recorded)) | {"step": 6, "layout": "dp2 zero3"}
+    (folder / "timeline.json").write_text(json.dumps(told))
     return folder
 
 
@@ -105,7 +111,7 @@ def test_the_page_says_what_the_journal_says(tmp_path: Path) -> None:
 
 def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(tmp_path: Path) -> None:
     page = report(written(tmp_path))
-    loss = page.split("<h2>Step time</h2>")[0]
+    loss = page.split('class="scroll phone"')[0]
     (faint,) = re.findall(r'<polyline points="([^"]*)"[^>]*opacity', loss)
     assert len(faint.split()) == 6  # steps 5 to 10 of the first start
     lines = re.findall(r'<polyline points="([^"]*)"', loss)
@@ -116,14 +122,14 @@ def test_what_was_done_in_vain_is_faint_and_counts_in_no_summary(tmp_path: Path)
 def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
     page = report(written(tmp_path)).replace('xmlns="http://www.w3.org/2000/svg"', "")
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(|<iframe|\ssrc=", page)
-    assert page.count("<script") == 2  # the timeline: its data and what draws it
+    assert page.count("<script") == 3  # the timeline, its data, and what tells of marks
     assert re.findall(r"<link[^>]*>", page) == ['<link rel="icon" href="data:,">']
     assert "default-src 'none'" in page
 
 
 def test_whatever_stands_in_the_files_is_escaped(tmp_path: Path) -> None:
     page = report(written(tmp_path, HOSTILE))
-    assert page.count("<script") == 2
+    assert page.count("<script") == 3
     assert "<img" not in page
     assert page.count("&lt;script&gt;") >= 5
 
@@ -187,6 +193,6 @@ def test_before_the_first_step_the_page_says_that_nothing_was_recorded(tmp_path:
 def test_a_browser_shows_the_page_without_a_complaint(tmp_path: Path) -> None:
     dom, console = opened(report(written(tmp_path, HOSTILE)), tmp_path)
     assert console == []
-    assert dom.count("<h2>") == 9
-    assert dom.count("<polyline") == 12  # each start, and again what was repeated
+    assert dom.count("<h2>") == 11
+    assert dom.count("<polyline") == 24  # each start, and again what was repeated; wide and narrow
     assert dom.count("<canvas") == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from phalanx.plan import Curve, Machine, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.search import judge
 from phalanx.plan.step import Request
-from phalanx.program import Costs, Op, Span, Timeline, build, simulate
+from phalanx.program import Costs, Op, Recorded, Span, Timeline, build, simulate
 from phalanx.report.compared import HEAD, Compared, compare
-from phalanx.report.predicted import Step, predicted
+from phalanx.report.predicted import predicted
+from phalanx.report.step import Step
 
 SHAPE = Shape(
     name="small", layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=256, sequence=16, batch=8
@@ -47,8 +48,9 @@ def step_of(text: str) -> Step:
     """A step whose operations all ran, whatever they took."""
     layout = Layout.parse(text)
     parts = partial_pieces(layout, SHAPE)
-    timeline = simulate(build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts))
-    return Step(4, layout, SHAPE, "", SHAPE.sequence, "CPU", timeline, None)
+    program = build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts)
+    recorded = Recorded(program, simulate(program))
+    return Step(4, layout, SHAPE, "", SHAPE.sequence, "CPU", recorded, None)
 
 
 def compared_of(text: str, place: Path) -> Compared:
@@ -92,7 +94,7 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Pa
     assert found.predicted == pytest.approx(choice.step)
     # The row of one operation alone has its own price.
     sums = dict.fromkeys("FBUGSHQNA", 0.0)
-    for span in step.timeline.spans:
+    for span in step.recorded.timeline.spans:
         if span.rank == 0 and span.op.kind in sums:
             alone = Timeline((span._replace(start=0.0, end=1.0),))
             (row,) = predicted(_with(step, alone), hardware, profile, costs).rows
@@ -106,7 +108,7 @@ def test_what_the_rows_predict_adds_up_to_the_planners_step(text: str, place: Pa
 
 
 def _with(step: Step, timeline: Timeline) -> Step:
-    return Step(**{**vars(step), "timeline": timeline})
+    return replace(step, recorded=Recorded(step.recorded.program, timeline))
 
 
 def test_an_operation_that_took_what_was_predicted_has_ratio_one(place: Path) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TypedDict, Unpack
 
-from ..draw import MeshPicture, Picture
+from ..draw import MeshPicture, Picture, recorded_picture
 from ..layout import Layout, LayoutError, Mesh, Shape, stage_pieces
 from ..layout.choices import SCHEDULES, SEARCHED, traits
 from ..layout.files import read_text
@@ -127,18 +127,6 @@ def draw(
     if terms.get("cluster") and model:
         return _priced(str(what), model, terms)
     return step_of(what, model, terms).picture(terms.get("repeat") or 1)
-
-
-def recorded_picture(recorded: Recorded) -> Picture:
-    """The measured timeline of a real step over the predicted one."""
-    held = check(recorded.program).held
-    predicted, measured = recorded.predicted(), recorded.measured()
-    note = (
-        f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
-        f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
-    )
-    title = f"a step on {recorded.program.mesh.size} ranks, predicted and measured"
-    return Picture(title, predicted, measured, held=held, notes=(note,), clock="s")
 
 
 def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) -> StepProgram:

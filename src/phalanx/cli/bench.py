@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..draw import ChartAxis, Series, chart, text_table
+from ..draw import ChartAxis, Series, chart, figure, frame, text_table
 from ..layout import Shape
 from ..layout.choices import (
     BF16,
@@ -33,6 +34,7 @@ from ..layout.numbers import (
 )
 from ..plan.curve import FACTORS
 from .before import refuse_large
+from .bench_chart import curves_svg
 from .usage import POSITIVE, Parser, UsageError, chosen, result, say, whole, write
 
 if TYPE_CHECKING:
@@ -183,7 +185,7 @@ def _collectives(argv: list[str]) -> int:
         metavar="SECONDS",
         help="then no larger size begins",
     )
-    parser.add_output("--out", ".svg", help="bandwidth over size, with what was fitted")
+    parser.add_output("--out", ".svg", ".html", help="bandwidth over size, with what was fitted")
     args = parser.read(argv)
     # Each rank has what it sends, what it receives, and what should have come.
     need = 3.0 * max(args.sizes) * (args.ranks or 2)
@@ -211,7 +213,12 @@ def _collectives(argv: list[str]) -> int:
         return 0
     curves, forms = fit_all(samples, ranks.backend), growths(samples)
     if args.out:
-        write(args.out, {".svg": str}, collectives_chart(samples, ranks.backend))
+        draw = partial(curves_svg, curves, samples=samples, backend=ranks.backend)
+        formats = {
+            ".svg": lambda draw: draw(),
+            ".html": lambda draw: frame(f"collectives over {ranks.backend}", figure(draw)),
+        }
+        write(args.out, formats, draw)
     figures = {
         "backend": ranks.backend,
         "samples": [
@@ -343,25 +350,6 @@ def _titled(
     title: str, head: Sequence[str], rows: Sequence[Sequence[object]], left: str = ""
 ) -> list[str]:
     return [f"{title}\n{text_table(head, rows, left=left, indent=2)}"] if rows else []
-
-
-def collectives_chart(samples: Sequence[Sample], backend: str) -> str:
-    """Bus bandwidth over size as SVG, each operation with its fitted curve."""
-    from ..bench import fit_all
-
-    series = []
-    for curve in fit_all(samples, backend):
-        key = (curve.op, curve.ranks, curve.apart)
-        mine = [s for s in samples if (s.op, s.ranks, s.apart) == key]
-        sizes = [s.bytes * part for s in mine for part in (1, 2)][:-1]
-        line = tuple((float(n), curve.bus(n) / 1e9) for n in sizes)
-        points = tuple((s.bytes, s.bus / 1e9) for s in mine)
-        series.append(Series(f"{curve.op} {_group(curve.ranks, curve.apart)}", points, line))
-    note = (
-        "Points: measured, medians, the slowest rank counts. Dashed: latency and bandwidth fitted."
-    )
-    across, up = ChartAxis("S", binary_text, 4), ChartAxis("bus bandwidth in GB/s", "{:g}".format)
-    return chart(f"collectives over {backend}", series, across, up, [note])
 
 
 # ---- matrix products

@@ -70,6 +70,7 @@ def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:
     """All scenes; the figures."""
     from ..layout.files import write_text
     from ..report import report
+    from ..report.step import step_extras
 
     shape = _run_of(out, FIRST).shape
     show(f"A decoder of {shape.total:,} parameters learns the Python library's text.")
@@ -88,7 +89,7 @@ def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:
     verdict = "agree" if off < CLOSE else "DO NOT AGREE"
     show(f"   All {len(truth)} losses {verdict}: the largest relative difference is {off:.1e}.\n")
     page = out / "report.html"
-    write_text(page, report(out))
+    write_text(page, report(out, step_extras(out, None, None, 2)).html())
     return {
         "first": FIRST,
         "then": THEN,

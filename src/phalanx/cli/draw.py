@@ -11,8 +11,17 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-from ..api.step import StepProgram, StepTerms, costs_of, draw, recorded_picture, step_of
-from ..draw import FORMATS, MeshPicture, Picture, mesh_svg, mesh_text, text, text_table
+from ..api.step import StepProgram, StepTerms, costs_of, draw, step_of
+from ..draw import (
+    FORMATS,
+    MeshPicture,
+    Picture,
+    mesh_svg,
+    mesh_text,
+    recorded_picture,
+    text,
+    text_table,
+)
 from ..layout import Layout
 from ..layout.choices import CHUNKS, SCHEDULES
 from ..program import Costs, Recorded, Sizes, Timeline, build, check, ops, simulate
@@ -159,9 +168,9 @@ def _times(timeline: Timeline) -> dict[str, object]:
 # ---- a step that ran
 
 _RUN = """\
-The file is what a step leaves that was carried out: `phalanx verify --layouts "pp2 1f1b:4" --record
-step.json` writes one. The prediction is simulated with that run's own median costs, so what differs
-between the two is the waiting.
+The file is what a step leaves that was carried out: a run's timeline.json, or what `phalanx verify
+--layouts "pp2 1f1b:4" --record step.json` writes. The prediction is simulated with that run's own
+median costs, so what differs between the two is the waiting.
 
   phalanx draw run step.json
   phalanx draw run step.json --out step.html"""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..api.plan_text import utilization
-from ..draw import ChartAxis, Series, chart, frame, paragraphs, table, tag
-from ..layout.numbers import seconds_text
+from ..draw import ChartAxis, Html, Series, chart, figure, frame, paragraphs, table, tag
+from ..layout.numbers import bytes_text, seconds_text
 from ..plan.search import Baseline, Plan
 from ..plan.step import Choice, Request
 
@@ -27,20 +28,21 @@ def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
         f" {plan.considered:,} layouts, {plan.fitting:,} of which fit in"
         f" {plan.room / 1e9:.1f} GB a device."
     )
-    picture = tag("div", _chart(request, plan, beside), cls="scroll")
+    picture = figure(partial(_chart, request, plan, beside))
     return frame(title, paragraphs([summary]), picture, _table(request, plan))
 
 
-def _chart(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
+def _chart(request: Request, plan: Plan, beside: Sequence[Baseline], width: float) -> Html:
     """What fits and what does not, the frontier, the best and what plain rules pick."""
     steps, held = plan.points
     rate, held = request.tokens / request.hardware.ranks / steps, held / 1e9
     fits, near = held <= plan.room / 1e9, held < 4e-9 * request.hardware.memory
     rules = [(baseline.rule, baseline.choice) for baseline in beside if baseline.choice]
-    drawn = _thinned(rate[fits], held[fits])
+    drawn = _thinned(rate, held, fits)
+    bounded = partial(_bounded, plan, rate, held)
     series = [
-        Series("fits", drawn, joined=False),
-        Series("does not fit", _thinned(rate[near & ~fits], held[near & ~fits]), joined=False),
+        bounded("fits", drawn),
+        bounded("does not fit", _thinned(rate, held, near & ~fits)),
         Series("frontier", _frontier(rate[fits], held[fits]), dots=False),
         _chosen(request, "plain rules", rules),
         _chosen(request, "best", [(f"number {n}", c) for n, c in enumerate(plan.layouts, 1)]),
@@ -48,13 +50,30 @@ def _chart(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
     return chart(
         "memory over throughput",
         [s for s in series if s.points],
-        ChartAxis("tokens a second and device", lambda x: f"{x:,.0f}", base=2),
-        ChartAxis("memory of the fullest device", lambda y: f"{y:.3g} GB", base=2),
+        ChartAxis("tokens/s a device", lambda x: f"{x:,.0f}", base=2),
+        ChartAxis("memory of the fullest", lambda y: f"{y:.3g} GB", base=2),
         [
             f"Up to {len(drawn):,} of {plan.fitting:,} that fit are drawn. No layout is both faster"
-            " and smaller than one on the frontier. Point at one of the best to see its layout."
+            " and smaller than one on the frontier."
         ],
+        width=width,
     )
+
+
+def _bounded(plan: Plan, rate: _Array, held: _Array, name: str, chosen: Sequence[int]) -> Series:
+    """Candidates by their bounds, each with its layout and why it is not among the best."""
+    points, tips, more = [], [], []
+    first = plan.layouts[0].step if plan.layouts else math.nan
+    for i in chosen:
+        points.append((float(rate[i]), float(held[i])))
+        tips.append(f"{plan.named(i)}, at most {rate[i]:,.0f} tokens/s, at least {held[i]:.3g} GB")
+        step, room = float(plan.points[0][i]), plan.room / 1e9
+        if name == "fits":
+            why = f"No step of it is shorter than {seconds_text(step)}; number 1 takes"
+            more.append(f"{why} {seconds_text(first)}, {step / first - 1:+.1%} by this bound.")
+        else:
+            more.append(f"It holds {held[i] / room:.2f} times the {room:.1f} GB that it may.")
+    return Series(name, points, joined=False, tips=tips, more=more)
 
 
 def _chosen(request: Request, name: str, choices: Sequence[tuple[str, Choice]]) -> Series:
@@ -63,16 +82,26 @@ def _chosen(request: Request, name: str, choices: Sequence[tuple[str, Choice]]) 
         f"{what}, {rate:,.0f} tokens/s, {held:.3g} GB: {c.layout}"
         for (what, c), (rate, held) in zip(choices, points, strict=True)
     ]
-    return Series(name, points, joined=False, tips=tips)
+    more = [_explained(c) for _, c in choices]
+    return Series(name, points, joined=False, tips=tips, more=more, large=True)
 
 
-def _thinned(rate: _Array, held: _Array) -> Points:
-    """One of the points in each cell of a grid, as an eye cannot part them."""
-    if not len(rate):
-        return []
-    cells = np.stack([np.floor(_CELLS / 2 * np.log2(x)) for x in (rate, held)], axis=1)
+def _explained(choice: Choice) -> str:
+    """Where the time of a simulated layout goes, and its memory."""
+    parts = (
+        f"{k} {t / choice.step:.1%}" for k, t in choice.parts.items() if t > 5e-4 * choice.step
+    )
+    held = (f"{kind} {bytes_text(size)}" for kind, size in choice.memory.items() if size)
+    return f"A step of {seconds_text(choice.step)}: {', '.join(parts)}.\nMemory: {', '.join(held)}."
+
+
+def _thinned(rate: _Array, held: _Array, shown: NDArray[np.bool_]) -> list[int]:
+    """One of the points in each cell of a grid, the fastest, as an eye cannot part them."""
+    order = np.flatnonzero(shown)
+    order = order[np.argsort(-rate[order], kind="stable")]
+    cells = np.stack([np.floor(_CELLS / 2 * np.log2(x[order])) for x in (rate, held)], axis=1)
     _, first = np.unique(cells, axis=0, return_index=True)
-    return [(float(rate[i]), float(held[i])) for i in first]
+    return [int(i) for i in order[first]]
 
 
 def _frontier(rate: _Array, held: _Array) -> Points:

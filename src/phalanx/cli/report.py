@@ -8,21 +8,34 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..api.request import where
+from ..api.request import model_of, where
+from ..draw import WIDE
+from ..layout import Layout, Run, Shape
+from ..layout.codec import decode
 from ..layout.files import reason, write_text
+from ..plan import Machine
+from ..plan.device import MachineFileError
+from ..plan.step import Pricer, Request
+from ..report import Extras, Section
+from .before import moments
+from .bench_chart import curves_svg
 from .usage import Parser, UsageError, flags, result, save
+from .verify_page import verified_svg
 
 if TYPE_CHECKING:
     from ..report.compared import Compared
+    from ..report.scaling import Speed
 
 _EPILOG = """\
-The page is one file that fetches nothing: loss with restarts, step time, MFU, memory, a measured
-step, the mesh, the configuration and versions. With --machine or --cluster also what a plan counts
-for each kind of operation, against what it took in the measured step.
+The page is one file that fetches nothing: loss with restarts, step time, MFU, where the time of the
+run went, a measured step over the predicted one with memory by kind, where that step's time goes,
+the mesh and the shards of each weight, the configuration and versions. With --machine or --cluster
+also what a plan counts for each kind of operation, against what it took in the measured step, and
+the measured bandwidths. All pictures are files too: --svg DIR.
 
   phalanx report runs/run
-  phalanx report runs/run --out page.html
-  phalanx report runs/run --machine machine.toml
+  phalanx report runs/run --machine machine.toml --svg pictures
+  phalanx report runs/eight --beside runs/two runs/four
 
 Exit code 0: done; 2: wrong usage."""
 _HOW = (
@@ -38,6 +51,9 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
     parser.add_output("--out", help="where to write; default RUNDIR/report.html")
+    parser.add_output("--svg", folder=True, help="also every picture, and a trace for Perfetto")
+    add("--beside", nargs="+", metavar="RUNDIR", help="other runs: how speed grows with ranks")
+    add("--verified", metavar="FILE", help="what verify --log wrote, as a matrix")
     add("--machine", metavar="FILE", help="where it ran: the file that doctor --out wrote there")
     add("--cluster", metavar="NAME", help="where it ran, as h100x8")
     add("--backend", default=None, metavar="NAME", help="backend whose measured curves are used")
@@ -52,7 +68,8 @@ def run(argv: list[str]) -> int:
         raise UsageError(f"there is no folder {folder}. Name the `out` of a run.")
     out = Path(args.out) if args.out else folder / "report.html"
     compared = _compared(folder, args)
-    page = report(folder, compared)
+    found = report(folder, _extras(folder, compared, args))
+    page = found.html()
     if args.out:
         save(out, page)
     else:  # in the run's folder, which may be somebody else's: a link there is not followed
@@ -60,11 +77,66 @@ def run(argv: list[str]) -> int:
             write_text(out, page)
         except OSError as error:
             raise UsageError(f"cannot write {out}: {reason(error)}. Write --out FILE.") from None
-    figures = {"report": str(out), "bytes": len(page)}
+    figures: dict[str, object] = {"report": str(out), "bytes": len(page)}
+    if args.svg:
+        Path(args.svg).mkdir(parents=True, exist_ok=True)
+        drawn = found.pictures()
+        for name, picture in drawn.items():
+            save(Path(args.svg, name), picture)
+        figures["pictures"] = sorted(drawn)
     more = {"compared": compared.figures()} if compared else {}
     text = f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}"
     result(args, figures | more, text)
     return 0
+
+
+def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -> Extras:
+    """What is shown beside the run's own records."""
+    from ..report.scaling import scaling_svg, speeds
+    from ..report.step import step_extras
+
+    make = model_of(args.model)[1] if args.model else None
+    extras = step_extras(folder, compared, make, _moments(folder))
+    sections = list(extras.sections)
+    runs = speeds([folder, *map(Path, args.beside or ())])
+    draw = partial(scaling_svg, runs, {run: _planned(run, args) for run in runs}.get)
+    if draw(WIDE):
+        sections.append(Section("Scaling", name="scaling", draw=draw))
+    if args.machine and (curves := Machine.load(args.machine).curves):
+        sections.append(Section("Bandwidth", name="bandwidth", draw=partial(curves_svg, curves)))
+    if args.verified:
+        from ..verify.verify import logged
+
+        verdicts = tuple(logged(Path(args.verified)).values())
+        draw = partial(verified_svg, f"layouts of {args.verified}", verdicts)
+        sections.append(Section("Verified", name="verified", draw=draw if draw(WIDE) else None))
+    return replace(extras, sections=tuple(sections))
+
+
+def _moments(folder: Path) -> int:
+    """What the run's optimizer keeps of each weight: Adam's two where its run file does not say."""
+    try:
+        return moments(Run.load(str(folder / "run.toml")))
+    except ValueError:
+        return 2
+
+
+def _planned(run: Speed, args: argparse.Namespace) -> float | None:
+    """Tokens a second of a start's layout as a plan counts them, where it was named where it ran."""
+    model, sequence = run.start.get("model"), run.start.get("sequence")
+    if not (args.machine or args.cluster) or not isinstance(model, dict) or run.start.get("own"):
+        return None
+    from ..cost import cached_costs
+    from ..plan.local import profile_for
+
+    shape = decode(Shape, model, f"{run.run}, model", MachineFileError)
+    layout = Layout.parse(str(run.start.get("layout", "")))
+    hardware = where(args.cluster, args.machine, run.ranks, args.backend or "").hardware
+    profile = profile_for(hardware, args.profile, layout.precision)
+    tokens = sequence if isinstance(sequence, int) else shape.sequence
+    costs = partial(cached_costs, target=hardware.target)
+    request = Request(shape, hardware, profile, costs, tokens, shape.batch, layout.precision)
+    return request.tokens / Pricer(request).choose(layout).step
 
 
 def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
@@ -77,7 +149,8 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
         return None
     from ..cost import cached_costs
     from ..plan.local import profile_for
-    from ..report.predicted import predicted, read_step
+    from ..report.predicted import predicted
+    from ..report.step import read_step
 
     step = read_step(folder)
     if step.own and args.model != step.own:

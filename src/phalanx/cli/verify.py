@@ -16,6 +16,7 @@ from ..api.verify import (
     refuse_too_large,
     verdict_text,
 )
+from ..draw import WIDE
 from ..layout import Shape
 from ..layout.cases import AXES
 from ..layout.choices import COMPARED, DTYPES, FP64, OPTIMIZERS, THREADS
@@ -31,6 +32,7 @@ from .usage import (
     try_file,
     try_folder,
     whole,
+    write,
 )
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def run(argv: list[str]) -> int:
         metavar="I/N",
         help="only this part of the list, as 1/4",
     )
+    parser.add_output("--out", ".html", ".svg", help="what was compared together, as a page")
     add("--log", metavar="FILE", help="results as JSON lines; layouts in it are not run again")
     parser.add_output("--record", help="save the last layout's last step, for `phalanx draw run`")
     add("--json")
@@ -148,6 +151,15 @@ def run(argv: list[str]) -> int:
         if not args.json:
             progress(verdict_text(verdict))
     found = Verified(shape.name, args.dtype, tuple(verdicts))
+    if args.out:
+        from .verify_page import verified_page, verified_svg
+
+        title = f"{shape.name} against one process, in {args.dtype}"
+        formats = {
+            ".html": lambda v: verified_page(title, found.summary, v),
+            ".svg": lambda v: verified_svg(title, v, WIDE),
+        }
+        write(args.out, formats, found.verdicts)
     result(args, found.figures, found.summary)
     return 0 if found.passed else 1 if found.compared else 2
 

@@ -3,19 +3,24 @@
 from collections.abc import Callable
 
 from ..layout.numbers import bytes_text
-from .chart import Bars, ChartAxis, Series, bars, chart
+from .chart import Bars, ChartAxis, Series, bars, chart, panels
 from .chrome import chrome
-from .markup import Html, paragraphs, table, tag, text_table
+from .markup import COLOURS, WIDE, Html, paragraphs, table, tag, text_table
+from .matrix import MatrixCell, matrix_svg
 from .mesh import MeshPicture, mesh_svg, mesh_text
-from .page import frame, page, timeline
-from .picture import Picture
-from .svg import Bar, Row, gantt, svg
+from .page import figure, frame, page, timeline
+from .parts import breakdown_svg, memory_svg
+from .picture import Picture, recorded_picture
+from .shards import Slice, shards_svg
+from .svg import Area, Bar, Row, gantt, svg
 from .text import text
 
 FORMATS: dict[str, Callable[[Picture], str]] = {".svg": svg, ".html": page, ".json": chrome}
 
 __all__ = [
-    "FORMATS", "Bar", "Bars", "ChartAxis", "Html", "MeshPicture", "Picture", "Row", "Series", "bars",
-    "bytes_text", "chart", "chrome", "frame", "gantt", "mesh_svg", "mesh_text", "page", "paragraphs",
-    "svg", "table", "tag", "text", "text_table", "timeline",
+    "COLOURS", "FORMATS", "WIDE", "Area", "Bar", "Bars", "ChartAxis", "Html", "MatrixCell",
+    "MeshPicture", "Picture", "Row", "Series", "Slice", "bars", "breakdown_svg", "bytes_text", "chart",
+    "chrome", "figure", "frame", "gantt", "matrix_svg", "memory_svg", "mesh_svg", "mesh_text", "page",
+    "panels", "paragraphs", "recorded_picture", "shards_svg", "svg", "table", "tag", "text",
+    "text_table", "timeline",
 ]  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .markup import COLOURS, LETTER, Html, box, document, label, line, tag
+from .markup import COLOURS, LETTER, WIDE, Html, box, document, key, label, line, tag
 from .words import ticks, wrapped
 
 Points = Sequence[tuple[float, float]]
 
-_LEFT, _TOP, _WIDTH, _HEIGHT = 78.0, 62.0, 560.0, 300.0
+_TOP, _HEIGHT, _SMALL = 68.0, 300.0, 110.0
 # Lines are thin: on white they need darker colours than areas do.
 _COLOURS = "#0072b2 #d55e00 #009e73 #cc79a7 #b08900 #56b4e9 #8a5a44 #7f7f7f #5e3c99"
 _INK = tuple(_COLOURS.split())
@@ -20,8 +20,9 @@ _INK = tuple(_COLOURS.split())
 @dataclass(frozen=True)
 class Series:
     """Points of one name. `line` is what was fitted to them, dashed; without it a line joins the
-    points if `joined`. `tips` are shown under the mouse in place of the numbers; series that
-    share a name share a line of the key, and `faint` ones are not in it."""
+    points if `joined`. `tips` are shown under the mouse in place of the numbers, and `more` beside
+    them after a click; series that share a name share a line of the key, and `faint` ones are not in
+    it."""
 
     name: str
     points: Points
@@ -30,6 +31,8 @@ class Series:
     dots: bool = True
     faint: bool = False
     tips: Sequence[str] = ()
+    more: Sequence[str] = ()
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,22 +52,54 @@ def chart(
     y: ChartAxis,
     notes: Sequence[str] = (),
     marks: Sequence[tuple[float, str]] = (),
+    width: float = WIDE,
 ) -> Html:
-    """One SVG document; `marks` are vertical lines with a word."""
+    """One SVG document; `marks` are vertical lines with words, which stand above the plot."""
     points = [p for s in series for p in (*s.points, *s.line) if _shown(p, x, y)]
-    across = _Scale([*(p[0] for p in points), *(at for at, _ in marks)], x, _LEFT, _LEFT + _WIDTH)
     up = _Scale([p[1] for p in points], y, _TOP + _HEIGHT, _TOP)
+    left = 30 + LETTER * max((len(words) for _, words in up.ticks()), default=0)
+    ends = left, width - 24
+    across = _Scale([*(p[0] for p in points), *(at for at, _ in marks)], x, *ends)
+    marked, rows = _marks(marks, across)
+    top = _TOP + 14 * rows
+    up.start, up.end = top + _HEIGHT, top  # below the words of marks
     names = list(dict.fromkeys(s.name for s in series if not s.faint))
-    body = [*_grid(across, up), *_marks(marks, across)]
+    body = [label(20, 50, f"{y.name} over {x.name}", "soft"), *_grid(across, up), *marked]
     for each in series:
         colour = _INK[(names.index(each.name) if each.name in names else -1) % len(_INK)]
         body += _series(each, colour, across, up)
-    for i, name in enumerate(names):
-        top = _TOP + 14 + 20 * i
-        body.append(box(_LEFT + _WIDTH + 22, top - 10, 12, 12, rx=2, fill=_INK[i % len(_INK)]))
-        body.append(label(_LEFT + _WIDTH + 40, top, name))
-    width = _LEFT + _WIDTH + 52 + LETTER * max(map(len, names), default=0)
-    floor = max(_TOP + _HEIGHT, _TOP + 20 * len(names)) + 50
+    entries = [(_INK[i % len(_INK)], name, "", "") for i, name in enumerate(names)]
+    below, floor = key(entries, top + _HEIGHT + 42, width)
+    return document(title, width, floor + 26, [*body, *below], notes)
+
+
+def panels(
+    title: str,
+    series: Sequence[Series],
+    x: ChartAxis,
+    y: ChartAxis,
+    notes: Sequence[str] = (),
+    width: float = WIDE,
+) -> Html:
+    """One SVG document with a small chart for each series, all to the same scale, the others faint
+    behind it: where many curves are alike, each is seen by itself and against the rest."""
+    points = [p for s in series for p in (*s.points, *s.line) if _shown(p, x, y)]
+    columns = max(1, min(len(series), int((width - 40) // 230)))
+    wide, top = (width - 40) / columns, _TOP + 10
+    body = [label(20, 50, f"{y.name} over {x.name}", "soft")]
+    for i, each in enumerate(series):
+        left, upper = 20 + i % columns * wide, top + i // columns * (_SMALL + 52)
+        up = _Scale([p[1] for p in points], y, upper + _SMALL, upper)
+        margin = 10 + LETTER * max(len(words) for _, words in up.ticks())
+        across = _Scale([p[0] for p in points], x, left + margin, left + wide - 16)
+        body += _grid(across, up)
+        for other in series:
+            if other is not each:
+                quiet = replace(other, dots=False, line=other.line or other.points, faint=True)
+                body += _series(quiet, "#8c959f", across, up)
+        body += _series(each, _INK[i % len(_INK)], across, up)
+        body.append(label(left + margin, upper - 6, each.name))
+    floor = top + -(-len(series) // columns) * (_SMALL + 52)
     return document(title, width, floor, body, notes)
 
 
@@ -99,36 +134,48 @@ class _Scale:
         return self.start + part * (self.end - self.start)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
-        span = self.high - self.low
+        span, room = self.high - self.low, abs(self.end - self.start)
+        most = room / (70 if self.start < self.end else 36)  # as many as there is room for
         if not self.axis.base:
-            for value in ticks(self.low, self.high, span / 8):
+            for value in ticks(self.low, self.high, span / most):
                 yield self.at(value), self.axis.write(value)
             return
-        step = max(1, math.ceil(span / 9))
+        step = max(1, math.ceil(span / most))
         for power in range(int(self.low), int(self.high) + 1, step):
             value = float(self.axis.base) ** power
             yield self.at(value), self.axis.write(value)
 
 
 def _grid(across: _Scale, up: _Scale) -> Iterator[Html]:
-    right, bottom = _LEFT + _WIDTH, _TOP + _HEIGHT
+    left, right, bottom, top = across.start, across.end, up.start, up.end
     for x, words in across.ticks():
-        yield line(x, _TOP, x, bottom)
+        yield line(x, top, x, bottom)
         yield label(x, bottom + 16, words, "soft mid")
     for y, words in up.ticks():
-        yield line(_LEFT, y, right, y)
-        yield label(_LEFT - 8, y + 4, words, "soft end")
-    yield label(20, 50, f"{up.axis.name} over {across.axis.name}", "soft")
+        yield line(left, y, right, y)
+        yield label(left - 8, y + 4, words, "soft end")
 
 
-def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> Iterator[Html]:
-    for i, (at, words) in enumerate(marks):
-        x = across.at(at)
-        yield line(x, _TOP, x, _TOP + _HEIGHT, "mark")
-        # Words of neighbouring marks stand at different heights; those on the right lean left.
-        turned = x > _LEFT + _WIDTH * 0.7
-        y = _TOP + 11 + 13 * (i % 4)
-        yield label(x + (-4 if turned else 4), y, words, "soft end" if turned else "soft")
+def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> tuple[list[Html], int]:
+    """Lines down the plot, and how many lines of words stand above it: words that find no room in
+    four are shown under the mouse only."""
+    free = [-math.inf] * 4  # where the words of each line end
+    drawn: list[tuple[float, str, int, float]] = []
+    for at, words in sorted(marks):
+        x, wide = across.at(at), LETTER * len(words)
+        fits = x + 3 + wide < across.end + 20
+        start = x + 3 if fits else max(20.0, x - 3 - wide)
+        row = next((i for i, end in enumerate(free) if end + 8 < start), len(free))
+        if row < len(free):
+            free[row] = start + wide
+        drawn.append((x, words, row, start))
+    rows = sum(end > 0 for end in free)
+    bottom, out = _TOP + 14 * rows + _HEIGHT, list[Html]()
+    for x, words, row, start in drawn:
+        out.append(line(x, _TOP + 14 * min(row, rows) - 10, x, bottom, "mark", words))
+        if row < len(free):
+            out.append(label(start, _TOP + 14 * row, words, "soft"))
+    return out, rows
 
 
 def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator[Html]:
@@ -141,13 +188,19 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
         points = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in path)
         look = {"fill": "none", "stroke": colour, "stroke-width": 1.5, "opacity": opacity}
         dash = "5 4" if series.line else ""
-        yield tag("polyline", points=points, **look, stroke_dasharray=dash)
+        # Where there are no dots to point at, the page's script shows these.
+        bare = not (series.dots or series.line)
+        values = "; ".join(f"{across.axis.write(x)}, {up.axis.write(y)}" for x, y in path)
+        told = {"data-name": series.name, "data-values": values} if bare else {}
+        yield tag("polyline", points=points, **look, stroke_dasharray=dash, **told)
     if series.dots or len(series.points) == 1:
         for i, (x, y) in enumerate(shown(series.points)):
             numbers = f"{across.axis.write(x)}, {up.axis.write(y)}"
             tip = tag("title", f"{series.name}: {series.tips[i] if series.tips else numbers}")
-            look = {"r": 3.2, "fill": colour, "opacity": opacity}
-            yield tag("circle", tip, cx=across.at(x), cy=up.at(y), **look)
+            look = {"r": 5.5 if series.large else 3.2, "fill": colour, "opacity": opacity}
+            look |= {"cls": "large"} if series.large else {}
+            more = {"data-more": series.more[i]} if series.more else {}
+            yield tag("circle", tip, cx=across.at(x), cy=up.at(y), **look, **more)
 
 
 @dataclass(frozen=True)
@@ -161,7 +214,7 @@ class Bars:
     tip: str = ""
 
 
-def bars(title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = 860) -> Html:
+def bars(title: str, rows: Sequence[Bars], notes: Sequence[str] = (), width: float = WIDE) -> Html:
     """One SVG document: a bar a row, all to the same scale."""
     margin = 36 + LETTER * min(30, max(len(row.name) for row in rows))
     room = width - margin - 30 - LETTER * max(len(row.beside) for row in rows)

@@ -10,14 +10,14 @@ from .picture import Picture, apart
 
 # The trace's clock counts microseconds. A measured second is a second there; a unit of cost, which
 # is no time at all, becomes a millisecond, so that a step is neither invisible nor hours long.
-_SECOND, _UNIT = 1e6, 1e3
+_CLOCKS = {"s": 1e6, " ms": 1e3, "": 1e3}
 
 
 def chrome(picture: Picture) -> str:
     """The trace's text. Each rank is a process, each lane a thread; the ranks of a second timeline
     follow those of the first."""
     events: list[dict[str, object]] = []
-    scale = _SECOND if picture.clock else _UNIT
+    scale = _CLOCKS[picture.clock]
     for source, timeline in enumerate(picture.timelines):
         base = source * (max(picture.timeline.ranks, default=0) + 1)
         name = f" {picture.names[source]}" if picture.other else ""

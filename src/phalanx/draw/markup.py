@@ -14,6 +14,7 @@ from .words import wrapped
 _COLOURS = "#56b4e9 #e69f00 #2fb98f #cc79a7 #d55e00 #8fa8c8 #b08900 #b0b0b0 #a58bc9"
 COLOURS = tuple(_COLOURS.split())
 LETTER = 6.3  # the width of an average character at 11 px
+WIDE, PHONE = 860.0, 352.0  # pixels of a picture on a page, and on a screen of 400
 
 # The colours of the page; those of operations are the same on a light and a dark page.
 _STYLE = """
@@ -28,7 +29,8 @@ _STYLE = """
   .cell { text-anchor: middle; font-variant-numeric: tabular-nums; pointer-events: none }
   .mid { text-anchor: middle }
   .end { text-anchor: end }
-  rect.op:hover { stroke: #1f2328; stroke-width: 1.5 }
+  .op:hover, .on { stroke: #1f2328; stroke-width: 1.5 }
+  .large { stroke: #1f2328; stroke-width: 1.5 }
   @media (prefers-color-scheme: dark) {
     .page { fill: #0d1117; stroke: #3d444d }
     .idle { fill: #1b222c }
@@ -37,7 +39,7 @@ _STYLE = """
     .area { fill: #1f4a66 }
     text { fill: #e6edf3 }
     .soft { fill: #9198a1 }
-    rect.op:hover { stroke: #ffffff }
+    .op:hover, .on, .large { stroke: #ffffff }
   }
 """
 
@@ -124,8 +126,28 @@ def label(x: float, y: float, words: object, cls: str = "", ink: str = "") -> Ht
     return tag("text", words, x=x, y=y, cls=cls, style=ink and f"fill:{ink}")
 
 
-def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid") -> Html:
-    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
+def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid", tip: str = "") -> Html:
+    inside = [tag("title", tip)] if tip else []
+    return tag("line", *inside, x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
+
+
+def key(
+    entries: Iterable[tuple[str, str, str, str]], y: float, width: float
+) -> tuple[list[Html], float]:
+    """What colours mean, each (colour, words, letter, the letter's colour), in as many lines as it
+    takes, and where that ends."""
+    out: list[Html] = []
+    x = 20.0
+    for fill, words, letter, ink in entries:
+        need = 28 + LETTER * len(words)
+        if x + need > width - 20 and x > 20:
+            x, y = 20.0, y + 22
+        out.append(box(x, y - 12, 16, 16, rx=2, fill=fill))
+        if letter:
+            out.append(label(x + 8, y, letter, "cell", ink))
+        out.append(label(x + 21, y, words))
+        x += need + 10
+    return out, y
 
 
 def document(

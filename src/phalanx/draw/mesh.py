@@ -213,7 +213,7 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
         yield f"{picture.layout.copies} ranks along dp and cp hold the same part."
 
 
-def mesh_svg(picture: MeshPicture) -> Html:
+def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
     """The grid of ranks, then the same grid once for each axis, coloured and lettered by group."""
     grids = [("ranks", dict.fromkeys(range(picture.mesh.size), 0), False)]
     for axis in picture.axes:
@@ -222,10 +222,10 @@ def mesh_svg(picture: MeshPicture) -> Html:
         title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; same letter, same group"
         grids.append((title, of, True))
     body: list[Html] = []
-    y, width = 44.0, 420.0
+    y, width = 44.0, min(420.0, most - 20)
     for title, of, grouped in grids:
         body.append(label(20, y + 16, title))
-        drawn, bottom, right = _panels(picture, y + 26, of, grouped)
+        drawn, bottom, right = _panels(picture, y + 26, of, grouped, most)
         body += drawn
         y, width = bottom + 14, max(width, right)
     notes = list(_explained(picture)) if picture.weight else []
@@ -233,9 +233,9 @@ def mesh_svg(picture: MeshPicture) -> Html:
 
 
 def _panels(
-    picture: MeshPicture, top: float, of: Mapping[int, int], grouped: bool
+    picture: MeshPicture, top: float, of: Mapping[int, int], grouped: bool, most: float
 ) -> tuple[list[Html], float, float]:
-    """One grid: its panels in rows of at most 900 pixels; returns where it ends below and right."""
+    """One grid: its panels in rows as far as they fit; returns where it ends below and right."""
     cell, tall = (34, 24) if grouped else (64, 40)
     x, y, right = 20.0, top, 0.0
     out: list[Html] = []
@@ -243,7 +243,7 @@ def _panels(
     head = 18 if first_title else 0
     wide, high = len(grid[0]) * cell + 18, len(grid) * tall + head + 10
     for title, grid in picture.panels:
-        if x > 20 and x + wide > 920:
+        if x > 20 and x + wide > most:
             x, y = 20.0, y + high
         if title:
             out.append(label(x, y + 12, title, "soft"))

@@ -45,7 +45,13 @@ if (charts.length) {
     legend.append(key);
   }
   box.append(heading, legend, ...charts.map((one) => one.chart));
-  for (const one of charts) one.chart.style.marginBottom = "6px";
+  for (const one of charts) {
+    one.chart.style.marginBottom = "6px";
+    one.chart.addEventListener("pointermove", (event) => {
+      const time = Math.min(Math.max(timeAt(event.offsetX), data.start), data.end);
+      details.replaceChildren(`at ${short(time)}${data.clock}: ${holds(one, time)}`);
+    });
+  }
 }
 
 // Bytes in units of a thousand, as everywhere; what else is counted as it is.
@@ -53,6 +59,13 @@ function amount(x) {
   if (data.unit !== "bytes") return `${short(x)} ${data.unit}`;
   const power = Math.min(Math.max(Math.floor(Math.log10(Math.max(x, 1)) / 3), 0), 4);
   return `${Number((x / 1000 ** power).toPrecision(3))} ${["B", "kB", "MB", "GB", "TB"][power]}`;
+}
+// What a rank holds at a time, in words.
+function holds(one, time) {
+  const now = one.points.findLast((p) => p[0] <= time + 1e-12) || one.points[0];
+  const parts = one.kinds.map((kind, k) => [kind, now[k + 1]]).filter(([, held]) => held > 0);
+  const total = parts.reduce((sum, [, held]) => sum + held, 0);
+  return `rank ${one.rank} holds ${amount(total)}: ` + parts.map(([kind, held]) => `${kind} ${amount(held)}`).join(", ");
 }
 function short(x) { return Math.abs(x) >= 1e4 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(4))); }
 function style(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
@@ -232,6 +245,8 @@ function choose(next) {
     const where = `rank ${track.rank}, ${track.lane}` + (data.names.length ? `, ${data.names[track.source]}` : "");
     details.append(strong, ` ${does} (${where})`, document.createElement("br"),
       `start ${short(start)}${data.clock}, end ${short(end)}${data.clock}, takes ${short(end - start)}${data.clock}`);
+    const one = charts.find((c) => c.rank === track.rank && c.source === track.source);
+    if (one) details.append(document.createElement("br"), holds(one, start));
   }
   draw();
 }
@@ -277,9 +292,9 @@ canvas.addEventListener("keydown", (event) => {
   event.preventDefault();
   keys[event.key]();
 });
-// The wheel scrolls the page until the timeline was clicked, so that nobody is caught in it.
+// The wheel alone scrolls the page, so that nobody is caught in the timeline.
 canvas.addEventListener("wheel", (event) => {
-  if (document.activeElement !== canvas && !event.ctrlKey) return;
+  if (!event.ctrlKey && !event.metaKey) return;
   event.preventDefault();
   if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
     move(((event.deltaX || event.deltaY) / canvas.clientWidth) * (view.to - view.from));

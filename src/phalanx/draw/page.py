@@ -1,25 +1,26 @@
 """HTML pages that are one file and load nothing: the one frame of all of them, and a timeline with
 zoom, pan, the operation under the mouse and memory over time.
 
-`page.html` beside this file is the frame, `page.js` draws the timeline.
+`page.html` beside this file is the frame, `page.js` draws the timeline, `figure.js` tells of the marks
+of every SVG.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 
 from ..program import Span, ops
-from .markup import Html, paragraphs, table, tag
+from .markup import PHONE, WIDE, Html, paragraphs, table, tag
 from .picture import LEGEND, PAINTS, Picture
 from .svg import tinted
-from .words import change, number
 
+_HERE = Path(__file__).parent
 _HINT = (
-    "+ and − zoom, and so does the wheel after a click; drag or ← → move, n and p go to the next and"
+    "+ and − zoom, and so does the wheel with Ctrl; drag or ← → move, n and p go to the next and"
     " previous operation, ↑ ↓ change the lane, 0 shows all."
 )
 
@@ -28,13 +29,15 @@ def frame(title: str, *body: str, narrow: bool = True) -> str:
     """The text of a page. It may run a script only where its body brings one."""
     # What may be wider than the page can be scrolled with the arrow keys, too.
     content = re.sub('<(pre(?=>)|div(?= class="scroll))', r'<\1 tabindex="0"', "\n".join(body))
+    if "<figure" in content:
+        content += tag("script", Html((_HERE / "figure.js").read_text(encoding="utf-8")))
     parts = {
         "title": escape(title),
         "scripts": "script-src 'unsafe-inline'; " if "<script" in content else "",
         "width": "narrow" if narrow else "",
         "body": content,
     }
-    frame = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    frame = (_HERE / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda name: parts[name[1]], frame)
 
 
@@ -43,9 +46,17 @@ def page(picture: Picture) -> str:
     return frame(picture.title, timeline(picture), narrow=False)
 
 
+def figure(draw: Callable[[float], Html]) -> Html:
+    """A picture in a page: as wide as the page, and drawn again for a phone. Its marks answer the
+    pointer and the arrow keys."""
+    both = (("desk", WIDE), ("phone", PHONE))
+    drawn = (tag("div", draw(width), cls=f"scroll {screen}") for screen, width in both)
+    return tag("figure", *drawn, tag("p", cls="details", aria_live="polite"))
+
+
 def timeline(picture: Picture) -> Html:
     """The picture with its legend and tables, as a part of a page; a page can hold one."""
-    script = (Path(__file__).parent / "page.js").read_text(encoding="utf-8")
+    script = (_HERE / "page.js").read_text(encoding="utf-8")
     names = {"in": ("+", "zoom in"), "out": ("−", "zoom out"), "all": ("whole step", "")}
     buttons = [
         tag("button", words, id=name, aria_label=does) for name, (words, does) in names.items()
@@ -135,8 +146,6 @@ def _legend(picture: Picture) -> Iterator[Html]:
 def _table(picture: Picture) -> Html:
     if picture.other is None:
         return Html("")
-    rows = [
-        (LEGEND[kind], number(a), number(b), change(a, b)) for kind, a, b in picture.differences
-    ]
-    head = ("", *picture.names, "difference")
-    return table(head, rows, caption="Time by kind of operation, over all ranks")
+    head = ("", *picture.names, "difference, of the step")
+    words = "Time of all ranks by kind of operation; of messages where nothing else is done"
+    return table(head, picture.differences, caption=words)

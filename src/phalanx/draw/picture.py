@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ..program import KINDS, Op, Span, Timeline, ops
+from ..program import KINDS, Costs, Op, Recorded, Sizes, Span, Timeline, check, ops
 from .words import number
 
 PAINTS = {letter: kind.paint for letter, kind in KINDS.items()}
@@ -189,13 +189,56 @@ class Picture:
         return tuple(lines)
 
     @cached_property
-    def differences(self) -> tuple[tuple[str, float, float], ...]:
-        """For each kind of operation that takes time: (kind, time in the first, in the second)."""
+    def differences(self) -> tuple[tuple[str, str, str, str], ...]:
+        """The step by kind of operation, over all ranks, as cells: its name, time in the first, in the
+        second, and by how much that differs, as a part of the first step."""
         sums: list[Counter[str]] = []
         for timeline in self.timelines:
             sums.append(Counter())
-            for span in timeline.spans:
-                if span.op.kind != ops.RECEIVE:
-                    sums[-1][span.op.kind] += span.end - span.start  # type: ignore[assignment]
-        both = ((kind, float(sums[0][kind]), float(sums[-1][kind])) for kind in LEGEND)
-        return tuple(row for row in both if row[1] or row[2])
+            for rank in timeline.ranks:
+                sums[-1].update(timeline.breakdown(rank))
+        whole = self.timeline.makespan * len(self.timeline.ranks) or 1.0
+        both = ((kind, float(sums[0][kind]), float(sums[-1][kind])) for kind in (*LEGEND, ""))
+        return tuple(
+            (named(kind), number(a), number(b), f"{100 * (b - a) / whole:+.1f} %")
+            for kind, a, b in both
+            if a or b
+        )
+
+
+def named(kind: str) -> str:
+    """A part of a step in words."""
+    return LEGEND[kind] if kind else "idle"
+
+
+def recorded_picture(
+    recorded: Recorded, sizes: Sizes | None = None, costs: Costs | None = None, title: str = ""
+) -> Picture:
+    """The measured timeline of a real step over the predicted one, in milliseconds. `costs` are those
+    of a plan; without them it is predicted from the medians of the step itself."""
+    predicted, measured = recorded.predicted(sizes, costs), recorded.measured(sizes)
+    note = (
+        f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
+        f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
+    )
+    source = (
+        "what a plan counts" if costs else "the medians of this very step: what differs is waiting"
+    )
+    title = title or f"a step on {recorded.program.mesh.size} ranks, predicted and measured"
+    return Picture(
+        title,
+        _in_ms(predicted),
+        _in_ms(measured),
+        held=check(recorded.program).held,
+        notes=(note, f"Predicted from {source}."),
+        clock=" ms",
+    )
+
+
+def _in_ms(timeline: Timeline) -> Timeline:
+    spans = (s._replace(start=1e3 * s.start, end=1e3 * s.end) for s in timeline.spans)
+    memory = timeline.memory and {
+        rank: tuple((1e3 * time, held) for time, held in points)
+        for rank, points in timeline.memory.items()
+    }
+    return Timeline(tuple(spans), memory)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..program import Span, ops
-from .markup import LETTER, Html, box, document, label, line, tag
+from .markup import LETTER, Html, box, document, key, label, line, tag
 from .picture import LEGEND, PAINTS, Picture, Track
-from .words import change, number, ticks
+from .words import number, ticks
 
 _ROW, _LANE, _GAP, _PAD, _TOP = 26, 17, 4, 20, 62
 
@@ -25,21 +25,31 @@ class Bar(NamedTuple):
     names: tuple[str, ...] = ()
 
 
+class Area(NamedTuple):
+    """(time, amount) wherever an amount changes, as the area below it."""
+
+    name: str
+    levels: Sequence[tuple[float, float]]
+    fill: str = ""
+    tip: str = ""
+
+
 @dataclass(frozen=True)
 class Row:
-    """One lane. A main row is taller and stands apart from the row above. `levels` are (time,
-    amount) wherever the amount changes: drawn as an area, the largest as high as the row."""
+    """One lane. A main row is taller and stands apart from the row above. `areas` are stacked, the
+    first at the bottom; `most` together are as high as the row."""
 
     name: str
     bars: Sequence[Bar] = ()
     main: bool = True
-    levels: Sequence[tuple[float, float]] = ()
+    areas: Sequence[Area] = ()
     most: float = 1.0
     gap: bool = True
+    tall: int = 0
 
     @property
     def height(self) -> int:
-        return _ROW if self.main or self.levels else _LANE
+        return self.tall or (_ROW if self.main or self.areas else _LANE)
 
 
 class _TimeScale(NamedTuple):
@@ -54,18 +64,39 @@ class _TimeScale(NamedTuple):
         return self.margin + (time - self.start) * self.scale
 
 
-def gantt(title: str, rows: Sequence[Row], start: float, end: float, *, clock: str = "") -> Html:
-    """One SVG document of any rows under an axis of time."""
-    body, width, floor = _rows(rows, start, end, clock=clock)
-    return document(title, max(width, 480.0), floor + 14, body)
+def gantt(
+    title: str,
+    rows: Sequence[Row],
+    start: float,
+    end: float,
+    *,
+    clock: str = "",
+    notes: Sequence[str] = (),
+    colours: Sequence[tuple[str, str]] = (),
+    width: float = 0.0,
+) -> Html:
+    """One SVG document of any rows under an axis of time, and what `colours` (colour, words) mean."""
+    body, right, floor = _rows(rows, start, end, clock=clock, width=width)
+    right = width or max(right, 480.0)
+    if colours:
+        below, floor = key([(*each, "", "") for each in colours], floor + 26, right)
+        body += below
+    return document(title, right, floor + (20 if colours else 14), body, notes)
 
 
 def _rows(
-    rows: Sequence[Row], start: float, end: float, *, scale: float = 0.0, clock: str = ""
+    rows: Sequence[Row],
+    start: float,
+    end: float,
+    *,
+    scale: float = 0.0,
+    clock: str = "",
+    width: float = 0.0,
 ) -> tuple[list[Html], float, float]:
     """The rows under their axis; and where they end to the right and below."""
     margin = _PAD + max([40.0, *(LETTER * len(row.name) + 12 for row in rows)])
-    at = _TimeScale(margin, scale or 700 / ((end - start) or 1), start, end)
+    room = width - margin - _PAD if width else 700.0
+    at = _TimeScale(margin, scale or room / ((end - start) or 1), start, end)
     floor = float(_TOP)
     body: list[Html] = []
     for i, row in enumerate(rows):
@@ -84,14 +115,7 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     soft = "" if row.main else "soft"
     yield label(_PAD + 5 * indent, top + row.height / 2 + 4, row.name.strip(), soft)
     yield box(at.margin, top, at.x(at.end) - at.margin, row.height, cls="idle")
-    if row.levels:
-        floor, points = top + row.height, [f"{at.x(row.levels[0][0]):.1f},{top + row.height:.1f}"]
-        times = [*(time for time, _ in row.levels[1:]), at.end]
-        for (time, amount), until in zip(row.levels, times, strict=True):
-            y = floor - row.height * amount / row.most
-            points += [f"{at.x(time):.1f},{y:.1f}", f"{at.x(until):.1f},{y:.1f}"]
-        points.append(f"{at.x(at.end):.1f},{floor:.1f}")
-        yield tag("polygon", cls="area", points=" ".join(points))
+    yield from _areas(row, top, at)
     for bar in row.bars:
         x, width = at.x(bar.start), max(0.75, (bar.end - bar.start) * at.scale - 1)
         look = {"cls": "op", "rx": min(2.0, width / 3), "fill": bar.fill}
@@ -103,14 +127,32 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
                 break
 
 
+def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
+    """From the highest down, each drawn over what is above it: what is seen is its own part."""
+    sums: list[list[tuple[float, float]]] = []
+    for area in row.areas:
+        below = [amount for _, amount in sums[-1]] if sums else [0.0] * len(area.levels)
+        sums.append([(t, a + b) for (t, a), b in zip(area.levels, below, strict=True)])
+    floor = top + row.height
+    for area, levels in reversed(list(zip(row.areas, sums, strict=True))):
+        points = [f"{at.x(levels[0][0]):.2f},{floor:.2f}"]
+        for (time, amount), (until, _) in zip(levels, [*levels[1:], (at.end, 0.0)], strict=True):
+            y = floor - row.height * amount / row.most
+            points += [f"{at.x(time):.2f},{y:.2f}", f"{at.x(until):.2f},{y:.2f}"]
+        points.append(f"{at.x(at.end):.2f},{floor:.2f}")
+        look = {"cls": "" if area.fill else "area", "fill": area.fill, "data-name": area.name}
+        tip = [tag("title", area.tip)] if area.tip else []
+        yield tag("polygon", *tip, points=" ".join(points), **look)
+
+
 def tinted(colour: str, light: float) -> str:
     """A colour mixed with white: 0 leaves it, 1 makes it as light as text on it allows."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(p + (255 - p) * 0.55 * light):02x}" for p in parts)
 
 
-def svg(picture: Picture) -> str:
-    """The picture as one SVG document."""
+def svg(picture: Picture, width: float = 0.0) -> Html:
+    """The picture as one SVG document: as wide as its names need, or so many pixels."""
     rows = [
         Row(
             track.label,
@@ -120,11 +162,12 @@ def svg(picture: Picture) -> str:
         )
         for track in picture.tracks
     ]
+    scale = 0.0 if width else _scale(picture)
     body, right, floor = _rows(
-        rows, picture.start, picture.end, scale=_scale(picture), clock=picture.clock
+        rows, picture.start, picture.end, scale=scale, clock=picture.clock, width=width
     )
-    width = max(right, 480.0)
-    legend, floor = _legend(picture, floor + 26, width)
+    width = width or max(right, 480.0)
+    legend, floor = key(_legend(picture), floor + 26, width)
     notes = [*picture.summary, *_compared(picture), *picture.notes]
     return document(picture.title, width, floor + 20, body + legend, notes)
 
@@ -135,7 +178,7 @@ def _scale(picture: Picture) -> float:
     spans = [s for t in picture.tracks if t.lane == "compute" for s in t.spans]
     shortest = max(min((s.end - s.start for s in spans), default=span), span / 2000)
     letters = 4.6 if picture.several else 3.6
-    return min(max(letters * LETTER / shortest, 640 / span), max(1500 / span, 9 / shortest))
+    return min(max(letters * LETTER / shortest, 640 / span), 1500 / span)
 
 
 def _bar(picture: Picture, track: Track, span: Span) -> Bar:
@@ -148,23 +191,12 @@ def _bar(picture: Picture, track: Track, span: Span) -> Bar:
     return Bar(span.start, span.end, tinted(paint.fill, light), ink, tip, names)
 
 
-def _legend(picture: Picture, y: float, width: float) -> tuple[list[Html], float]:
-    """What the colours mean, in as many lines as it takes, and where that ends."""
-    out: list[Html] = []
-    x = float(_PAD)
+def _legend(picture: Picture) -> Iterator[tuple[str, str, str, str]]:
     for kind in picture.kinds:
-        words, paint = LEGEND[kind], PAINTS[kind]
-        need = 28 + LETTER * len(words)
-        if x + need > width - _PAD and x > _PAD:
-            x, y = float(_PAD), y + 22
-        out.append(box(x, y - 12, 16, 16, rx=2, fill=paint.fill))
-        out.append(label(x + 8, y, "" if kind == ops.SEND else kind, "cell", paint.ink))
-        out.append(label(x + 21, y, words))
-        x += need + 10
-    return out, y
+        letter = "" if kind == ops.SEND else kind
+        yield PAINTS[kind].fill, LEGEND[kind], letter, PAINTS[kind].ink
 
 
 def _compared(picture: Picture) -> Iterator[str]:
-    for kind, first, second in picture.differences if picture.other else ():
-        times = f"{number(first)} {picture.names[0]}, {number(second)} {picture.names[1]}"
-        yield f"{LEGEND[kind]}: {times} ({change(first, second)})"
+    for kind, first, second, share in picture.differences if picture.other else ():
+        yield f"{kind}: {first} {picture.names[0]}, {second} {picture.names[1]} ({share} of the step)"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..program import KINDS, Op, ops
 from .markup import text_table
 from .picture import LEGEND, PAINTS, Picture, Track
-from .words import change, number, ticks, wrapped
+from .words import number, ticks, wrapped
 
 _IDLE = "·"
 _LINES = 150  # a picture that would be longer is drawn with narrower cells
@@ -183,8 +183,5 @@ def _table(picture: Picture) -> list[str]:
     """Time by kind of operation, where there are two timelines to compare."""
     if picture.other is None:
         return []
-    rows = [
-        (LEGEND[kind], number(first), number(second), change(first, second))
-        for kind, first, second in picture.differences
-    ]
-    return ["", *text_table(("", *picture.names, "difference"), rows).splitlines(), ""]
+    head = ("", *picture.names, "of the step")
+    return ["", *text_table(head, picture.differences).splitlines(), ""]

@@ -11,11 +11,6 @@ def number(x: float) -> str:
     return f"{x:.4g}" if abs(x) < 1e4 else f"{x:,.0f}"
 
 
-def change(first: float, second: float) -> str:
-    """By how much the second differs from the first, in percent; a dash where that means nothing."""
-    return f"{100 * (second / first - 1):+.1f} %" if first else "-"
-
-
 def ticks(start: float, end: float, least: float) -> list[float]:
     """Round times from start to end, at least `least` apart."""
     power: float = 10.0 ** math.floor(math.log10(least))

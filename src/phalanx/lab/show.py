@@ -9,6 +9,7 @@ from inspect import getsource
 from textwrap import dedent, fill, indent
 
 from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
+from ..draw.svg import Area
 from .catalogue import PAPERS, Chapter
 from .lab import Lab
 from .mlp import gradients_of
@@ -316,14 +317,13 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
         earlier = [size for time, size in record.memory if time < start]
         now = [(1e3 * (time - start), size) for time, size in record.memory if start <= time < end]
         levels[record.rank] = [(0.0, earlier[-1] if earlier else 0), *now]
-    most = max(size for samples in levels.values() for _, size in samples) or 1
-    rows = []
+    most, rows = max(size for samples in levels.values() for _, size in samples) or 1, list[Row]()
     for rank, step in steps:
         for lane, name in (("compute", f"rank {rank}"), ("messages", "  messages")):
             drawn = [_bar(rank, span, start) for span in step.spans if span.lane == lane]
             rows.append(Row(name, drawn, main=lane == "compute", gap=lane == "compute"))
         name = f"  at most {bytes_text(max(size for _, size in levels[rank]))}"
-        rows.append(Row(name, main=False, levels=levels[rank], most=most, gap=False))
+        rows.append(Row(name, main=False, areas=[Area("", levels[rank])], most=most, gap=False))
     return gantt(title, rows, 0.0, 1e3 * (end - start) or 1.0, clock=" ms")
 
 

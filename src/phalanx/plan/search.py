@@ -7,7 +7,7 @@ worst of those that are asked for. A piece is costed only when a layout with it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -41,8 +41,9 @@ class Plan:
     simulated: int
     costed: int
     room: float  # bytes that a rank may hold
-    # Least seconds and bytes of all candidates, for a picture.
+    # Least seconds and bytes of all candidates, for a picture, and the layout of each.
     points: tuple[Array, Array]
+    named: Callable[[int], Layout]
 
 
 class Screened:
@@ -234,6 +235,7 @@ def search(request: Request, *, top: int = 10) -> Plan:
         costed=pricer.costed,
         room=room,
         points=(screened.step, screened.bytes),
+        named=screened.layout,
     )
 
 

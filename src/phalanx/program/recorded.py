@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 from ..layout.files import parse_json
-from .ops import COMPUTES, RECEIVE, UPDATE
+from .memory import Sizes
+from .ops import COMPUTES, RECEIVE, SEND, UPDATE
 from .program import Program, ProgramError
-from .simulate import Costs, simulate
-from .timeline import Timeline
+from .simulate import Costs, memory_over, simulate
+from .timeline import Span, Timeline
 
 _BUSY = (*COMPUTES, UPDATE)  # the processor works as long as they last
 
@@ -28,7 +30,7 @@ class Recorded:
 
     def __str__(self) -> str:
         data = {"phalanx run": 1, "program": str(self.program), **self.timeline.to_json()}
-        return json.dumps(data, indent=1) + "\n"
+        return json.dumps(data) + "\n"
 
     @classmethod
     def parse(cls, text: str) -> Recorded:
@@ -53,10 +55,10 @@ class Recorded:
 
     def costs(self) -> Costs:
         """What operations took: of what computes the median for each kind and piece; of a message
-        the shortest, as its span ends only when somebody waits for it."""
+        the shortest, as it ends only when somebody waits for it."""
         seen: dict[tuple[str, int], list[float]] = defaultdict(list)
         sent: list[float] = []
-        for span in self.timeline.spans:
+        for span in self._spans:
             if span.op.of:
                 sent += [span.end - span.start] * (span.op.kind == RECEIVE)
             else:
@@ -68,13 +70,40 @@ class Recorded:
         kinds["send"] = min(sent, default=0.0)
         return Costs(kinds, {key: time for key, time in pieces.items() if key[1] >= 0})
 
-    def predicted(self) -> Timeline:
-        """The program simulated with this run's own costs."""
-        return simulate(self.program, self.costs())
+    def predicted(self, sizes: Sizes | None = None, costs: Costs | None = None) -> Timeline:
+        """The program simulated, with this run's own costs where no others are given."""
+        return simulate(self.program, costs or self.costs(), sizes)
 
-    def measured(self) -> Timeline:
-        """The ranks that a simulation shows, one for each row, from time zero."""
+    def measured(self, sizes: Sizes | None = None) -> Timeline:
+        """The ranks that a simulation shows, one for each row, from time zero. A message lasts from when
+        it is sent until it is received: its sender looks after it much later, often at the end of the
+        step, and its receiver asks for it long before."""
         shown = {self.program.owner.index(row) for row in range(len(self.program.rows))}
-        spans = [s for s in self.timeline.spans if s.rank in shown]
+        spans = [s for s in self._spans if s.rank in shown]
         zero = min(s.start for s in spans)
-        return Timeline(tuple(s._replace(start=s.start - zero, end=s.end - zero) for s in spans))
+        moved = tuple(s._replace(start=s.start - zero, end=s.end - zero) for s in spans)
+        return Timeline(moved, memory_over(self.program, sizes, moved) if sizes else None)
+
+    @cached_property
+    def _spans(self) -> tuple[Span, ...]:
+        """All spans, both ends of a message from when it is sent until it is received."""
+        ends = {
+            (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s
+            for s in self.timeline.spans
+            if s.op.of
+        }
+        spans = []
+        for s in self.timeline.spans:
+            far = s.op._replace(kind="", piece=s.op.peer, peer=s.op.piece)
+            other = ends.get((SEND if s.op.kind == RECEIVE else RECEIVE, self._line(s.rank), far))
+            if other and s.op.kind == SEND:
+                s = s._replace(end=max(s.start, min(s.end, other.end)))
+            elif other:
+                s = s._replace(start=min(s.end, max(s.start, other.start)))
+            spans.append(s)
+        return tuple(spans)
+
+    def _line(self, rank: int) -> tuple[int, ...]:
+        """The coordinates of a rank on all axes but the pipeline's: messages stay among these."""
+        at = self.program.mesh.coordinates(rank)
+        return tuple(at[axis.name] for axis in self.program.mesh.axes if axis.name != "pp")

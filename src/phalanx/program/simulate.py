@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -349,20 +349,22 @@ def timeline(
         Span(first[row], graph.lanes[i], op, starts[at[i]], ends[at[i]])
         for i, (row, op) in enumerate(graph.ops)
     )
-    return Timeline(spans, _memory(program, sizes, spans) if sizes else None)
+    return Timeline(spans, memory_over(program, sizes, spans) if sizes else None)
 
 
-def _memory(
-    program: Program, sizes: Sizes, spans: tuple[Span, ...]
+def memory_over(
+    program: Program, sizes: Sizes, spans: Iterable[Span]
 ) -> dict[int, tuple[tuple[float, dict[str, float]], ...]]:
-    """What each row's first rank holds over time, by kind."""
+    """What each row's first rank holds over time, by kind. An operation without a span is as quick as
+    it can be."""
     found = {}
-    rest = iter(spans)
+    times = {(span.rank, span.op): (span.start, span.end) for span in spans}
     for row in range(len(program.rows)):
         steps: list[tuple[float, int, str, float]] = []
+        began = ended = 0.0
         for op, change in changes(program, sizes, row):
-            span = next(rest) if op else None
-            began, ended = (span.start, span.end) if span else (0.0, 0.0)
+            if op:
+                began, ended = times.get((program.owner.index(row), op), (ended, ended))
             steps += [(began, 1, kind, amount) for kind, amount in change.takes]
             steps += [(ended, 0, kind, -amount) for kind, amount in change.gives]
         now: dict[str, float] = {}

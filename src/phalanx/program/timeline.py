@@ -4,12 +4,16 @@ so that a prediction and a measurement can be laid over each other."""
 from __future__ import annotations
 
 import math
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..layout.files import parse_json
+from .ops import RECEIVE, SEND
 from .program import Op
 
 
@@ -80,6 +84,32 @@ class Timeline:
         links = [(s.start, s.end) for s in self.spans if s.rank == rank and s.lane != "compute"]
         work = [(s.start, s.end) for s in self.computing[rank]]
         return _length([*links, *work]) - _length(work)
+
+    def breakdown(self, rank: int) -> dict[str, float]:
+        """The rank's step by kind of operation; the parts add up to the makespan. Of what runs beside
+        computing only the time in which nothing is computed counts, for what began first; both ends
+        of a message are one kind, and "" is idle."""
+        parts: dict[str, float] = defaultdict(float)
+        work = self.computing[rank]
+        for span in work:
+            parts[span.op.kind] += span.end - span.start
+        ends, done = [s.end for s in work], [0.0, *accumulate(s.end - s.start for s in work)]
+
+        def computed(time: float) -> float:
+            """Time spent computing before a time."""
+            i = bisect(ends, time)
+            return done[i] + (max(0.0, time - work[i].start) if i < len(work) else 0.0)
+
+        reached = -math.inf
+        beside = (s for s in self.spans if s.rank == rank and s.lane != "compute")
+        for span in sorted(beside, key=lambda s: (s.start, s.end)):
+            begun = max(span.start, reached)
+            if span.end > begun:
+                exposed = span.end - begun - (computed(span.end) - computed(begun))
+                parts[SEND if span.op.kind == RECEIVE else span.op.kind] += exposed
+                reached = span.end
+        parts[""] = max(0.0, self.makespan - sum(parts.values()))
+        return {kind: time for kind, time in parts.items() if time}
 
     def to_json(self) -> dict[str, object]:
         return {

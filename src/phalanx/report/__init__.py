@@ -1,5 +1,5 @@
-"""Floor 7: a run's one-file page."""
+"""Floor 7: a run's one-file page, and its pictures."""
 
-from .page import ReportError, report
+from .page import Extras, ReportError, RunReport, Section, report
 
-__all__ = ["ReportError", "report"]
+__all__ = ["Extras", "ReportError", "RunReport", "Section", "report"]

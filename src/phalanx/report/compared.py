@@ -13,7 +13,7 @@ from statistics import median
 
 from ..draw import Html, paragraphs, table, text_table
 from ..draw.words import wrapped
-from ..program import KINDS, Op, Span, Timeline, ops
+from ..program import KINDS, Costs, Op, Span, Timeline, ops
 
 # Seconds of one operation by kind and piece; a kind that is not in it is one that no plan counts.
 Prices = Mapping[tuple[str, int], float]
@@ -64,6 +64,7 @@ class Compared:
     measured: float  # of the step that the rows are of
     usual: float | None = None  # the median of the run's steps, where there are enough
     launched: bool = False  # a device that works behind its host: spans end when it is launched
+    costs: Costs | None = None  # of each operation, as a plan counts them
 
     @property
     def summary(self) -> str:
@@ -96,7 +97,8 @@ class Compared:
 
     def figures(self) -> dict[str, object]:
         """The value as JSON."""
-        return asdict(self) | {"rows": [asdict(r) | {"ratio": r.ratio} for r in self.rows]}
+        own = {name: value for name, value in vars(self).items() if name != "costs"}
+        return own | {"rows": [asdict(r) | {"ratio": r.ratio} for r in self.rows]}
 
     def text(self) -> str:
         """The table for a terminal of 80 columns."""

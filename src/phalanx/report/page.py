@@ -1,4 +1,4 @@
-"""A run as one HTML page: what metrics.jsonl and the files beside it contain.
+"""A run as one HTML page, or as pictures: what metrics.jsonl and the files beside it contain.
 
 Everything in those files is data: text is escaped, and numbers are checked to be numbers.
 """
@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from ..draw import (
+    WIDE,
     ChartAxis,
     Html,
     MeshPicture,
     Picture,
     Series,
+    breakdown_svg,
     chart,
+    chrome,
+    figure,
     frame,
+    memory_svg,
     mesh_svg,
     paragraphs,
+    svg,
     table,
     tag,
     timeline,
@@ -32,11 +38,11 @@ from ..layout.files import read_text
 from ..layout.goodput import Goodput
 from ..layout.journal import read_journal
 from ..layout.numbers import binary_text
-from ..program import Timeline
 from .compared import Compared
+from .faults import faults_svg
 
-TIMELINE = 1 << 26  # bytes of a measured step
 MOST_RANKS = 4096  # ranks of a mesh
+Draw = Callable[[float], Html]  # a picture of so many pixels
 
 Record = dict[str, Any]
 
@@ -86,30 +92,91 @@ class _Journal:
         return [record for kept, _ in self.segments for record in kept]
 
 
-def report(folder: Path, compared: Compared | None = None) -> str:
-    """The page of a run's folder; with a comparison, also what a plan says of its step."""
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: words, a picture under the name of its file, and more below it."""
+
+    title: str
+    words: Html = Html("")
+    name: str = ""
+    draw: Draw | None = None
+    below: Html = Html("")
+
+    @property
+    def html(self) -> Html:
+        return Html(self.words + (figure(self.draw) if self.draw else "") + self.below)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run's page and its pictures. `step` is the measured step over the predicted one."""
+
+    name: str
+    summary: Html
+    sections: tuple[Section, ...]
+    step: Picture | None
+
+    def html(self) -> str:
+        shown = [(s.title, s.html) for s in self.sections]
+        body = [text for title, part in shown if part for text in (tag("h2", title), part)]
+        return frame(f"run {self.name}", self.summary, *body)
+
+    def pictures(self) -> dict[str, str]:
+        """Each picture as SVG and the step as a trace for Perfetto, by the names of their files."""
+        drawn = {f"{s.name}.svg": str(s.draw(WIDE)) for s in self.sections if s.draw}
+        if self.step:
+            drawn |= {"step.svg": svg(self.step, 1500), "trace.json": chrome(self.step)}
+            drawn |= {"memory.svg": memory_svg(self.step)} if self.step.timeline.memory else {}
+        return drawn
+
+
+def report(folder: Path, more: Extras | None = None) -> RunReport:
+    """What a run's folder shows, and with `more` what was asked beside it."""
     records = read_journal(folder / "metrics.jsonl")
-    journal = _Journal(records)
+    journal, more = _Journal(records), more or Extras()
     if not journal.starts:
         raise ReportError(
             f"{folder} holds no run: metrics.jsonl with a start is missing."
             " Name the folder that `phalanx train` wrote, its `out`."
         )
-    parts = {
-        "Loss": _loss(journal),
-        "Step time": _curve(journal, "step time", "ms", [("seconds", 1e3, "ms a step")]),
-        "Efficiency": _efficiency(journal),
-        "Memory": _memory(journal),
-        "One step, as measured": _timeline(folder),
-        "Predicted against measured": compared.html() if compared else "",
-        "Mesh": _mesh(journal.starts[-1]),
-        "The run hung": _hangs(journal),
-        "What happened": _events(journal),
-        "Configuration": _configuration(folder),
-        "Versions": _versions(journal),
-    }
-    body = [text for title, part in parts.items() if part for text in (tag("h2", title), part)]
-    return frame(f"run {folder.resolve().name}", _summary(journal), *body)
+    step = more.step
+    measured = (timeline(step),) if step else (paragraphs([more.no_step or "Not measured yet."]),)
+    sections = (
+        _loss(journal),
+        _curve(journal, "Step time", "ms", [("seconds", 1e3, "ms a step")]),
+        _efficiency(journal),
+        Section("Where the time of the run went", name="faults", draw=_faults(journal)),
+        Section("One step, predicted and measured", *measured),
+        Section(
+            "Where the time of that step goes",
+            name="breakdown",
+            draw=partial(breakdown_svg, step) if step else None,
+        ),
+        Section("Predicted against measured", more.compared.html() if more.compared else Html("")),
+        _memory(journal),
+        _mesh(journal.starts[-1]),
+        *more.sections,
+        Section("The run hung", _hangs(journal)),
+        Section("What happened", _events(journal)),
+        Section("Configuration", _configuration(folder)),
+        Section("Versions", _versions(journal)),
+    )
+    return RunReport(folder.resolve().name, _summary(journal), sections, step)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is shown beside a run's own records: its step, a plan's comparison, further sections."""
+
+    step: Picture | None = None
+    no_step: str = ""  # why there is none
+    compared: Compared | None = None
+    sections: tuple[Section, ...] = ()
+
+
+def _faults(journal: _Journal) -> Draw | None:
+    draw = partial(faults_svg, journal.records)
+    return draw if draw(WIDE) else None
 
 
 def _number(record: Record, name: str) -> float:
@@ -174,30 +241,47 @@ def _lines(journal: _Journal, name: str, scale: float, words: str) -> list[Serie
     return series
 
 
-def _drawn(
-    journal: _Journal, title: str, unit: str, series: Sequence[Series], *, zero: bool = True
-) -> Html:
+def _section(
+    journal: _Journal,
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    words: Sequence[str] = (),
+    *,
+    zero: bool = True,
+) -> Section:
     if not any(each.points for each in series):
-        return paragraphs([f"{title}: nothing was recorded yet."])
+        return Section(title, paragraphs([f"{title.lower()}: nothing was recorded yet."]))
     x, y = ChartAxis("step", "{:.0f}".format, base=0), ChartAxis(unit, base=0, zero=zero)
-    return tag("div", chart(title, series, x, y, marks=_marks(journal)), cls="scroll")
+    name, marks = title.lower().replace(" ", "-"), _marks(journal)
+
+    def draw(width: float) -> Html:
+        return chart(title.lower(), series, x, y, marks=marks, width=width)
+
+    return Section(title, paragraphs(words), name, draw)
 
 
-def _loss(journal: _Journal) -> Html:
+def _loss(journal: _Journal) -> Section:
     series = _lines(journal, "loss", 1.0, "training")
     series.append(Series("validation", _points(journal.of("validation"), "loss"), joined=False))
     note = (
         "Dashed: where the run was started, and in which layout. Faint: steps that were repeated."
     )
-    return Html(paragraphs([note]) + _drawn(journal, "loss", "nats per token", series, zero=False))
+    return _section(journal, "Loss", "nats per token", series, [note], zero=False)
 
 
-def _curve(journal: _Journal, title: str, unit: str, of: Sequence[tuple[str, float, str]]) -> Html:
-    series = [line for name, scale, words in of for line in _lines(journal, name, scale, words)]
-    return _drawn(journal, title, unit, series)
+def _curve(
+    journal: _Journal,
+    title: str,
+    unit: str,
+    of: Sequence[tuple[str, float, str]],
+    words: Sequence[str] = (),
+) -> Section:
+    series = [line for name, scale, word in of for line in _lines(journal, name, scale, word)]
+    return _section(journal, title, unit, series, words)
 
 
-def _efficiency(journal: _Journal) -> Html:
+def _efficiency(journal: _Journal) -> Section:
     last = journal.starts[-1]
     note = (
         f"Of a peak of {_number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
@@ -205,8 +289,7 @@ def _efficiency(journal: _Journal) -> Html:
         " also counts recomputation. With full attention MFU would be higher by"
         f" {_more(last):.1f} %."
     )
-    drawn = _curve(journal, "MFU and HFU", "%", [("mfu", 100, "MFU"), ("hfu", 100, "HFU")])
-    return Html(paragraphs([note]) + drawn)
+    return _curve(journal, "Efficiency", "%", [("mfu", 100, "MFU"), ("hfu", 100, "HFU")], [note])
 
 
 def _more(start: Record) -> float:
@@ -216,11 +299,11 @@ def _more(start: Record) -> float:
     return 100 * (_number(flops, "full") / _number(flops, "model") - 1)
 
 
-def _memory(journal: _Journal) -> Html:
+def _memory(journal: _Journal) -> Section:
     measured = journal.of("memory")
     ranks = measured[-1].get("ranks") if measured else None
     if not isinstance(ranks, list):
-        return paragraphs(["Not measured yet."])
+        return Section("Memory", paragraphs(["Not measured yet."]))
     kinds = ("weights", "optimizer", "gathered and gradients")
     head = ["rank", *(words for kind in kinds for words in (f"{kind}, predicted", "measured"))]
     rows = [
@@ -233,7 +316,7 @@ def _memory(journal: _Journal) -> Html:
         " measured. Activations are not included. The most that one rank used for everything,"
         f" its process included: {_size(most)}."
     )
-    return Html(paragraphs([note]) + table(head, rows))
+    return Section("Memory", paragraphs([note]), below=table(head, rows))
 
 
 def _size(count: float) -> str:
@@ -245,26 +328,14 @@ def _inside(one: Any, how: str, kind: str) -> float:
     return _number(inner, kind) if isinstance(inner, dict) else math.nan
 
 
-def _timeline(folder: Path) -> Html:
-    path = folder / "timeline.json"
-    if not path.is_file():
-        return paragraphs(["Not measured yet."])
-    try:
-        seconds = Timeline.from_json(read_text(path, "timeline", ReportError, TIMELINE))
-    except ValueError as error:
-        return paragraphs([f"{path.name} cannot be read: {error}"])
-    spans = tuple(s._replace(start=1e3 * s.start, end=1e3 * s.end) for s in seconds.spans)
-    return timeline(Picture("a measured step", Timeline(spans), clock=" ms"))
-
-
-def _mesh(start: Record) -> Html:
+def _mesh(start: Record) -> Section:
     try:
         picture = MeshPicture(Layout.parse(str(start.get("layout", ""))))
     except ValueError as error:
-        return paragraphs([str(error)])
+        return Section("Mesh", paragraphs([str(error)]))
     if picture.mesh.size > MOST_RANKS:
-        return paragraphs([f"{picture.title}, too many for a picture."])
-    return tag("div", mesh_svg(picture), cls="scroll")
+        return Section("Mesh", paragraphs([f"{picture.title}, too many for a picture."]))
+    return Section("Mesh", name="mesh", draw=partial(mesh_svg, picture))
 
 
 def _hangs(journal: _Journal) -> Html:

@@ -32,6 +32,7 @@ from ..layout.files import open_regular, printable, write_text
 from ..layout.goodput import Goodput, clock, stamp
 from ..layout.journal import read_journal
 from ..layout.run import Run
+from ..program import Program
 
 
 @contextmanager
@@ -164,12 +165,12 @@ class RunLog:
         for sink in self.sinks:
             sink.write(step, {"validation": loss})
 
-    def timeline(self, step: int, layout: str, parts: list[str]) -> None:
-        """The measured step of all ranks, as one timeline in a file."""
+    def timeline(self, step: int, layout: str, program: Program, parts: list[str]) -> None:
+        """The measured step of all ranks with its program, as `Recorded` reads it, in a file."""
         if self.active:
             spans = [span for part in parts for span in json.loads(part)["spans"]]
-            recorded = {"step": step, "layout": layout, "spans": spans, "memory": {}}
-            self._write("timeline.json", json.dumps(recorded))
+            recorded = {"phalanx run": 1, "step": step, "layout": layout, "program": str(program)}
+            self._write("timeline.json", json.dumps(recorded | {"spans": spans}))
 
     def _write(self, name: str, text: str) -> None:
         try:

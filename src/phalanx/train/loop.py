@@ -384,7 +384,7 @@ class _Loop:
             for s in result.timeline.spans
         )
         parts = exchange(self.everyone, json.dumps(Timeline(spans).to_json()), 0)
-        self.log.timeline(step + 1, str(self.rank.layout), parts)
+        self.log.timeline(step + 1, str(self.rank.layout), self.rank.program, parts)
         held = exchange(self.everyone, json.dumps(self.rank.memory()), 0)
         self.log.event("memory", step=step + 1, ranks=[json.loads(one) for one in held])
         self._tell_graphs(step + 1)

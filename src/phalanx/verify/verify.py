@@ -99,7 +99,7 @@ def verify(
     """
     worlds = worlds or partial(workers, backend=backend)
     make, layouts = make or partial(build_model, shape, dropout=dropout), tuple(layouts)
-    known, model = _logged(log), make()
+    known, model = logged(log), make()
     for layout in layouts:
         refuse_unfit(model, layout)
     precision = precision_named(dtype)
@@ -211,7 +211,8 @@ def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
     return Truth(plain, bounds_of(plain, nudged, setting.rate, precision.compute))
 
 
-def _logged(log: Path | None) -> dict[str, Verdict]:
+def logged(log: Path | None) -> dict[str, Verdict]:
+    """The verdicts of a log by their layouts; none where there is no log."""
     if log is None or not log.exists():
         return {}
     known: dict[str, Verdict] = {}

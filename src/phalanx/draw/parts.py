@@ -1,0 +1,87 @@
+"""A step as parts: how long each kind of operation takes on each rank, and what each rank holds when.
+
+Both are pictures of a `Picture`; when each operation ran is in `svg` and `page`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..layout.numbers import bytes_text
+from ..program import Timeline
+from .markup import COLOURS, WIDE, Html
+from .picture import LEGEND, PAINTS, Picture, named
+from .svg import Area, Bar, Row, gantt
+from .words import number
+
+_IDLE = "#c8ced6"
+_TALL = 64  # pixels of a rank's memory
+
+
+def _ranks(picture: Picture) -> Iterator[tuple[int, str, Timeline]]:
+    """Every rank of each timeline: its name, the second's right below the first's."""
+    for rank in picture.timeline.ranks:
+        for source, timeline in enumerate(picture.timelines):
+            if rank in timeline.ranks:
+                name = picture.labels.get(rank, f"rank {rank}")
+                yield rank, f"  {picture.names[1]}" if source else name, timeline
+
+
+def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
+    """For each rank its step as one bar, cut by kind of operation; messages where nothing is computed."""
+    rows, kinds = [], set[str]()
+    for rank, name, timeline in _ranks(picture):
+        parts, bars, at = timeline.breakdown(rank), list[Bar](), 0.0
+        for kind in (*LEGEND, ""):
+            if not (time := parts.get(kind, 0.0)):
+                continue
+            kinds.add(kind)
+            fill, ink = (PAINTS[kind].fill, PAINTS[kind].ink) if kind else (_IDLE, "#000000")
+            share = f"{100 * time / timeline.makespan:.1f} %"
+            tip = (
+                f"{name.strip()}: {named(kind)} {number(time)}{picture.clock}, {share} of the step"
+            )
+            bars.append(Bar(at, at + time, fill, ink, tip, (share,)))
+            at += time
+        under = name.startswith(" ")
+        rows.append(Row(name, bars, gap=not under, main=not under, tall=22))
+    colours = [(PAINTS[k].fill if k else _IDLE, named(k)) for k in (*LEGEND, "") if k in kinds]
+    title, end = "where the time of each rank goes", max(t.makespan for t in picture.timelines)
+    notes = ["What runs beside computing is counted where the rank computes nothing."]
+    return gantt(
+        title, rows, 0.0, end, clock=picture.clock, notes=notes, colours=colours, width=width
+    )
+
+
+def memory_svg(picture: Picture, width: float = WIDE) -> Html:
+    """What each rank holds over the step, by kind, all ranks to one scale; "" where that is not known."""
+    held = [
+        (rank, name, timeline.memory[rank])
+        for rank, name, timeline in _ranks(picture)
+        if timeline.memory and rank in timeline.memory
+    ]
+    if not held:
+        return Html("")
+    most = max(sum(now.values()) for _, _, points in held for _, now in points) or 1.0
+    kinds = sorted({k for _, _, points in held for _, now in points for k in now if now[k] > 0})
+    fills = {kind: COLOURS[i % len(COLOURS)] for i, kind in enumerate(kinds)}
+    write = bytes_text if picture.unit == "bytes" else lambda x: f"{number(x)} {picture.unit}"
+    rows = []
+    for rank, name, points in held:
+        areas = []
+        for kind in kinds:
+            levels = [(time, max(0.0, now.get(kind, 0.0))) for time, now in points]
+            highest = max(amount for _, amount in levels)
+            tip = f"rank {rank}, {name.strip()}: {kind} at most {write(highest)}"
+            areas.append(Area(kind, levels, fills[kind], tip))
+        rows.append(Row(name, areas=areas, most=most, tall=_TALL))
+    return gantt(
+        "memory of each rank by kind",
+        rows,
+        picture.start,
+        picture.end,
+        clock=picture.clock,
+        notes=[f"A row is as high as the most that any rank holds: {write(most)}."],
+        colours=list(zip(fills.values(), fills, strict=True)),
+        width=width,
+    )

@@ -1,0 +1,85 @@
+"""Which part of which weight is on which rank: a row for each weight, a column for each rank."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .markup import COLOURS, WIDE, Html, box, document, key, label
+from .svg import tinted
+
+RANKS = 16  # that are shown
+_CELL, _GAP = 30, 8
+
+
+class Slice(NamedTuple):
+    """A rank's part of a weight: the box that it computes with, and of the numbers in that box, one
+    row after another, those that it keeps and updates; None: none of them."""
+
+    rank: int
+    weight: str
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    kept: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        ranges = ", ".join(f"{a}:{b}" for a, b in self.box)
+        count = math.prod(b - a for a, b in self.box)
+        kept = "keeps none of it" if self.kept is None else "keeps {}:{}".format(*self.kept)
+        shape = " x ".join(map(str, self.shape))
+        return f"rank {self.rank}: {self.weight} [{ranges}] of {shape}; {kept} of {count} numbers"
+
+
+def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
+    """The picture. Weights whose names differ in numbers alone share a row; each rank shows the first
+    of them that it has."""
+    ranks = sorted({each.rank for each in slices})
+    rows: dict[str, dict[int, Slice]] = {}
+    more: dict[tuple[str, int], int] = {}
+    for each in slices:
+        name = re.sub(r"\b\d+\b", "*", each.weight)
+        rows.setdefault(name, {}).setdefault(each.rank, each)
+        more[name, each.rank] = more.get((name, each.rank), -1) + 1
+    wide = min(64.0, (width - 40 + _GAP) / len(ranks) - _GAP)
+    body: list[Html] = []
+    for i, rank in enumerate(ranks):
+        body.append(label(20 + i * (wide + _GAP) + wide / 2, 54, rank, "mid"))
+    y = 62.0
+    for name, held in rows.items():
+        shape = " x ".join(map(str, next(iter(held.values())).shape))
+        body.append(label(20, y + 12, f"{name}  {shape}", "soft"))
+        for i, rank in enumerate(ranks):
+            x = 20 + i * (wide + _GAP)
+            body.append(box(x, y + 18, wide, _CELL, cls="idle"))
+            if rank in held:
+                body += _part(held[rank], (x, y + 18, wide, _CELL), more[name, rank])
+        y += _CELL + 28
+    light = tinted(COLOURS[0], 1.0)
+    meanings = (light, "computes with", "", ""), (COLOURS[0], "keeps and updates", "", "")
+    below, y = key(meanings, y + 16, width)
+    notes = ["A column is a rank, a cell the whole weight: its rows from top to bottom."]
+    return document(
+        "which part of each weight is on which rank", width, y + 24, body + below, notes
+    )
+
+
+def _part(slice: Slice, cell: tuple[float, float, float, float], more: int) -> Iterator[Html]:
+    """The box in light, what is kept of it in full colour."""
+    x, y, width, height = cell
+    down, across = (slice.box[0], slice.box[-1]) if len(slice.box) > 1 else ((0, 1), slice.box[0])
+    rows, columns = (slice.shape[0], slice.shape[-1]) if len(slice.box) > 1 else (1, slice.shape[0])
+    left, right = (x + width * at / max(columns, 1) for at in across)
+    top, bottom = (y + height * at / max(rows, 1) for at in down)
+    tip = f"{slice}" + (f"; and so {more} more" if more else "")
+    yield box(left, top, right - left, bottom - top, cls="op", fill=tinted(COLOURS[0], 1), tip=tip)
+    if slice.kept is None:
+        return
+    count = math.prod(b - a for a, b in slice.box) or 1
+    a, b = (min(at, count) / count for at in slice.kept)
+    if rows > 1:  # numbers run along rows
+        top, bottom = top + (bottom - top) * a, top + (bottom - top) * b
+    else:
+        left, right = left + (right - left) * a, left + (right - left) * b
+    yield box(left, top, right - left, bottom - top, fill=COLOURS[0], pointer_events="none")

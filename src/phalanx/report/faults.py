@@ -1,0 +1,139 @@
+"""A run over wall time: what each second went to, its processes, and what happened to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..draw import COLOURS, Area, Bar, Html, Row, gantt
+from ..layout.goodput import PARTS, Goodput
+from ..layout.journal import Record
+from ..layout.numbers import seconds_text
+
+BINS = 240
+_FILLS = dict(zip(PARTS, COLOURS, strict=False))
+_ODD = {"hang": "#d55e00", "killed": "#d55e00", "straggler": "#e69f00", "skip": "#cc79a7"}
+_ODD |= {"not kept": "#cc79a7", "stop": "#56b4e9", "checkpoint": "#2fb98f"}
+
+
+class Spent(Goodput):
+    """Goodput that keeps when: `parts` are (from, to, seconds of each part) since the run began, and
+    `records` where each usable record's time begins and ends; what was down is before both."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self.parts: list[tuple[float, float, dict[str, float]]] = []
+        self.records: list[tuple[float, float, Record]] = []
+        super().__init__(records)
+
+    def add(self, record: Record) -> None:
+        before, begun, unusable = dict(self.spent), self.total, self.unusable
+        super().add(record)
+        if self.unusable > unusable:
+            return
+        more = {part: self.spent[part] - before[part] for part in PARTS}
+        again = max(0.0, more.pop("lost steps"))
+        more["steps"] += again
+        up = begun + more["down"]
+        self.parts.append((begun, up, {"down": more.pop("down"), "steps": 0.0}))
+        self.parts.append((up, self.total, more))
+        self.records.append((up, self.total, record))
+        # What a start does again was done last.
+        for *_, parts in reversed(self.parts):
+            moved = min(again, parts["steps"])
+            parts["steps"] -= moved
+            parts["lost steps"] = parts.get("lost steps", 0.0) + moved
+            again -= moved
+            if again <= 0:
+                break
+
+    def over_time(self) -> dict[str, list[float]]:
+        """Seconds of each part in each of `BINS` equal stretches of the run."""
+        width = self.total / BINS or 1.0
+        bins = {part: [0.0] * BINS for part in PARTS}
+        for start, end, parts in self.parts:
+            first, last = int(start / width), min(int(end / width), BINS - 1)
+            for n in range(min(first, BINS - 1), last + 1):
+                inside = min(end, (n + 1) * width) - max(start, n * width)
+                share = inside / (end - start) if end > start else 1.0
+                for part, seconds in parts.items():
+                    bins[part][n] += share * seconds
+        return bins
+
+
+def faults_svg(records: Sequence[Record], width: float) -> Html:
+    """The strip; empty where no time has passed."""
+    spent = Spent(records)
+    if spent.total <= 0:
+        return Html("")
+    each, total = spent.total / BINS, spent.total
+    areas = []
+    for part, seconds in spent.over_time().items():
+        if spent.spent[part] >= 5e-4 * total:
+            levels = [(n * each, s / each) for n, s in enumerate(seconds)]
+            tip = f"{part}: {seconds_text(spent.spent[part])}, {spent.spent[part] / total:.1%}"
+            areas.append(Area(part, levels, _FILLS[part], tip))
+    lives, odd = _lives(spent), _odd(spent)
+    wide = total / max(width, 1) * 5  # five pixels
+    rows = [Row("time", areas=areas, tall=56), Row("processes", lives, tall=20)]
+    for kind in _ODD:
+        if times := [(at, words) for at, what, words in odd if what == kind]:
+            marks = [
+                Bar(max(0.0, at - wide), max(wide, at), _ODD[kind], "#000000", w) for at, w in times
+            ]
+            rows.append(Row(f"{kind} ({len(times)})", marks, main=False))
+    return gantt(
+        "where the time of the run went",
+        rows,
+        0.0,
+        total,
+        clock=" s",
+        notes=[str(spent)],
+        colours=[(_FILLS[area.name], area.name) for area in areas],
+        width=width,
+    )
+
+
+def _lives(spent: Spent) -> list[Bar]:
+    """A bar for each process of the log's rank, from its first record's time until its last."""
+    lives: list[list[tuple[float, float, Record]]] = []
+    last: Any = object()
+    for start, end, record in spent.records:
+        process = record.get("boot"), record.get("began")
+        if record["event"] == "hang":  # the watcher's, of the process that hangs
+            continue
+        if process != last or (process == (None, None) and record["event"] == "start"):
+            lives.append([])
+        last = process
+        lives[-1].append((start, end, record))
+    found = []
+    for number, life in enumerate(lives):
+        layout = next(
+            (r.get("layout") or "one rank" for *_, r in life if r["event"] == "start"), ""
+        )
+        start, end = life[0][0], life[-1][1]
+        words = f"process {number + 1}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
+        found.append(Bar(start, end, COLOURS[7], "#000000", words, (str(layout), str(number + 1))))
+    return found
+
+
+def _odd(spent: Spent) -> list[tuple[float, str, str]]:
+    """(when, what, words) of all that happened beside steps; a process that left no end was killed."""
+    found = []
+    before: Record = {}
+    at = 0.0
+    for _, end, record in spent.records:
+        event = str(record["event"])
+        other = record.get("began") != before.get("began")
+        other = other or ("began" not in record and event == "start")
+        begins = before and event != "hang" and other
+        if begins and before["event"] not in ("end", "stop", "hang"):
+            step = f" after step {before['step']}" if "step" in before else ""
+            found.append((at, "killed", f"killed{step}, {seconds_text(at)}"))
+        if event in _ODD and not record.get("error"):
+            step = f" at step {record['step']}" if "step" in record else ""
+            why = str(record.get("why") or record.get("text") or "").split("\n")[0]
+            found.append(
+                (end, event, f"{event}{step}, {seconds_text(end)}" + f": {why}" * bool(why))
+            )
+        before, at = record, end
+    return found

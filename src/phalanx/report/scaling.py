@@ -1,0 +1,80 @@
+"""Tokens a second over ranks: what runs reached, what a plan counts for the same layouts, and what the
+smallest would reach if every rank added as much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..draw import ChartAxis, Html, Series, chart
+from ..layout.journal import read_journal
+from ..layout.numbers import si_text
+
+
+@dataclass(frozen=True, eq=False)
+class Speed:
+    """One start of a run: its layout, and the median of the tokens a second of its lines but the first,
+    which is of steps in which the process warms up."""
+
+    run: str
+    layout: str
+    ranks: int
+    rate: float
+    start: Mapping[str, Any]
+
+
+def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
+    """Of every start with two lines of steps or more."""
+    found = []
+    for folder in folders:
+        start: Mapping[str, Any] = {}
+        rates: list[float] = []
+        for record in [*read_journal(folder / "metrics.jsonl"), {"event": "start"}]:
+            if record["event"] == "step":
+                rate = record.get("tokens_per_second")
+                rates += [float(rate)] if isinstance(rate, int | float) and rate > 0 else []
+            elif record["event"] == "start":
+                ranks = start.get("ranks")
+                if len(rates) > 1 and isinstance(ranks, int) and 0 < ranks < 1 << 20:
+                    layout = str(start.get("layout") or "one rank")
+                    found.append(Speed(folder.name, layout, ranks, median(rates[1:]), start))
+                start, rates = record, []
+    return tuple(found)
+
+
+def scaling_svg(
+    runs: Sequence[Speed], planned: Callable[[Speed], float | None], width: float
+) -> Html:
+    """The chart; empty where all have the same number of ranks."""
+    runs = sorted(runs, key=lambda run: (run.ranks, run.rate))
+    if len({run.ranks for run in runs}) < 2:
+        return Html("")
+    plans = [(run, rate) for run in runs if (rate := planned(run))]
+    first = max((run for run in runs if run.ranks == runs[0].ranks), key=lambda run: run.rate)
+    ends = (first.ranks, runs[-1].ranks)
+    ideal = tuple((float(n), first.rate * n / first.ranks) for n in ends)
+
+    def series(name: str, each: Sequence[tuple[Speed, float]]) -> Series:
+        points = [(float(run.ranks), rate) for run, rate in each]
+        tips = [
+            f"{run.layout} on {run.ranks} ranks, {rate:,.0f} tokens/s,"
+            f" {rate / (first.rate * run.ranks / first.ranks):.0%} of ideal; {run.run}"
+            for run, rate in each
+        ]
+        return Series(name, points, joined=False, tips=tips)
+
+    shown = [
+        series("measured", [(run, run.rate) for run in runs]),
+        *([series("planned", plans)] if plans else []),
+        Series("as much from every rank", (), ideal),
+    ]
+    return chart(
+        "tokens a second over ranks",
+        shown,
+        ChartAxis("ranks", "{:.0f}".format, base=2),
+        ChartAxis("tokens a second", si_text, base=2),
+        width=width,
+    )

@@ -1,0 +1,59 @@
+"""What a run's model takes: the bytes of its pieces and units, and which rank has which part of it.
+
+Both are those of the engine, which is built for each rank on tensors without memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm import TallyWorld
+from ..cost import sizes_of
+from ..draw.shards import Slice
+from ..layout import Layout
+from ..parallel import Model
+from ..parallel.local import build_local
+from ..program import Program, Sizes
+from ..train.precision import precision_of
+
+
+def batch_of_run(model: Model, sequence: int) -> dict[str, Tensor]:
+    """A batch of the right shapes."""
+    shape = model.shape
+    assert shape is not None
+    if shape.kind == "mlp":
+        return {"inputs": torch.empty(shape.batch, shape.hidden, device="meta")}
+    ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
+    return {"tokens": ids, "targets": ids, "positions": ids}
+
+
+def sizes_of_run(
+    make: Callable[[], Model], layout: Layout, program: Program, sequence: int, target: str
+) -> Sizes:
+    """Bytes by piece and unit, of the largest microbatch."""
+    model, precision = make(), precision_of(layout.precision)
+    return sizes_of(make, layout, program, batch_of_run(model, sequence), precision, target=target)
+
+
+def shards_of(
+    make: Callable[[], Model], layout: Layout, program: Program, most: int
+) -> tuple[Slice, ...]:
+    """Which part of each weight each of the first ranks computes with, and which it keeps."""
+    found = []
+    for rank in range(min(layout.ranks, most)):
+        world = TallyWorld(rank, layout.ranks)
+        try:
+            held = build_local(
+                world, layout, make(), program, precision=precision_of(layout.precision)
+            )
+            for unit in held.every_unit:
+                kept = {e.weight.name: (e.start, e.stop) for e in unit.entries()}
+                for weight in unit.order:
+                    box = tuple((cut.start, cut.stop) for cut in weight.cuts)
+                    found.append(Slice(rank, weight.name, weight.shape, box, kept.get(weight.name)))
+        finally:
+            world.clear()
+    return tuple(found)

@@ -1,0 +1,164 @@
+"""The step that a run has measured, as its timeline.json tells it. Nothing in the folder is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ..draw import Slice, recorded_picture, shards_svg
+from ..draw.shards import RANKS
+from ..layout import Layout, Shape
+from ..layout.codec import decode
+from ..layout.files import read_text
+from ..layout.journal import read_journal
+from ..plan.device import MachineFileError
+from ..program import Recorded, Sizes
+from .compared import Compared
+from .page import Extras, ReportError, Section
+
+if TYPE_CHECKING:
+    from ..parallel import Model
+
+ROWS = 64  # of a program whose memory is shown
+TIMELINE = 1 << 26  # bytes of a measured step
+_SHOWS = "A run of phalanx train leaves it there, once its first steps are done."
+
+
+@dataclass(frozen=True)
+class Step:
+    """The measured step of a run's folder, and what was trained in it."""
+
+    number: int
+    layout: Layout
+    shape: Shape
+    own: str  # FILE.py:Class, of somebody's own model
+    sequence: int
+    device: str  # what the run called it; "CPU", or "" where it did not say
+    recorded: Recorded
+    usual: float | None  # the median of the run's steps in this layout but the first line of them
+
+
+def read_step(folder: Path) -> Step:
+    """The step that a run's timeline.json tells. Nothing in the folder is run."""
+    recorded, text, number = read_recorded(folder)
+    layout = Layout.parse(text)
+    start, steps = _stretch(folder, text, number)
+    where, model = folder / "metrics.jsonl", start.get("model")
+    if not isinstance(model, dict) or not isinstance(start.get("sequence", 0), int):
+        raise ReportError(f"{where}: its start has no model, or no sequence. {_SHOWS}")
+    shape = decode(Shape, model, f"{where}, model", MachineFileError)
+    return Step(
+        number,
+        layout,
+        shape,
+        own=str(start.get("own", "")),
+        sequence=int(start.get("sequence", shape.sequence)),
+        device=_device(start),
+        recorded=recorded,
+        # The first line is of steps in which the process warms up.
+        usual=median(steps[1:]) if len(steps) > 1 else None,
+    )
+
+
+def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
+    """The measured step with its program, its layout's text, and its number."""
+    file = folder / "timeline.json"
+    if not file.exists():
+        raise ReportError(f"cannot read {file}: No such file or directory. {_SHOWS}")
+    text = read_text(file, "timeline", ReportError, TIMELINE)
+    try:
+        recorded, header = Recorded.parse(text), _header(text)
+    except ValueError as error:
+        raise ReportError(f"{file} cannot be read: {error}") from None
+    if not recorded.timeline.makespan:
+        raise ReportError(f"{file} tells of no operation that took time. {_SHOWS}")
+    return recorded, *header
+
+
+def _header(text: str) -> tuple[str, int]:
+    record = json.loads(text)
+    layout, step = record.get("layout"), record.get("step")
+    if not isinstance(layout, str) or not isinstance(step, int):
+        raise ValueError("it does not say its layout and its step.")
+    return layout, step
+
+
+def _device(start: Mapping[str, Any]) -> str:
+    versions = start.get("versions")
+    return str(versions.get("device", "")) if isinstance(versions, dict) else ""
+
+
+def _stretch(folder: Path, layout: str, number: int) -> tuple[Mapping[str, Any], list[float]]:
+    """The last start of a run that may have done this step, and seconds of each line of its steps."""
+    begun: Mapping[str, Any] | None = None
+    seconds: list[float] = []
+    inside = False
+    for record in read_journal(folder / "metrics.jsonl"):
+        if record["event"] == "start":
+            inside = _may_have(record, layout, number)
+            if inside:
+                begun, seconds = record, []
+        elif record["event"] == "step" and inside:
+            took = record.get("seconds")
+            seconds += [float(took)] if isinstance(took, int | float) and took > 0 else []
+    if begun is None:
+        raise ReportError(
+            f"{folder}: metrics.jsonl tells of no start as {layout or 'one rank'} before step"
+            f" {number}, which timeline.json shows. Name the folder of one run."
+        )
+    return begun, seconds
+
+
+def _may_have(start: Mapping[str, Any], layout: str, number: int) -> bool:
+    step = start.get("step")
+    first = isinstance(step, int) and step < number
+    return first and start.get("layout") == layout and isinstance(start.get("model"), dict)
+
+
+def step_extras(
+    folder: Path, compared: Compared | None, make: Callable[[], Model] | None, moments: int
+) -> Extras:
+    """The step of a run's folder as a picture, predicted by what a plan counts where there is a
+    comparison, with what each rank holds and which part of each weight. `make` makes a model of
+    somebody's own, whose code is run; `moments`: numbers that the optimizer keeps of a weight."""
+    try:
+        recorded, _, number = read_recorded(folder)
+    except ReportError as error:
+        missing = not (folder / "timeline.json").exists()
+        return Extras(no_step="" if missing else str(error), compared=compared)
+    sizes: Sizes | None = None
+    slices: tuple[Slice, ...] = ()
+    try:
+        step = read_step(folder)
+    except ValueError:  # without a model there is nothing to size
+        step = None
+    if step and (make or not step.own) and _known(step):
+        # Only where there is a model torch is loaded, which takes a second.
+        from ..parallel.model import build_model
+        from .sizes import shards_of, sizes_of_run
+
+        make, program = make or partial(build_model, step.shape), recorded.program
+        target = "cpu" if step.device == "CPU" else "cuda"
+        sizes = sizes_of_run(make, step.layout, program, step.sequence, target)
+        sizes = replace(sizes, optimizer=tuple(x * moments / 2 for x in sizes.optimizer))
+        slices = shards_of(make, step.layout, program, RANKS)
+    costs = compared.costs if compared else None
+    picture = recorded_picture(
+        recorded, sizes, costs, title=f"step {number}, predicted and measured"
+    )
+    held = "What ranks hold is what the program and its pieces take, at the times of each step."
+    picture = replace(picture, notes=(*picture.notes, *([held] if sizes else [])))
+    shards = Section("Shards", name="shards", draw=partial(shards_svg, slices))
+    return Extras(picture, compared=compared, sections=(shards,) if slices else ())
+
+
+def _known(step: Step) -> bool:
+    """Whether the program is of this model: a folder from elsewhere may name any size."""
+    program = step.recorded.program
+    pieces = step.shape.pieces <= program.pieces <= 3 * step.shape.pieces
+    return pieces and len(program.rows) <= ROWS and program.mesh.size == step.layout.ranks
