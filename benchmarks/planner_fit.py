@@ -30,7 +30,7 @@ def main() -> None:
     for run in known:
         profiles[run.row.profile.name].append(run)
     for name, runs in sorted(profiles.items()):
-        tell(name, shared(runs, met, default))
+        tell(name, shared(runs, met, default, physics=0.0))
 
 
 def tell(name: str, found: SoftwareProfile) -> None:

@@ -89,6 +89,16 @@ def test_a_profile_that_made_the_times_is_found_again(tmp_path: Path) -> None:
     assert all(low <= getattr(found, n) <= high for n, (low, high) in FITTED.items())
 
 
+def test_traffic_that_runs_of_many_kinds_are_fitted_with_is_held_where_it_is_costed(
+    tmp_path: Path,
+) -> None:
+    truth = replace(profile("default"), traffic=2.0)
+    rows = read_table(measured_by(tmp_path / "t.csv", truth), profile("default"))
+    runs, _ = runs_of(rows, piece_costs)
+    free, held = (fit(profile("default"), runs, physics=much).traffic for much in (0.0, 10.0))
+    assert abs(held - 1) < 0.1 < free - 1
+
+
 def test_true_predictions_score_perfectly_and_wrong_ones_do_not(tmp_path: Path) -> None:
     truth = profile("default")
     path = measured_by(tmp_path / "t.csv", truth)

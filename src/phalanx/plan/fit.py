@@ -44,13 +44,15 @@ def fit(
     clip: float = _CLIP,
     met: dict[int, list[Path]] | None = None,
     each: Callable[..., Iterable[Path]] = map,
+    physics: float = 0.0,
 ) -> SoftwareProfile:
     """The profile whose numbers come nearest to the measured steps: mean absolute log error.
 
     Numbers are held where `base` has them, the more the fewer runs there are. `weights` are of the
     runs, one each if left out; `moves` is how many the search makes in a round; `clip` is how far off
     a run still pulls; `met`, the paths of each run that earlier fits met: with it nothing is
-    simulated where paths are known; `each` maps simulating over runs.
+    simulated where paths are known; `each` maps simulating over runs. `physics` is how much `traffic` is
+    held at 1: software of many kinds moves what it was costed with.
     """
     known = [
         (run, weight)
@@ -82,7 +84,8 @@ def fit(
             count += weight
         outside = sum(max(each - 1, 0.0) + max(-each, 0.0) for each in x)
         apart = math.fsum((a - b) * (a - b) for a, b in zip(x, rest, strict=True))
-        return total / count + outside + held * apart
+        bytes_ = physics * (profile.traffic - 1) ** 2
+        return total / count + outside + held * apart + bytes_
 
     best = [min(max(each, 0.05), 0.95) for each in rest]
     simulated = not all(paths)
