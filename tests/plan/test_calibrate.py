@@ -42,6 +42,7 @@ LAYOUTS = (
 class Three:
     cut: Layout
     sequence: int
+    parts = ()  # of blocks: none is several pieces
 
     def embed(self, rows: float) -> PieceCost:
         return embed(SHAPE, self.cut, self.sequence, rows)

@@ -50,6 +50,7 @@ class Known:
     embed: Callable[[float], PieceCost]
     block: Callable[[float], PieceCost]
     head: Callable[[float], PieceCost]
+    parts: tuple[Callable[[float], PieceCost], ...] = ()
 
 
 def known(cut: Layout, sequence: int) -> Known:

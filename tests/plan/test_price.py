@@ -195,6 +195,8 @@ def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() 
 
 
 class _Pieces:
+    parts = ()  # of blocks: none is several pieces
+
     def __init__(self, shape: Shape, cut: Layout) -> None:
         self.embed, self.block, self.head = (
             lambda rows, k=k: pieces(shape, cut, shape.sequence, rows)[k] for k in range(3)

@@ -35,6 +35,8 @@ USUAL = {
 
 
 class _ByHand:
+    parts = ()  # of blocks: none is several pieces
+
     def __init__(self, shape: Shape, cut: Layout, sequence: int) -> None:
         self.embed, self.block, self.head = (
             lambda rows, k=k: pieces(shape, cut, sequence, rows)[k] for k in range(3)
