@@ -93,7 +93,7 @@ def test_the_page_shows_the_source_values_and_pictures_of_every_experiment(
         words = "".join(read(written).words)
         for line in trial.experiment.source.splitlines():
             assert line.strip() in words
-        assert all(cell.prose.replace("\n\n", "") in words for cell in trial.experiment.cells)
+        assert all(re.sub("\n\n|`", "", cell.prose) in words for cell in trial.experiment.cells)
         for title, steps in trial.steps():
             assert title in words
             for _, step in steps:

@@ -50,9 +50,6 @@ def verdict(trial: LabTrial) -> str:
     return f"{len(trial.failed)} of {count} claims fail"
 
 
-# ---- text
-
-
 def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
     """Prose, code, what every rank had before and after each step, what was sent, and the claims that
     failed; with `verbose` all claims, and steps that repeat others with other numbers."""
@@ -169,7 +166,7 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
         )
     contents = table(("chapter", "check", "idea"), rows, left=True)
     words = paragraphs([*(f"{conditions(trial)}." for trial in trials[:1]), *_INTRODUCTION])
-    names = [*(trial.experiment.name for trial in trials), *["strategies"] * bool(strategies)]
+    names = [*(t.experiment.name for t in trials), *["strategies"] * bool(strategies)]
     shown: dict[tuple[str, str], str] = {}  # where a function was shown first
     sections = [_section(trial, _ways(names, trial.experiment.name), shown) for trial in trials]
     if strategies:
@@ -240,7 +237,9 @@ def _code(code: Sequence[str]) -> Html:
 
 
 def _paragraph(text: str) -> Html:
-    return tag("pre" if text.startswith("    ") else "p", text)
+    if text.startswith("    "):
+        return tag("pre", text)
+    return tag("p", *(tag("code", x) if i % 2 else x for i, x in enumerate(text.split("`"))))
 
 
 def _reading(chapter: Chapter) -> Iterator[object]:
