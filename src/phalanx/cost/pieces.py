@@ -24,6 +24,7 @@ from ..parallel import Model, Piece, Precision, time_multiple
 from ..parallel.batch import SHARE, edge_shape
 from ..parallel.experts import SENT, cut_blocks, expert_pieces
 from ..parallel.local import build_local
+from ..parallel.low_precision import matmul_named
 from ..parallel.pieces import Bundle
 from ..parallel.recompute import Selected
 from ..program import PieceCost, build
@@ -106,9 +107,8 @@ def cost_kinds(
     # The last place of a ring merges most; along tp all places are as large.
     world = TallyWorld(cut.mesh.rank(cp=cut.cp - 1), cut.ranks)
     try:
-        held = build_local(
-            world, cut, few, program, precision=Precision(compute, wide, wide), prefix=PREFIX
-        )
+        precision = Precision(compute, wide, wide, matmul_named(cut.matmul))
+        held = build_local(world, cut, few, program, precision=precision, prefix=PREFIX)
         for _, module in few.pieces:
             fuse(module.modules(), target)
         found = []

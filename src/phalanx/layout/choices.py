@@ -69,6 +69,31 @@ _WIDEST = sorted(DTYPES.items(), key=lambda item: -item[1].bytes)
 COMPARED = {dtype.torch: name for name, dtype in _WIDEST if dtype.compared}
 STORED = {dtype.stored: dtype.torch for _, dtype in _WIDEST if dtype.stored}
 
+
+class MatmulTraits(NamedTuple):
+    """Products in 8 bits with the weights of blocks: which numbers share a scale, and the formats."""
+
+    run: int = 0  # numbers along the sum that share one; 0: all of it
+    square: bool = False  # of a weight, so many rows as well
+    power: bool = False  # a scale is a power of two in 8 bits, and else in float32
+    forward: str = "float8_e4m3fn"
+    gradient: str = "float8_e4m3fn"
+
+
+_WIDER = "float8_e5m2"  # more exponents, one digit fewer
+MATMULS = {
+    FP8: MatmulTraits(),
+    "fp8:tile": MatmulTraits(128, square=True),  # DeepSeek-V3 2024, 3.3.2
+    "mxfp8": MatmulTraits(32, power=True),  # OCP Microscaling Formats 1.0
+}
+MATMULS |= {
+    f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(gradient=_WIDER)
+    for name, traits in MATMULS.items()
+}
+MATMUL_WORDS = {
+    **{name: name for name in MATMULS}, "fp8:row": FP8, "fp8:row,e5m2": f"{FP8}:e5m2",
+}  # fmt: skip
+
 COMPILED = ("", "default", "max")  # how torch.compile is asked to compile, if at all
 
 AUTO, THREADS, SHM, GLOO, NCCL = "auto", "threads", "shm", "gloo", "nccl"

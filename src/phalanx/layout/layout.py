@@ -14,8 +14,11 @@ from .choices import (
     BF16,
     COMPILED,
     DUALPIPE_V,
+    FP8,
     FP16,
     FP32,
+    MATMUL_WORDS,
+    MATMULS,
     ONE_F_ONE_B,
     PRECISIONS,
     SCHEDULES,
@@ -38,7 +41,7 @@ _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
 _OPTIONS = """seq overlap zero0 zero1 zero2 zero3 gather:step gather:micro reduce:step reduce:micro prefetch:1
     recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective recompute:fit
     offload:weights offload:optimizer offload:activations stages:2-2 compile compile:max"""
-_WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS]
+_WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS, *MATMUL_WORDS]
 
 # What other libraries call it: how a layout says so, N being the number that was written.
 _ELSEWHERE = {
@@ -57,7 +60,7 @@ _ELSEWHERE = {
     "ulysses": "'cpN:ulysses'", "expert": "'epN' for expert parallel over N ranks",
     "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
     "fp": "fp32, fp16, bf16 or tf32", "bfloat": BF16, "float": "fp32, fp16 or fp64",
-    "half": FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
+    "half": FP16, "mx": "mxfp8", "rowwise": FP8, "blockwise": "fp8:tile", "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
     **dict.fromkeys(
         ("mb", "mbs", "micro", "microbatch", "microbatches"),
         "how many microbatches as the schedule's number: accum:N, or 1f1b:N with pp",
@@ -92,6 +95,7 @@ class Layout:
     offload: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
     precision: str = FP32
+    matmul: str = ""  # in what the products of blocks are, if not in the precision
     compile: str = ""
     overlap: bool = False  # one microbatch's forward beside another's backward
 
@@ -211,6 +215,7 @@ class Layout:
         words += ["offload:" + ",".join(self.offload)] * bool(self.offload)
         words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
         words += [self.precision] * (self.precision != FP32)
+        words += [self.matmul] * bool(self.matmul)
         words += ["compile" if self.compile == COMPILED[1] else f"compile:{self.compile}"] * bool(
             self.compile
         )
@@ -257,6 +262,8 @@ def _meaning(word: str) -> dict[str, object]:
         return {"zero": int(word[-1])}
     if word in PRECISIONS:
         return {"precision": word}
+    if word in MATMUL_WORDS:
+        return {"matmul": MATMUL_WORDS[word]}
     if key in ("gather", "reduce") and value in ("step", "micro"):
         return {key: value}
     if key == "prefetch" and re.fullmatch(_N, value):
@@ -314,6 +321,7 @@ def _check_values(x: Layout) -> None:
             ("gather", ("step", "micro")),
             ("reduce", ("step", "micro")),
             ("precision", PRECISIONS),
+            ("matmul", ("", *MATMULS)),
             ("compile", COMPILED),
         )
         if getattr(x, name) not in allowed
@@ -325,6 +333,9 @@ def _check_values(x: Layout) -> None:
         wrong.append(f"recompute={x.recompute!r}: choose none, all, every=C, sqrt, selective, fit")
     if x.schedule not in SCHEDULES and not names_source(x.schedule):
         wrong.append(f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function")
+    if x.compile and x.matmul and MATMULS[x.matmul].power:
+        why = "torch.compile makes no kernels with scales of 8 bits"
+        wrong.append(f"{x.matmul} with compile: {why}. Use {FP8}, or leave compile out")
     least, most = traits(x.schedule)[:2]
     if not least <= x.chunks <= most:
         span = f"{least}" if least == most else f"{least} to {most}"

@@ -135,7 +135,8 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
 
 def piece_layout(layout: Layout) -> Layout:
     """The part of a layout that a piece's cost depends on: tp, cp and ep, seq, selective recomputation,
-    precision, whether it is compiled, and whether the backward is two operations (written as zb-h1).
+    precision and products, whether it is compiled, and whether the backward is two operations (written
+    as zb-h1).
 
     Copies, stages, ZeRO and whole-piece recomputation change when a piece runs, never what it does.
     """
@@ -147,5 +148,6 @@ def piece_layout(layout: Layout) -> Layout:
         microbatches=1,
         recompute="selective" if layout.recompute == "selective" else "none",
         precision=layout.precision,
+        matmul=layout.matmul,
         compile=COMPILED[1] if layout.compile else "",  # autotuned graphs do the same operations
     )

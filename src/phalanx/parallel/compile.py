@@ -31,7 +31,7 @@ from ..comm import regions
 from ..layout import LayoutError
 from ..layout.choices import COMPILED
 from ..models.loss import CrossEntropy
-from .data import Matmul, multiply
+from .data import Matmul, into_input, multiply
 from .recompute import COSTLY
 from .tensor import VocabularyCrossEntropy
 
@@ -57,6 +57,7 @@ class Factors(NamedTuple):
     x: Tensor  # (..., in)
     gradient: Tensor  # (..., out)
     transposed: bool  # the weight is (in, out) and not (out, in)
+    matmul: Matmul | None
 
 
 _counts: Counter[tuple[type[nn.Module], str, bool]] = Counter()
@@ -107,7 +108,7 @@ class _TappedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=ctx.matmul)
+        into = into_input(gradient, weight, transposed=ctx.transposed, matmul=ctx.matmul)
         bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
         return into, bias, None, x, gradient, None, None
 
@@ -146,7 +147,7 @@ class _Tapped(NamedTuple):
     """A module whose product has taps, and their shapes."""
 
     owner: Any
-    transposed: bool
+    how: tuple[bool, Matmul | None]  # whether it is transposed, and what multiplies
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -180,7 +181,7 @@ class CompiledModule:
 
         def taken(gradients: Sequence[Tensor]) -> None:
             pairs = zip(tapped, gradients[::2], gradients[1::2], strict=True)
-            take([Factors(o.owner.weight, x, gradient, o.transposed) for o, x, gradient in pairs])
+            take([Factors(o.owner.weight, x, gradient, *o.how) for o, x, gradient in pairs])
 
         if tapped:
             leaf = torch.zeros((), device=self.device, requires_grad=True)
@@ -216,7 +217,7 @@ class CompiledModule:
             weight = owner.weight
             taps = x.requires_grad and x.dim() > 1 and weight.dim() == 2 and weight.requires_grad
             shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
-            calls[owner].append(_Tapped(owner, transposed, shapes))
+            calls[owner].append(_Tapped(owner, (transposed, matmul), shapes))
             return y
 
         losses: list[Any] = [m for m in self.module.modules() if isinstance(m, _LOSSES)]

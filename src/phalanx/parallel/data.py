@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,17 @@ from ..comm.base import HALVES
 from .groups import UnitGroups
 from .tensor import Weight
 
-Matmul = Callable[[Tensor, Tensor], Tensor]  # (m, k), (k, n) -> (m, n)
+
+class Matmul(Protocol):
+    """What multiplies by the weights of blocks in place of torch. x is (..., in), a weight (out, in)
+    and a gradient (..., out)."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor: ...
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor: ...
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """As the weight: (out, in), in float32 or wider."""
 
 
 def multiply(
@@ -32,14 +42,22 @@ def multiply(
     """x (..., in) times a weight (out, in), or transposed (in, out)."""
     if matmul is None:
         return x @ weight if transposed else F.linear(x, weight, bias)
-    y = matmul(x.flatten(0, -2), weight if transposed else weight.T).view(*x.shape[:-1], -1)
+    y = matmul.forward(x, weight.mT if transposed else weight)
     return y if bias is None else y + bias
+
+
+def into_input(
+    gradient: Tensor, weight: Tensor, *, transposed: bool, matmul: Matmul | None
+) -> Tensor:
+    """The gradient of x in that product, from its output's (..., out)."""
+    whole = weight.mT if transposed else weight
+    return gradient @ whole if matmul is None else matmul.input_gradient(gradient, whole)
 
 
 @dataclass(frozen=True)
 class Precision:
     """What weights are computed in, kept in, and what gradients are summed in. `matmul`: what
-    multiplies by weights, forward and backward, where that is not torch in the dtype `compute`."""
+    multiplies by the weights of blocks where that is not torch in the dtype `compute`."""
 
     compute: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
@@ -405,20 +423,27 @@ class Unit:
         assert grad is not None
         first = name in self.fresh
         self.fresh.discard(name)
-        if not self.precision.matmul and grad.dtype == torch.float32 and _sums_wide(a):
+        if grad.dtype == torch.float32 and _sums_wide(a):
             # In float32 as it comes out of the product: a rounding to 16 bits between is as large as
             # what a microbatch of many adds.
             if first:
                 _aten.mm.dtype_out(a, b, grad.dtype, out=grad)
             else:
                 _aten.addmm.dtype_out(grad, a, b, grad.dtype, out=grad)
-        elif self.precision.matmul or grad.dtype != a.dtype:
-            product = (self.precision.matmul or torch.mm)(a, b)
+        elif grad.dtype != a.dtype:
+            product = torch.mm(a, b)
             grad.copy_(product) if first else grad.add_(product)
         elif first:
             torch.mm(a, b, out=grad)
         else:
             grad.addmm_(a, b)
+
+    def contribute_sum(self, name: str, product: Tensor) -> None:
+        """Add what has been multiplied already to the gradient of a weight."""
+        grad = self.parameters[name].grad
+        assert grad is not None
+        grad.copy_(product) if name in self.fresh else grad.add_(product)
+        self.fresh.discard(name)
 
     def reduce(self) -> Work:
         """Begin to sum the gradient over the shards, or where there are none over the replicas.

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from ..comm import Work
 from ..models import LoraLinear
 from .compile import CompiledModule, Factors
-from .data import Then, Unit, multiply, storage_of
+from .data import Matmul, Then, Unit, into_input, multiply, storage_of
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
 
@@ -102,8 +102,13 @@ class _Due(NamedTuple):
     x: Tensor  # (..., in)
     gradient: Tensor  # (..., out)
     transposed: bool  # the weight is (in, out) and not (out, in)
+    matmul: Matmul | None
 
     def contribute(self) -> None:
+        if self.matmul:
+            product = self.matmul.weight_gradient(self.x, self.gradient)
+            self.unit.contribute_sum(self.name, product.mT if self.transposed else product)
+            return
         x, gradient = self.x.flatten(0, -2), self.gradient.flatten(0, -2)
         a, b = (x, gradient) if self.transposed else (gradient, x)
         self.unit.contribute(self.name, a.mT, b)
@@ -149,31 +154,27 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         owner: tuple[Unit, str],
         transposed: bool,
+        matmul: Matmul | None,
         due: list[_Due] | None,
     ) -> Tensor:
         ctx.save_for_backward(*[] if owner[0].frozen else [x])
-        ctx.owner, ctx.transposed, ctx.due = owner, transposed, due
-        matmul = owner[0].precision.matmul
+        ctx.owner, ctx.due, ctx.how = owner, due, (transposed, matmul)
         return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        unit, name = ctx.owner
-        weight, matmul = unit.parameters[name], unit.precision.matmul
-        if matmul is None:
-            into = gradient @ (weight.mT if ctx.transposed else weight)
-        else:
-            into = multiply(gradient, weight, None, transposed=not ctx.transposed, matmul=matmul)
+        (unit, name), (transposed, matmul) = ctx.owner, ctx.how
+        into = into_input(gradient, unit.parameters[name], transposed=transposed, matmul=matmul)
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if unit.frozen:
-            return into, None, bias, None, None, None
+            return into, None, bias, None, None, None, None
         (x,) = ctx.saved_tensors
         if ctx.due is None:
-            _Due(unit, name, x, gradient, ctx.transposed).contribute()
+            _Due(unit, name, x, gradient, *ctx.how).contribute()
         else:
             # Detached: an input with its graph would lead back to the list, and neither be freed.
-            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), ctx.transposed))
-        return into, None, bias, None, None, None
+            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), *ctx.how))
+        return into, None, bias, None, None, None, None
 
 
 class _Linear(nn.Linear):
@@ -212,6 +213,8 @@ class Piece:
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
         ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
+        loras: list[Any] = [m.lora for m in module.modules() if getattr(m, "lora", None)]
+        adapters = {x for lora in loras for x in lora.modules()}
         for child in module.modules():
             if child._parameters.get("weight") not in ours:
                 continue
@@ -223,22 +226,30 @@ class Piece:
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
                 transposed = not isinstance(child, _Linear | RowLinear | LoraLinear)
+                # The head's and an adapter's thin products lose more by fewer digits than they gain.
+                narrow = not (first or last or child in adapters)
+                how: Any = {"transposed": transposed}
+                how["matmul"] = self.owners[own.weight][0].precision.matmul if narrow else None
                 if compiled:
-                    matmul = self.owners[own.weight][0].precision.matmul
-                    compiled.add(own, transposed=transposed, matmul=matmul)
+                    compiled.add(own, **how)
                 else:
-                    own.weight_product = partial(self.product, own.weight, transposed=transposed)
+                    own.weight_product = partial(self.product, own.weight, **how)
 
     def product(
-        self, weight: nn.Parameter, x: Tensor, bias: Tensor | None = None, *, transposed: bool
+        self,
+        weight: nn.Parameter,
+        x: Tensor,
+        bias: Tensor | None = None,
+        *,
+        transposed: bool,
+        matmul: Matmul | None,
     ) -> Tensor:
         """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
         owner = self.owners[weight]
         # Of an input that needs no gradient autograd would not come to the product at all.
         if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1 and weight.dim() == 2):
-            matmul = owner[0].precision.matmul
             return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
-        args = x, weight.detach(), bias, owner, transposed, self.due
+        args = x, weight.detach(), bias, owner, transposed, matmul, self.due
         y: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
         return y
 
@@ -291,8 +302,9 @@ class Piece:
 
     def _take(self, due: list[_Due] | None, factors: Sequence[Factors]) -> None:
         """What a compiled backward leaves of the weights' gradients."""
-        for weight, x, gradient, transposed in factors:
-            one = _Due(*self.owners[weight], x, gradient, transposed)
+        for factor in factors:
+            unit, name = self.owners[factor.weight]
+            one = _Due(unit, name, *factor[1:])
             one.contribute() if due is None else due.append(one)
 
     def _edges(self, mine: Bundle, into: Bundle) -> Bundle:

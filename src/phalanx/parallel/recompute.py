@@ -26,7 +26,10 @@ from .data import storage_of
 
 _aten = torch.ops.aten
 _region = torch.ops.phalanx.region.default
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_PRODUCTS = {
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
+    _aten._scaled_mm_v2.default,
+}  # fmt: skip
 # Their backward asks for what they put out, too.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Protocol
 
 from ..layout import Axis, Layout, Mesh, Shape, piece_layout, program_pieces, stage_pieces
-from ..layout.choices import BF16, DTYPES, FP32, SCHEDULES, traits
+from ..layout.choices import BF16, DTYPES, FP8, FP32, SCHEDULES, traits
 from ..layout.stages import frozen_pieces, partial_pieces, program_experts
 from ..program import KINDS, Costs, Op, PieceCost, Program, Sizes, Timeline, build, joined, ops
 from ..program.memory import peaks
@@ -268,7 +268,7 @@ def parts_of(
     more = numbers * tokens * DTYPES[cut.precision].bytes
     block = replace(block, kept=block.kept + more)
     # Narrower products than the layout's are those of blocks: the head keeps its precision.
-    dtype = case.dtype or cut.precision
+    dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
     e, h = (
         piece_parts(cost, hardware, profile, cut, cut.precision, none)
         for cost, none in ((kinds.embed(case.rows), kinds.embed(0.0)), (head, kinds.head(0.0)))

@@ -11,8 +11,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
 from .cases import batch_of
 from .compare import Bounds, bounds_of, compare
+from .low_precision import layout_keeps_scales
 from .reference import Nudge, Trace, reference
 from .trial import Setting, join, program_in, train_layout
 
@@ -67,11 +68,11 @@ class Truth:
     bounds: Bounds | None = None
 
 
-def precision_named(dtype: str) -> Precision:
-    """The precision that computes in a dtype of torch's name."""
+def precision_named(dtype: str, matmul: str = "") -> Precision:
+    """The precision that computes in a dtype of torch's name, with a layout's word for its products."""
     if dtype not in COMPARED:
         raise LayoutError(f"there is no dtype {dtype!r}; choose {', '.join(COMPARED)}.")
-    return precision_of(COMPARED[dtype])
+    return precision_of(COMPARED[dtype], matmul=matmul)
 
 
 def verify(
@@ -110,20 +111,34 @@ def verify(
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
-    truth = truth_of(make, setting)
+    known_truth = cache(partial(truth_of, make))
+
+    def terms(layout: Layout) -> tuple[Setting, Truth]:
+        of = setting_for(layout, setting, dtype, model)
+        return of, known_truth(of)
+
     if model.original and precision.compute == torch.float64:
-        _refuse_other(model.original, truth.trace, setting)
+        _refuse_other(model.original, known_truth(setting).trace, setting)
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
         by_size.setdefault(layout.ranks, []).append(layout)
     for size, group in sorted(by_size.items()):
         yield from (known[str(x)] for x in group if str(x) in known)
         new = [x for x in group if str(x) not in known]
-        for verdict in _world(size, new, worlds, make, setting, truth, record) if new else ():
+        for verdict in _world(size, new, worlds, make, terms, record) if new else ():
             if log:
                 with log.open("a") as file:
                     file.write(json.dumps(asdict(verdict)) + "\n")
             yield verdict
+
+
+def setting_for(layout: Layout, setting: Setting, dtype: str, model: Model) -> Setting:
+    """The terms of a comparison for a layout, whose products may be in 8 bits."""
+    if not layout.matmul:
+        return setting
+    precision = precision_named(dtype, layout.matmul)
+    same = layout_keeps_scales(layout, model.shape)
+    return replace(setting, precision=precision, matmul=layout.matmul, same_scales=same)
 
 
 def _refuse_other(original: Original, trace: Trace, setting: Setting) -> None:
@@ -142,12 +157,12 @@ def _world(
     layouts: list[Layout],
     worlds: Worlds,
     make: Callable[[], Model],
-    setting: Setting,
-    truth: Truth,
+    terms: Callable[[Layout], tuple[Setting, Truth]],
     record: Path | None,
 ) -> Iterator[Verdict]:
     with worlds(size) as run:
         for layout in layouts:
+            setting, truth = terms(layout)
             try:
                 program = program_in(layout, make, setting)
             except ProgramError as error:
@@ -186,6 +201,7 @@ def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
     shape = make().shape
     whole = shape is not None and shape.batch_loss > 0  # which is no sum over microbatches
     exact, half = precision.compute == torch.float64, precision.compute == torch.float16
+    exact = exact and setting.same_scales
 
     def train(nudge: Nudge | None = None) -> Trace:
         first, patience = setting.scaling
@@ -194,6 +210,7 @@ def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
             steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
             clip=setting.clip, precision=precision, seed=setting.seed,
             microbatches=1 if exact or whole else 3, nudge=nudge,
+            matmul=setting.matmul, shifted=not setting.same_scales,
             scaler=torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None,
         )  # fmt: skip
 

@@ -1,0 +1,193 @@
+"""Products with the weights of blocks in 8 bits: the words fp8, fp8:tile and mxfp8 of a layout.
+
+Both factors of a product are rounded to an 8-bit float, with scales that several numbers along the sum
+share: all of them (fp8), 128 (fp8:tile, and 128 x 128 of a weight) or 32 (mxfp8). A linear has three
+products, each with a sum over another dim, and so rounds each tensor twice. Sums are in float32.
+Weights, their gradients and what is sent keep their precision.
+
+Where a sum is over tokens, as that of a weight's gradient is, no scale reaches past one sequence. So none
+depends on which rank has how many sequences, and dp, ZeRO, pp, accumulation and recomputation give the
+numbers of one process. tp and cp cut sums, and each rank has scales of its own part.
+
+On a GPU the products are `scaled_mm`'s. Elsewhere the same rounded numbers are multiplied in float32, or
+in float64 where the model is in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..layout import LayoutError
+from ..layout.choices import MATMULS, MatmulTraits
+from .data import Matmul
+
+_LEAST = 1e-12  # in place of a largest number of zero, as torchao has it
+
+
+class Rounded(NamedTuple):
+    """A matrix in 8 bits whose last dim is summed over; with three dims, one for each sequence."""
+
+    numbers: Tensor  # (..., m, k)
+    scales: Tensor  # (..., m, k / run): what numbers are to be multiplied by
+    run: int
+    square: bool
+
+    def restored(self, dtype: torch.dtype) -> Tensor:
+        """What the product takes them for."""
+        scales, k = self.scales.to(dtype), self.numbers.shape[-1]
+        if self.run < k:
+            scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)[..., :k]
+        return self.numbers.to(dtype) * scales
+
+
+def rounded(
+    x: Tensor, form: str, *, run: int = 0, square: bool = False, power: bool = False
+) -> Rounded:
+    """x (..., m, k) in the 8-bit `form` of torch's name, `run` numbers of k with one scale; 0: all.
+
+    The scale is torchao's: the form's largest number over the largest of these, in float32. With
+    `power` it brings the largest into the form's last binade (OCP Microscaling Formats 1.0, 6.3).
+    """
+    dtype = getattr(torch, form)
+    most, k = torch.finfo(dtype).max, x.shape[-1]
+    run = run or max(k, 1)
+    padded = F.pad(x, (0, -k % run)) if k % run else x
+    parts = padded.reshape(*x.shape[:-1], padded.shape[-1] // run, run)
+    largest = parts.abs().amax(-1)  # (..., m, k / run)
+    if square:
+        m = len(largest)
+        rows = F.pad(largest, (0, 0, 0, -m % run)).view(-(-m // run), run, -1).amax(1)
+        largest = rows.repeat_interleave(run, 0)[:m]
+    if power:
+        # A float8_e8m0fnu is the exponent of a float32: 255 where that is infinite or no number.
+        bits = largest.float().view(torch.int32) >> 23
+        stored = torch.where(bits < 255, (bits - math.frexp(most)[1] + 1).clamp(min=0), 255)
+        factor = ((254 - stored) << 23).view(torch.float32)
+        scales = stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+    else:
+        factor = (most / largest.double().clamp(min=_LEAST)).float()
+        scales = factor.reciprocal()
+    # First in float32: of a float64 the format's rounding would otherwise be another one.
+    numbers = (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
+    return Rounded(numbers.flatten(-2)[..., :k], scales, run, square)
+
+
+def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
+    """a (m, k) times b (n, k) transposed, summed over sequences where there are some."""
+    if a.numbers.is_meta:  # one product, in place of kernels that the device has
+        k = a.numbers[..., 0, :].numel()
+        one = a.numbers.new_empty((), dtype=out)
+        return one.expand(a.numbers.shape[-2], k) @ one.expand(k, b.numbers.shape[-2])
+    if a.numbers.is_cuda and out != torch.float64 and _takes(a, b):
+        return _on_device(a, b, out)
+    x, y = (
+        z.restored(torch.promote_types(out, torch.float32)).movedim(-2, 0).flatten(1)
+        for z in (a, b)
+    )
+    return (x @ y.mT).to(out)
+
+
+class _EightBits:
+    """What a word of `MATMULS` says."""
+
+    def __init__(self, traits: MatmulTraits) -> None:
+        self.traits = traits
+        self.shared: dict[str, Any] = {"run": traits.run, "power": traits.power}
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        a = rounded(x.flatten(0, -2), self.traits.forward, **self.shared)
+        return product(a, self._weight(weight), x.dtype).view(*x.shape[:-1], -1)
+
+    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        a = rounded(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
+        return product(a, self._weight(weight.mT), gradient.dtype).view(*gradient.shape[:-1], -1)
+
+    def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        a, b = (
+            rounded(z.flatten(0, -3).mT if z.dim() > 2 else z.mT, form, **self.shared)
+            for z, form in ((gradient, self.traits.gradient), (x, self.traits.forward))
+        )
+        return product(a, b, torch.promote_types(x.dtype, torch.float32))
+
+    def _weight(self, weight: Tensor) -> Rounded:
+        return rounded(weight, self.traits.forward, square=self.traits.square, **self.shared)
+
+
+@cache
+def matmul_named(word: str) -> Matmul | None:
+    """What multiplies with the weights of blocks, of a layout's word; None where there is none."""
+    return _EightBits(MATMULS[word]) if word else None
+
+
+# ---- GPUs
+
+
+def refuse_without_kernels(word: str, device: torch.device) -> None:
+    """Raise a LayoutError where a GPU has no such products."""
+    if not word or device.type != "cuda":
+        return
+    has = torch.cuda.get_device_capability(device)
+    traits = MATMULS[word]
+    fits = has >= (10, 0) if traits.power else has == (9, 0) if traits.square else has >= (8, 9)
+    if not fits:
+        least = "10.0" if traits.power else "9.0, and no other," if traits.square else "8.9"
+        raise LayoutError(
+            f"{word} needs a GPU of compute capability {least}, and"
+            f" {torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}. Leave {word} out of the"
+            " layout, or take another of " + ", ".join(MATMULS) + "."
+        )
+
+
+def _takes(a: Rounded, b: Rounded) -> bool:
+    """Whether kernels take matrices of these sizes."""
+    k, n = a.numbers.shape[-1], b.numbers.shape[-2]
+    return k > 0 and k % max(16, a.run % k) == 0 and n % (b.run if _in_squares(b) else 16) == 0
+
+
+def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
+    """`scaled_mm`, which puts out bfloat16; once for each sequence."""
+    if a.numbers.dim() > 2:
+        y = a.numbers.new_zeros(a.numbers.shape[-2], b.numbers.shape[-2], dtype=out)
+        for n in range(len(a.numbers)):
+            one, other = (z._replace(numbers=z.numbers[n], scales=z.scales[n]) for z in (a, b))
+            y += _on_device(one, other, out)
+        return y
+    (scale_a, recipe_a, swizzle), (scale_b, recipe_b, _) = (_recipe(z) for z in (a, b))
+    if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # of rows
+        scale_b = scale_b.t()
+    kernel: Any = F.scaled_mm
+    narrow: Tensor = kernel(
+        a.numbers.contiguous(), b.numbers.contiguous().t(), scale_a, recipe_a, scale_b, recipe_b,
+        swizzle, swizzle, output_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return narrow.to(out)
+
+
+def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
+    """Scales as `scaled_mm` takes them, what they are called there, and their order."""
+    kind: Any = F.ScalingType
+    order: Any = F.SwizzleType
+    if z.scales.dtype == torch.float8_e8m0fnu:
+        # Tiles of 128 x 4, in each of which row r stands in line r % 32 (cuBLAS, 1D block scaling).
+        m, runs = z.scales.shape
+        padded = F.pad(z.scales.view(torch.uint8), (0, -runs % 4, 0, -m % 128))
+        tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+        flat = tiles.flatten().view(torch.float8_e8m0fnu)
+        return flat, kind.BlockWise1x32, order.SWIZZLE_32_4_4
+    if z.run == z.numbers.shape[-1]:
+        return z.scales.contiguous(), kind.RowWise, order.NO_SWIZZLE
+    if _in_squares(z):
+        scales = z.scales.view(-1, z.run, z.scales.shape[1]).select(1, 0)
+        padded = F.pad(scales, (0, -scales.shape[1] % 4))
+        return padded.contiguous().t(), kind.BlockWise128x128, order.NO_SWIZZLE
+    return z.scales.t().contiguous().t(), kind.BlockWise1x128, order.NO_SWIZZLE
+
+
+def _in_squares(z: Rounded) -> bool:
+    return z.square and z.run < z.numbers.shape[-1]
