@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.layout.choices import AUTO, BACKENDS, COMPARED, DTYPES, SCHEDULES, STORED
+from phalanx.layout.choices import AUTO, BACKENDS, COMPARED, DTYPES, MATMULS, SCHEDULES, STORED
 from phalanx.program import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -260,7 +260,7 @@ def test_no_file_but_the_table_names_a_kind_of_operation_by_its_letter() -> None
 
 
 # Names of schedules, dtypes and backends; files may spell them for a reason.
-SPELLED = {*SCHEDULES, *DTYPES, *COMPARED, *STORED, *BACKENDS} - {AUTO}
+SPELLED = {*SCHEDULES, *DTYPES, *MATMULS, *COMPARED, *STORED, *BACKENDS} - {AUTO}
 MAY_SPELL = {
     "layout/choices.py": "the table",
     "plan/table.py": "what others' tables write, and what it means",

@@ -1,10 +1,17 @@
 """Seeded faults: mistakes put into the engine on purpose. `make faults` lists what `verify` says."""
 
-from . import engine, matrices, narrow, order, routed
+from . import eight_bits, engine, matrices, narrow, order, routed
 from .catch import Catch, catch, setting_of, trained, truth, verdict_of
 from .fault import FAULTS, HALVES, Fault, swapped
 
-LISTED = (engine, order, narrow, routed, matrices)  # importing each enters its faults into the list
+LISTED = (
+    engine,
+    order,
+    narrow,
+    routed,
+    matrices,
+    eight_bits,
+)  # importing each enters its faults into the list
 
 __all__ = [
     "FAULTS",

@@ -11,7 +11,7 @@ from phalanx.layout.choices import COMPARED
 from phalanx.parallel import build_model
 from phalanx.verify import SHAPES, Trace, Verdict, batch_of
 from phalanx.verify.trial import Setting, join, program_in, train_layout
-from phalanx.verify.verify import OPTIMIZERS, Truth, judge, precision_named, truth_of
+from phalanx.verify.verify import OPTIMIZERS, Truth, judge, precision_named, setting_for, truth_of
 
 from .fault import Fault
 
@@ -37,13 +37,16 @@ def setting_of(
     optimizer: str = "adamw",
     packed: bool = False,
     noisy: bool = False,
+    layout: Layout | None = None,
 ) -> Setting:
-    """What `verify` trains with in this dtype. `noisy` batches have what dropout draws from."""
+    """What `verify` trains with in this dtype, and in a layout's products. `noisy` batches have what
+    dropout draws from."""
     precision = precision_named(dtype)
-    return Setting(
+    setting = Setting(
         partial(batch_of, shape, dtype=precision.compute, packed=packed, noisy=noisy),
         steps=steps, precision=precision, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
+    return setting_for(layout, setting, dtype, shape) if layout else setting
 
 
 @cache
@@ -53,10 +56,13 @@ def truth(
     optimizer: str = "adamw",
     packed: bool = False,
     dropout: float = 0.0,
+    layout: Layout | None = None,
 ) -> Truth:
-    """What one process does with one of `verify`'s shapes; trained once."""
-    shape = SHAPES[name]
-    setting = setting_of(shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0)
+    """What one process does with one of `verify`'s shapes, and with a layout's products; trained once."""
+    shape, noisy = SHAPES[name], dropout > 0
+    setting = setting_of(
+        shape, dtype, optimizer=optimizer, packed=packed, noisy=noisy, layout=layout
+    )
     return truth_of(partial(build_model, shape, dropout=dropout), setting)
 
 
@@ -76,11 +82,18 @@ def verdict_of(layout: str, shape: Shape, setting: Setting, known: Truth) -> Ver
 def catch(fault: Fault, dtype: str) -> Catch:
     """Run the fault's layout with the fault in it, and compare."""
     shape, dropout = SHAPES[fault.shape], fault.dropout
-    setting = setting_of(
-        shape, dtype, optimizer=fault.optimizer, packed=fault.packed, noisy=dropout > 0
-    )
     layout = replace(fault.layout, precision=COMPARED[dtype])
-    known = truth(fault.shape, dtype, fault.optimizer, packed=fault.packed, dropout=dropout)
+    setting = setting_of(
+        shape,
+        dtype,
+        optimizer=fault.optimizer,
+        packed=fault.packed,
+        noisy=dropout > 0,
+        layout=layout,
+    )
+    # Trained once for all layouts with the same products: only these need to be named.
+    of = Layout.parse(layout.matmul) if setting.same_scales else layout
+    known = truth(fault.shape, dtype, fault.optimizer, fault.packed, dropout, of)
     with fault.patch():
         got = trained(layout, shape, setting, dropout)
     verdict = judge(layout, got, known, setting)

@@ -80,19 +80,22 @@ class MatmulTraits(NamedTuple):
     gradient: str = "float8_e4m3fn"
 
 
+FP8_TILE, MXFP8 = "fp8:tile", "mxfp8"
 _WIDER = "float8_e5m2"  # more exponents, one digit fewer
 MATMULS = {
     FP8: MatmulTraits(),
-    "fp8:tile": MatmulTraits(128, square=True),  # DeepSeek-V3 2024, 3.3.2
-    "mxfp8": MatmulTraits(32, power=True),  # OCP Microscaling Formats 1.0
+    FP8_TILE: MatmulTraits(128, square=True),  # DeepSeek-V3 2024, 3.3.2
+    MXFP8: MatmulTraits(32, power=True),  # OCP Microscaling Formats 1.0
 }
 MATMULS |= {
     f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(gradient=_WIDER)
     for name, traits in MATMULS.items()
 }
 MATMUL_WORDS = {
-    **{name: name for name in MATMULS}, "fp8:row": FP8, "fp8:row,e5m2": f"{FP8}:e5m2",
-}  # fmt: skip
+    **{name: name for name in MATMULS},
+    "fp8:row": FP8,
+    "fp8:row,e5m2": f"{FP8}:e5m2",
+}
 
 COMPILED = ("", "default", "max")  # how torch.compile is asked to compile, if at all
 

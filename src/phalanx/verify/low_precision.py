@@ -101,8 +101,10 @@ def install(
     pieces: Sequence[tuple[str, nn.Module]], word: str, generator: torch.Generator | None
 ) -> None:
     """From here on the linears of blocks, but for those of adapters, multiply so."""
+    if not word:
+        return
     rounding = Rounding(MATMULS[word], generator)
-    for _, block in pieces[1:-1] if word else ():
+    for _, block in pieces[1:-1]:
         loras: list[Any] = [m.lora for m in block.modules() if getattr(m, "lora", None)]
         thin = {child for lora in loras for child in lora.modules()}
         for module in block.modules():

@@ -114,7 +114,7 @@ def verify(
     known_truth = cache(partial(truth_of, make))
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
-        of = setting_for(layout, setting, dtype, model)
+        of = setting_for(layout, setting, dtype, model.shape)
         return of, known_truth(of)
 
     if model.original and precision.compute == torch.float64:
@@ -132,12 +132,12 @@ def verify(
             yield verdict
 
 
-def setting_for(layout: Layout, setting: Setting, dtype: str, model: Model) -> Setting:
+def setting_for(layout: Layout, setting: Setting, dtype: str, shape: Shape | None) -> Setting:
     """The terms of a comparison for a layout, whose products may be in 8 bits."""
     if not layout.matmul:
         return setting
     precision = precision_named(dtype, layout.matmul)
-    same = layout_keeps_scales(layout, model.shape)
+    same = layout_keeps_scales(layout, shape)
     return replace(setting, precision=precision, matmul=layout.matmul, same_scales=same)
 
 

@@ -1,0 +1,112 @@
+"""Seeded faults of products in 8 bits: scales and formats."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.parallel import low_precision
+from phalanx.parallel.low_precision import Rounded
+
+from .fault import fault, swapped
+
+right: Any = low_precision.rounded
+
+
+@fault(
+    "products in 8 bits leave out the scales of weights",
+    "gqa",
+    "dp2 fp8",
+    "step 0: the output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    def weight(self: Any, weight: Tensor) -> Rounded:
+        z: Rounded = right(weight, self.traits.forward, **self.shared)
+        return z._replace(scales=z.scales.clone().fill_(1.0))
+
+    return swapped(low_precision._EightBits, "_weight", weight)
+
+
+@fault(
+    "a weight has the scales of its transpose",
+    "gqa",
+    "dp2 zero3 fp8",
+    "step 0: the output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    def weight(self: Any, weight: Tensor) -> Rounded:
+        z, other = (right(w, self.traits.forward, **self.shared) for w in (weight, weight.mT))
+        same: bool = z.scales.shape == other.scales.shape
+        taken: Rounded = z._replace(scales=other.scales) if same else z
+        return taken
+
+    return swapped(low_precision._EightBits, "_weight", weight)
+
+
+@fault(
+    "activations are rounded to the gradients' format",
+    "gqa",
+    "dp2 fp8",
+    "step 0: the output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    def rounded(x: Tensor, form: str, **how: Any) -> Rounded:
+        z: Rounded = right(x, "float8_e5m2", **how)
+        return z
+
+    return swapped(low_precision, "rounded", rounded)
+
+
+@fault(
+    "gradients are rounded once for the input and again for the weight",
+    "gqa",
+    "dp2 fp8",
+    "step 0: the gradient of layers.",
+)
+def _() -> AbstractContextManager[None]:
+    plain = low_precision._EightBits.weight_gradient
+
+    def weight_gradient(self: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        twice = right(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
+        return plain(self, x, twice.restored(gradient.dtype).view_as(gradient))
+
+    return swapped(low_precision._EightBits, "weight_gradient", weight_gradient)
+
+
+@fault(
+    "a scale is taken over all sequences of a microbatch",
+    "gqa",
+    "dp2 fp8",
+    "step 0: the gradient of layers.",
+)
+def _() -> AbstractContextManager[None]:
+    plain = low_precision._EightBits.weight_gradient
+
+    def weight_gradient(self: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        return plain(self, x.flatten(0, -2), gradient.flatten(0, -2))
+
+    return swapped(low_precision._EightBits, "weight_gradient", weight_gradient)
+
+
+@fault(
+    "the head's product is in 8 bits too",
+    "gqa",
+    "pp2 1f1b:3 fp8",
+    "step 0: the loss",
+)
+def _() -> AbstractContextManager[None]:
+    from phalanx.parallel.pieces import Piece
+
+    plain = Piece.__init__
+
+    def init(self: Piece, *args: Any, **named: Any) -> None:
+        plain(self, *args, **named)
+        for weight, (unit, _) in self.owners.items() if self.last else ():
+            for module in self.module.modules():
+                if getattr(module, "weight", None) is weight and hasattr(module, "weight_product"):
+                    own: Any = module
+                    own.weight_product.keywords["matmul"] = unit.precision.matmul
+
+    return swapped(Piece, "__init__", init)

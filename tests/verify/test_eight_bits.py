@@ -1,0 +1,76 @@
+"""Layouts with products in 8 bits against plain torch on one process, which rounds by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.layout import Layout
+from phalanx.layout.choices import MATMULS
+from phalanx.verify import SHAPES, verify
+from phalanx.verify.low_precision import Rounding, layout_keeps_scales
+
+
+def verdicts(name: str, text: str, dtype: str = "float64") -> list[tuple[str, bool, float]]:
+    layouts = [replace(x, precision="fp64") for x in Layout.parse_many(" ".join(text.split()))]
+    found = list(verify(SHAPES[name], layouts, dtype=dtype, steps=2))
+    assert len(found) == len(layouts)
+    return [(v.first_difference, v.passed, v.max_rel_error) for v in found]
+
+
+EXACT = """
+    dp2 zero3 fp8; dp3 zero1 accum:2 fp8; dp2x2 zero2 fp8; pp2 zb-h1:3 fp8; recompute:selective fp8;
+    dp2 pp2 zero3 1f1b:3 recompute:all fp8; pp2 zb-v:4 offload:activations fp8
+"""
+MORE = """
+    dp2 zero3 fp8:e5m2; dp2 zero3 fp8:tile; pp2 zb-h1:3 fp8:tile,e5m2; dp2 zero1 accum:2 mxfp8;
+    pp2 interleaved2:4 zero2 dp2 mxfp8:e5m2
+"""
+
+
+def test_where_sums_are_whole_a_layout_has_the_numbers_of_one_process() -> None:
+    assert [v for v in verdicts("gqa", EXACT) if not v[1] or v[2] > 1e-12] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gqa", "gpt", "qwen"])
+def test_so_it_is_with_every_kind_of_scales(name: str) -> None:
+    assert [v for v in verdicts(name, EXACT + ";" + MORE) if not v[1] or v[2] > 1e-10] == []
+
+
+CUT = "tp2 seq {0}; dp2 tp2 zero3 {0}; cp2 {0}; cp2:ulysses tp2 {0}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["fp8", "fp8:e5m2", "fp8:tile", "mxfp8"])
+def test_where_tp_or_cp_cuts_sums_scales_differ_as_much_as_another_scale_may(word: str) -> None:
+    assert [v for v in verdicts("gqa", CUT.format(word)) if not v[1]] == []
+
+
+@pytest.mark.slow
+def test_in_bfloat16_layouts_keep_the_bounds_of_a_unit_in_the_last_place() -> None:
+    text = "dp2 zero3 fp8; pp2 zb-h1:3 fp8; tp2 seq fp8"
+    assert [v for v in verdicts("gqa", text, "bfloat16") if not v[1]] == []
+
+
+def test_only_tp_and_cp_cut_what_shares_a_scale() -> None:
+    shape = SHAPES["gqa"]
+    whole = "dp4 zero3 fp8; pp4 fp8; dp2 pp2 zb-h1:4 fp8", True
+    cut = "tp2 fp8; cp2 fp8; dp2 tp2 seq fp8", False
+    for text, same in (whole, cut):
+        assert {layout_keeps_scales(x, shape) for x in Layout.parse_many(text)} == {same}
+
+
+@pytest.mark.parametrize("form", ["float8_e4m3fn", "float8_e5m2"])
+def test_the_reference_s_arithmetic_rounds_as_torch_s_dtypes_do(form: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 96, generator=generator).exp2() * torch.randn(64, 96, generator=generator)
+    x[0, :8] = torch.tensor([0.0, 1.0, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 1.0625, 1.1875, -448.0])
+    x[0, 8:] = 0.0
+    dtype = getattr(torch, form)
+    most = torch.finfo(dtype).max
+    factor = (most / x.abs().amax(1, keepdim=True).double().clamp(min=1e-12)).float()
+    want = (x * factor).to(dtype).float() * factor.reciprocal()
+    assert torch.equal(Rounding(MATMULS["fp8"])(x, form), want)
