@@ -61,7 +61,8 @@ _ELSEWHERE = {
     "context": "'cpN' for context parallel over N ranks", "ring": "'cpN:ring'",
     "ulysses": "'cpN:ulysses'", "expert": "'epN' for expert parallel over N ranks",
     "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
-    "fp": "fp32, fp16, bf16 or tf32", "bfloat": BF16, "float": "fp32, fp16 or fp64",
+    "fp": "fp32, fp16, bf16 or tf32, and fp8 for the products of blocks", "bfloat": BF16,
+    "float": "fp32, fp16 or fp64, and fp8 for the products of blocks",
     "half": FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
     "mx": MXFP8, "rowwise": FP8, "blockwise": FP8_TILE, "tilewise": FP8_TILE,
     **dict.fromkeys(
