@@ -37,16 +37,13 @@ def setting_of(
     optimizer: str = "adamw",
     packed: bool = False,
     noisy: bool = False,
-    layout: Layout | None = None,
 ) -> Setting:
-    """What `verify` trains with in this dtype, and in a layout's products. `noisy` batches have what
-    dropout draws from."""
+    """What `verify` trains with in this dtype. `noisy` batches have what dropout draws from."""
     precision = precision_named(dtype)
-    setting = Setting(
+    return Setting(
         partial(batch_of, shape, dtype=precision.compute, packed=packed, noisy=noisy),
         steps=steps, precision=precision, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
-    return setting_for(layout, setting, dtype, shape) if layout else setting
 
 
 @cache
@@ -56,14 +53,12 @@ def truth(
     optimizer: str = "adamw",
     packed: bool = False,
     dropout: float = 0.0,
-    layout: Layout | None = None,
+    matmul: str = "",
 ) -> Truth:
-    """What one process does with one of `verify`'s shapes, and with a layout's products; trained once."""
-    shape, noisy = SHAPES[name], dropout > 0
-    setting = setting_of(
-        shape, dtype, optimizer=optimizer, packed=packed, noisy=noisy, layout=layout
-    )
-    return truth_of(partial(build_model, shape, dropout=dropout), setting)
+    """What one process does with one of `verify`'s shapes; trained once."""
+    shape = SHAPES[name]
+    setting = setting_of(shape, dtype, optimizer=optimizer, packed=packed, noisy=dropout > 0)
+    return truth_of(partial(build_model, shape, dropout=dropout), setting, matmul)
 
 
 def trained(layout: Layout, shape: Shape, setting: Setting, dropout: float = 0.0) -> Trace:
@@ -83,17 +78,10 @@ def catch(fault: Fault, dtype: str) -> Catch:
     """Run the fault's layout with the fault in it, and compare."""
     shape, dropout = SHAPES[fault.shape], fault.dropout
     layout = replace(fault.layout, precision=COMPARED[dtype])
-    setting = setting_of(
-        shape,
-        dtype,
-        optimizer=fault.optimizer,
-        packed=fault.packed,
-        noisy=dropout > 0,
-        layout=layout,
-    )
-    # Trained once for all layouts with the same products: only these need to be named.
-    of = Layout.parse(layout.matmul) if setting.same_scales else layout
-    known = truth(fault.shape, dtype, fault.optimizer, fault.packed, dropout, of)
+    noisy, by = dropout > 0, fault.optimizer
+    setting = setting_of(shape, dtype, optimizer=by, packed=fault.packed, noisy=noisy)
+    setting = setting_for(layout, setting)
+    known = truth(fault.shape, dtype, by, fault.packed, dropout, layout.matmul)
     with fault.patch():
         got = trained(layout, shape, setting, dropout)
     verdict = judge(layout, got, known, setting)

@@ -162,10 +162,9 @@ def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     if recipe_b == recipe_a and scale_b.shape[1:] == (1,):  # of rows
         scale_b = scale_b.t()
     kernel: Any = F.scaled_mm
-    narrow: Tensor = kernel(
-        a.numbers.contiguous(), b.numbers.contiguous().t(), scale_a, recipe_a, scale_b, recipe_b,
-        swizzle, swizzle, output_dtype=torch.bfloat16,
-    )  # fmt: skip
+    scaled = scale_a, recipe_a, scale_b, recipe_b, swizzle, swizzle
+    numbers = a.numbers.contiguous(), b.numbers.contiguous().t()
+    narrow: Tensor = kernel(*numbers, *scaled, output_dtype=torch.bfloat16)
     return narrow.to(out)
 
 

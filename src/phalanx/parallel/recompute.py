@@ -26,10 +26,8 @@ from .data import storage_of
 
 _aten = torch.ops.aten
 _region = torch.ops.phalanx.region.default
-_PRODUCTS = {
-    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default,
-    _aten._scaled_mm_v2.default,
-}  # fmt: skip
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_PRODUCTS.add(_aten._scaled_mm_v2.default)
 # Their backward asks for what they put out, too.
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,

@@ -9,18 +9,17 @@ import torch
 from ..cost.pieces import COMPUTE
 from ..layout.choices import TF32
 from ..parallel import Precision
-from ..parallel.low_precision import matmul_named
 
 
-def precision_of(name: str, *, matmul: str = "", reduce: torch.dtype | None = None) -> Precision:
-    """The precision of a layout's words. Weights are kept, and gradients added up and sent, in
+def precision_of(name: str, *, reduce: torch.dtype | None = None) -> Precision:
+    """The precision of a layout's word. Weights are kept, and gradients added up and sent, in
     float32 when they are computed in less, unless `reduce` says what they are sent in."""
     compute = COMPUTE[name]
     if torch.cuda.is_available():
         # Process-wide, and torch's default is off: tf32 is a choice, never an accident.
         torch.set_float32_matmul_precision("high" if name == TF32 else "highest")
     wide = torch.promote_types(compute, torch.float32)
-    return Precision(compute, wide, reduce or wide, matmul_named(matmul))
+    return Precision(compute, wide, reduce or wide)
 
 
 @dataclass

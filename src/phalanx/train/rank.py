@@ -18,7 +18,7 @@ from ..layout.run import Run
 from ..parallel import Model, Unit, microbatches, on_device, share
 from ..parallel.experts import cut_blocks
 from ..parallel.local import LocalModel, build_local
-from ..parallel.low_precision import refuse_without_kernels
+from ..parallel.low_precision import matmul_named, refuse_without_kernels
 from ..plan import Machine, device_named
 from ..program import Program
 from ..program.build import forward_only
@@ -85,7 +85,8 @@ class Rank:
             self.model: Model = cut_blocks(made, layout)
             self.parameters = sum(weight.numel() for weight in self.model.weights.values())
             refuse_without_kernels(layout.matmul, world.device)
-            self.precision = precision_of(layout.precision, matmul=layout.matmul)
+            matmul = matmul_named(layout.matmul)
+            self.precision = replace(precision_of(layout.precision), matmul=matmul)
             self.optimizer, fits = optimizer_of(run), layout.recompute == "fit"
             whole = self.optimizer.whole_matrices
             program = None if fits else program_of(self.model, layout, agree=True, whole=whole)

@@ -25,7 +25,6 @@ from ..models import Decoder, DeepMlp, Router
 from ..parallel import Model, Precision
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
-from .low_precision import install
 
 Batch = Mapping[str, Tensor]
 Batches = Callable[[int], Batch]
@@ -120,14 +119,11 @@ def reference(
     microbatches: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     nudge: Nudge | None = None,
-    matmul: str = "",
-    shifted: bool = False,
 ) -> Trace:
     """Train the model on one process, as PyTorch's own documentation would.
 
     With `nudge` the weights that are computed with, the inputs of every piece and the gradients that
     come back there are moved by one unit in the last place: what this changes is rounding.
-    Where the products of blocks are in 8 bits (`matmul`), it may also move scales (`shifted`).
     """
     start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
@@ -142,7 +138,6 @@ def reference(
             for name, x in start.items()
         }
     _install(model, copies)
-    install(model.pieces, matmul, nudge.generator if nudge and shifted else None)
     trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
     update = _optimizer(optimizer, trained, rate(0), model)
     seen = []

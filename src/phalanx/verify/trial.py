@@ -53,8 +53,6 @@ class Setting:
     rate: Callable[[int], float] = rate
     clip: float = 0.25  # small enough to be at work in every step
     precision: Precision = Precision()  # frozen
-    matmul: str = ""  # the layout's word
-    same_scales: bool = True  # of its products in 8 bits: whether one process has them, too
     seed: int = 0
     scaling: tuple[float, int] = (1024.0, 2)
 

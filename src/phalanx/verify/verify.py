@@ -24,13 +24,14 @@ from ..layout.choices import COMPARED, DTYPES, FP64, THREADS
 from ..layout.files import read_text
 from ..models import IGNORED
 from ..parallel import Model, Original, Precision, build_model, refuse_unfit
+from ..parallel.low_precision import matmul_named
 from ..program import ProgramError, Recorded, Timeline
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Sgd
 from ..train.precision import precision_of
 from .cases import batch_of
 from .compare import Bounds, bounds_of, compare
-from .low_precision import layout_keeps_scales
+from .low_precision import install, layout_keeps_scales
 from .reference import Nudge, Trace, reference
 from .trial import Setting, join, program_in, train_layout
 
@@ -68,11 +69,11 @@ class Truth:
     bounds: Bounds | None = None
 
 
-def precision_named(dtype: str, matmul: str = "") -> Precision:
-    """The precision that computes in a dtype of torch's name, with a layout's word for its products."""
+def precision_named(dtype: str) -> Precision:
+    """The precision that computes in a dtype of torch's name."""
     if dtype not in COMPARED:
         raise LayoutError(f"there is no dtype {dtype!r}; choose {', '.join(COMPARED)}.")
-    return precision_of(COMPARED[dtype], matmul=matmul)
+    return precision_of(COMPARED[dtype])
 
 
 def verify(
@@ -111,14 +112,14 @@ def verify(
         ),
         steps=steps, precision=precision, seed=seed, optimizer=OPTIMIZERS[optimizer],
     )  # fmt: skip
-    known_truth = cache(partial(truth_of, make))
+    known_truth = cache(partial(truth_of, make, setting))
 
     def terms(layout: Layout) -> tuple[Setting, Truth]:
-        of = setting_for(layout, setting, dtype, model.shape)
-        return of, known_truth(of)
+        same = not layout.matmul or layout_keeps_scales(layout, model.shape)
+        return setting_for(layout, setting), known_truth(layout.matmul, same)
 
     if model.original and precision.compute == torch.float64:
-        _refuse_other(model.original, known_truth(setting).trace, setting)
+        _refuse_other(model.original, known_truth("", True).trace, setting)
     by_size: dict[int, list[Layout]] = {}
     for layout in layouts:
         by_size.setdefault(layout.ranks, []).append(layout)
@@ -132,13 +133,10 @@ def verify(
             yield verdict
 
 
-def setting_for(layout: Layout, setting: Setting, dtype: str, shape: Shape | None) -> Setting:
+def setting_for(layout: Layout, setting: Setting) -> Setting:
     """The terms of a comparison for a layout, whose products may be in 8 bits."""
-    if not layout.matmul:
-        return setting
-    precision = precision_named(dtype, layout.matmul)
-    same = layout_keeps_scales(layout, shape)
-    return replace(setting, precision=precision, matmul=layout.matmul, same_scales=same)
+    matmul = matmul_named(layout.matmul)
+    return replace(setting, precision=replace(setting.precision, matmul=matmul))
 
 
 def _refuse_other(original: Original, trace: Trace, setting: Setting) -> None:
@@ -195,22 +193,26 @@ def judge(layout: Layout, got: Trace, truth: Truth, setting: Setting) -> Verdict
     return Verdict(str(layout), layout.ranks, not first, worst, first, of_allowed=share)
 
 
-def truth_of(make: Callable[[], Model], setting: Setting) -> Truth:
-    """What one process does in this precision, with bounds where that is not float64."""
+def truth_of(
+    make: Callable[[], Model], setting: Setting, matmul: str = "", same_scales: bool = True
+) -> Truth:
+    """What one process does in this precision, with bounds where that is not float64. `matmul`: a
+    layout's word. Where its scales are not those of one process, the bounds are by other scales."""
     precision = setting.precision
     shape = make().shape
     whole = shape is not None and shape.batch_loss > 0  # which is no sum over microbatches
     exact, half = precision.compute == torch.float64, precision.compute == torch.float16
-    exact = exact and setting.same_scales
+    exact = exact and same_scales
 
     def train(nudge: Nudge | None = None) -> Trace:
         first, patience = setting.scaling
+        model = make()
+        install(model.pieces, matmul, nudge.generator if nudge and not same_scales else None)
         return reference(
-            make(), setting.batches,
+            model, setting.batches,
             steps=setting.steps, optimizer=setting.optimizer, rate=setting.rate,
             clip=setting.clip, precision=precision, seed=setting.seed,
             microbatches=1 if exact or whole else 3, nudge=nudge,
-            matmul=setting.matmul, shifted=not setting.same_scales,
             scaler=torch.amp.GradScaler("cpu", first, growth_interval=patience) if half else None,
         )  # fmt: skip
 
