@@ -17,9 +17,10 @@ def main() -> int:
     print("| fault | layout | verify says | loss of the first step off by | of three steps |")
     print("|---|---|---|---|---|")
     for c in caught:
+        layout = c.layout.replace(" fp64", "")
         says = c.first_difference.split(" is ")[0] if c.caught else "NOT CAUGHT"
         print(
-            f"| {c.fault} | {c.layout.removesuffix(' fp64')} | {says} |"
+            f"| {c.fault} | {layout} | {says} |"
             f" {c.first_loss_error:.0e} | {c.loss_error:.0e} |"
         )
     first = sum(c.first_loss_error > 1e-3 for c in caught)
