@@ -19,10 +19,7 @@ def main() -> int:
     for c in caught:
         layout = c.layout.replace(" fp64", "")
         says = c.first_difference.split(" is ")[0] if c.caught else "NOT CAUGHT"
-        print(
-            f"| {c.fault} | {layout} | {says} |"
-            f" {c.first_loss_error:.0e} | {c.loss_error:.0e} |"
-        )
+        print(f"| {c.fault} | {layout} | {says} | {c.first_loss_error:.0e} | {c.loss_error:.0e} |")
     first = sum(c.first_loss_error > 1e-3 for c in caught)
     three = sum(c.loss_error > 1e-3 for c in caught)
     print(
