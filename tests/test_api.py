@@ -49,6 +49,7 @@ def test_check_and_draw_print_what_the_commands_print(capsys: pytest.CaptureFixt
     layout, costs = "dp2 pp2 zero3 1f1b:4", "F=1,B=2,G=0.2"
     assert main(["check", "pp3 tp5", "--model", "8b"]) == 1
     refused = phalanx.check("pp3 tp5", "8b")
+    assert repr(refused) == str(refused)  # what a notebook shows
     assert capsys.readouterr().out == f"{refused}\n"
     assert not refused.fits
     assert refused.nearest[0] == phalanx.Layout.parse(str(refused.nearest[0]))

@@ -72,6 +72,8 @@ class Checked:
     def __str__(self) -> str:
         return self.refusal or _text(self.layout, self.shape, self.figures)
 
+    __repr__ = __str__  # what a notebook shows of it
+
 
 def check(
     layout: str | Layout,

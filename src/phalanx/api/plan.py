@@ -78,6 +78,8 @@ class Planned:
             return plan_text(self.request, self.plan, self.baselines)
         return "\n  ".join(self.reasons)
 
+    __repr__ = __str__  # what a notebook shows of it
+
 
 def plan(
     model: str | Shape = "8b",

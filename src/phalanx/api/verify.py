@@ -63,6 +63,8 @@ class Verified:
     def __str__(self) -> str:
         return "\n".join([*map(verdict_text, self.verdicts), self.summary])
 
+    __repr__ = __str__  # what a notebook shows of it
+
 
 def verdict_text(verdict: Verdict) -> str:
     layout = verdict.layout or "one process"
