@@ -1,4 +1,5 @@
-"""Builds a folder of static files: the playground, the documentation and the lab as a lecture.
+"""Builds a folder of static files: the playground, the documentation, the lab as a lecture and the
+verification wall.
 
     python site/build.py OUT [--costs COSTS.json]
 
@@ -13,6 +14,7 @@ import base64
 import gzip
 import hashlib
 import io
+import json
 import os
 import re
 import shutil
@@ -21,10 +23,14 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
+import wall
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from phalanx.draw import Html, tag
 from phalanx.draw.page import frame
@@ -42,7 +48,7 @@ RUNTIME = (
     "pyodide-lock.json",
 )
 # The packages that need neither torch nor numpy, and what pages ask of `cost`.
-PACKAGES = ("layout", "program", "draw", "plan", "cost")
+PACKAGES = ("layout", "program", "draw", "plan", "cost", "api")
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'self' file: 'unsafe-inline' blob:"
     " 'wasm-unsafe-eval'; worker-src blob:; connect-src blob: data:;"
@@ -65,6 +71,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     documents(out)
     lecture(out / "lab.html")
+    verification_wall(out)
     playground(out, args.costs or formulas(out))
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}/index.html: {size / 1e6:.1f} MB in all")
@@ -145,10 +152,12 @@ def runtime() -> dict[str, bytes]:
 
 
 def navigation(up: str = "") -> Html:
-    links = {"index.html": "phalanx", "playground.html": "playground", "lab.html": "lab"}
-    links |= {"docs/index.html": "documentation"}
+    links = {
+        "index.html": "phalanx", "playground.html": "playground", "docs/index.html": "documentation",
+        "lab.html": "lecture", "wall.html": "verification wall",
+    }  # fmt: skip
     items = [tag("a", name, href=f"{up}{to}") for to, name in links.items()]
-    return tag("nav", *(part for item in items for part in (item, " ")))
+    return tag("nav", *(part for item in items for part in (item, " ")), aria_label="Pages")
 
 
 def documents(out: Path) -> None:
@@ -164,7 +173,9 @@ def documents(out: Path) -> None:
         text = path.read_text(encoding="utf-8")
         title = re.match(r"# (.+)", text)
         assert title, f"{path.name} has no title in its first line"
-        body = render.render(text.removeprefix(title[0]))
+        tokens = render.parse(text.removeprefix(title[0]))
+        _name_headings(tokens)
+        body = render.renderer.render(tokens, render.options, {})
         body = _linked(body, path, pages).replace("<table>", '<div class="scroll"><table>')
         body = body.replace("</table>", "</table></div>")
         page = frame(title[1], _STYLE, navigation(depth), body)
@@ -175,6 +186,16 @@ def documents(out: Path) -> None:
     rows = [tag("li", tag("a", title, href=f"../{name}")) for title, name in listed]
     index = frame("Documentation", navigation("../"), tag("ul", *rows))
     (out / "docs" / "index.html").write_text(index, encoding="utf-8")
+
+
+def _name_headings(tokens: list[Token]) -> None:
+    """Give headings the ids that links to them have on GitHub."""
+    known: Counter[str] = Counter()
+    for heading, words in pairwise(tokens):
+        if heading.type == "heading_open":
+            name = re.sub(r"[^\w\- ]", "", words.content.lower()).replace(" ", "-")
+            heading.attrSet("id", f"{name}-{known[name]}" if known[name] else name)
+            known[name] += 1
 
 
 def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
@@ -198,6 +219,15 @@ def lecture(path: Path) -> None:
         [sys.executable, "-m", "phalanx", "lab", "all", "--html", path],
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
+    page = path.read_text(encoding="utf-8")
+    path.write_text(page.replace("<h1>", f"{_STYLE}{navigation()}<h1>", 1), encoding="utf-8")
+
+
+def verification_wall(out: Path) -> None:
+    """What `wall.py` measured, with its dates."""
+    parts = wall.page(json.loads(wall.FILE.read_text()))
+    page = frame("Verification wall", _STYLE, navigation(), *parts, narrow=False)
+    (out / "wall.html").write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

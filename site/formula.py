@@ -81,6 +81,7 @@ class Formulas:
     embed: Callable[[float], PieceCost]
     block: Callable[[float], PieceCost]
     head: Callable[[float], PieceCost]
+    parts: tuple[Callable[[float], PieceCost], ...] = ()  # experts have no formulas
 
 
 class NoFormula(ValueError):
@@ -96,7 +97,7 @@ def costs_from(
     for cut in dict.fromkeys(map(piece_layout, layouts)):
         kinds = table.get(kind, {}).get(cut_key(model, cut))
         if kinds is None:
-            raise NoFormula(f"this page has no costs of {cut} for {model.name}; `phalanx plan` has")
+            raise NoFormula(f"This page has no prices of {cut} for {model.name}; `phalanx plan` has.")
 
         def at(form: Any, rows: float, cut: Layout) -> PieceCost:
             sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])

@@ -14,8 +14,9 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from formula import NoFormula, costs_from, structure
+from formula import NoFormula, costs_from
 
+from phalanx.api.step import step_of
 from phalanx.cost import step_flops
 from phalanx.draw import Html, Picture, paragraphs, table, timeline
 from phalanx.draw.page import frame
@@ -23,7 +24,7 @@ from phalanx.layout import Layout, LayoutError, Shape, legal, nearest, piece_lay
 from phalanx.layout.choices import BF16
 from phalanx.layout.families import shape_of
 from phalanx.layout.numbers import bytes_text, count_text, seconds_text
-from phalanx.layout.stages import partial_pieces
+from phalanx.layout.stages import partial_pieces, program_experts
 from phalanx.plan.device import devices
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster, clusters
@@ -56,9 +57,8 @@ class Playground:
 
     def choices(self) -> str:
         """What the page's lists offer."""
-        shapes = [name for name in Shape.names() if structure(Shape.load(name)) in self.costs]
         machines = [name for name, each in clusters().items() if not each.size]
-        return json.dumps({"shapes": shapes, "devices": [*machines, *devices()]})
+        return json.dumps({"shapes": Shape.names(), "devices": [*machines, *devices()]})
 
     def answer(self, text: str) -> str:
         """JSON to JSON: either `error` with its sentences, or everything that is shown."""
@@ -90,17 +90,36 @@ class Playground:
             found["verdict"] = ""
         request = _request(shape, asked.device, layout.ranks, self.costs)
         pricer = Pricer(request)
-        drawn = simulate(program, pricer.costs(layout), _sizes(pricer, layout))
-        title = f"{layout} on {shape.name}"
-        picture = Picture(title, drawn, clock=" s", notes=_notes(layout))
-        choice = pricer.choose(layout)
+        try:
+            costs, choice = pricer.costs(layout), pricer.choose(layout)
+        except NoFormula as error:
+            self.rest = iter([{"verdict": "\n".join(faults(program))}])
+            return found | _unpriced(layout, shape, program, error)
+        title, notes = f"{layout} on {shape.name}", _notes(layout)
+        drawn = simulate(program, costs, _sizes(pricer, layout))
         self.rest = _later(request, pricer, choice, program)
         return found | {
-            "page": frame(title, timeline(picture), narrow=False),
+            "page": _page(Picture(title, drawn, clock=" s", notes=notes)),
             "summary": _summary(request, choice),
             "memory": _memory(choice.memory, request.hardware.memory),
             "step": _step(request, choice),
         }
+
+
+def _page(picture: Picture) -> str:
+    return frame(picture.title, timeline(picture), narrow=False)
+
+
+def _unpriced(layout: Layout, shape: Shape, program: Program, why: NoFormula) -> dict[str, str]:
+    """A step as `phalanx draw` shows it without a cluster: in the time of a mean stage's forward."""
+    picture = replace(step_of(layout, shape, {}), program=program).picture()
+    words = [
+        f"{shape.name}: {count_text(shape.total)} parameters. {why}",
+        "So times are not seconds here: one is the forward of a mean stage. What is held is counted"
+        " in pieces and units, not bytes.",
+    ]
+    picture = replace(picture, notes=(*picture.notes, *_notes(layout)))
+    return {"page": _page(picture), "summary": paragraphs(words), "memory": "", "step": ""}
 
 
 def _shape(asked: Asked) -> Shape:
@@ -135,7 +154,7 @@ def _program(asked: Asked, layout: Layout, shape: Shape) -> Program:
         return Program.parse(asked.operations, "the operations")
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     stages, parts = stage_pieces(layout, shape), partial_pieces(layout, shape)
-    return build(layout, stages, tied, parts=parts)
+    return build(layout, stages, tied, parts=parts, experts=program_experts(layout, shape))
 
 
 def _sizes(pricer: Pricer, layout: Layout) -> Any:

@@ -7,7 +7,10 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
+import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,10 +47,11 @@ def opened(written: str, folder: Path) -> tuple[str, list[str]]:
 class Tab:
     """One page that is open, driven over the pipe of Chromium's developer tools."""
 
-    def __init__(self, said: Any, heard: Any) -> None:
+    def __init__(self, said: Any, heard: Any, outside: list[str]) -> None:
         self._said, self._heard, self._numbers = said, heard, itertools.count(1)
         self._session = ""
         self.console: list[str] = []
+        self.outside = outside  # requests to any host, of pages and of their workers
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         found = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = found["sessionId"]
@@ -100,6 +104,15 @@ class Tab:
             time.sleep(0.05)
         return value
 
+    def key(self, name: str) -> None:
+        """A key that is pressed, as by a person."""
+        codes = {"Tab": 9, "Enter": 13}
+        for kind in ("rawKeyDown", "keyUp"):
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=name, code=name,
+                windowsVirtualKeyCode=codes[name],
+            )  # fmt: skip
+
     def picture(self, path: Path) -> None:
         """A screenshot of the whole page."""
         found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
@@ -107,8 +120,35 @@ class Tab:
 
 
 @contextmanager
+def _proxy() -> Iterator[tuple[int, list[str]]]:
+    """A port that answers nobody, and the first line of whatever was asked there."""
+    asked: list[str] = []
+
+    def listen() -> None:
+        while True:
+            try:
+                met, _ = server.accept()
+            except OSError:  # closed
+                return
+            with met:
+                met.settimeout(5)
+                asked.append(met.recv(4096).decode("latin-1").partition("\r\n")[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=listen, daemon=True).start()
+        yield server.getsockname()[1], asked
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A tab of a Chromium of its own."""
+    """A tab of a Chromium of its own, which can reach no host."""
+    with _proxy() as (port, outside), _started(folder, port, outside) as tab:
+        yield tab
+
+
+@contextmanager
+def _started(folder: Path, port: int, outside: list[str]) -> Iterator[Tab]:
     (take, said), (heard, give) = os.pipe(), os.pipe()
 
     def ends() -> None:  # what the browser reads is its descriptor 3, what it writes 4
@@ -116,7 +156,9 @@ def browser(folder: Path) -> Iterator[Tab]:
         os.dup2(kept[0], 3)
         os.dup2(kept[1], 4)
 
-    flags = [*_QUIET.split(), "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}"]
+    proxy = [f"--proxy-server=http://127.0.0.1:{port}", "--proxy-bypass-list=<-loopback>"]
+    flags = [*_QUIET.split(), *proxy, "--remote-debugging-pipe"]
+    flags.append(f"--user-data-dir={folder / 'profile'}")
     process = subprocess.Popen(
         [str(CHROMIUM), *flags], pass_fds=(3, 4, take, give), preexec_fn=ends,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -125,7 +167,33 @@ def browser(folder: Path) -> Iterator[Tab]:
     os.close(give)
     try:
         with os.fdopen(said, "wb") as out, os.fdopen(heard, "rb") as into:
-            yield Tab(out, into)
+            yield Tab(out, into, outside)
     finally:
         process.kill()
         process.wait()
+
+
+AXE = "4.14.1"
+
+
+def axe_source(folder: Path) -> str:
+    """The script of axe-core, which looks for what people with disabilities cannot use; from npm."""
+    words = ["npm", "pack", "--silent", f"axe-core@{AXE}"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("axe-core is not to be had from npm here, so that nothing can be said")
+    with tarfile.open(next(folder.glob("axe-core-*.tgz"))) as archive:
+        script = archive.extractfile("package/axe.min.js")
+        assert script
+        return script.read().decode()
+
+
+def barriers(tab: Tab, axe: str) -> list[str]:
+    """What axe-core finds in the page that is open: WCAG 2.2 A and AA, and good practice."""
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    tab.js(f"{axe}\n;true")
+    found: list[str] = tab.js(
+        f"axe.run(document, {{iframes: false, runOnly: {json.dumps(tags)}}}).then((r) => r.violations"
+        ".flatMap((v) => v.nodes.map((n) => `${v.id}: ${n.target}: ${n.failureSummary}`)))"
+    )
+    return found
