@@ -56,7 +56,7 @@ _POLICY = (
 )
 _STYLE = (
     "<style>nav a { margin-right: 12px } img { max-width: 100%; height: auto }"
-    " p { color: inherit; margin: 8px 0 }</style>"
+    " p { color: inherit; margin: 8px 0 } li { margin: 5px 0 }</style>"
 )
 
 
@@ -177,14 +177,14 @@ def documents(out: Path) -> None:
         _name_headings(tokens)
         body = render.renderer.render(tokens, render.options, {})
         body = _linked(body, path, pages).replace("<table>", '<div class="scroll"><table>')
-        body = body.replace("</table>", "</table></div>")
+        body = body.replace("</table>", "</table></div>").replace("<th></th>", "<td></td>")
         page = frame(title[1], _STYLE, navigation(depth), body)
         (out / name).write_text(
             page.replace("img-src data:", "img-src 'self' file: data:"), encoding="utf-8"
         )
         listed.append((title[1], name))
     rows = [tag("li", tag("a", title, href=f"../{name}")) for title, name in listed]
-    index = frame("Documentation", navigation("../"), tag("ul", *rows))
+    index = frame("Documentation", _STYLE, navigation("../"), tag("ul", *rows))
     (out / "docs" / "index.html").write_text(index, encoding="utf-8")
 
 

@@ -97,7 +97,9 @@ def costs_from(
     for cut in dict.fromkeys(map(piece_layout, layouts)):
         kinds = table.get(kind, {}).get(cut_key(model, cut))
         if kinds is None:
-            raise NoFormula(f"This page has no prices of {cut} for {model.name}; `phalanx plan` has.")
+            raise NoFormula(
+                f"This page has no prices of {cut} for {model.name}; `phalanx plan` has."
+            )
 
         def at(form: Any, rows: float, cut: Layout) -> PieceCost:
             sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])

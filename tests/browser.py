@@ -7,10 +7,8 @@ import itertools
 import json
 import os
 import shutil
-import socket
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,30 +45,50 @@ def opened(written: str, folder: Path) -> tuple[str, list[str]]:
 class Tab:
     """One page that is open, driven over the pipe of Chromium's developer tools."""
 
-    def __init__(self, said: Any, heard: Any, outside: list[str]) -> None:
+    def __init__(self, said: Any, heard: Any) -> None:
         self._said, self._heard, self._numbers = said, heard, itertools.count(1)
         self._session = ""
         self.console: list[str] = []
-        self.outside = outside  # requests to any host, of pages and of their workers
+        self.outside: list[str] = []  # requests to any host, of pages, frames and workers
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         found = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = found["sessionId"]
         for domain in ("Runtime", "Page", "Log"):
             self.call(f"{domain}.enable")
+        self._listen(self._session)
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        session = {"sessionId": self._session} if self._session else {}
-        text = json.dumps({"id": number, "method": method, "params": params, **session})
-        self._said.write(text.encode() + b"\0")
-        self._said.flush()
+        number = self._send(self._session, method, params)
         while True:
             message = json.loads(self._read())
             if message.get("id") == number:
                 assert "error" not in message, message
                 return dict(message["result"])
-            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.console.append(json.dumps(message["params"]))
+            self._note(message.get("method"), message.get("params"))
+
+    def _send(self, session: str, method: str, params: dict[str, Any]) -> int:
+        number, of = next(self._numbers), {"sessionId": session} if session else {}
+        text = json.dumps({"id": number, "method": method, "params": params, **of})
+        self._said.write(text.encode() + b"\0")
+        self._said.flush()
+        return number
+
+    def _listen(self, session: str) -> None:
+        """Hear of a page's, a frame's or a worker's requests, and of the workers that it starts."""
+        self._send(session, "Network.enable", {})
+        started = {"autoAttach": True, "waitForDebuggerOnStart": True, "flatten": True}
+        self._send(session, "Target.setAutoAttach", started)
+        self._send(session, "Runtime.runIfWaitingForDebugger", {})
+
+    def _note(self, method: str | None, params: Any) -> None:
+        if method in ("Runtime.exceptionThrown", "Log.entryAdded"):
+            self.console.append(json.dumps(params))
+        elif method == "Target.attachedToTarget":
+            self._listen(params["sessionId"])
+        elif method == "Network.requestWillBeSent":
+            url = params["request"]["url"]
+            if not url.startswith(("file:", "data:", "blob:", "about:")):
+                self.outside.append(url)
 
     def _read(self) -> bytes:
         parts = bytearray()
@@ -120,35 +138,8 @@ class Tab:
 
 
 @contextmanager
-def _proxy() -> Iterator[tuple[int, list[str]]]:
-    """A port that answers nobody, and the first line of whatever was asked there."""
-    asked: list[str] = []
-
-    def listen() -> None:
-        while True:
-            try:
-                met, _ = server.accept()
-            except OSError:  # closed
-                return
-            with met:
-                met.settimeout(5)
-                asked.append(met.recv(4096).decode("latin-1").partition("\r\n")[0])
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=listen, daemon=True).start()
-        yield server.getsockname()[1], asked
-        server.shutdown(socket.SHUT_RDWR)
-
-
-@contextmanager
 def browser(folder: Path) -> Iterator[Tab]:
-    """A tab of a Chromium of its own, which can reach no host."""
-    with _proxy() as (port, outside), _started(folder, port, outside) as tab:
-        yield tab
-
-
-@contextmanager
-def _started(folder: Path, port: int, outside: list[str]) -> Iterator[Tab]:
+    """A tab of a Chromium of its own, which finds no host."""
     (take, said), (heard, give) = os.pipe(), os.pipe()
 
     def ends() -> None:  # what the browser reads is its descriptor 3, what it writes 4
@@ -156,18 +147,17 @@ def _started(folder: Path, port: int, outside: list[str]) -> Iterator[Tab]:
         os.dup2(kept[0], 3)
         os.dup2(kept[1], 4)
 
-    proxy = [f"--proxy-server=http://127.0.0.1:{port}", "--proxy-bypass-list=<-loopback>"]
-    flags = [*_QUIET.split(), *proxy, "--remote-debugging-pipe"]
+    flags = [*_QUIET.split(), "--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe"]
     flags.append(f"--user-data-dir={folder / 'profile'}")
     process = subprocess.Popen(
-        [str(CHROMIUM), *flags], pass_fds=(3, 4, take, give), preexec_fn=ends,
+        [str(CHROMIUM), *flags], close_fds=False, preexec_fn=ends,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     os.close(take)
     os.close(give)
     try:
         with os.fdopen(said, "wb") as out, os.fdopen(heard, "rb") as into:
-            yield Tab(out, into, outside)
+            yield Tab(out, into)
     finally:
         process.kill()
         process.wait()

@@ -81,6 +81,18 @@ def show(tab: Tab, site: Path, name: str, **how: Any) -> None:
         tab.wait(SHOWN, 120)
 
 
+def test_a_request_of_a_page_or_its_worker_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(
+        "<script>fetch('https://one.example/').catch(() => 0); new Worker(URL.createObjectURL(new Blob("
+        "['fetch(\"https://two.example/\").catch(() => postMessage(1))']))).onmessage = () => done = 1;"
+        "var done = 0</script>"
+    )
+    with browser(tmp_path) as tab:
+        tab.open((tmp_path / "page.html").as_uri())
+        tab.wait("done")
+        assert sorted(tab.outside) == ["https://one.example/", "https://two.example/"]
+
+
 # ---- the playground
 
 
