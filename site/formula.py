@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.cost import cost_of_row
 from phalanx.layout import Layout, Shape, piece_layout
-from phalanx.program import PieceCost
+from phalanx.program import PieceCost, at_rows
 
 # What decides which operations a decoder runs; all else of a shape are sizes.
 STRUCTURE = (
@@ -102,6 +102,8 @@ def costs_from(
             )
 
         def at(form: Any, rows: float, cut: Layout) -> PieceCost:
+            if not rows:  # what does not grow with them, as of a model that is costed
+                return at_rows(at(form, 1.0, cut), at(form, 2.0, cut))(rows)
             sizes = local(model, cut, rows, sequence or model.sequence, table["chunk"])
             return cost_of_row(_value(form, features(sizes, seq=cut.seq)))
 

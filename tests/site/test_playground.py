@@ -18,6 +18,7 @@ from formula import NoFormula, costs_from, structure
 from phalanx.cost import cached_costs
 from phalanx.cost.pieces import cost_kinds
 from phalanx.layout import Layout, Shape, piece_layout
+from phalanx.layout.numbers import bytes_text, seconds_text
 from phalanx.models import loss
 from phalanx.parallel import build_model
 from phalanx.plan.hardware import hardware_of
@@ -102,8 +103,8 @@ def test_answers_are_those_of_plan_and_need_neither_torch_nor_numpy(
         shape, hardware, profile, partial(cached_costs, target="cuda"), shape.sequence, 16
     )
     choice = Pricer(request).choose(Layout.parse(words + " bf16"))
-    assert f"{choice.bytes / 1e9:.1f} GB, and fits" in said[0]["summary"]
-    assert f"{choice.step:.3g} s" in said[0]["step"]
+    assert f"{bytes_text(choice.bytes)}, and fits" in said[0]["summary"]
+    assert seconds_text(choice.step) in said[0]["step"]
     assert "write it once" in said[1]["error"]
     assert "tp=3 does not divide heads=32" in said[2]["error"]
     assert said[2]["nearest"]
