@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from phalanx.api.plan import request
 from phalanx.api.request import request_for
 from phalanx.comm import World
 from phalanx.comm.launch import launch
@@ -15,6 +17,7 @@ from phalanx.parallel import build_model
 from phalanx.parallel.local import build_local
 from phalanx.plan import cluster
 from phalanx.plan.hardware import hardware_of
+from phalanx.plan.local import profile_for
 from phalanx.plan.matrices import matrix_bytes, matrix_times, program_matrices
 from phalanx.plan.profile import profile
 from phalanx.plan.step import Pricer
@@ -93,6 +96,21 @@ def test_a_plan_with_muon_takes_longer_updates_and_keeps_one_moment() -> None:
     )
     assert muon.parts["update"] > plain.parts["update"]
     assert muon.memory["optimizer"] == pytest.approx(plain.memory["optimizer"] * 8 / 12)
+
+
+def test_a_plan_of_a_run_file_has_the_optimizer_of_the_run(tmp_path: Path) -> None:
+    plain, file = "model = 'tiny'\n", tmp_path / "run.toml"
+    file.write_text(plain)
+    assert request(str(file), "h100x8").profile.name == "phalanx"
+    file.write_text(f"{plain}[optimizer]\nname = 'muon'\n")
+    assert request(str(file), "h100x8").profile == profile("phalanx-muon")
+    assert request(str(file), "h100x8", profile="default").profile == profile("default")
+    # On this machine: two averages of float32 are one.
+    ours = (
+        profile_for(replace(hardware_of(cluster("h100x8")), cores=2), muon=muon)
+        for muon in (False, True)
+    )
+    assert [each.optimizer_bytes for each in ours] == [8.0, 4.0]
 
 
 def test_the_matrices_of_two_units_are_on_their_way_at_once() -> None:

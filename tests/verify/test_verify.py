@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from torch import Generator, Tensor
 
 from adversary import late_worlds
@@ -137,6 +139,26 @@ def _drawn(shape: Shape) -> Model:
             weight.zero_()[-1] = 9.0
 
     return replace(build_model(shape), draw=draw)
+
+
+@pytest.fixture
+def nan_for_empty() -> Iterator[None]:
+    """Memory that nobody has written is NaN, and of whole numbers the largest."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    assert bool(torch.empty(7).isnan().all())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_for_empty")
+@pytest.mark.parametrize("experts", [7, 16])
+def test_no_row_that_nobody_has_written_is_used(experts: int) -> None:
+    """Of 16 experts most have no token; of seven the last has all of them."""
+    shape = replace(SHAPES["experts"], experts=experts, top_k=1, batch=9, sequence=5)
+    layouts = Layout.parse_many("ep3 dp2 zero3; ep4 tp2 seq; pp2 ep2 zb-h1:2; ep2 recompute:all")
+    make = partial(_drawn, shape) if experts == 7 else partial(build_model, shape)
+    assert failures(verify(shape, layouts, steps=1, make=make)) == []
 
 
 def test_all_tokens_to_one_expert_agree_over_ranks() -> None:

@@ -13,6 +13,7 @@ from ..cost import cached_costs
 from ..layout import Layout, Shape
 from ..layout.choices import BF16, FP32
 from ..layout.numbers import bytes_text, parse_count
+from ..layout.run import run_file
 from ..plan import MachineError
 from ..plan.local import profile_for
 from ..plan.routing import BALANCED, Routing
@@ -150,9 +151,12 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
     batch = _sequences(tokens, sequence) if tokens else shape.batch
     precision = terms.get("precision") or (FP32 if hardware.cores else BF16)
+    run = run_file(model) if isinstance(model, str) else None
+    muon = run is not None and run.optimizer.name == "muon"
+    profile = profile_for(hardware, terms.get("profile"), precision, muon=muon)
     return Request(
         shape=shape, hardware=hardware, sequence=sequence, batch=batch, precision=precision,
-        profile=profile_for(hardware, terms.get("profile"), precision), limit=terms.get("limit", 0.85),
+        profile=profile, limit=terms.get("limit", 0.85),
         piece_costs=partial(cached_costs, target=hardware.target), model=str(model) if make else "",
         cluster="" if cluster == "this" else cluster,
         routing=Routing.parse(terms.get("routing") or BALANCED, shape),

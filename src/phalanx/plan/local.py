@@ -140,9 +140,11 @@ def local_profile(precision: str = FP32) -> SoftwareProfile:
 
 
 def profile_for(
-    hardware: Hardware, name: str | None = None, precision: str = FP32
+    hardware: Hardware, name: str | None = None, precision: str = FP32, *, muon: bool = False
 ) -> SoftwareProfile:
-    """The named software; ours where none is named."""
+    """The named software; ours where none is named, with its Muon or without."""
     if hardware.cores and not name:
-        return local_profile(precision)
-    return profile(name or "phalanx")
+        ours = local_profile(precision)
+        one_moment = ours.optimizer_bytes - 4.0
+        return replace(ours, muon=True, optimizer_bytes=one_moment) if muon else ours
+    return profile(name or ("phalanx-muon" if muon else "phalanx"))
