@@ -53,7 +53,8 @@ MANY = [
     ("gqa", "dp2x2 pp2 cp2 tp2 seq zero2 interleaved2:4"), ("gqa", "dp2 tp4 zero3 recompute:all"),
     ("gpt", "dp2 pp2 tp2 seq zero1 zb-h1:4"), ("qwen", "cp4:2x2 tp2 accum:2"), ("mlp", "dp2 tp2"),
     ("experts", "dp2 ep2 cp2 tp2 seq zero2"), ("gpt", "tp4 zero3"), ("odd", "dp3 tp2 zero1"),
-    ("experts", "pp2 ep2 dualpipe-v:3 overlap"),
+    ("experts", "pp2 ep2 dualpipe-v:3 overlap"), ("experts", "tp4 ep2 accum:2"),
+    ("experts", "tp2 seq recompute:selective"),
 ]  # fmt: skip
 
 

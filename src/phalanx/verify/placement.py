@@ -115,7 +115,8 @@ def _shortened(layout: Layout, model: Model) -> Layout:
     mesh = Mesh(tuple(map(short, layout.mesh.axes)))
     few = min(layout.microbatches, 2 * mesh.of("pp"))
     plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
-    again = "none" if layout.recompute == "fit" else layout.recompute
+    # A selective recomputation sends nothing again, and its opaque calls would not be seen.
+    again = "none" if layout.recompute in ("fit", "selective") else layout.recompute
     return replace(layout, mesh=mesh, microbatches=few, recompute=again, **plain)
 
 
@@ -592,7 +593,9 @@ class _Walk:
             places = self.known.of(x)
             for axis, axis_name in enumerate(AXES):
                 # Numbers of norms are added up in a backward: parts are no longer known as such.
-                allowed = MIXED if self.edge[axis] > REPLICATED else REPLICATED
+                # Of experts ranks of tp have parts, summed where they are put together.
+                parts = self.edge[axis] > REPLICATED or value in (SENT, "gates")
+                allowed = MIXED if parts else REPLICATED
                 if self.edge[axis] == SHARDED and way == ops.FORWARD and value == "x":
                     allowed = SHARDED
                 if places[axis] > allowed:
