@@ -172,6 +172,9 @@ def run_contender(kind: str, args: argparse.Namespace) -> None:
     model = f"model={{name='{args.size}',{sizes},sequence={SEQUENCE},batch={rows}}}"
     keys = [model, os.environ["STEPS_MASKS"]]
     if name == "phalanx":
+        keys.append(
+            "hang.timeout=0"
+        )  # a rank stands still at its gate while the others take their turn
         options = [*words[: words.index("--backend") + 2]] if "--backend" in words else words[:2]
         layout = words[len(options) :]
         if layout and layout[0].startswith("pp"):
@@ -273,8 +276,8 @@ def contenders(kinds: dict[str, str], args: argparse.Namespace) -> Iterator[list
         yield made
     except (OSError, ValueError):
         for each in made:
-            if "Error" in (text := each.log.read_text()):
-                print(f"--- {each.name}\n{text[-2000:]}", file=sys.stderr)
+            if any(process.poll() is not None for process in each.processes):
+                print(f"--- {each.name}\n{each.log.read_text()[-2000:]}", file=sys.stderr)
         raise
     finally:
         for each in made:
