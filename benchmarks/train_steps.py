@@ -103,8 +103,11 @@ def look_at_travels() -> None:
         result = real(self, *args)
         kinds = (*ops.EXCHANGES, *ops.COMPUTES)
         spans = tuple(span for span in result.timeline.spans if span.op.kind in kinds)
-        TRAVELS[0] = sum(s.end - s.start for s in spans if s.op.kind in ops.EXCHANGES)
-        TRAVELS[1] = Timeline(spans).exposed(self.rank) if spans else 0.0
+        ways = tuple(span for span in spans if span.op.kind in ops.EXCHANGES)
+        # Beside nothing all that they cover is exposed.
+        TRAVELS[:] = (
+            (Timeline(each).exposed(self.rank) for each in (ways, spans)) if ways else (0.0, 0.0)
+        )
         return result
 
     Executor.step = step  # type: ignore[method-assign]

@@ -94,8 +94,7 @@ def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ..
             experts=expert_pieces(few),
         )
         check(program)
-        walk = _Walk(few, small, program, rank)
-        found |= dict.fromkeys(walk.faults())
+        found |= dict.fromkeys(_Walk(few, small, program, rank).faults())
     return tuple(found)
 
 
@@ -115,8 +114,8 @@ def _shortened(layout: Layout, model: Model) -> Layout:
     mesh = Mesh(tuple(map(short, layout.mesh.axes)))
     few = min(layout.microbatches, 2 * mesh.of("pp"))
     plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
-    # A selective recomputation sends nothing again, and its opaque calls would not be seen.
-    again = "none" if layout.recompute in ("fit", "selective") else layout.recompute
+    once = layout.recompute in ("fit", "selective")  # nothing is sent again
+    again = "none" if once else layout.recompute
     return replace(layout, mesh=mesh, microbatches=few, recompute=again, **plain)
 
 
@@ -590,12 +589,10 @@ class _Walk:
         what = "the output" if way == ops.FORWARD else "the gradient of the input"
         name = self.model.pieces[p][0]
         for value, x in bundle.items():
-            places = self.known.of(x)
+            places, apart = self.known.of(x), value in (SENT, "gates")  # summed where they merge
             for axis, axis_name in enumerate(AXES):
                 # Numbers of norms are added up in a backward: parts are no longer known as such.
-                # Of experts ranks of tp have parts, summed where they are put together.
-                parts = self.edge[axis] > REPLICATED or value in (SENT, "gates")
-                allowed = MIXED if parts else REPLICATED
+                allowed = MIXED if apart or self.edge[axis] > REPLICATED else REPLICATED
                 if self.edge[axis] == SHARDED and way == ops.FORWARD and value == "x":
                     allowed = SHARDED
                 if places[axis] > allowed:
