@@ -24,7 +24,7 @@ STRUCTURE = (
 def structure(shape: Shape) -> str:
     """A name for all shapes that run the same operations; empty for one that no formula knows."""
     caps = shape.softcap or shape.logit_softcap
-    if shape.kind != "decoder" or shape.experts or shape.windows or caps:
+    if shape.kind != "decoder" or shape.experts or shape.windows or shape.sinks or caps:
         return ""
     return " ".join(str(getattr(shape, name)) for name in STRUCTURE)
 
@@ -34,7 +34,7 @@ def cut_key(shape: Shape, cut: Layout) -> str:
     few = "one head" if cut.cp > 1 and shape.heads == cut.tp else ""
     tensor = "seq" if cut.seq else "tp" if cut.tp > 1 else ""
     context = ".".join(f"{part}{cut.mesh.of(f'cp.{part}')}" for part in ("ring", "ulysses"))
-    words = tensor, few, context, cut.schedule, cut.recompute, cut.precision
+    words = tensor, few, context, cut.schedule, cut.recompute, cut.precision, cut.matmul
     return " ".join(filter(None, words))
 
 

@@ -52,6 +52,8 @@ def test_formulas_give_what_costing_a_model_gives(table: Any, tp: int, rows: int
 def test_what_no_formula_knows_is_refused_by_name(table: Any) -> None:
     with pytest.raises(NoFormula, match="no prices of cp2"):
         costs_from(table, Shape.load("8b"), [Layout.parse("cp2 bf16")])
+    with pytest.raises(NoFormula, match="no prices of bf16 fp8"):
+        costs_from(table, Shape.load("8b"), [Layout.parse("dp8 bf16 fp8")])
     assert structure(replace(Shape.load("8b"), windows=(4096, 0))) == ""
     assert structure(Shape.load("mlp")) == ""
 
