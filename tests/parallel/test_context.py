@@ -124,7 +124,7 @@ def test_strips_of_queries_and_plain_kernels_equal_attention(ring, ulysses, monk
     for strip, plain in itertools.product((1, 5, 512), (False, True)):
         monkeypatch.setattr(kernels, "STRIP", strip)
         if plain:
-            monkeypatch.setattr(kernels, "_kernels", lambda q: kernels.PLAIN)
+            monkeypatch.setattr(kernels, "_kernels", lambda q, mask=None: kernels.PLAIN)
         assert _worst(_threads(ring * ulysses), ring, ulysses, CASES[2:4]) < 1e-12
         monkeypatch.undo()
 
