@@ -105,6 +105,6 @@ def _() -> AbstractContextManager[None]:
 
     def update(self: Update, lr: float, scale: Scale | None) -> None:
         assert scale is not None
-        right(self, lr, Scale(scale.factor * 1024, scale.divisor / 1024, scale.skip))
+        right(self, lr, scale._replace(factor=scale.factor * 1024, divisor=scale.divisor / 1024))
 
     return swapped(Update, "__call__", update)

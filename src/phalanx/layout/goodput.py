@@ -12,11 +12,13 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from .journal import Record
 
+_read_once = cache(Path.read_text)
 PARTS = ("steps", "lost steps", "starting", "compiling", "saving", "validating", "down", "other")
 # Phases of a rank that are parts, or parts of them; all else is other.
 _PART_OF = {
@@ -36,7 +38,7 @@ def stamp() -> dict[str, Any]:
     """When a record is written; `boot` says in which start of which machine its clock counts."""
     boot = f"process {os.getpid()}"
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:13]
+        boot = _read_once(Path("/proc/sys/kernel/random/boot_id"))[:13]
     return {"time": round(time.time(), 3), "clock": round(clock(), 3), "boot": boot}
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -214,7 +214,7 @@ class Unit:
         }
         self._like = [torch.empty(w.local, device="meta") for w in self.order]
         self._matrices = {w.name for w in self.order if len(w.shape) == 2}
-        for name in self._matrices if not frozen else ():
+        for name in self._matrices if not (frozen or self.plain) else ():
             parameter: Any = self.parameters[name]  # its stubs are not typed
             parameter.register_hook(partial(self._before_adding, name))
         # At home on the host, the master weights and the optimizer's state stay there; a gather or a
@@ -352,9 +352,6 @@ class Unit:
         """After an update: weights that no gather brings again are written here."""
         if self.buffer is not None and not self.same and self.groups.gather.size == 1:
             self.buffer.copy_(self.home)
-
-    def view(self, flat: Tensor, name: str) -> Tensor:
-        return self._views(flat)[[*self.parameters].index(name)]
 
     def _new_buffer(self) -> Tensor:
         return self.pool.take(self.numel, self.precision.compute)
@@ -514,15 +511,12 @@ class PlainUnit(Unit):
         return self._summed
 
     def gradients(self, runs: Sequence[slice]) -> list[Tensor]:
-        at = dict(zip(self.offsets, self._grads(self.order), strict=True))
-        return [at[run.start].view(-1) for run in runs]
+        at = dict(zip(self.offsets, self.parameters.values(), strict=True))
+        return [cast(Tensor, at[run.start].grad).view(-1) for run in runs]
 
     def counted(self) -> list[Tensor]:
-        return self._grads([w for w in self.order if w.counted and not w.rate])
-
-    def _grads(self, weights: Sequence[Weight]) -> list[Tensor]:
-        grads = [self.parameters[w.name].grad for w in weights]
-        return [grad for grad in grads if grad is not None]
+        both = zip(self.order, self.parameters.values(), strict=True)
+        return [cast(Tensor, p.grad) for w, p in both if w.counted and not w.rate]
 
     def open(self) -> None:
         if not self._open:
@@ -539,8 +533,7 @@ class PlainUnit(Unit):
                 if parameter.grad is None:  # nothing of the loss depends on it
                     parameter.grad = torch.zeros_like(parameter)
 
-        # A call like any other, with nothing in it.
-        return Then(self.groups.replica.all_reduce(self.home[:0], wait=False), arrived)
+        return Then(Work(), arrived)
 
     def sum_parts(self) -> Work:
         return Work()  # of no weight here, but of others of the piece

@@ -482,8 +482,10 @@ def _norms(unit: Unit) -> Tensor:
     norms = [torch.empty(0, dtype=wide, device=unit.pool.device)]
     for x in unit.counted():
         parts = [x]  # the rows of a matrix are short
-        if x.dim() < 2:
-            flat, whole = x.view(-1), x.numel() // _SHORT * _SHORT
-            parts = [flat[:whole].view(-1, _SHORT), flat[whole:].view(1, -1)]
+        if x.dim() < 2 and x.numel() <= _SHORT:
+            parts = [x.view(1, -1)]
+        elif x.dim() < 2:
+            whole = x.numel() // _SHORT * _SHORT
+            parts = [x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)]
         norms += (torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel())
-    return torch.cat([norm.flatten() for norm in norms])
+    return torch.cat([norm if norm.dim() == 1 else norm.flatten() for norm in norms])
