@@ -53,7 +53,6 @@ class Scale(NamedTuple):
     factor: Tensor  # gradients are multiplied by it; float64
     divisor: Tensor  # or divided by this in the fused kernels; float32
     skip: Tensor  # 1 where the norm is not finite and nothing is updated; float32
-    done: Tensor  # and how many steps that makes: 0 there, else 1; float32, of no dims
 
     @classmethod
     def of(cls, norm: Tensor, clip: float, loss_scale: float) -> Scale:
@@ -61,8 +60,7 @@ class Scale(NamedTuple):
         if clip:
             # As torch's clip_grad_norm_ does, with its 1e-6.
             factor = factor * (clip / (norm + 1e-6)).clamp(max=1.0)
-        skip = (~norm.isfinite()).float()
-        return cls(factor, factor.reciprocal().float(), skip, (1.0 - skip).view(()))
+        return cls(factor, factor.reciprocal().float(), (~norm.isfinite()).float())
 
     def on(self, device: torch.device) -> Scale:
         return self if device == self.skip.device else Scale(*(x.to(device) for x in self))
@@ -101,7 +99,7 @@ class Update:
                 own = [_beside(*both) for both in zip(own, views, strict=True)]
             common: dict[str, Any] = {"lr": lr, "weight_decay": decay, "maximize": False}
             if scale is not None:
-                common |= {"grad_scale": scale.divisor, "found_inf": scale.skip, "done": scale.done}
+                common |= {"grad_scale": scale.divisor, "found_inf": scale.skip}
                 if own[0].dtype == torch.float64:
                     for each in own:
                         each *= scale.factor  # the kernels' own scale is float32
@@ -154,7 +152,9 @@ class AdamW:
         averages, squares, steps = (
             [state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq", "step")
         )
-        _torch._foreach_add_(steps, common.pop("done", 1.0))
+        skip = common.get("found_inf")
+        done = torch.ones_like(steps[0]) if skip is None else 1.0 - skip.view(())
+        _torch._foreach_add_(steps, [done] * len(steps))
         _torch._fused_adamw_(
             runs, gradients, averages, squares, [], steps,
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, amsgrad=False, **common,
@@ -180,7 +180,6 @@ class Sgd:
             if self.momentum and not state:
                 # Zeros, not the kernel's own first step, which a skipped one would leave undone.
                 state["momentum_buffer"] = torch.zeros_like(run)
-        common.pop("done", None)
         kept = [buffer for state in states for buffer in state.values()]
         _torch._fused_sgd_(
             runs, gradients, kept, momentum=self.momentum, dampening=0.0,
