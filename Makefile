@@ -13,9 +13,9 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/phalanx demo
 
-# Two workers: most tests are worlds of threads, which share one interpreter's lock.
+# Most tests are worlds of threads, which share one interpreter's lock, and some wait for processes.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -36,7 +36,7 @@ def test_a_rank_that_sleeps_is_named_with_its_operation_and_stack_and_all_are_en
     assert "rank 0 waits for rank 1, in " in said
     hung = [record for record in read_journal(out / "metrics.jsonl") if record["event"] == "hang"]
     assert [record["ranks"] for record in hung] == [[1]]
-    assert "The run hung" in report(out)
+    assert "The run hung" in report(out).html()
 
 
 def test_from_outside_the_same_is_seen_while_a_run_hangs(

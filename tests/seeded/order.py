@@ -188,9 +188,9 @@ def _() -> AbstractContextManager[None]:
 def _() -> AbstractContextManager[None]:
     right = context.ring_gradients
 
-    def gradients(*args: Any) -> tuple[Tensor, Tensor]:
-        into_q, into_kv = right(*args)
-        return into_q, into_kv.roll(1, 2)
+    def gradients(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        into_q, into_kv, into_sinks = right(*args)
+        return into_q, into_kv.roll(1, 2), into_sinks
 
     return swapped(context, "ring_gradients", gradients)
 

@@ -63,7 +63,10 @@ def test_a_gradient_that_is_zeroed_or_flipped_is_rejected_for_every_weight_and_s
         accepted = [d for d in gradients if d.agrees and d.name not in free]
         if name == "latent":  # rounding decides which groups some tokens choose: counts are apart
             accepted = [d for d in accepted if not d.name.endswith("router.bias")]
-        if (name, dtype) == ("gemma", "bfloat16"):
+        if (name, dtype) == ("experts", "bfloat16"):
+            # So it does here in the last blocks, of experts that few tokens choose.
+            assert all(d.step and ".mlp.rout" in d.name for d in accepted)
+        elif (name, dtype) == ("gemma", "bfloat16"):
             # Rounding moves what its attention learns by more than itself: the norms of q and k and
             # the cap of the scores leave little of it. float16 and float32 tell these apart.
             assert len(accepted) <= 4

@@ -294,7 +294,10 @@ def test_the_draw_of_the_comparison_has_the_spread_that_the_docs_say(name: str) 
     layers, norm = described.shape.layers, 0.0 if described.shape.norm == "rms1" else 1.0
     drawn = {n: draw(described, n, 0) for n in described.weights}
     for weight, x in drawn.items():
-        if x.dim() < 2:
+        if weight.endswith("sinks"):  # four numbers, too few for a spread
+            assert 0.0 < float(x.std()) < 0.06
+            continue
+        if x.dim() < 2 or weight.endswith("bias"):
             assert (x == (0.0 if weight.endswith("bias") else norm)).all()
             continue
         spread = 0.02
