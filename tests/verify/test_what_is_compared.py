@@ -253,7 +253,7 @@ def test_layers_that_start_alike_are_caught_and_named() -> None:
 
     with swapped(local, "start", start):
         # Named from the first piece on; norms start as ones in every layer.
-        assert "the start of layers.1.attn.wq.weight[" in first("dp2")
+        assert "the start of layers.1.attn.wo.weight[" in first("dp2")
 
 
 @pytest.mark.parametrize(

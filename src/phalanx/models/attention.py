@@ -86,6 +86,7 @@ class HeadsAttention(nn.Module, ABC):
         self.rope, self.rope_pairs = sizes.rope(window), sizes.rope_pairs
         self.core = Core(window, sizes.softcap)
         self.dropout = Dropout(sizes.dropout, place=0)
+        self.wo = nn.Linear(sizes.heads * value_dim, sizes.hidden, bias=sizes.bias == "all")
         self.sinks = nn.Parameter(torch.zeros(sizes.heads)) if sizes.sinks else None
         self.register_buffer("heads", torch.arange(sizes.heads), persistent=False)
 
@@ -128,7 +129,6 @@ class Attention(HeadsAttention):
         wide, narrow = sizes.heads * self.head_dim, sizes.kv_heads * self.head_dim
         linear = partial(nn.Linear, sizes.hidden, bias=sizes.bias != "none")
         self.wq, self.wk, self.wv = linear(wide), linear(narrow), linear(narrow)
-        self.wo = nn.Linear(wide, sizes.hidden, bias=sizes.bias == "all")
         kind = "rms" if sizes.norm == "layer" else sizes.norm
         norm = partial(norm_of, kind, eps=sizes.eps)
         over_all = sizes.qk_norm and sizes.qk_norm_wide
@@ -178,7 +178,6 @@ class LatentAttention(HeadsAttention):
         self.kv_a_norm = norm(self.kv_latent)
         plain = self.head_dim - self.rope_dim
         self.wkv_b = linear(self.kv_latent, heads * (plain + self.value_dim))
-        self.wo = linear(heads * self.value_dim, hidden)
 
     def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
