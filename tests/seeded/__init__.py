@@ -4,14 +4,8 @@ from . import eight_bits, engine, matrices, narrow, order, routed
 from .catch import Catch, catch, setting_of, trained, truth, verdict_of
 from .fault import FAULTS, HALVES, Fault, swapped
 
-LISTED = (
-    engine,
-    order,
-    narrow,
-    routed,
-    matrices,
-    eight_bits,
-)  # importing each enters its faults into the list
+# Importing each enters its faults into the list.
+LISTED = (engine, order, narrow, routed, matrices, eight_bits)
 
 __all__ = [
     "FAULTS",

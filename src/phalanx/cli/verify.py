@@ -86,12 +86,7 @@ def run(argv: list[str]) -> int:
     add("--packed", action="store_true", help="several documents in a sequence")
     add("--seed", help="seed of weights and batches")
     add("--memory", type=POSITIVE, metavar="GIB", help="memory to use; default: what is free")
-    add(
-        "--part",
-        type=_part,
-        metavar="I/N",
-        help="only this part of the list, as 1/4",
-    )
+    add("--part", type=_part, metavar="I/N", help="only this part of the list, as 1/4")
     parser.add_output("--out", ".html", ".svg", help="what was compared together, as a page")
     add("--log", metavar="FILE", help="results as JSON lines; layouts in it are not run again")
     parser.add_output("--record", help="save the last layout's last step, for `phalanx draw run`")

@@ -113,13 +113,7 @@ class GatheredCore(nn.Module):
         self.window, self.softcap, self.group = plain.window, plain.softcap, group
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Ids,
-        documents: Ids,
-        sinks: Sinks = None,
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, sinks: Sinks = None
     ) -> Tensor:
         ring, length = self.group, q.shape[1] * self.group.size
         k, v = regions.gather_sum(torch.stack((k, v)), ring, 2)
@@ -146,13 +140,7 @@ class RingCore(nn.Module):
         self.group = group
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Ids,
-        documents: Ids,
-        sinks: Sinks = None,
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, sinks: Sinks = None
     ) -> Tensor:
         assert q.shape[1] % 2 == 0, "a rank of a ring holds two chunks of one length"
         # Contiguous, so that what is kept is no view of something larger.
