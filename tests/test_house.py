@@ -303,10 +303,23 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4654, "program": 3532, "draw": 1829, "plan": 5480, "models": 1966, "comm": 4743,
-    "parallel": 4392, "cost": 1286, "bench": 1195, "train": 8057, "verify": 2236, "report": 1015,
-    "lab": 3767, "hang": 1076, "cli": 5332, "api": 1520,
-}  # fmt: skip
+    "layout": 4654,
+    "program": 3532,
+    "draw": 1829,
+    "plan": 5480,
+    "models": 1966,
+    "comm": 4743,
+    "parallel": 4385,
+    "cost": 1286,
+    "bench": 1195,
+    "train": 8057,
+    "verify": 2236,
+    "report": 1015,
+    "lab": 3767,
+    "hang": 1076,
+    "cli": 5332,
+    "api": 1520,
+}
 
 
 def test_no_package_has_more_lines_than_its_budget() -> None:
