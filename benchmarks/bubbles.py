@@ -20,7 +20,8 @@ from phalanx.layout import Layout, Rules, Shape
 from phalanx.parallel import Model, build_model, microbatches
 from phalanx.parallel.local import build_local, model_stages
 from phalanx.program import Timeline, build
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 
 
 class _Sleep(torch.autograd.Function):

@@ -29,7 +29,9 @@ def work(out: Path) -> None:
 
     from phalanx.comm import AloneWorld
     from phalanx.layout import Layout, Run
-    from phalanx.train import Progress, Saver, load
+    from phalanx.train.checkpoint import Saver
+    from phalanx.train.checkpoint_format import Progress
+    from phalanx.train.checkpoint_load import load
     from phalanx.train.rank import Rank
 
     run = Run.parse("", "run", (MODEL, "batch=1", f"out={out}"))

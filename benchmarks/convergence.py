@@ -19,7 +19,7 @@ from pathlib import Path
 
 from phalanx.comm import launch
 from phalanx.layout import Layout, Run
-from phalanx.train import train
+from phalanx.train.loop import train
 
 RUN = """
 batch = 32

@@ -41,7 +41,8 @@ from phalanx.plan.calibrate import CostedRun, Measured, calibrated, costed
 from phalanx.plan.local import hardware_of_machine, local_profile
 from phalanx.plan.profile import FITTED, SoftwareProfile
 from phalanx.plan.step import case_of
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 from phalanx.train.precision import precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import batch_of

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 TIMED = """
 import sys, time
 from pathlib import Path
-from phalanx.train.data import Bytes, prepare
+from phalanx.train.data.prepare import prepare
+from phalanx.train.data.vocabulary import Bytes
 for n in range(6):
     if n == 1:
         begun = time.process_time()
@@ -83,7 +84,8 @@ def compare_bytes(folder: Path, rounds: int, before: str) -> None:
 def compare_tokenizer(folder: Path, rounds: int) -> None:
     import tokenizers
 
-    from phalanx.train.data import open_vocabulary, prepare
+    from phalanx.train.data.prepare import prepare
+    from phalanx.train.data.vocabulary import open_vocabulary
 
     files = written(folder, 8_000_000)
     texts = [json.loads(line)["text"] for line in files["jsonl"].read_text().splitlines()]

@@ -673,7 +673,7 @@ def test_names_of_published_models_are_known_in_any_case(capsys: Capture) -> Non
 
 @pytest.mark.parametrize("scale", [[], ["x", 1], [0, 1], [-1.0, 1], [1.0, -1], [1e300, 1], "x", 3])
 def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -> None:
-    from phalanx.train import CheckpointError, Manifest
+    from phalanx.train.checkpoint_format import CheckpointError, Manifest
 
     text = str(Manifest(1, state={"loss_scale": scale}))
     with pytest.raises(CheckpointError, match=r"here: body: 'loss_scale' is .*belong there"):

@@ -18,7 +18,8 @@ from phalanx.parallel.data import storage_of
 from phalanx.parallel.local import LocalModel, build_local
 from phalanx.program import Program, Sizes
 from phalanx.program.memory import changes, peaks
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import batch_of
 

@@ -22,7 +22,8 @@ from phalanx.parallel import Model, Precision, microbatches, start
 from phalanx.parallel.data import Together
 from phalanx.parallel.local import build_local
 from phalanx.program import Costs, Kind, Op, Program, ProgramError, build, check, ops, simulate
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 
 RANKS, EXPERTS, WIDTH, WORDS = 2, 4, 8, 16
 F64 = Precision(torch.float64, torch.float64, torch.float64)

@@ -16,7 +16,8 @@ from phalanx.layout import Layout, Shape
 from phalanx.layout.rules import Cut
 from phalanx.parallel import Entry, Weight, build_model, microbatches
 from phalanx.parallel.local import build_local
-from phalanx.train import AdamW, Executor, Sgd
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of, compare

@@ -15,7 +15,8 @@ from phalanx.layout import Layout, Rules
 from phalanx.parallel import Model
 from phalanx.parallel.local import build_local
 from phalanx.program import build
-from phalanx.train import Executor, Sgd
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import Sgd
 
 
 class First(nn.Module):

@@ -22,7 +22,8 @@ from phalanx.layout import Layout
 from phalanx.models import Decoder
 from phalanx.parallel import Unit, build_model, microbatches, start
 from phalanx.parallel.local import build_local
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of

@@ -18,7 +18,8 @@ from phalanx.parallel.experts import cut_blocks, expert_pieces
 from phalanx.parallel.groups import UnitAxes, open_groups, unit_axes
 from phalanx.parallel.local import build_local
 from phalanx.parallel.tensor import partial_units
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 from phalanx.verify.reference import reference

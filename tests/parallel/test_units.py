@@ -16,7 +16,8 @@ from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, cut_weights, microbatches, share
 from phalanx.parallel.data import PlainUnit
 from phalanx.parallel.local import build_local
-from phalanx.train import AdamW, Executor
+from phalanx.train.executor import Executor
+from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 

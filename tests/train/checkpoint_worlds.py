@@ -13,11 +13,12 @@ from phalanx.comm import World, launch
 from phalanx.layout import Layout, Shape
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
-from phalanx.train import AdamW, Executor, Sgd
 from phalanx.train.checkpoint import Saver
 from phalanx.train.checkpoint_format import Progress
 from phalanx.train.checkpoint_load import load
+from phalanx.train.executor import Executor
 from phalanx.train.muon import Muon
+from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
 

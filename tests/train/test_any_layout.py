@@ -11,7 +11,9 @@ import pytest
 from phalanx.comm import World, launch
 from phalanx.hang.positions import Positions
 from phalanx.layout import Layout, Run
-from phalanx.train import Saver, hash_tensors, verify_checkpoint
+from phalanx.train.checkpoint import Saver
+from phalanx.train.checkpoint_format import verify_checkpoint
+from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import _Loop
 from phalanx.train.rank import Rank
 from phalanx.verify.compare import EXACT

@@ -17,16 +17,10 @@ from pyarrow import parquet
 from torch.nn import functional as F
 
 from phalanx.cli.data import run as data_verb
-from phalanx.train.data import (
-    Batches,
-    Bytes,
-    DataError,
-    Prepared,
-    Stream,
-    open_corpus,
-    open_vocabulary,
-    prepare,
-)
+from phalanx.train.data.batches import Batches
+from phalanx.train.data.prepare import Prepared, prepare
+from phalanx.train.data.token_files import DataError, Stream, open_corpus
+from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 Chat = list[dict[str, Any]]
 

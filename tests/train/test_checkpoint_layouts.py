@@ -14,7 +14,7 @@ import torch
 from checkpoint_worlds import SHAPE, WIDE, Run, resaved, run, trained
 
 from phalanx.parallel import build_model, start
-from phalanx.train import AdamW, Sgd, checkpoint_load
+from phalanx.train import checkpoint_load
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import (
     CheckpointError,
@@ -25,6 +25,7 @@ from phalanx.train.checkpoint_format import (
 )
 from phalanx.train.checkpoint_load import TensorReader, hash_tensors
 from phalanx.train.muon import Muon
+from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.verify import SHAPES
 
 # Two key and value heads over four places: copies that are written once.

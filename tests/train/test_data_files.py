@@ -16,16 +16,9 @@ import pytest
 
 from phalanx.cli.data import run
 from phalanx.cli.usage import UsageError
-from phalanx.train.data import (
-    Bytes,
-    Corpus,
-    DataError,
-    Stream,
-    open_corpus,
-    open_vocabulary,
-    prepare,
-    verify_prepared,
-)
+from phalanx.train.data.prepare import prepare
+from phalanx.train.data.token_files import Corpus, DataError, Stream, open_corpus, verify_prepared
+from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 TEXTS = {f"{n:02}.txt": f"This is document {n}. " * (n + 1) + "ünïcode\n" for n in range(60)}
 

@@ -16,9 +16,9 @@ import torch
 from loop_worlds import losses, small, trained, weights
 
 from phalanx.parallel import share
-from phalanx.train import read_manifest
-from phalanx.train.data import Batches, Corpus, DataError, Permutation, Stream, open_library
-from phalanx.train.data.batches import Sequences, best_fit, shared_out
+from phalanx.train.checkpoint_format import read_manifest
+from phalanx.train.data.batches import Batches, Permutation, Sequences, best_fit, shared_out
+from phalanx.train.data.token_files import Corpus, DataError, Stream, open_library
 
 
 def corpus_of(lengths: list[int], held: list[int] | None = None) -> tuple[Corpus]:

@@ -17,16 +17,9 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from phalanx.train.data import (
-    Bytes,
-    Corpus,
-    DataError,
-    Prepared,
-    Stream,
-    open_corpus,
-    open_vocabulary,
-    prepare,
-)
+from phalanx.train.data.prepare import Prepared, prepare
+from phalanx.train.data.token_files import Corpus, DataError, Stream, open_corpus
+from phalanx.train.data.vocabulary import Bytes, open_vocabulary
 
 TEXTS = [f"Document {n}: " + 'ünï😀 "quoted"\t\\ \n' * (n % 5) + "end" for n in range(70)]
 LINES = "".join(json.dumps({"text": text, "n": 1}) + "\n" for text in TEXTS).encode()

@@ -21,8 +21,9 @@ from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.program import Program, ProgramError, Recorded, check
-from phalanx.train import AdamW, Executor, Sgd, StepResult
+from phalanx.train.executor import Executor, StepResult
 from phalanx.train.moments import HostClock
+from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of

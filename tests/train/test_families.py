@@ -33,7 +33,7 @@ from phalanx.train import checkpoint_exchange, checkpoint_load
 from phalanx.train.checkpoint_exchange import HubReader, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
 from phalanx.train.checkpoint_load import hash_tensors
-from phalanx.train.data import open_prepared
+from phalanx.train.data.token_files import open_prepared
 from phalanx.train.loop import train
 from phalanx.train.rank import batches_of
 

@@ -19,7 +19,7 @@ from phalanx.layout.run import OptimizerChoice, Run
 from phalanx.models import Decoder
 from phalanx.parallel import build_model, start
 from phalanx.train import rank
-from phalanx.train.data import Batches
+from phalanx.train.data.batches import Batches
 from phalanx.train.rank import batches_of
 
 PLAIN = ("optimizer.schedule=constant", "optimizer.warmup_steps=0", "optimizer.lr=0.02", "steps=4")

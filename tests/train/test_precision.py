@@ -17,7 +17,8 @@ from phalanx.layout import Layout
 from phalanx.layout.run import Run
 from phalanx.models import Decoder
 from phalanx.parallel import Precision, build_model
-from phalanx.train import Batches, read_manifest
+from phalanx.train.checkpoint_format import read_manifest
+from phalanx.train.data.batches import Batches
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import shape_of
 from phalanx.train.rank import Rank, batches_of

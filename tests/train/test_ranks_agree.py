@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.comm import RankFailed, World, launch
 from phalanx.layout import Run
-from phalanx.train import train
+from phalanx.train.loop import train
 
 # Two processes are each a rank of many starts, one after the other, as somebody starts them by hand:
 # with RANK and WORLD_SIZE set and a command. What the command says and its exit code are written.

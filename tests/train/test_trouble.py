@@ -30,7 +30,7 @@ from phalanx.train import checkpoint, loop
 from phalanx.train.checkpoint import steps
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest, verify_checkpoint
 from phalanx.train.checkpoint_load import hash_tensors
-from phalanx.train.data import DataError
+from phalanx.train.data.token_files import DataError
 from phalanx.train.log import Journal, JournalError
 from phalanx.train.rank import Rank, batches_of
 

@@ -42,7 +42,7 @@ def refuse_before(run: Run) -> None:
     if wrong:
         raise RunError("run", wrong)
     for path in (path for path, _ in run.sources if path != PYTHON):
-        from ..train.data import open_corpus
+        from ..train.data.token_files import open_corpus
 
         open_corpus(path)
 

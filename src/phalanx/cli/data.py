@@ -12,7 +12,8 @@ from ..draw import text_table
 from .usage import Parser, UsageError, chosen, complain, real, result, whole
 
 if TYPE_CHECKING:
-    from ..train.data import Prepared, Vocabulary
+    from ..train.data.prepare import Prepared
+    from ..train.data.vocabulary import Vocabulary
 
 _EPILOG = """\
   phalanx data prepare books/ --out data/books
@@ -70,7 +71,7 @@ def _prepare(argv: list[str]) -> int:
     parser.add("--on-bad", choices=_BAD, default=_BAD[0], help=what)
     parser.add("--workers", type=whole(1, 4096), help="processes; default one a core")
     args = _read(parser, argv)
-    from ..train.data import open_vocabulary
+    from ..train.data.vocabulary import open_vocabulary
 
     vocabulary = open_vocabulary(Path(args.tokenizer) if args.tokenizer else None, args.end)
     done = prepare_shown(
@@ -90,7 +91,7 @@ def prepare_shown(source: str, out: str, vocabulary: Vocabulary, **how: Any) -> 
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..train.data import prepare
+    from ..train.data.prepare import prepare
 
     words = TextColumn("{task.description}")
     columns = (words, BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -127,7 +128,7 @@ def _show(argv: list[str]) -> int:
 
 
 def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) -> int:
-    from ..train.data import open_corpus
+    from ..train.data.token_files import open_corpus
 
     corpus = open_corpus(source)
     streams = {
@@ -162,8 +163,7 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
 
 def _verify(argv: list[str]) -> int:
     args = _read(_parser("verify", "Compares the checksums of a prepared corpus."), argv)
-    from ..train.data import verify_prepared
-    from ..train.data.token_files import INDEX
+    from ..train.data.token_files import INDEX, verify_prepared
 
     path = Path(args.source)
     if not any(os.path.lexists(path / name) for name in (INDEX, "train.tokens")):

@@ -126,7 +126,8 @@ def _prepared(run: Run) -> Run:
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
     """Where the tokens of a source are, made if they are not there."""
-    from ..train.data import has_tokens, open_vocabulary
+    from ..train.data.token_files import has_tokens
+    from ..train.data.vocabulary import open_vocabulary
     from .data import left_out, prepare_shown
 
     if data == PYTHON:
@@ -347,7 +348,7 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
     from ..train.checkpoint import steps
     from ..train.checkpoint_format import CheckpointError
     from ..train.checkpoint_memory import newest_in_memory
-    from ..train.data import DataError
+    from ..train.data.token_files import DataError
     from ..train.log import JournalError
     from ..train.loop import TrainError, train
     from ..train.watched import call_timeout
@@ -399,7 +400,7 @@ def _hung(config: Run, begun: float) -> str:
 
 def _cut_file(config: Run) -> str:
     """What kills a process that reads a mapped file: one that was cut. Which, if one of ours was."""
-    from ..train.data import DataError
+    from ..train.data.token_files import DataError
     from ..train.program import shape_of
     from ..train.rank import batches_of
 

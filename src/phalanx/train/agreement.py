@@ -24,7 +24,7 @@ from ..layout.run import Run
 from ..layout.source import split_name
 from ..parallel import Model
 from ..program import Program
-from .data import Batches
+from .data.batches import Batches
 
 BLOCK = 1 << 16
 DIGITS = 16  # of a checksum that are compared and shown

@@ -25,7 +25,8 @@ from ..program.build import forward_only
 from ..program.memory import Sizes, peaks
 from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
-from .data import Batches, open_corpus
+from .data.batches import Batches
+from .data.token_files import open_corpus
 from .muon import Muon
 from .optimizer import AdamW, Optimizer, Sgd, Update
 from .peak import measured_peak
