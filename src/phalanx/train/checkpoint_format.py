@@ -374,8 +374,8 @@ def write_file(
         for number, chunk in enumerate(_chunks(blocks)):
             for block in chunk:
                 left = block
-                while left:
-                    left = left[file.write(left) :]  # perhaps not all of it was written
+                while left:  # one write of megabytes has the kernel look for pages as large
+                    left = left[file.write(left[:_BLOCK]) :]
             sums.append(thread.submit(_compared_sum, checksum, chunk, file, number))
         os.fsync(file.fileno())
         chunks = tuple(each.result() for each in sums)
