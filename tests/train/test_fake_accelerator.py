@@ -15,12 +15,12 @@ import pytest
 
 LAYOUTS = (
     "", "accum:4", "dp2 zero1", "dp2 zero2 accum:2", "dp2 zero3", "dp2x2 zero3", "tp2", "tp2 seq",
-    "cp2", "cp2:ulysses", "pp2 1f1b:4", "pp2 interleaved2:4", "pp2 zb-h1:4", "pp2 zb-v:4",
+    "cp2", "cp2:ulysses", "pp2 1f1b:2", "pp2 interleaved2:2", "pp2 zb-h1:2", "pp2 zb-v:2",
     "accum:2 recompute:all", "accum:2 recompute:selective", "accum:2 offload:activations",
-    "dp2 zero1 offload:optimizer", "dp2 pp2 tp2 seq zero3 1f1b:4 recompute:all",
+    "dp2 zero1 offload:optimizer", "dp2 pp2 tp2 seq zero3 1f1b:2 recompute:all",
 )  # fmt: skip
 RUNS = [
-    ("dp2 pp2 1f1b:4", precision, "Trainer", optimizer)
+    ("dp2 pp2 1f1b:2", precision, "Trainer", optimizer)
     for precision in ("fp32", "fp16")
     for optimizer in ("adamw", "sgd", "muon")
 ]
@@ -84,7 +84,7 @@ def test_documents_are_kept_apart_without_masks_or_waits(
     assert {*attention} == kernels
 
 
-@pytest.mark.parametrize("layout", ["", "accum:4", "pp2 zb-h1:4"])
+@pytest.mark.parametrize("layout", ["", "accum:4", "pp2 zb-h1:2"])
 def test_gradients_of_16_bits_are_added_in_float32_as_they_are_computed(
     layout: str, results: dict[tuple[str, ...], Any]
 ) -> None:
