@@ -315,7 +315,7 @@ LINES = {
     "train": 7948,
     "verify": 2236,
     "report": 1015,
-    "lab": 3767,
+    "lab": 3604,
     "hang": 1076,
     "cli": 5332,
     "api": 1520,

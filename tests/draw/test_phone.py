@@ -13,7 +13,9 @@ import pytest
 from browser import needs_chromium, opened
 from phalanx.cli.main import main
 from phalanx.draw import Picture, page
-from phalanx.lab import Size, conduct, lab_page
+from phalanx.lab.catalogue import Size
+from phalanx.lab.show import lab_page
+from phalanx.lab.trial import conduct
 from phalanx.layout import Layout
 from phalanx.program import Costs, Recorded, build, simulate
 from phalanx.report import report

@@ -18,7 +18,8 @@ import phalanx.lab.experiments.memory as memory
 from phalanx.comm import CommError, RankFailed
 from phalanx.comm.base import Call
 from phalanx.comm.settle import settle
-from phalanx.lab import NAMES, LabError, LabTrial, Size, conduct, experiment
+from phalanx.lab.catalogue import NAMES, LabError, Size, experiment
+from phalanx.lab.trial import LabTrial, conduct
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FILES = Path(phalanx.lab.__file__).parent / "experiments"
@@ -94,14 +95,14 @@ MISTAKES = {
     "tensor-parallel": ("g = scattered(lab.group, g.T.contiguous()).T", "g = g[:, columns]"),
     "tensor-parallel-pair": ("group.all_reduce(g)", "pass"),
     "ring-attention": ("out * (log_sum - total).exp()", "out * (total - log_sum).exp()"),
-    "ulysses": (".transpose(0, 1).reshape(", ".reshape("),
+    "ulysses": ("out = masked(q @ k.mT", "out = (q @ k.mT"),
     "experts": ("x[order // CHOSEN]", "x[order % len(x)]"),
     "muon": ("owned = torch.stack([orthogonal(x) for x in owned])", "pass"),
     "model-sharding": (
         "ctx.group.send(gradients[0].contiguous()",
         "ctx.group.send(2 * gradients[0]",
     ),
-    "pipeline": ("self.gradients[i] += gradient", "self.gradients[i] = gradient"),
+    "pipeline": ("loss_of(y.detach(), rows=self.size.batch)", "loss_of(y.detach())"),
     "pipeline-async": ("[source].pop(0)", "[source].pop(-(source > self.lab.rank))"),
     "one-f-one-b": ("min(ranks - rank, microbatches)", "min(1 + ranks - rank, microbatches)"),
     "recompute": ("forward(x, i, i + 1)", "forward(start, i, i + 1)"),
@@ -169,7 +170,7 @@ def test_every_experiment_has_a_story_and_shows_values_before_and_after(name: st
     found, done = experiment(name), trial(name, 2)
     assert found.title.endswith(".")
     assert found.source.count(f"def {name.replace('-', '_')}(") == 1
-    assert len(found.prose) > 200
+    assert len("".join([found.story, *(cell.prose for cell in found.cells)])) > 200
     used = {f"src/phalanx/{path}" for path in found.chapter.engine}
     assert used
     assert all((FILES.parents[3] / path).is_file() for path in used), used

@@ -15,9 +15,10 @@ import pytest
 from browser import needs_chromium, opened
 from phalanx.cli import lab as verb
 from phalanx.cli.usage import UsageError
-from phalanx.lab import NAMES, LabError, LabTrial, Size, conduct, lab_page, lab_text, listing
-from phalanx.lab.catalogue import PAPERS, Cell
+from phalanx.lab.catalogue import NAMES, PAPERS, Cell, LabError, Size, listing
 from phalanx.lab.record import Claim, Interval
+from phalanx.lab.show import lab_page, lab_text
+from phalanx.lab.trial import LabTrial, conduct
 
 SMALL = Size(batch=8, width=16, layers=4, steps=2)
 FLAGS = ["--ranks", "2", "--batch", "8", "--width", "16", "--layers", "4", "--steps", "2"]
@@ -142,16 +143,15 @@ def test_text_shows_the_values_of_every_rank_and_ends_with_one_line_about_the_cl
 
 def test_every_step_is_shown_below_the_code_that_recorded_it(trials: list[LabTrial]) -> None:
     for trial in trials:
-        blocks = [block for block in trial.blocks() if block.steps]
-        shown = [step for block in blocks for step in block.steps]
+        shown = [step for _, steps in trial.blocks() for step in steps]
         assert sorted(title for title, _ in shown) == sorted(title for title, _ in trial.steps())
-        code = "\n".join(line for block in trial.blocks() for line in block.code)
+        code = "\n".join(line for cell, _ in trial.blocks() for line in cell.lines)
         assert code + "\n" == trial.experiment.source
     collectives = next(t for t in trials if t.experiment.name == "collectives")
-    for block in collectives.blocks():
-        for title, _ in block.steps:
+    for cell, steps in collectives.blocks():
+        for title, _ in steps:
             if not title.startswith("the gradient"):
-                assert f'show("{title}"' in "\n".join(block.code)
+                assert f'show("{title}"' in "\n".join(cell.lines)
 
 
 def test_without_a_name_the_verb_lists_every_experiment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from phalanx.comm import World, launch
-from phalanx.lab import Size
+from phalanx.lab.catalogue import Size
 from phalanx.lab.lab import Lab, LiveOverTime
 from phalanx.lab.mlp import backward, batch, draw, forward, gradients_of, one_process, start
 from phalanx.lab.record import compared, value_of
-from phalanx.lab.trial import backend_for, traced
+from phalanx.lab.trial import backend_for
 from phalanx.models import DeepMlp
 
 SMALL = Size(batch=8, width=16, layers=3, steps=2)
@@ -146,17 +146,17 @@ def test_numbers_far_apart_are_not_equal_and_a_nan_is_never() -> None:
 
 
 def test_under_a_tracer_ranks_become_threads() -> None:
-    found: list[tuple[bool, str]] = []
+    found: list[str] = []
 
     def look() -> None:
         sys.settrace(lambda *_: None)
-        found.append((traced(), backend_for("gloo")))
+        found.append(backend_for("gloo"))
         sys.settrace(None)
-        found.append((traced(), backend_for("gloo")))
+        found.append(backend_for("gloo"))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert found[0] == (True, "threads")
-    if not traced():  # a debugger of this test's own traces every thread
-        assert found[1] == (False, "gloo")
+    assert found[0] == "threads"
+    if sys.gettrace() is None:  # a debugger of this test's own traces every thread
+        assert found[1] == "gloo"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lab import NAMES, Size, experiment, listing
+from ..lab.catalogue import NAMES, Size, experiment, listing
 from ..layout.choices import GLOO, THREADS
 from .before import refuse_large
 from .usage import Parser, UsageError, print_json, result, save, say, whole
 
 if TYPE_CHECKING:
-    from ..lab import LabTrial
+    from ..lab.trial import LabTrial
 
 _EPILOG = """\
   phalanx lab                            lists the chapters
@@ -52,7 +52,8 @@ def run(argv: list[str]) -> int:
     need = 3.0 * size.bytes + 8.0 * size.batch * size.width * size.layers
     way_out = "Write less --width, --batch or --layers"
     refuse_large(need, f"an MLP of {size.layers:,} layers", way_out)
-    from ..lab import as_json, claims_text, conduct, lab_page, lab_text
+    from ..lab.show import as_json, claims_text, lab_page, lab_text
+    from ..lab.trial import conduct
 
     trials: list[LabTrial] = []
     for trial in conduct(names, size, ranks=args.ranks, backend=args.backend):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -94,11 +95,6 @@ class Experiment:
     chapter: Chapter
 
     @property
-    def prose(self) -> str:
-        """All that is said, without code."""
-        return "\n\n".join([self.story, *(c.prose for c in self.cells)])
-
-    @property
     def source(self) -> str:
         """The experiment's code with what it uses."""
         return "\n".join("\n".join(cell.lines) for cell in self.cells) + "\n"
@@ -107,7 +103,13 @@ class Experiment:
 def experiment(name: str) -> Experiment:
     """The experiment of that name, read without being imported."""
     if name not in NAMES:
-        raise LabError(_unknown(name))
+        word = name.lower().replace("_", "-").rstrip("0123456789").rstrip("-_ ")
+        rows = _DATA["chapters"].items()
+        also = {x: ours for ours, row in rows for x in row.get("also", "").split()}
+        close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
+        near = also.get(name.lower()) or also.get(word) or next(iter(close), "")
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise LabError(f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them.")
     chapter = Chapter(**_DATA["chapters"][name])
     lines, parts = _parsed(chapter.file)
     function = name.replace("-", "_")
@@ -123,25 +125,12 @@ def experiment(name: str) -> Experiment:
     for other in dict.fromkeys(parts[part] for part in parts if part in used):
         if other is node:
             cells += _cells(node, lines)
-        elif isinstance(other, ast.FunctionDef | ast.ClassDef):
-            prose = ast.get_docstring(other) or ""
-            cells.append(Cell(prose, _code(other, lines), other.lineno, other.name))
         else:
-            cells.append(Cell(_above(lines, other), _code(other, lines), other.lineno, " "))
+            cells.append(_top_cell(other, lines))
     module = f"{__package__}.experiments.{chapter.file}"
     starts = [statement.lineno for statement in node.body]
     title = " ".join(title.split())
     return Experiment(name, module, function, title, story, cells, starts, chapter)
-
-
-def _unknown(name: str) -> str:
-    """What a name that is no experiment's may have meant."""
-    word = name.lower().replace("_", "-").rstrip("0123456789").rstrip("-_ ")
-    also = {x: ours for ours, row in _DATA["chapters"].items() for x in row.get("also", "").split()}
-    close = difflib.get_close_matches(name[:60].lower(), NAMES, n=1, cutoff=0.4)
-    near = also.get(name.lower()) or also.get(word) or next(iter(close), "")
-    hint = f" Did you mean {near!r}?" if near else ""
-    return f"there is no experiment {name[:60]!r}.{hint} `phalanx lab` lists them."
 
 
 @cache
@@ -158,21 +147,18 @@ def _defined(node: ast.stmt) -> list[str]:
     return [x.id for target in targets for x in ast.walk(target) if isinstance(x, ast.Name)]
 
 
-def _above(lines: list[str], node: ast.stmt) -> str:
-    """The comment that stands right above a statement."""
-    said: list[str] = []
-    while lines[node.lineno - 2 - len(said)].startswith("# "):
-        said.insert(0, lines[node.lineno - 2 - len(said)][2:])
-    return " ".join(said)
-
-
-def _code(node: ast.stmt, lines: list[str]) -> list[str]:
-    """A statement's lines without its docstring, which is its prose."""
-    code = lines[node.lineno - 1 : node.end_lineno]
-    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
-        first = node.body[0]
-        del code[first.lineno - node.lineno : (first.end_lineno or 0) - node.lineno + 1]
-    return code
+def _top_cell(node: ast.stmt, lines: list[str]) -> Cell:
+    """What else a file has: its docstring, or the comment right above it, is its prose."""
+    code, prose, name = lines[node.lineno - 1 : node.end_lineno], "", " "
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        name, prose = node.name, ast.get_docstring(node) or ""
+        if prose:
+            first = node.body[0]
+            del code[first.lineno - node.lineno : (first.end_lineno or 0) - node.lineno + 1]
+    else:
+        above = itertools.takewhile(lambda x: x.startswith("# "), lines[node.lineno - 2 :: -1])
+        prose = " ".join(reversed([line[2:] for line in above]))
+    return Cell(prose, code, node.lineno, name)
 
 
 def _cells(node: ast.FunctionDef, lines: list[str]) -> Iterator[Cell]:

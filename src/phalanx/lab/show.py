@@ -10,7 +10,7 @@ from textwrap import dedent, fill, indent
 
 from ..draw import Bar, Html, Row, bytes_text, frame, gantt, paragraphs, table, tag, text_table
 from ..draw.svg import Area
-from .catalogue import PAPERS, Chapter
+from .catalogue import PAPERS
 from .lab import Lab
 from .mlp import gradients_of
 from .record import Interval, LabStep
@@ -55,11 +55,11 @@ def lab_text(trial: LabTrial, *, verbose: bool = False) -> str:
     failed; with `verbose` all claims, and steps that repeat others with other numbers."""
     file = trial.experiment
     parts = [f"{file.name}: {file.title}\n{conditions(trial)}\n", *map(_prose, _split(file.story))]
-    for block in trial.blocks():
-        parts += map(_prose, _split(block.prose))
-        parts.append(indent("\n".join(_trimmed(block.code)), "    | ", lambda line: True) + "\n")
+    for cell, recorded in trial.blocks():
+        parts += map(_prose, _split(cell.prose))
+        parts.append(indent(_trimmed(cell.lines), "    | ", lambda line: True) + "\n")
         left = 0
-        for title, steps, again in _marked(block.steps):
+        for title, steps, again in _marked(recorded):
             alike = again and not verbose
             left += alike
             parts += ["" if alike else "".join(_step_text(title, steps)), "".join(_results(steps))]
@@ -78,9 +78,9 @@ def _prose(text: str) -> str:
     return text + "\n" if text.startswith("    ") else fill(text, 80) + "\n"
 
 
-def _trimmed(code: Sequence[str]) -> list[str]:
+def _trimmed(code: Sequence[str]) -> str:
     """Lines of code without the empty ones around them and the spaces before all."""
-    return dedent("\n".join(code)).strip("\n").split("\n")
+    return dedent("\n".join(code)).strip("\n")
 
 
 def _marked(steps: Sequence[Titled]) -> Iterator[tuple[str, Steps, bool]]:
@@ -149,8 +149,8 @@ _INTRODUCTION = (
     " a bar to see its name.",
 )
 _WORK = {"F": "#56b4e9", "B": "#e69f00", "U": "#f0e442"}
-_MESSAGE = {"send": "#b0b0b0", "receive": "#b0b0b0"}
-_MESSAGE |= {"reduce": "#d55e00", "reduce_scatter": "#d55e00"}
+_MESSAGE = dict.fromkeys(("send", "receive"), "#b0b0b0")
+_MESSAGE |= dict.fromkeys(("reduce", "reduce_scatter"), "#d55e00")
 
 
 def lab_page(trials: Sequence[LabTrial]) -> str:
@@ -159,26 +159,21 @@ def lab_page(trials: Sequence[LabTrial]) -> str:
     for t in trials:
         check = tag("span", verdict(t), cls="good" if t.holds else "bad")
         rows.append((_chapter(t.experiment.name), check, t.experiment.title))
-    strategies = [t for t in trials if t.experiment.chapter.when]
-    if strategies:
-        rows.append(
-            (_chapter("strategies"), "", "All strategies: memory, bytes, and when to use them.")
-        )
+    names, shown = [t.experiment.name for t in trials], dict[tuple[str, str], str]()
+    if strategies := [t for t in trials if t.experiment.chapter.when]:
+        title = "All strategies: memory, bytes, and when to use them."
+        rows.append((_chapter("strategies"), "", title))
+        names.append("strategies")
     contents = table(("chapter", "check", "idea"), rows, left=True)
     words = paragraphs([*(f"{conditions(trial)}." for trial in trials[:1]), *_INTRODUCTION])
-    names = [*(t.experiment.name for t in trials), *["strategies"] * bool(strategies)]
-    shown: dict[tuple[str, str], str] = {}  # where a function was shown first
+    # The pass through all layers that most chapters change, and the training around it.
+    sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
+    model = _folded("the model that most chapters train, and its training", *sources)
     sections = [_section(trial, _ways(names, trial.experiment.name), shown) for trial in trials]
     if strategies:
         sections.append(_summary(strategies, _ways(names, "strategies")))
-    parts = [words, tag("div", contents, cls="fold", id="contents"), _model(), *sections]
-    return frame("phalanx lab", *parts)
-
-
-def _model() -> Html:
-    """The pass through all layers that most chapters change, and the training around it."""
-    sources = [_code(getsource(each).split("\n")) for each in (gradients_of, Lab.train)]
-    return _folded("the model that most chapters train, and its training", *sources)
+    listed = tag("div", contents, cls="fold", id="contents")
+    return frame("phalanx lab", words, listed, model, *sections)
 
 
 def _chapter(name: str) -> Html:
@@ -189,34 +184,40 @@ def _ways(names: Sequence[str], name: str) -> Html:
     """Links to the contents, the chapter before and the one after."""
     at = names.index(name)
     near = [("back", names[at - 1 : at]), ("on", names[at + 1 : at + 2])]
-    links = [tag("a", "contents", href="#contents")]
-    links += [tag("span", f" · {words}: ", _chapter(to)) for words, others in near for to in others]
-    return tag("p", *links)
+    links = [tag("span", f" · {words}: ", _chapter(to)) for words, others in near for to in others]
+    return tag("p", _chapter("contents"), *links)
 
 
 def _section(trial: LabTrial, ways: Html, shown: dict[tuple[str, str], str]) -> Html:
+    """A chapter; `shown` says in which one a function of a file was shown first."""
     file = trial.experiment
     parts = [tag("h2", file.name), ways, tag("p", tag("strong", file.title))]
     parts += map(_paragraph, _split(file.story))
-    for block in trial.blocks():
-        if block.part.strip():
-            first = shown.setdefault((file.module, block.part), file.name)
+    for cell, recorded in trial.blocks():
+        if cell.part.strip():
+            first = shown.setdefault((file.module, cell.part), file.name)
             if first != file.name:
-                parts.append(
-                    tag("p", tag("code", block.part), " is that of ", _chapter(first), ".")
-                )
+                parts.append(tag("p", tag("code", cell.part), " is that of ", _chapter(first), "."))
                 continue
-        parts += map(_paragraph, _split(block.prose))
-        parts.append(_code(block.code))
-        for title, steps, again in _marked(block.steps):
+        parts += map(_paragraph, _split(cell.prose))
+        parts.append(_code(cell.lines))
+        for title, steps, again in _marked(recorded):
             body = list(_step_html(trial, title, steps, first=title == trial.steps()[0][0]))
             parts += [_folded(title, *body)] if again else [tag("h3", title), *body]
-            parts += _results_html(steps)
+            for _, step in steps:
+                parts.append(paragraphs(step.notes))
+                for name, header, cells in step.tables:
+                    shown_table = table(header, cells, left=True)
+                    parts.append(tag("div", tag("h3", name), shown_table, cls="scroll"))
     parts += [tag("p", f"FAIL {c.says} {c.detail}", cls="bad") for c in trial.failed]
     rows = [("ok" if c.holds else "FAIL", c.says, c.detail) for c in trial.claims]
     claims = table(("", "claim", "numbers"), rows, left=True)
     parts.append(_folded(verdict(trial), tag("div", claims, cls="fold")))
-    parts += [tag("p", *_reading(file.chapter))]
+    papers = [tag("a", paper, href=PAPERS[paper]) for paper in file.chapter.papers]
+    engine = [tag("code", f"src/phalanx/{path}") for path in file.chapter.engine]
+    reading = [("Papers: ", papers)] * bool(papers) + [("In phalanx itself: ", engine)]
+    for words, sources in reading:
+        parts.append(tag("p", words, Html(", ".join(sources)), "."))
     return tag("section", *parts, id=file.name)
 
 
@@ -229,7 +230,7 @@ _SYNTAX = re.compile(
 
 def _code(code: Sequence[str]) -> Html:
     """Lines of code, with comments, strings and keywords in colours."""
-    text, parts, at = "\n".join(_trimmed(code)), list[object](), 0
+    text, parts, at = _trimmed(code), list[object](), 0
     for found in _SYNTAX.finditer(text):
         parts += [text[at : found.start()], tag(str(found.lastgroup), found[0])]
         at = found.end()
@@ -240,16 +241,6 @@ def _paragraph(text: str) -> Html:
     if text.startswith("    "):
         return tag("pre", text)
     return tag("p", *(tag("code", x) if i % 2 else x for i, x in enumerate(text.split("`"))))
-
-
-def _reading(chapter: Chapter) -> Iterator[object]:
-    """The papers and where phalanx itself does it."""
-    for number, paper in enumerate(chapter.papers):
-        yield from (", " if number else "Papers: ", tag("a", paper, href=PAPERS[paper]))
-    yield (". " if chapter.papers else "") + "In phalanx itself: "
-    for number, path in enumerate(chapter.engine):
-        yield from (", " * bool(number), tag("code", f"src/phalanx/{path}"))
-    yield "."
 
 
 def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
@@ -284,7 +275,7 @@ def _folded(title: str, *body: Html) -> Html:
 def _step_html(trial: LabTrial, title: str, steps: Steps, *, first: bool) -> Iterator[Html]:
     if rows := value_rows(steps):
         head = ("when", "rank", "value", "shape", "first numbers", "hash")
-        yield table(head, [(*row[:-1], _chip(row[-1])) for row in rows], left=True)
+        yield table(head, [(*row, _hash(digest)) for *row, digest in rows], left=True)
     if any(step.spans for _, step in steps):
         pictures = [tag("div", _timeline(trial, title, steps), cls="scroll")]
         if any(step.sent for _, step in steps):
@@ -293,24 +284,16 @@ def _step_html(trial: LabTrial, title: str, steps: Steps, *, first: bool) -> Ite
         yield tag("details", tag("summary", name), *pictures, open="open" if first else "")
 
 
-def _results_html(steps: Steps) -> Iterator[Html]:
-    for _, step in steps:
-        yield paragraphs(step.notes)
-        for name, header, cells in step.tables:
-            yield tag("div", tag("h3", name), table(header, cells, left=True), cls="scroll")
-
-
-def _chip(digest: str) -> Html:
-    if not digest:
-        return Html("")
-    colour = f"background:hsl({int(digest[1:5], 16) % 360} 65% 55%)"
-    return Html(tag("span", cls="chip", style=colour) + tag("code", digest[1:]))
+def _hash(digest: str) -> Html:
+    """With a square whose colour is the hash."""
+    colour = f"background:hsl({int(digest[1:5] or '0', 16) % 360} 65% 55%)"
+    return Html(digest and tag("span", cls="chip", style=colour) + tag("code", digest[1:]))
 
 
 def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
     """What each rank did when: a row for computing, one for messages, the bytes of its tensors."""
-    start = min(span.start for _, step in steps for span in step.spans)
-    end = max(span.end for _, step in steps for span in step.spans)
+    spans = [span for _, step in steps for span in step.spans]
+    start, end = min(span.start for span in spans), max(span.end for span in spans)
     levels = {}
     for record in trial.records:
         earlier = [size for time, size in record.memory if time < start]
@@ -328,10 +311,9 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
 
 def _bar(rank: int, span: Interval, start: float) -> Bar:
     name = span.name.split(" on ")[0]
-    if span.lane == "messages":
-        fill = _MESSAGE.get(name, "#0072b2")
-    else:  # F3 is forward; a word that begins with F is other work
-        fill = _WORK.get(name.rstrip("0123456789"), "#9fd3c7")
+    # F3 is forward; a word that begins with F is other work
+    work = _WORK.get(name.rstrip("0123456789"), "#9fd3c7")
+    fill = work if span.lane == "compute" else _MESSAGE.get(name, "#0072b2")
     ink = "#ffffff" if fill == "#0072b2" else "#000000"
     tip = f"rank {rank}: {span.name}, {1e3 * (span.end - span.start):.3g} ms"
     return Bar(1e3 * (span.start - start), 1e3 * (span.end - start), fill, ink, tip, (name,))

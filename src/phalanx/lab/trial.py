@@ -9,22 +9,11 @@ from dataclasses import dataclass
 
 from ..comm import RankFailed, World
 from ..comm.launch import workers
-from .catalogue import Experiment, LabError, Size, experiment
+from .catalogue import Cell, Experiment, LabError, Size, experiment
 from .lab import Lab
 from .record import Claim, LabStep, RankRecord
 
 Titled = tuple[str, list[tuple[int, LabStep]]]  # a step of that title, on each rank
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A part of a lecture. `part` is the function or class that the code is, unless it is of the
-    experiment itself."""
-
-    part: str
-    prose: str
-    code: list[str]
-    steps: list[Titled]
 
 
 @dataclass(frozen=True)
@@ -57,8 +46,8 @@ class LabTrial:
                 steps.setdefault(step.title, []).append((record.rank, step))
         return sorted(steps.items(), key=lambda item: min(s.start for _, s in item[1]))
 
-    def blocks(self) -> Iterator[Passage]:
-        """The lecture: prose, the code that it is about, and the steps that were recorded there."""
+    def blocks(self) -> Iterator[tuple[Cell, list[Titled]]]:
+        """The lecture: cells, cut so that the steps that were recorded in a cell can follow it."""
         here = self.experiment
         steps: dict[int, list[Titled]] = {}  # by the line of the statement in which they began
         for titled in self.steps():
@@ -67,7 +56,7 @@ class LabTrial:
             steps.setdefault(start, []).append(titled)
         for cell in here.cells:
             if cell.part:
-                yield Passage(cell.part, cell.prose, cell.lines, [])
+                yield cell, []
                 continue
             prose, first, end = cell.prose, cell.first, cell.first + len(cell.lines)
             # Code up to the second statement that began a step is of the first, and so on.
@@ -77,7 +66,7 @@ class LabTrial:
                 while cut < end and cell.lines[cut - 1 - cell.first].lstrip().startswith("#"):
                     cut -= 1
                 code = cell.lines[first - cell.first : cut - cell.first]
-                yield Passage("", prose, code, steps.get(line, []))
+                yield Cell(prose, code, first), steps.get(line, [])
                 prose, first = "", cut
 
 
@@ -85,9 +74,8 @@ def conduct(
     names: Sequence[str], size: Size | None = None, *, ranks: int = 4, backend: str = "threads"
 ) -> Iterator[LabTrial]:
     """The experiments one after another, all in one world of ranks."""
-    size = size or Size()
+    size, backend = size or Size(), backend_for(backend)
     experiments = [experiment(name) for name in names]
-    backend = backend_for(backend)
     with workers(ranks, backend=backend, timeout=60.0) as run:
         for each in experiments:
             try:
@@ -110,14 +98,8 @@ def on_a_rank(world: World, module: str, function: str, size: Size) -> RankRecor
     return lab.close()
 
 
-def traced() -> bool:
-    """True under a debugger, or anything else that follows every line."""
-    monitoring = getattr(sys, "monitoring", None)  # what debuggers use from Python 3.12 on
-    if monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None:
-        return True
-    return sys.gettrace() is not None
-
-
 def backend_for(backend: str) -> str:
     """The backend that was asked for; under a debugger threads, so that every rank can be stopped."""
-    return "threads" if traced() else backend
+    monitoring = getattr(sys, "monitoring", None)  # what debuggers use from Python 3.12 on
+    debugged = monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
+    return "threads" if debugged or sys.gettrace() is not None else backend

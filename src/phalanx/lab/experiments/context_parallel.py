@@ -1,52 +1,44 @@
 """Attention over a sequence of which every rank has a part: keys and values go round, or heads are
 exchanged for tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.comm import Group, Work
-from phalanx.comm.regions import gather_sum
+from phalanx.comm.regions import exchange, gather_sum
 from phalanx.lab.lab import Lab
 from phalanx.lab.mlp import draw
 
 HEADS = 4
-# From the gradient of the output to those of queries, keys and values.
-Backward = Callable[[Tensor], list[Tensor]]
 
 
 def attend(
-    lab: Lab,
-    titles: tuple[str, str],
-    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Backward]],
+    lab: Lab, titles: tuple[str, str], attention: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> None:
-    """Attention of this rank's tokens, forward and backward, and the claim that it is plain attention.
-
-    `forward` gives the output, what else is shown of it, and its backward.
-    """
-    if lab.size.width % HEADS:
-        lab.size.part("width", 0, HEADS)  # refuses it
+    """Attention of this rank's tokens, forward and backward, and the claim that it is plain attention."""
+    lab.size.part("width", 0, HEADS)  # refuses what does not divide
     shape = HEADS, lab.size.batch, lab.size.width // HEADS  # (heads, tokens, head_dim)
-    whole, own = [draw(i, *shape) for i in (1, 2, 3)], lab.part("batch")
-    qkv = [x[:, own].contiguous() for x in whole]
+    q, k, v = whole = [draw(i, *shape).requires_grad_() for i in (1, 2, 3)]
+    own = lab.part("batch")
+    qkv = [x[:, own].detach().contiguous().requires_grad_() for x in whole]
     lab.step(titles[0], qkv=qkv)
-    out, shown, backward = forward(*qkv)
-    lab.after(out=out, **shown)
-    count = out.numel() * lab.n
-    loss = out.square().sum() / count
+    out = attention(*qkv)
+    lab.after(out=out)
+    part = out.square().sum() / out.numel() / lab.n
+    lab.step(titles[1], own_part_of_the_loss=part)
+    gradients = torch.autograd.grad(part, qkv)
+    loss = part.detach()
     lab.group.all_reduce(loss)
-    gradient = 2 * out / count
-    lab.step(titles[1], gradient_of_out=gradient)
-    gradients = backward(gradient)
-    lab.after(gradients=gradients)
+    lab.after(gradients=gradients, loss=loss)
 
-    q, k, v = (x.requires_grad_() for x in whole)
     plain = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
     mean = plain.square().mean()
     lab.claim("the loss is one process's", loss, mean)
     lab.claim("the output is that of its tokens", out, plain[:, own])
-    for name, x, want in zip("qkv", gradients, torch.autograd.grad(mean, (q, k, v)), strict=True):
+    for name, x, want in zip("qkv", gradients, torch.autograd.grad(mean, whole), strict=True):
         lab.claim(f"gradient of {name}", x, want[:, own])
 
 
@@ -89,8 +81,7 @@ def context_parallel(lab: Lab) -> None:
     cut: rank r has the r-th part of its tokens, through all layers, and a copy of all weights.
     """
     size, own, n = lab.size, lab.part("batch"), lab.n
-    if size.width % HEADS:
-        size.part("width", 0, HEADS)  # refuses it
+    size.part("width", 0, HEADS)  # refuses what does not divide
     scale, square = size.width**-0.5, (size.width, size.width)
     names = "q", "k", "v", "out", "up", "down"
     plain = {name: scale * draw(70 + i, *square) for i, name in enumerate(names)}
@@ -142,69 +133,73 @@ def ring_attention(lab: Lab) -> None:
 
     Every rank has a part of the sequence. In each of n rounds it attends to the keys and values that
     it has at the moment and passes them on, while the next ones arrive (Liu et al. 2023).
+    A causal mask makes some rounds empty: the first rank sees only its own keys, the last sees all, so
+    equal parts are unequal work.
     """
-    n = lab.n
+    # Keys and values were passed n-1 times forward and n-1 times back, their gradients n times.
+    title = "backward: once more round, gradients travel with keys and values"
+    attend(lab, ("forward: n rounds", title), lambda *qkv: RingAttention.apply(*qkv, lab))  # type: ignore[no-untyped-call]
+    n, block = lab.n, 8 * lab.size.batch * lab.size.width / lab.n
+    formula = (4 * (n - 1) + 2 * n * (n > 1)) * block + 2 * (n - 1) / n * 8  # and the loss
+    lab.claim("it sent keys and values twice, their gradients once", lab.sent(), formula)
 
-    # A causal mask makes some rounds empty: the first rank sees only its own keys, the last sees
-    # all, so equal parts are unequal work.
-    def scores(q: Tensor, k: Tensor, source: int) -> Tensor:
-        """q k' / sqrt(d) of own queries and the keys of `source`: (heads, own tokens, its tokens)."""
-        return masked(q @ k.mT / q.shape[-1] ** 0.5, (lab.rank - source) * q.shape[1])
 
-    # softmax needs the sum over all keys, so each rank keeps, for every query, the logarithm of the
-    # sum so far and the output so far, and rescales the output when a round adds to the sum.
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, dict[str, Tensor], Backward]:
-        own = q, k, v
-        out = torch.zeros_like(q)
-        log_sum = torch.full((*q.shape[:2], 1), -torch.inf, dtype=q.dtype)
-        for hop in range(n):
-            source = (lab.rank - hop) % n
-            arriving, works = ([k, v], []) if hop == n - 1 else pass_on(lab.group, k, v)
+class RingAttention(torch.autograd.Function):
+    """softmax needs the sum over all keys, so each rank keeps, for every query, the logarithm of the
+    sum so far and the output so far, and rescales the output when a round adds to the sum. Backward
+    goes round once more; keys and values travel with the gradient collected for them, and one last
+    hop brings that home."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lab: Lab) -> Tensor:
+        own, out = (q, k, v), torch.zeros_like(q)
+        log_sum = q.new_full((*q.shape[:2], 1), -torch.inf)
+        for hop in range(lab.n):
+            source, last = (lab.rank - hop) % lab.n, hop == lab.n - 1
+            arriving, works = ([k, v], []) if last else pass_on(lab.group, k, v)
             if source <= lab.rank:  # later ranks have only later keys
                 with lab.doing(f"keys of {source}"):
-                    s = scores(q, k, source)
+                    s = scores(lab, q, k, source)
                     total = torch.logaddexp(log_sum, s.logsumexp(-1, keepdim=True))
                     out = out * (log_sum - total).exp() + (s - total).exp() @ v
                     log_sum = total
             for work in works:
                 work.wait()
             k, v = arriving
-        return out, {"log_sum": log_sum}, lambda g: backward(*own, out, log_sum, g)
+        lab.after(log_sum=log_sum)
+        ctx.lab = lab
+        ctx.save_for_backward(*own, out, log_sum)
+        return out
 
-    # Backward goes round once more; keys and values travel with the gradient collected for them,
-    # and one last hop brings that home.
-    def backward(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, g: Tensor
-    ) -> list[Tensor]:
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        lab, (q, k, v, out, log_sum), (g,) = ctx.lab, ctx.saved_tensors, gradients
         gq, gk, gv = (torch.zeros_like(x) for x in (q, k, v))
         inner = (g * out).sum(-1, keepdim=True)
-        for hop in range(n):
-            source = (lab.rank - hop) % n
+        for hop in range(lab.n):
+            source = (lab.rank - hop) % lab.n
             if source <= lab.rank:
                 with lab.doing(f"keys of {source}"):
-                    p = (scores(q, k, source) - log_sum).exp()
+                    p = (scores(lab, q, k, source) - log_sum).exp()
                     gs = p * (g @ v.mT - inner) / q.shape[-1] ** 0.5
                     gq += gs @ k
                     gk += gs.mT @ q
                     gv += p.mT @ g
             # Keys and values are not needed after the last round; their gradients must still get home.
-            moving = (gk, gv) if hop == n - 1 else (gk, gv, k, v)
-            arriving, works = pass_on(lab.group, *moving) if n > 1 else (list(moving), [])
+            moving = (gk, gv) if hop == lab.n - 1 else (gk, gv, k, v)
+            arriving, works = pass_on(lab.group, *moving) if lab.n > 1 else (moving, [])
             for work in works:
                 work.wait()
             gk, gv, k, v = (*arriving, k, v)[:4]
-        return [gq, gk, gv]
-
-    # Keys and values were passed n-1 times forward and n-1 times back, their gradients n times.
-    title = "backward: once more round, gradients travel with keys and values"
-    attend(lab, ("forward: n rounds", title), forward)
-    block = 8 * lab.size.batch * lab.size.width / n
-    formula = (2 * (n - 1) + 2 * (n - 1) + 2 * n) * block if n > 1 else 0.0
-    formula += 2 * (n - 1) / n * 8  # and the loss
-    lab.claim("it sent keys and values twice, their gradients once", lab.sent(), formula)
+        return gq, gk, gv, None
 
 
-def pass_on(group: Group, *tensors: Tensor) -> tuple[list[Tensor], list[Work]]:
+def scores(lab: Lab, q: Tensor, k: Tensor, source: int) -> Tensor:
+    """q k' / sqrt(d) of own queries and the keys of `source`: (heads, own tokens, its tokens)."""
+    return masked(q @ k.mT / q.shape[-1] ** 0.5, (lab.rank - source) * q.shape[1])
+
+
+def pass_on(group: Group, *tensors: Tensor) -> tuple[Sequence[Tensor], list[Work]]:
     """Send to the next rank; what the previous rank sends, and what to wait for before using it."""
     n, rank = group.size, group.rank
     arriving = [torch.empty_like(x) for x in tensors]
@@ -220,7 +215,7 @@ def ulysses(lab: Lab) -> None:
     Each exchange moves (n-1)/n of a rank's numbers whatever n, where a ring passes everything n-1 times
     (Jacobs et al. 2023). Large runs combine the two: Ulysses inside a machine, the ring across.
     """
-    group, n = lab.group, lab.n
+    n = lab.n
 
     # A head cannot be split, so there can be at most as many ranks as query heads; with more, or
     # where heads do not divide evenly, the ring takes over.
@@ -230,42 +225,17 @@ def ulysses(lab: Lab) -> None:
         return
 
     # A rank starts with all heads of some tokens. An all-to-all gives it all tokens of some heads,
-    # plain attention runs as it always does, and another all-to-all returns. Backward does the same
-    # in reverse.
-    def forward(*own: Tensor) -> tuple[Tensor, dict[str, Tensor], Backward]:
-        q, k, v = (to_heads(group, x) for x in own)
+    # plain attention runs as it always does, and another all-to-all returns. An exchange is a
+    # transpose over ranks, so its gradient is the same exchange in reverse.
+    def attention(*own: Tensor) -> Tensor:
+        q, k, v = (exchange(x, lab.group, 0, 1) for x in own)
+        lab.after(all_tokens_of_some_heads=q)
         with lab.doing("attention"):
-            p = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
-
-        def backward(gradient: Tensor) -> list[Tensor]:
-            g = to_heads(group, gradient)
-            with lab.doing("attention backward"):
-                gp = g @ v.mT
-                gs = p * (gp - (gp * p).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5
-            return [to_tokens(group, x) for x in (gs @ k, gs.mT @ q, p.mT @ g)]
-
-        return to_tokens(group, p @ v), {"all_tokens_of_some_heads": q}, backward
+            out = masked(q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return exchange(out, lab.group, 1, 0)
 
     # Three tensors went to heads and one came back, in forward and in backward: eight exchanges.
     title = "forward: to heads, attention, back to tokens"
-    attend(lab, (title, "backward: the same exchanges in reverse"), forward)
+    attend(lab, (title, "backward: the same exchanges in reverse"), attention)
     formula = 8 * (n - 1) / n * lab.size.batch * lab.size.width / n * 8 + 2 * (n - 1) / n * 8
     lab.claim("it sent (n-1)/n of its numbers eight times", lab.sent(), formula)
-
-
-def to_heads(group: Group, x: Tensor) -> Tensor:
-    """From (heads, own tokens, d) to (own heads, tokens, d)."""
-    heads, tokens, d = x.shape
-    out = torch.empty_like(x)
-    group.all_to_all(out, x)  # heads are the first dim: part j is rank j's heads
-    by_source = out.view(group.size, heads // group.size, tokens, d)
-    return by_source.transpose(0, 1).reshape(heads // group.size, group.size * tokens, d)
-
-
-def to_tokens(group: Group, x: Tensor) -> Tensor:
-    """From (own heads, tokens, d) to (heads, own tokens, d)."""
-    heads, tokens, d = x.shape
-    by_target = x.view(heads, group.size, tokens // group.size, d).transpose(0, 1).contiguous()
-    out = torch.empty_like(by_target)
-    group.all_to_all(out, by_target)
-    return out.view(group.size * heads, tokens // group.size, d)

@@ -117,36 +117,33 @@ def threads_data_parallel(lab: Lab) -> None:
         table = [(how, f"{sent:,}", f"{sent / 50e6:,.2f}") for how, sent in busiest]
         header = ("devices are driven by", "bytes", "ms at 50 GB/s")
         lab.table(f"through the busiest of {n} devices, {size.steps} steps", header, table)
-        share = serial / threaded
-        lab.note(
-            f"{share:.0%} of the time went into copying and adding, with {n - 1} devices idle."
-        )
+        share = f"{serial / threaded:.0%}"
+        lab.note(f"{share} of the time went into copying and adding, with {n - 1} devices idle.")
 
 
 def replicated(
     lab: Lab, weights: list[Tensor], x: Tensor
 ) -> tuple[float, list[Tensor], int, float]:
     """Loss, gradients, the bytes that left or entered the first device, and seconds on it alone."""
-    gpus, moved, begin = torch.cuda.device_count(), 0, time.perf_counter()
-    replicas, parts = [], []
+    gpus, begin = torch.cuda.device_count(), time.perf_counter()
+    devices = [torch.device("cuda", i % gpus) if gpus > 1 else "cpu" for i in range(lab.n)]
     with lab.doing("copy the weights"):
-        for i in range(lab.n):
-            device = torch.device("cuda", i % gpus) if gpus > 1 else torch.device("cpu")
-            rows = x[lab.size.part("batch", i, lab.n)].to(device)
-            # A copy even where source and device are one memory: a replica is a replica.
-            replicas.append([w.to(device, copy=True) for w in weights] if i else weights)
-            parts.append(rows)
-            moved += sum(w.nbytes for w in (*weights, rows)) if i else 0
+        rows = torch.split(x, lab.part("batch").stop)  # rank 0's part ends where the next begins
+        parts = [part.to(at) for part, at in zip(rows, devices, strict=True)]
+        # A copy even where source and device are one memory: a replica is a replica.
+        replicas = [[w.to(at, copy=True) for w in weights] for at in devices[1:]]
     copied = time.perf_counter()
     with lab.doing("all devices"), ThreadPoolExecutor(lab.n) as threads:
-        losses, found = zip(*threads.map(gradients_of, replicas, parts), strict=True)
+        found = threads.map(gradients_of, [weights, *replicas], parts)
+        losses, of_devices = zip(*found, strict=True)
     computed = time.perf_counter()
-    gradients = []
     with lab.doing("add the gradients"):
-        for w, *of_devices in zip(weights, *found, strict=True):
-            gradients.append(torch.stack([g.to(w.device) for g in of_devices]).mean(0))
-            moved += w.nbytes * (lab.n - 1)
+        each = ([g.to(x.device) for g in of_layer] for of_layer in zip(*of_devices, strict=True))
+        gradients = [torch.stack(of_layer).mean(0) for of_layer in each]
     alone = copied - begin + time.perf_counter() - computed
+    went = sum(w.nbytes for replica in replicas for w in replica)
+    came = sum(g.nbytes for gradients in of_devices[1:] for g in gradients)
+    moved = went + sum(x.nbytes for x in parts[1:]) + came
     return sum(loss.item() for loss in losses) / lab.n, gradients, moved, alone
 
 
@@ -192,11 +189,9 @@ def sampler(lab: Lab) -> None:
             update(alone, wanted)
             lab.claim("the loss is that over all samples", total[0] / total[1], want)
             lab.claim("gradients are those over all samples", gradients, wanted)
-            if len(chosen) % n:
-                wrong = abs(float(mean - want)) > 1e-9
-                lab.claim("where rows are uneven, the mean of means is wrong", wrong)
-            else:
-                lab.claim("where rows are even, the mean of means is right", mean, want)
+            even = len(chosen) % n == 0
+            right = abs(float(mean - want)) < 1e-9
+            lab.claim("the mean of means is right only where rows are even", right, even)
     # Over an epoch every sample was used once, by one of the ranks.
     lab.claim("weights at the end are those of one process", weights, alone)
     together = lab.everyone(used).sum(0)
@@ -347,15 +342,10 @@ def zero_2(lab: Lab) -> None:
         of_weights=list,
         adam=True,
     )
-    sent = lab.sent()
-    lab.note(
-        f"Rank {lab.rank} sent {sent / size.steps:,.0f} bytes a step; 2(n-1)/n of the weights are "
-        f"{2 * (n - 1) / n * size.bytes:,.0f}. It owns {len(mine)} of {size.layers} layers."
-    )
     # The gradients of the others' layers once, its own weights to everyone.
     messages = size.layers - len(mine) + len(mine) * (n - 1)
     formula = messages * size.steps * 8 * size.width**2
-    lab.claim("it sent others' gradients and its own weights", sent, formula)
+    lab.claim("it sent others' gradients and its own weights", lab.sent(), formula)
 
 
 def zero_3(lab: Lab) -> None:
@@ -411,11 +401,6 @@ def zero_3(lab: Lab) -> None:
         adam=True,
     )
     sent, received = lab.sent(), lab.received
-    lab.note(
-        f"Rank {lab.rank} received {received / size.steps:,.0f} bytes a step and sent "
-        f"{sent / size.steps:,.0f}; 3(n-1)/n of the weights are "
-        f"{3 * (n - 1) / n * size.bytes:,.0f}. It had {most} layers at most, of {size.layers}."
-    )
     lab.claim("it has only its own layers again", list(here), mine)
     lab.claim("it had its own layers and at most two others", most <= len(mine) + 2)
 

@@ -175,10 +175,9 @@ def gradients_in(
     def scaled(y: Tensor) -> tuple[Tensor, Tensor]:
         return y, (2 * y.double() / y.numel() * SMALL * scale).to(dtype)
 
-    halves = [w.to(dtype) for w in weights]
-    return gradients_of(
-        halves, x.to(dtype), loss=scaled, gradient=lambda layer, gradient: gradient.double() / scale
-    )[1]
+    narrow = [w.to(dtype) for w in weights]
+    gradients = gradients_of(narrow, x.to(dtype), loss=scaled)[1]
+    return [gradient.double() / scale for gradient in gradients]
 
 
 def mixed_precision(lab: Lab) -> None:
@@ -191,8 +190,7 @@ def mixed_precision(lab: Lab) -> None:
     weights, x = start(size), batch(size, 0)[lab.part("batch")]
 
     def finish(name: str, gradients: list[Tensor], within: float) -> None:
-        for g in gradients:
-            lab.group.all_reduce(g, "average")
+        lab.average(gradients)
         lab.after(gradients=gradients)
         says = f"gradients in {name} are one process's in float64 to {within:.1g}"
         lab.claim(says, [g / SMALL for g in gradients], one_process(size).gradients, within=within)
@@ -209,11 +207,8 @@ def mixed_precision(lab: Lab) -> None:
 
     # fp16 has 10 bits of fraction and a narrow range: small gradients become 0.
     lab.step("fp16 without a scale: small gradients", weights=[w.half() for w in weights])
-    pairs = zip(
-        gradients_in(torch.float16, weights, x),
-        gradients_in(torch.float64, weights, x),
-        strict=True,
-    )
+    halves, wide = (gradients_in(dtype, weights, x) for dtype in (torch.float16, torch.float64))
+    pairs = zip(halves, wide, strict=True)
     lost = sum(int(((half == 0) & (full != 0)).sum()) for half, full in pairs)
     lab.after(gradients_that_became_zero=lost, of=sum(w.numel() for w in weights))
     lab.claim(f"some gradients became zero: {lost}", lost > 0)
@@ -296,21 +291,6 @@ def ffn_hidden(ffn: int) -> int:
     return LAYERS * (x @ w).nbytes
 
 
-def by_hand_and_by_library() -> list[tuple[str, float, float]]:
-    billion, four = 10**9, [HALF] * 4
-    adam = HALF, HALF, WIDE, WIDE, WIDE
-    return [
-        ("1B weights, 4 numbers of 2 bytes", 8e9, nbytes(billion, *four)),
-        ("10B weights", 80e9, nbytes(10 * billion, *four)),
-        ("100B weights", 800e9, nbytes(100 * billion, *four)),
-        ("100B weights, each of 80 devices", 10e9, nbytes(100 * billion, *four) / 80),
-        ("1B weights, mixed-precision Adam", 16e9, nbytes(billion, *adam)),
-        ("the same with gradients of 4 bytes", 18e9, nbytes(billion, HALF, WIDE, *adam[2:])),
-        ("ffn hidden, 126 layers, ffn 4 x 16,384", 2 * 126 * 65_536 * 4_096, ffn_hidden(4 * WIDTH)),
-        ("ffn hidden, 126 layers, ffn 53,248", 2 * 126 * 53_248 * 4_096, ffn_hidden(FFN)),
-    ]
-
-
 def adam_in_torch(weights: list[Tensor]) -> float:
     """Bytes for every weight that torch's own Adam and its tensors take, counted after a step."""
     leaves = [w.float().requires_grad_() for w in weights]
@@ -336,7 +316,17 @@ def arithmetic(lab: Lab) -> None:
     # And activations: a model of 126 layers and width 16,384, on 4,096 tokens with an ffn of 4 x
     # width, keeps 67.6 GB of hidden activations of its ffn alone. By the library: the same tensors
     # are made on the meta device, and their bytes counted. GB is 1e9 bytes, GiB is 2^30.
-    counts = by_hand_and_by_library()
+    billion, four, adam = 10**9, [HALF] * 4, (HALF, HALF, WIDE, WIDE, WIDE)
+    counts = [
+        ("1B weights, 4 numbers of 2 bytes", 8e9, nbytes(billion, *four)),
+        ("10B weights", 80e9, nbytes(10 * billion, *four)),
+        ("100B weights", 800e9, nbytes(100 * billion, *four)),
+        ("100B weights, each of 80 devices", 10e9, nbytes(100 * billion, *four) / 80),
+        ("1B weights, mixed-precision Adam", 16e9, nbytes(billion, *adam)),
+        ("the same with gradients of 4 bytes", 18e9, nbytes(billion, HALF, WIDE, *adam[2:])),
+        ("ffn hidden, 126 layers, ffn 4 x 16,384", 2 * 126 * 65_536 * 4_096, ffn_hidden(4 * WIDTH)),
+        ("ffn hidden, 126 layers, ffn 53,248", 2 * 126 * 53_248 * 4_096, ffn_hidden(FFN)),
+    ]
     lab.step("bytes, by hand and by the library", by_hand=[hand for _, hand, _ in counts])
     lab.after(by_library=[counted for *_, counted in counts])
     for what, hand, counted in counts:

@@ -3,7 +3,6 @@ how to follow one of them."""
 
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
@@ -60,8 +59,8 @@ def collectives(lab: Lab) -> None:
         return torch.cat(parts) if parts else x
 
     def handed_out(x: Tensor) -> Tensor:
-        out = torch.empty(1, dtype=x.dtype)
-        group.scatter(out, [x[i : i + 1].clone() for i in range(n)] if rank == 0 else None, root=0)
+        out = x.new_empty(1)
+        group.scatter(out, list(torch.split(x, 1)) if rank == 0 else None, root=0)
         return out
 
     total, first = table.sum(0), rank == 0
@@ -103,14 +102,9 @@ def all_reduce(lab: Lab) -> None:
     # The others are for decisions: the maximum of flags is 1 if any rank has found something (an
     # overflow), their minimum and their product are 1 if all have; the minimum of numbers is the
     # newest checkpoint that everybody can read.
-    results = {
-        "sum": table.sum(0),
-        "average": table.mean(0),
-        "min": table.amin(0),
-        "max": table.amax(0),
-        "product": table.prod(0),
-    }
-    for op, want in results.items():
+    least, most = table.aminmax(dim=0)
+    results = [table.sum(0), table.mean(0), least, most, table.prod(0)]
+    for op, want in zip(("sum", "average", "min", "max", "product"), results, strict=True):
         x = table[rank].clone()
         lab.step(f"operator: {op}", x=x)
         group.all_reduce(x, op)
@@ -293,7 +287,11 @@ def one_process(lab: Lab) -> None:
         threads = launch(rank_code, lab.n, lab.size, backend="threads")
     lab.after(gradient=threads[lab.rank][1])
     lab.claim("so it is as a thread", threads[lab.rank][1], whole)
-    lab.claim("under a tracer gloo becomes threads", chosen_under_a_tracer(), "threads")
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    chosen = backend_for("gloo")
+    sys.settrace(before)
+    lab.claim("under a tracer gloo becomes threads", chosen, "threads")
 
 
 def rank_code(world: World, size: Size, group: Group | None = None) -> tuple[Tensor, Tensor]:
@@ -304,21 +302,6 @@ def rank_code(world: World, size: Size, group: Group | None = None) -> tuple[Ten
     own = gradient.clone()
     group.all_reduce(gradient, "average")
     return own, gradient
-
-
-def chosen_under_a_tracer() -> str:
-    """The backend for gloo in a thread that a debugger follows."""
-    chosen: list[str] = []
-
-    def look() -> None:
-        sys.settrace(lambda *_: None)
-        chosen.append(backend_for("gloo"))
-        sys.settrace(None)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return chosen[0]
 
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -359,15 +342,11 @@ def grid(lab: Lab) -> None:
 
 def shape_of(n: int) -> list[int]:
     """Four sizes whose product is n: its prime factors in turn, the last axis first."""
-    sizes = [1] * len(AXES)
-    axis, factor = len(AXES) - 1, 2
-    while n > 1:
-        if n % factor:
-            factor += 1
-            continue
-        sizes[axis] *= factor
-        n //= factor
-        axis = (axis - 1) % len(AXES)
+    sizes, axis = [1] * len(AXES), -1
+    for factor in range(2, n + 1):
+        while n % factor == 0:
+            sizes[axis % len(AXES)] *= factor
+            n, axis = n // factor, axis - 1
     return sizes
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from phalanx.comm import Group, Work
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import Kept, backward, batch, forward, loss_of, start
+from phalanx.lab.mlp import batch, loss_of, start
 
 MICROBATCHES = 4
 
@@ -69,7 +69,8 @@ def model_sharding(lab: Lab) -> None:
         for w, device in zip(moved, where, strict=True):
             x = F.gelu(x.to(device) @ w)
         loss = x.square().mean()
-        return loss, gradients_from(loss, moved)
+        torch.autograd.backward(loss)
+        return loss, gradients_of(moved)
 
     # Between two ranks the crossing is written once, as two autograd functions: what one sends in
     # forward, it receives back as a gradient. Then every rank calls backward on what it has, and
@@ -84,16 +85,16 @@ def model_sharding(lab: Lab) -> None:
         loss = x.square().mean() if lab.rank == last else None
         end = Send.apply(x, lab.group) if loss is None else loss  # type: ignore[no-untyped-call]
         with lab.doing("B"):
-            return loss, gradients_from(end, weights)
+            torch.autograd.backward(end)
+        return loss, gradients_of(weights)
 
     # Both train, and both are one process's training.
     lab.train(on_ranks, weights, lambda x: x[own], how=", a rank for each range of layers")
     lab.train(on_two_devices, moved, how=", one process with two devices")
 
 
-def gradients_from(end: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """`backward` also runs through the crossing to the left, which `grad` would leave out."""
-    torch.autograd.backward(end)
+def gradients_of(weights: list[Tensor]) -> list[Tensor]:
+    """What `backward` has added up. It runs through the crossing to the left, which `grad` leaves out."""
     gradients = [w.grad for w in weights if w.grad is not None]
     for w in weights:
         w.grad = None
@@ -101,30 +102,29 @@ def gradients_from(end: Tensor, weights: list[Tensor]) -> list[Tensor]:
 
 
 class PipelineStage:
-    """A range of layers: forward and backward of one microbatch, gradients added up."""
+    """A range of layers: forward and backward of one microbatch; autograd adds gradients up."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab, self.group, self.size = lab, lab.group, lab.size
-        self.weights = start(lab.size)[lab.part("layers")]
+        self.weights = [w.requires_grad_() for w in start(lab.size)[lab.part("layers")]]
         self.first, self.last = lab.rank == 0, lab.rank == lab.n - 1
         self.most = 0
 
     def begin(self, step: int) -> None:
         self.step = step
-        self.gradients = [torch.zeros_like(w) for w in self.weights]
-        self.kept: dict[int, list[Kept]] = {}
-        self.out: dict[int, Tensor] = {}
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # what came in, what went out
         self.loss = torch.zeros((), dtype=torch.float64)
 
-    def empty(self) -> Tensor:
-        """Space for a message: an activation, or its gradient."""
+    def post(self, source: int) -> tuple[Tensor, Work]:
+        """Space for a neighbour's message, an activation or its gradient, and what to wait for."""
         rows = self.size.part("batch", 0, MICROBATCHES).stop
-        return torch.empty(rows, self.size.width, dtype=torch.float64)
+        x = torch.empty(rows, self.size.width, dtype=torch.float64)
+        return x, self.group.receive(x, source, wait=False)
 
     def receive(self, source: int) -> Tensor:
         """The next message from a neighbour."""
-        x = self.empty()
-        self.group.receive(x, source)
+        x, work = self.post(source)
+        work.wait()
         return x
 
     def send(self, x: Tensor, to: int) -> None:
@@ -136,31 +136,28 @@ class PipelineStage:
             x = batch(self.size, self.step)[self.size.part("batch", micro, MICROBATCHES)]
         else:
             x = self.receive(self.lab.rank - 1)
+        y = x.requires_grad_()
         with self.lab.doing(f"F{micro}"):
-            self.kept[micro] = []
             for w in self.weights:
-                x, saved = forward(x, w)
-                self.kept[micro].append(saved)
+                y = F.gelu(y @ w)
+        self.kept[micro] = x, y
         self.most = max(self.most, len(self.kept))
-        if self.last:
-            self.out[micro] = x
-        else:
-            self.send(x, self.lab.rank + 1)
+        if not self.last:
+            self.send(y.detach(), self.lab.rank + 1)
 
     def backward(self, micro: int) -> None:
         """From the own loss, or from the gradient that the next stage sends."""
+        x, y = self.kept.pop(micro)
         if self.last:
-            loss, g = loss_of(self.out.pop(micro), rows=self.size.batch)
+            loss, g = loss_of(y.detach(), rows=self.size.batch)
             self.loss += loss
         else:
             g = self.receive(self.lab.rank + 1)
         with self.lab.doing(f"B{micro}"):
-            kept = self.kept.pop(micro)
-            for i in reversed(range(len(self.weights))):
-                g, gradient = backward(g, kept.pop(), self.weights[i])
-                self.gradients[i] += gradient
+            torch.autograd.backward(y, g)
         if not self.first:
-            self.send(g, self.lab.rank - 1)
+            assert x.grad is not None
+            self.send(x.grad, self.lab.rank - 1)
 
     def train(self, order: Sequence[tuple[str, int]], most: int, extra: int = 0) -> None:
         """All steps, each with these operations in this order; and how much it kept and sent."""
@@ -169,7 +166,7 @@ class PipelineStage:
             self.begin(step)
             for kind, micro in order:
                 self.forward(micro) if kind == "F" else self.backward(micro)
-            return self.loss if self.last else None, self.gradients
+            return self.loss if self.last else None, gradients_of(self.weights)
 
         size, lab = self.size, self.lab
         lab.train(train_step, self.weights, lambda layers: layers[lab.part("layers")])
@@ -204,11 +201,7 @@ class PostedStage(PipelineStage):
     def begin(self, step: int) -> None:
         super().begin(step)
         neighbours = [self.lab.rank - 1] * (not self.first) + [self.lab.rank + 1] * (not self.last)
-        self.posted: dict[int, list[tuple[Tensor, Work]]] = {}
-        for source in neighbours:
-            space = [self.empty() for _ in range(MICROBATCHES)]
-            works = [self.group.receive(x, source, wait=False) for x in space]
-            self.posted[source] = list(zip(space, works, strict=True))
+        self.posted = {at: [self.post(at) for _ in range(MICROBATCHES)] for at in neighbours}
 
     def receive(self, source: int) -> Tensor:
         x, work = self.posted[source].pop(0)
@@ -292,10 +285,8 @@ def one_f_one_b(lab: Lab) -> None:
     used, turns = cells.numel(), range(1, int(cells.max()) + 1)
     count = len(turns) * n
     if rank == 0:
-        lab.note(
-            f"The whole batch at once uses 1/{n} of the cells. Counted here: {used} of {count}, "
-            f"{used // 2}/{count // 2}."
-        )
+        whole, counted = f"1/{n} of the cells", f"{used} of {count}, {used // 2}/{count // 2}"
+        lab.note(f"The whole batch at once uses {whole}. Counted here: {counted}.")
         rows = []
         for i, taken in enumerate(cells.tolist()):
             ops = (f"{kind}{micro}" for kind, micro in order(i, n, m))
