@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 
 from phalanx.cost import cached_costs
-from phalanx.plan.fit import Path
+from phalanx.plan.calibrate import LongestPath
 from phalanx.plan.profile import FITTED, SoftwareProfile, profile
 from phalanx.plan.published import PublishedRun, runs_of
 from phalanx.plan.table import read_table
@@ -23,7 +23,7 @@ def main() -> None:
     rows = [row for path in sys.argv[1:] for row in read_table(path)]
     published, _ = runs_of(rows, cached_costs)
     known = some(published)
-    met: dict[int, list[Path]] = {}
+    met: dict[int, list[LongestPath]] = {}
     default = shared(known, met, profile("default"))
     tell("default", default)
     profiles: dict[str, list[PublishedRun]] = defaultdict(list)

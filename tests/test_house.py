@@ -306,7 +306,7 @@ LINES = {
     "layout": 4654,
     "program": 3532,
     "draw": 1829,
-    "plan": 5480,
+    "plan": 5329,
     "models": 1966,
     "comm": 4743,
     "parallel": 4385,

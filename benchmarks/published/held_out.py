@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from phalanx.plan.calibrate import calibrated, spread_over
-from phalanx.plan.fit import Path, fit
+from phalanx.plan.calibrate import LongestPath, calibrated, fit, spread_over
 from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.published import PublishedRun
 from phalanx.plan.score import HeldOut
@@ -16,7 +15,7 @@ from phalanx.program.program import uncollected
 
 __all__ = ["hold_out", "shared", "some"]
 
-Each = Callable[..., Iterable[Path]]
+Each = Callable[..., Iterable[LongestPath]]
 _ROWS = 8  # of a profile on a device that a fit takes
 _PHYSICS = 0.1  # of mean log error: what twice the traffic has to save
 _FIVE = 5  # rows of its own that a family is calibrated with
@@ -24,7 +23,7 @@ _FIVE = 5  # rows of its own that a family is calibrated with
 
 def shared(
     runs: Sequence[PublishedRun],
-    met: dict[int, list[Path]],
+    met: dict[int, list[LongestPath]],
     base: SoftwareProfile,
     each: Each = map,
     physics: float = _PHYSICS,
@@ -41,7 +40,7 @@ def hold_out(
     published: Sequence[PublishedRun], families: Sequence[str], each: Each = map
 ) -> dict[str, HeldOut]:
     """For each family the numbers of `default` as they are without it, and then with five rows."""
-    met: dict[int, list[Path]] = {}
+    met: dict[int, list[LongestPath]] = {}
     known = some(published)
     base = shared(known, met, profile("default"), each)
     found = {}

@@ -9,10 +9,10 @@ import pytest
 from phalanx.layout import Layout, Shape
 from phalanx.plan import Curve, Machine, MachineError, Rate, Store
 from phalanx.plan.local import hardware_of_machine, local_profile
-from phalanx.plan.price import OpTime, PieceTimes, op_parts
+from phalanx.plan.price import Case, OpTime, PieceTimes, Priced, op_parts
 from phalanx.plan.profile import SoftwareProfile
-from phalanx.plan.step import Case, Choice, choice
-from phalanx.program import Load, MessageLoad, Product
+from phalanx.plan.step import Choice, choice
+from phalanx.program import Load, MessageLoad, PieceCost, Product
 
 SLOW = Curve("all_reduce", "gloo", 2, "ring", 1e-3, 1e8, 0.0, 1, 1 << 20, apart=2)
 MACHINE = Machine(
@@ -24,7 +24,7 @@ MACHINE = Machine(
         Curve("send", "gloo", 2, "ring", 1e-4, 1e9, 0.0, 1, 1 << 20),
     ),
 )  # fmt: skip
-NOTHING = PieceTimes(*[OpTime()] * 4, *[0.0] * 6)
+NOTHING = PieceTimes(*[OpTime()] * 4, PieceCost(*[Load()] * 4, *[0.0] * 5))
 
 
 def test_a_measured_product_takes_what_it_took_and_one_between_has_a_rate_between() -> None:
@@ -104,9 +104,9 @@ def _pipeline(stages: int, machine: Machine) -> Choice:
     shape = Shape(name="even", layers=stages, hidden=8, heads=1, vocab=8, sequence=8)
     curves = tuple(replace(x, latency=0.0, bandwidth=1e30) for x in machine.curves)
     hardware = hardware_of_machine(replace(machine, curves=curves), stages)
-    block = replace(NOTHING, forward=OpTime(1.0), inputs=OpTime(2.0))
+    block = replace(NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0))
     case = Case(shape, Layout.parse(f"pp{stages} gpipe:8 fp32"), 1.0, 8)
-    return choice(case, (NOTHING, block, NOTHING), hardware, local_profile())
+    return choice(Priced(case, (NOTHING, block, NOTHING), hardware, local_profile()))
 
 
 def test_where_every_rank_has_a_core_a_pipeline_takes_what_the_textbook_says() -> None:
@@ -115,10 +115,11 @@ def test_where_every_rank_has_a_core_a_pipeline_takes_what_the_textbook_says() -
 
 def test_messages_take_the_time_of_a_core_that_would_compute_beside_them() -> None:
     shape = Shape(name="even", layers=2, hidden=8, heads=1, vocab=8, sequence=8)
-    block = replace(NOTHING, forward=OpTime(1.0), inputs=OpTime(2.0), weights=1e8)
+    cost = replace(NOTHING.cost, weights=1e8)
+    block = replace(NOTHING, forward=OpTime(1.0), input_gradient=OpTime(2.0), cost=cost)
     case = Case(shape, Layout.parse("dp2 accum:1 fp32"), 1.0, 8)
     busy, idle = (
-        choice(case, (NOTHING, block, NOTHING), hardware, local_profile()).step
+        choice(Priced(case, (NOTHING, block, NOTHING), hardware, local_profile())).step
         for two in [hardware_of_machine(replace(MACHINE, curves=MACHINE.curves[:1]), 2)]
         for hardware in (two, replace(two, cores=64))
     )
@@ -150,8 +151,8 @@ def test_starting_a_kernel_takes_the_time_of_who_computes_it_on_a_cpu_and_is_hid
     ]
     product = here.rates.product(load.products[0], "fp32") / SoftwareProfile().speed
     starts = 1000 * here.rates.launch
-    assert times[0].compute == pytest.approx(product + starts)
-    assert times[1].compute == pytest.approx(max(product, starts))
+    assert times[0].total == pytest.approx(product + starts)
+    assert times[1].total == pytest.approx(max(product, starts))
 
 
 def test_a_rings_messages_cost_their_time_where_all_cores_compute_and_hide_where_one_is_left() -> (

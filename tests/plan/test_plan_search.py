@@ -16,23 +16,19 @@ from phalanx.layout import Layout, LayoutError, Shape, legal, piece_layout, stag
 from phalanx.layout.stages import partial_pieces
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
-from phalanx.plan.price import OpTime
+from phalanx.plan.price import Case, OpTime, Priced
 from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.routing import Routing
 from phalanx.plan.search import Plan, Screened, baselines, judge, search
 from phalanx.plan.space import Space, spread
 from phalanx.plan.step import (
-    Case,
     Choice,
     Pricer,
     Request,
-    case_of,
     choice,
-    costs_of,
     joint_lanes,
     longest,
     predicted,
-    sizes_of_case,
 )
 from phalanx.program import AttentionLoad, Load, MessageLoad, PieceCost, Product, build, ops
 from phalanx.program.memory import peaks
@@ -139,15 +135,14 @@ LAYOUTS = (
 def test_the_step_is_the_makespan_of_the_whole_program_on_the_whole_mesh(text: str) -> None:
     """One rank along dp and tp stands for all, and full pipelines are not simulated to their end."""
     layout, asked = Layout.parse(f"{text} bf16"), request()
-    case = case_of(SHAPE, layout, batch=BATCH, sequence=SEQUENCE)
-    three = Pricer(asked).three(piece_layout(layout), case.rows, layout.pp > 1)
-    found = choice(case, three, asked.hardware, asked.profile)
+    priced = Pricer(asked).priced(layout)
+    found = choice(priced)
     parts = partial_pieces(layout, SHAPE)
     program = build(layout, stage_pieces(layout, SHAPE), agree=True, parts=parts)
     made = compiled(program, joint=joint_lanes(layout, asked.hardware))
-    _, ends = event_times(made, costs_of(case, three, asked.hardware, asked.profile))
+    _, ends = event_times(made, priced.costs())
     assert found.step == pytest.approx(max(ends), rel=1e-9)
-    fullest = max(peak.total for peak in peaks(program, sizes_of_case(case, three, asked.profile)))
+    fullest = max(peak.total for peak in peaks(program, priced.sizes))
     bytes_ = asked.profile.context + asked.profile.reserve * fullest
     assert found.bytes == pytest.approx(bytes_, rel=1e-9)
 
@@ -166,14 +161,11 @@ def test_further_microbatches_of_a_full_pipeline_take_what_the_whole_simulation_
 ) -> None:
     layout = Layout.parse(text.format(count) + " bf16")
     asked = request(f"h100x{layout.ranks}", layers=5)
-    case = case_of(asked.shape, layout, batch=count * layout.dp, sequence=SEQUENCE)
-    three = Pricer(asked).three(piece_layout(layout), case.rows, layout.pp > 1)
-    found = choice(case, three, asked.hardware, asked.profile)
-    whole, _ = predicted(case, three, asked.hardware, asked.profile)
+    priced = Pricer(replace(asked, batch=count * layout.dp)).priced(layout)
+    found, whole = choice(priced), predicted(priced)
     assert found.step == pytest.approx(whole.makespan, rel=1e-9)
     program = build(layout, stage_pieces(layout, asked.shape), agree=True)
-    sizes = sizes_of_case(case, three, asked.profile)
-    fullest = max(peak.total for peak in peaks(program, sizes))
+    fullest = max(peak.total for peak in peaks(program, priced.sizes))
     bytes_ = asked.profile.context + asked.profile.reserve * fullest
     assert found.bytes == pytest.approx(bytes_, rel=1e-9)
 
@@ -184,14 +176,13 @@ def test_collectives_over_one_group_take_turns_and_replicas_have_links_of_their_
         "a100-80x16", software=replace(profile("phalanx"), speed=1e4, traffic=1e-4, host=0)
     )
     layout = Layout.parse("dp16 zero3 accum:4 bf16")
-    case = case_of(SHAPE, layout, batch=BATCH, sequence=SEQUENCE)
-    three = Pricer(asked).three(piece_layout(layout), case.rows, False)
-    costs = costs_of(case, three, asked.hardware, asked.profile)
+    priced = Pricer(asked).priced(layout)
+    costs = priced.costs()
     pieces = range(SHAPE.pieces)
     sums = 4 * sum(costs.pieces[ops.REDUCE, n] for n in pieces)
     # Each microbatch gathers blocks twice; the head's weights stay from its forward to its backward.
     gathers = 4 * sum(costs.pieces[ops.GATHER, n] * (2 - (n == pieces[-1])) for n in pieces)
-    found = choice(case, three, asked.hardware, asked.profile)
+    found = choice(priced)
     assert found.step == pytest.approx(sums + gathers, rel=0.15)
     assert ops.KINDS[ops.REDUCE_REPLICAS].lane not in joint_lanes(
         Layout.parse("dp2x8 zero3"), asked.hardware
@@ -209,14 +200,13 @@ def test_steps_that_roll_take_what_the_longest_stage_takes() -> None:
         embed, block, head = Pricer(asked).three(piece_layout(layout), 1.0, True)
         one = OpTime(1.0)
         three = tuple(
-            replace(t, forward=one, inputs=one, weights_=one) if t is block
-            else replace(t, forward=OpTime(), inputs=OpTime(), weights_=OpTime())
+            replace(t, forward=one, input_gradient=one, weight_gradient=one) if t is block
+            else replace(t, forward=OpTime(), input_gradient=OpTime(), weight_gradient=OpTime())
             for t in (embed, block, head)
         )  # fmt: skip
-        found = choice(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
+        priced = Priced(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
+        found, path, costs = choice(priced), longest(priced), priced.costs()
         assert found.step == pytest.approx(8 * 3 if rolls else 8 * 3 + 3 * 3, rel=0.01)
-        path = longest(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
-        costs = costs_of(case, three, asked.hardware, asked.profile)  # type: ignore[arg-type]
         assert sum(often * costs.of(op, rank) for (rank, op), often in path.items()) == (
             pytest.approx(found.step)
         )
@@ -350,7 +340,7 @@ def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_tok
         Pricer(asked).three(piece_layout(layout), 4.0, False)[1].parts[1] for asked in (busy, twice)
     )
     sizes = [
-        [x.forward.total, x.inputs.total, x.weights_.total, x.kept, x.edge, x.weights]
+        [x.forward.total, x.backward, x.cost.kept, x.cost.edge, x.cost.weights]
         for x in (found, wanted)
     ]
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-6)

@@ -10,9 +10,9 @@ from by_hand import pieces
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError, cluster, device
 from phalanx.plan.hardware import Roofline, hardware_of
-from phalanx.plan.price import SLOWED, piece_parts
+from phalanx.plan.price import SLOWED, Case, Priced, Three, parts_of, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
-from phalanx.plan.step import Case, Choice, Three, choice, parts_of
+from phalanx.plan.step import Choice, choice
 from phalanx.program import Load, Product
 
 SHAPE = Shape(
@@ -36,7 +36,8 @@ def _one(
         piece_parts(w, hardware, what, layout, layout.precision).under(what)
         for w in pieces(SHAPE, layout, SHAPE.sequence, rows)
     )
-    return choice(Case(shape, layout, rows, SHAPE.sequence), (e, b, h), hardware, what), (e, b, h)
+    case = Case(shape, layout, rows, SHAPE.sequence)
+    return choice(Priced(case, (e, b, h), hardware, what)), (e, b, h)
 
 
 def test_a_large_square_product_runs_near_the_best_rate_that_was_measured() -> None:
@@ -126,7 +127,7 @@ def test_a_tied_weight_is_summed_between_the_two_ends_of_a_pipeline(text: str, s
     layout = Layout.parse(text)
     plain, three = _one(text)
     tied, _ = _one(text, tied=True)
-    size = three[0].weights * BARE.reduce_bytes
+    size = three[0].cost.weights * BARE.reduce_bytes
     pair = hardware_of(cluster(f"h100x{layout.ranks}")).network.seconds("all_reduce", size, 2, 1)
     assert tied.step - plain.step == pytest.approx(pair if sums else 0.0, rel=0.01, abs=1e-6)
 
@@ -137,7 +138,11 @@ def test_messages_of_data_parallel_are_seen_where_nothing_is_computed_beside_the
     seen, three = _one("dp8 zero3 bf16", what=beside)
     assert seen.parts["compute"] == pytest.approx(alone.parts["compute"])
     network = hardware_of(cluster("h100x8")).network
-    weights = [three[0].weights, *[three[1].weights] * SHAPE.layers, three[2].weights]
+    weights = [
+        three[0].cost.weights,
+        *[three[1].cost.weights] * SHAPE.layers,
+        three[2].cost.weights,
+    ]
     # Each block is gathered twice, embedding and head once or twice, and all are summed.
     least = sum(network.seconds("all_gather", 2 * w, 8, 1) for w in weights)
     least += sum(network.seconds("reduce_scatter", 4 * w, 8, 1) for w in weights)
@@ -148,7 +153,9 @@ def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage
     beside = replace(BARE, overlaps_data=False)
     (alone, _), (seen, three) = (_one(f"{dp}pp4 1f1b:16 bf16", what=beside) for dp in ("", "dp2 "))
     network = hardware_of(cluster("h100x8")).network
-    weights = max(three[0].weights, three[2].weights) + SHAPE.layers / 4 * three[1].weights
+    weights = (
+        max(three[0].cost.weights, three[2].cost.weights) + SHAPE.layers / 4 * three[1].cost.weights
+    )
     sums = network.seconds("all_reduce", 4 * weights, 2, 1)
     # All stages sum at once when the last of them has computed: not each before the next one.
     assert seen.step - alone.step < 1.5 * sums
@@ -157,7 +164,7 @@ def test_sums_that_do_not_overlap_come_after_the_pipeline_and_not_stage_by_stage
 def test_sends_that_do_not_overlap_take_the_time_of_the_stage_that_sends() -> None:
     plain, three = _one("pp2 1f1b:16 bf16")
     seen, _ = _one("pp2 1f1b:16 bf16", what=replace(BARE, overlaps_sends=False))
-    one = hardware_of(cluster("h100x2")).network.seconds("send", three[1].edge, 2, 1)
+    one = hardware_of(cluster("h100x2")).network.seconds("send", three[1].cost.edge, 2, 1)
     assert 15 * one < seen.step - plain.step < 20 * one
 
 
@@ -169,16 +176,16 @@ def test_columns_that_gather_again_keep_a_part_and_wait_for_what_products_do_not
     again = replace(plain, regathers=True)
     whole, part = (_one("tp8 seq", what=each)[1][1] for each in (plain, again))
     size = 2 * SHAPE.sequence * SHAPE.hidden  # what each of two columns takes, in 16 bits
-    assert whole.kept - part.kept == pytest.approx(2 * size * 7 / 8)
+    assert whole.cost.kept - part.cost.kept == pytest.approx(2 * size * 7 / 8)
     assert part.forward == whole.forward
     one = hardware_of(cluster("h100x8")).network.seconds("all_gather", size, 8, 1)
-    late = max(0.0, 2 * float(one) - 0.9 * whole.inputs.device)
+    late = max(0.0, 2 * float(one) - 0.9 * whole.input_gradient.device)
     hidden = 2 * float(one) - late
-    extra = part.inputs.messages - whole.inputs.messages
+    extra = part.input_gradient.messages - whole.input_gradient.messages
     assert extra == pytest.approx(late + SLOWED * hidden)
     assert (late > 0) == (faster > 1)
     without = (_one("tp8", what=each)[1][1] for each in (plain, again))
-    assert len({each.kept for each in without}) == 1
+    assert len({each.cost.kept for each in without}) == 1
 
 
 def test_what_selective_recomputation_repeats_of_the_products_is_the_profiles() -> None:
@@ -237,7 +244,7 @@ def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
     hardware, case = hardware_of(cluster("h100x2")), Case(SHAPE, cut, 2.0, 2048)
 
     def moved(what: SoftwareProfile) -> float:
-        inputs = parts_of(kinds, case, hardware, what, cut)[1].under(what).inputs
+        inputs = parts_of(kinds, case, hardware, what, cut)[1].under(what).input_gradient
         return inputs.device * 0.85 * hardware_of(cluster("h100x2")).rates.device.memory.bandwidth
 
     plain = replace(BARE, loss="over")

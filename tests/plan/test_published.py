@@ -16,7 +16,7 @@ from phalanx.cli import plan_calibrate, plan_score
 from phalanx.cli.usage import UsageError
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError
-from phalanx.plan.fit import fit
+from phalanx.plan.calibrate import fit
 from phalanx.plan.profile import FITTED, profile
 from phalanx.plan.published import logged, runs_of
 from phalanx.plan.score import score, scored_row

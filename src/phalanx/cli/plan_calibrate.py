@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_folders(args: Namespace) -> tuple[SoftwareProfile, list[CostedRun]]:
+def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     """Where the fit begins, and the runs."""
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
@@ -93,13 +93,13 @@ def _of_folders(args: Namespace) -> tuple[SoftwareProfile, list[CostedRun]]:
     ]
 
 
-def _of_tables(args: Namespace) -> tuple[SoftwareProfile, list[CostedRun]]:
+def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     """The same of tables: the rows of `--profile`'s software, or of the first row's."""
     chosen = profile(args.profile) if args.profile else None
     rows = [row for path in args.runs for row in read_table(path, chosen)]
     rows = [row for row in rows if row.profile.name == rows[0].profile.name]
     runs, refused = runs_of(rows, cached_costs)
-    known = [run.costed for run in runs if run.counts]
+    known = [run for run in runs if run.counts]
     if not known:
         why = next(iter(refused.values()), "none has a step time")
         raise UsageError(f"no row of {', '.join(args.runs)} can be fitted: {why}")

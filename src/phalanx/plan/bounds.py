@@ -22,9 +22,9 @@ from ..layout import Layout, Shape
 from ..layout.choices import traits
 from ..program import ops, schedule
 from ..program.state import IN_FLIGHT
-from .price import OpTime
+from .price import OpTime, PieceTimes, Three, Units, distance, frozen_bytes, kind_of
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
-from .step import Pricer, Three, Units, computed, distance, frozen_bytes
+from .step import Pricer
 
 Array = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ class Bounds:
 
     step: Array
     bytes: Array
-    units: tuple[tuple[Units, Units], ...]  # of each way to shard
+    units: tuple[Units, ...]  # of each way to shard
     priced: _Unit
 
 
@@ -58,7 +58,9 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
     when less was costed. Numbers of weights, and so the times of units, are the same for all of them."""
     split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
     step, held = np.zeros(x.sizes), np.zeros(x.sizes)
-    units = before.units if before else tuple(_units(space, x.grid, z) for z in x.zeros)
+    layouts = (Layout(x.grid.mesh(z.shards), zero=z.stage, offload=space.offload) for z in x.zeros)
+    hardware, profile = space.request.hardware, space.request.profile
+    units = before.units if before else tuple(Units(x, hardware, profile) for x in layouts)
     priced = before.priced if before else None
     for way in sorted({*split}):
         three = [
@@ -97,8 +99,9 @@ def _least(
             break
     embed, block, head = pricer.three(cut, rows / grid.cp, piped)
     if selective and kept.recompute != "selective":
-        least = min(block.input, block.kept)
-        block = replace(block, again=OpTime(), kept=least, kept_after_i=0.0, selected=least)
+        least = min(block.cost.input, block.cost.kept)
+        cost = replace(block.cost, kept=least, kept_after_i=0.0, selected=least)
+        block = replace(block, again=OpTime(), cost=cost)
     return embed, block, head
 
 
@@ -122,9 +125,10 @@ class _Numbers:
         self.temporary = np.minimum(array(1, "temporary"), array(2, "temporary"))
         self.weights = [float(_number(three[0][0][kind], "weights")) for kind in range(3)]
         self.frozen = [float(_number(three[0][0][kind], "frozen")) for kind in range(3)]
-        for piece in shape.frozen:  # of blocks some hold less than others: the least
-            kind = 0 if piece == 0 else 1 + (piece == shape.pieces - 1)
-            self.frozen[kind] = self.weights[kind]
+        for kind in {kind_of(piece, shape) for piece in shape.frozen}:
+            self.frozen[kind] = self.weights[
+                kind
+            ]  # of blocks some hold less than others: the least
         self.trained = [w - still for w, still in zip(self.weights, self.frozen, strict=True)]
         experts = (float(_number(three[0][0][kind], "experts")) for kind in range(3))
         self.experts = [e * (not still) for e, still in zip(experts, self.frozen, strict=True)]
@@ -136,9 +140,12 @@ class _Numbers:
         self.whole = inner(lambda name: name != "none") > 0
 
 
-def _number(piece: object, name: str) -> float:
-    value = getattr(piece, name)
-    return value.total if isinstance(value, OpTime) else float(value)
+def _number(piece: PieceTimes, name: str) -> float:
+    """Seconds of an operation of a piece, or bytes that it holds."""
+    if name == "backward":
+        return piece.backward
+    value = getattr(piece, name, None)
+    return value.total if isinstance(value, OpTime) else float(getattr(piece.cost, name))
 
 
 def _segment(recompute: str) -> float:
@@ -155,30 +162,12 @@ class _Unit:
     update: Array
 
 
-def _units(space: Space, grid: Grid, zero: Zero) -> tuple[Units, Units]:
-    """Those of experts behind those of the other weights."""
-    r = space.request
-    layout = Layout(mesh=grid.mesh(zero.shards), zero=zero.stage, offload=space.offload)
-    plain, routed = (Units(layout, r.hardware, r.profile, experts=e) for e in (False, True))
-    return plain, routed
-
-
-def _priced(units: Sequence[tuple[Units, Units]], n: _Numbers) -> _Unit:
+def _priced(units: Sequence[Units], n: _Numbers) -> _Unit:
     kinds = zip(n.trained, n.frozen, n.experts, strict=True)
-    each = [
-        [
-            plain.of(w - e, still) + routed.of(e) if e else plain.of(w, still)
-            for plain, routed in units
-        ]
-        for w, still, e in kinds
-    ]
-    alone = 1.0 / units[0][0].hardware.crowding
-    return _Unit(
-        np.array([[u.gather * alone for u in row] for row in each]),
-        np.array([[u.reduce * alone for u in row] for row in each]),
-        np.array([[u.replicas * alone for u in row] for row in each]),
-        np.array([[u.update for u in row] for row in each]),
-    )
+    each = np.array([[u.of(w - e, still, e) for u in units] for w, still, e in kinds])
+    gather, _, reduce, replicas, _, update = np.moveaxis(each, -1, 0)
+    alone = 1.0 / units[0].hardware.crowding
+    return _Unit(gather * alone, reduce * alone, replicas * alone, update)
 
 
 def _time(
@@ -333,9 +322,7 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
     blocks = _blocks(space.request.shape, pp, pipe)
     again = block.again.total if inner.recompute != "none" else 0.0
     segment = _segment(inner.recompute)
-    embed_, blocks_, head_ = (
-        computed(t) | {ops.BACKWARD: t.backward} for t in (embed, block, head)
-    )
+    embed_, blocks_, head_ = (t.computed | {ops.BACKWARD: t.backward} for t in (embed, block, head))
 
     def seconds(kind: str, stage: int) -> tuple[float, float]:
         """Of what needs no gradient, and of the rest."""
@@ -349,7 +336,9 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
 
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
     times = [seconds(*key) for key in keys]
-    hop = space.request.hardware.network.seconds("send", block.edge, pp, distance(layout, "pp"))
+    hop = space.request.hardware.network.seconds(
+        "send", block.cost.edge, pp, distance(layout, "pp")
+    )
     if space.request.profile.scatters_sends:
         hop = 0.0
     ends = [0.0] * len(nodes)
@@ -478,7 +467,7 @@ def _memory(
     s: _Stages,
     n: _Numbers,
     flight: Array,
-    units: Sequence[tuple[Units, Units]],
+    units: Sequence[Units],
 ) -> Array:
     """Bytes of the fullest rank, (ZeRO, microbatches, pipelines, inner choices)."""
     p, cores = space.request.profile, space.request.hardware.cores
@@ -494,15 +483,14 @@ def _memory(
         for embed, block, head in (n.trained, n.frozen, n.weights, n.experts)
     )
     held = []
-    for zero, (unit, apart_unit) in zip(x.zeros, units, strict=True):
+    for zero, unit in zip(x.zeros, units, strict=True):
         part = unit.shards if zero.stage else 1.0
         # Ranks of ep do not share experts: their shards are so many fewer.
-        few = apart_unit.shards if zero.stage else 1.0
+        few = part / x.grid.ep if zero.stage else 1.0
         cut = numbers + (part / few - 1) * routed
         optimizer = 0.0 if space.offload else p.optimizer_bytes / part
         always = cut * optimizer + numbers * (0.0 if zero.stage == 3 else p.weight_bytes)
-        apart = Layout(zero=zero.stage, offload=space.offload)
-        always = always + still * frozen_bytes(apart, p, part)
+        always = always + still * frozen_bytes(unit.layout, p)
         shards = cut * p.gradient_bytes / part
         gradients = shards if zero.stage >= 2 and part > 1 else numbers * p.gradient_bytes
         then = kept

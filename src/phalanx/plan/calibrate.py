@@ -2,13 +2,17 @@
 
 A run tells its layout and its step times in metrics.jsonl. What it ran on is the caller's to say:
 a measured machine or a catalogued cluster, as a `Hardware`.
+
+A step is the length of the longest path through its program, and a path is a count of operations.
+A fit moves the profile under the paths that it has met so far, simulates all runs anew, and adds
+the paths that have become the longest, until none does.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -19,32 +23,30 @@ from ..layout.codec import decode
 from ..layout.journal import read_journal
 from ..program import ops
 from .device import MachineError, MachineFileError
-from .fit import Path as LongestPath
-from .fit import TimedRun, fit
 from .hardware import Hardware
-from .price import PieceParts
-from .profile import SoftwareProfile
-from .step import (
-    Case,
-    Choice,
-    CostFunction,
-    Three,
-    case_of,
-    choice,
-    computed,
-    costs_of,
-    kind_of,
-    longest,
-    parts_of,
-)
+from .price import Case, PieceParts, Priced, costed_as, kind_of, parts_of
+from .profile import FITTED, SoftwareProfile
+from .step import Choice, CostFunction, case_of, choice, longest
 
 Item = TypeVar("Item")
+# Seconds of the operations on one path through a run's program, under a profile.
+LongestPath = Callable[[SoftwareProfile], float]
+_CLIP = 0.4  # a run that is further off than this (in log time) is pathological and pulls no more
+_HELD = 0.5  # how much one run less moves a number than many do: the weight of where it starts
+_ROUNDS = 3  # of simulating all runs
 _BIAS_STEP, _BIAS_STEPS = 0.025, 28  # of the factor's logarithm: from a half to twice
 _PRIOR = 0.25  # runs that one guess of no bias counts as
 _FOLDS = 5  # in which runs are left out to see whether more numbers help
 _LEAST = 3  # runs with which that can be seen
 _WORTH = 0.8  # of the error that is left before, if more is moved
 _MOVES = 40
+# What each operation computes, as `PieceTimes.computed` names it.
+_COMPUTED = {
+    **{kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)},
+    ops.BACKWARD: (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT),
+    ops.RECOMPUTE: (ops.RECOMPUTE,),
+    ops.RECOMPUTE_PART: (ops.RECOMPUTE,),
+}
 
 
 @dataclass(frozen=True)
@@ -58,43 +60,46 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostedRun:
-    """A run on some hardware, costed once, to be simulated under many profiles."""
+    """A run on some hardware, costed once with the facts of its software, to be simulated under the
+    numbers of many profiles."""
 
     run: Measured
     hardware: Hardware
+    facts: SoftwareProfile
     parts: tuple[PieceParts, PieceParts, PieceParts]  # embedding, block, head
 
     @property
     def measured(self) -> float:
         return self.run.seconds
 
-    def choice(self, profile: SoftwareProfile) -> Choice:
-        """What its step takes and holds."""
-        return choice(self.run.case, self.three(profile), self.hardware, profile)
-
-    def step(self, profile: SoftwareProfile) -> float:
-        return self.choice(profile).step
-
-    def longest(self, profile: SoftwareProfile) -> LongestPath:
-        """The longest path of its program, as a function of the profile."""
-        # Ranks that share cores have no path that is independent of the others.
-        if self.hardware.cores or self.run.case.layout.ep > 1:
-            return self.step
-        case = self.run.case
-        three, last = self.three(profile), case.shape.pieces - 1
-        costs = costs_of(case, three, self.hardware, profile)
-        often: dict[tuple[int, str], float] = defaultdict(float)  # of the three, what is computed
-        rest = 0.0  # messages and updates, which no fitted number changes
-        for (rank, op), count in longest(case, three, self.hardware, profile).items():
-            rest += count * costs.of(op, rank)
-            for kind in _COMPUTED.get(op.kind, ()):
-                often[kind_of(op.piece, last), kind] += count
-        return _ComputedPath(self, dict(often), rest - _seconds(often, three))
-
-    def three(self, profile: SoftwareProfile) -> Three:
+    def priced(self, numbers: SoftwareProfile) -> Priced:
+        profile = replace(self.facts, **{name: getattr(numbers, name) for name in FITTED})
         piped = self.run.case.layout.pp > 1
         embed, block, head = (part.under(profile, piped) for part in self.parts)
-        return embed, block, head
+        return Priced(self.run.case, (embed, block, head), self.hardware, profile)
+
+    def choice(self, numbers: SoftwareProfile) -> Choice:
+        """What its step takes and holds."""
+        return choice(self.priced(numbers))
+
+    def step(self, numbers: SoftwareProfile) -> float:
+        return self.choice(numbers).step
+
+    def longest(self, numbers: SoftwareProfile) -> LongestPath:
+        """The longest path of its program, as a function of the profile."""
+        # Ranks that share cores have no path that is independent of the others.
+        if self.hardware.cores or self.run.case.layout.experts_apart:
+            return self.step
+        priced, shape = self.priced(numbers), self.run.case.shape
+        costs = priced.costs()
+        often: dict[tuple[int, str], float] = defaultdict(float)  # of the three, what is computed
+        rest = 0.0  # messages and updates, which no fitted number changes
+        for (rank, op), count in longest(priced).items():
+            rest += count * costs.of(op, rank)
+            for kind in _COMPUTED.get(op.kind, ()):
+                often[kind_of(op.piece, shape), kind] += count
+        path = _ComputedPath(self, dict(often), 0.0)
+        return replace(path, rest=rest - path(numbers))
 
 
 @dataclass(frozen=True)
@@ -106,39 +111,140 @@ class _ComputedPath:
     often: Mapping[tuple[int, str], float]
     rest: float
 
-    def __call__(self, profile: SoftwareProfile) -> float:
-        return self.rest + _seconds(self.often, self.run.three(profile))
-
-
-# What each operation computes, as `computed` names it.
-_COMPUTED = {
-    **{kind: (kind,) for kind in (ops.FORWARD, ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)},
-    ops.BACKWARD: (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT),
-    ops.RECOMPUTE: (ops.RECOMPUTE,),
-    ops.RECOMPUTE_PART: (ops.RECOMPUTE,),
-}
-
-
-def _seconds(often: Mapping[tuple[int, str], float], three: Three) -> float:
-    times = [computed(t) for t in three]
-    return math.fsum(count * times[which][kind] for (which, kind), count in often.items())
+    def __call__(self, numbers: SoftwareProfile) -> float:
+        times = [t.computed for t in self.run.priced(numbers).three]
+        computed = (count * times[which][kind] for (which, kind), count in self.often.items())
+        return self.rest + math.fsum(computed)
 
 
 def costed(
     runs: Sequence[Measured], hardware: Hardware, costs: CostFunction, profile: SoftwareProfile
 ) -> list[CostedRun]:
     """Runs of one model and sequence, as software with the profile's facts runs them."""
-    first = runs[0].case
-    cuts = {run.name: piece_layout(run.case.layout) for run in runs}
-    made = costs(first.shape, list(cuts.values()), sequence=first.sequence)
-    found = []
-    for run in runs:
-        cut, kinds = cuts[run.name], made[cuts[run.name]]
-        found.append(CostedRun(run, hardware, parts_of(kinds, run.case, hardware, profile, cut)))
+    first, found = runs[0].case, []
+    cuts = [piece_layout(run.case.layout) for run in runs]
+    names = [costed_as(cut, profile) for cut in cuts]
+    made = costs(first.shape, names, sequence=first.sequence)
+    for run, cut, name in zip(runs, cuts, names, strict=True):
+        parts = parts_of(made[name], run.case, hardware, profile, cut)
+        found.append(CostedRun(run, hardware, profile, parts))
     return found
 
 
-def calibrated(base: SoftwareProfile, runs: Sequence[TimedRun]) -> SoftwareProfile:
+def longest_of(run: CostedRun, profile: SoftwareProfile) -> LongestPath:
+    """The longest path of a run's program under a profile."""
+    return run.longest(profile)
+
+
+def fit(
+    base: SoftwareProfile,
+    runs: Sequence[CostedRun],
+    *,
+    weights: Sequence[float] = (),
+    moves: int = 80,
+    clip: float = _CLIP,
+    met: dict[int, list[LongestPath]] | None = None,
+    each: Callable[..., Iterable[LongestPath]] = map,
+    physics: float = 0.0,
+) -> SoftwareProfile:
+    """The profile whose numbers come nearest to the measured steps: mean absolute log error.
+
+    Numbers are held where `base` has them, the more the fewer runs there are. `weights` are of the
+    runs, one each if left out; `moves` is how many the search makes in a round; `clip` is how far off
+    a run still pulls; `met`, the paths of each run that earlier fits met: with it nothing is
+    simulated where paths are known; `each` maps simulating over runs. `physics` is how much `traffic` is
+    held at 1: software of many kinds moves what it was costed with.
+    """
+    known = [
+        (run, weight)
+        for run, weight in zip(runs, weights or [1.0] * len(runs), strict=True)
+        if weight > 0 and run.measured > 0
+    ]
+    if not known:
+        return base
+    low = [span[0] for span in FITTED.values()]
+    wide = [span[1] - span[0] for span in FITTED.values()]
+    rest = [(getattr(base, n) - a) / b for n, a, b in zip(FITTED, low, wide, strict=True)]
+
+    def at(x: Sequence[float]) -> SoftwareProfile:
+        numbers = {
+            name: round(a + b * min(max(each, 0.0), 1.0), 3)
+            for name, a, b, each in zip(FITTED, low, wide, x, strict=True)
+        }
+        return replace(base, **numbers)  # type: ignore[arg-type]
+
+    met = {} if met is None else met
+    paths = [met.setdefault(id(run), []) for run, _ in known]
+    held = _HELD / len(known)
+
+    def loss(x: Sequence[float]) -> float:
+        profile, total, count = at(x), 0.0, 0.0
+        for (run, weight), those in zip(known, paths, strict=True):
+            step = max(path(profile) for path in those)
+            total += weight * min(abs(math.log(step / run.measured)), clip)
+            count += weight
+        outside = sum(max(each - 1, 0.0) + max(-each, 0.0) for each in x)
+        apart = math.fsum((a - b) * (a - b) for a, b in zip(x, rest, strict=True))
+        bytes_ = physics * (profile.traffic - 1) ** 2
+        return total / count + outside + held * apart + bytes_
+
+    best = [min(max(each, 0.05), 0.95) for each in rest]
+    simulated = not all(paths)
+    for number in range(_ROUNDS if simulated else 1):
+        if simulated:
+            all_runs, here = [run for run, _ in known], [at(best)] * len(known)
+            for path, those in zip(each(longest_of, all_runs, here), paths, strict=True):
+                those.append(path)
+        best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
+    return at(best)
+
+
+def _simplex(
+    f: Callable[[Sequence[float]], float], start: list[float], step: float, moves: int
+) -> list[float]:
+    """The lowest point that Nelder and Mead's walk (1965) finds from a start."""
+    points = [start]
+    for k in range(len(start)):
+        moved = list(start)
+        moved[k] += step if moved[k] + step <= 1 else -step
+        points.append(moved)
+    known = sorted((f(x), x) for x in points)
+    for _ in range(moves):
+        if known[-1][0] - known[0][0] < 1e-5:
+            break
+        worst = known[-1][1]
+        others = [x for _, x in known[:-1]]
+        centre = [sum(each) / len(others) for each in zip(*others, strict=True)]
+
+        def towards(part: float, c: list[float] = centre, w: list[float] = worst) -> list[float]:
+            return [a + part * (a - b) for a, b in zip(c, w, strict=True)]
+
+        mirrored = towards(1.0)
+        value = f(mirrored)
+        if value < known[0][0]:
+            further = towards(2.0)
+            new = min((f(further), further), (value, mirrored))
+        elif value < known[-2][0]:
+            new = value, mirrored
+        else:
+            nearer = towards(0.5 if value < known[-1][0] else -0.5)
+            new = f(nearer), nearer
+            if new[0] >= min(value, known[-1][0]):  # all of them towards the best
+                first = known[0][1]
+                known = [known[0]] + [
+                    (f(x), x)
+                    for x in (
+                        [a + 0.5 * (b - a) for a, b in zip(first, other, strict=True)]
+                        for _, other in known[1:]
+                    )
+                ]
+                known.sort()
+                continue
+        known = sorted([*known[:-1], new])
+    return known[0][1]
+
+
+def calibrated(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProfile:
     """The profile whose fitted numbers come nearest to the runs: as they are, all of computing slower
     or faster by one factor, or each number by itself. The more is moved, the more it has to help:
     with runs that are left out in turn. What few runs do not decide stays near where it is."""
@@ -148,10 +254,10 @@ def calibrated(base: SoftwareProfile, runs: Sequence[TimedRun]) -> SoftwareProfi
     paths: dict[int, LongestPath] = {id(run): run.longest(base) for run in timed}
     met: dict[int, list[LongestPath]] = {}
 
-    def biased(some: Sequence[TimedRun]) -> SoftwareProfile:
+    def biased(some: Sequence[CostedRun]) -> SoftwareProfile:
         return _biased(base, [(paths[id(run)], run.measured) for run in some])
 
-    def fitted(some: Sequence[TimedRun]) -> SoftwareProfile:
+    def fitted(some: Sequence[CostedRun]) -> SoftwareProfile:
         # No run of one's own is clipped: on a machine file that is twice too fast all are far off.
         return fit(biased(some), some, clip=math.inf, moves=_MOVES, met=met)
 
@@ -171,7 +277,7 @@ def calibrated(base: SoftwareProfile, runs: Sequence[TimedRun]) -> SoftwareProfi
 
 
 def _off(
-    profile: SoftwareProfile, runs: Sequence[TimedRun], paths: Mapping[int, LongestPath]
+    profile: SoftwareProfile, runs: Sequence[CostedRun], paths: Mapping[int, LongestPath]
 ) -> list[float]:
     """Relative errors, as logarithms."""
     return [abs(math.log(paths[id(run)](profile) / run.measured)) for run in runs]

@@ -1,17 +1,34 @@
-"""Seconds of a piece's operations on some hardware, under a profile.
+"""What every operation of a layout's program takes on some hardware, under a profile.
 
-A cost says what an operation does (products, bytes, messages); here this becomes time. Collectives
-of whole units, sends between stages and updates are priced in `step.py`: they depend on the layout.
+A cost says what an operation does (products, bytes, messages); here this becomes seconds: of a
+piece's operations (`piece_parts`), of the collectives over its weights (`Units`), and of all that a
+program has, with the bytes that it holds (`Priced`). `step.py` simulates it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
-from ..layout import Layout
-from ..layout.choices import DTYPES
-from ..program import AttentionLoad, Load, MessageLoad, PieceCost, Product
+from ..layout import Layout, Shape, program_pieces, stage_pieces
+from ..layout.choices import DTYPES, FP8
+from ..layout.stages import program_experts
+from ..program import (
+    AttentionLoad,
+    Costs,
+    Load,
+    MessageLoad,
+    PieceCost,
+    Product,
+    Sizes,
+    joined,
+    ops,
+)
 from .hardware import Hardware
+from .matrices import Matrices, MatrixTimes, matrix_bytes, matrix_times, program_matrices
 from .profile import SCORES, SoftwareProfile
 
 # Bytes that attention which keeps its scores moves for each of them beside its products: one kernel
@@ -23,6 +40,38 @@ _STARTS = 4.0  # operations that start as slowly as one message does
 _OVERLAP = 0.9  # of computing that messages sent beside it may take
 SLOWED = 0.25  # of their time: what computing loses to them, units and memory
 KEPT_SCORES = 5.0  # Korthikanti et al. 2022: two halves and a mask
+_HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
+# For each logit of 16 bits, by what a loss makes of them: bytes kept beside the logits, bytes there for
+# a while, bytes moved forward and backward. A float32 softmax is made from a float32 copy, with the
+# logits still there ("wide-over"), or its gradient is made beside it. What is costed is ours, "over".
+_LOSS = {
+    "over": (0.0, 0.0, 10.0, 36.0),
+    "beside": (0.0, 2.0, 2.0, 4.0),
+    "wide-over": (2.0, 6.0, 38.0, 14.0),
+    "wide": (2.0, 8.0, 14.0, 22.0),
+}
+_NUMBER = 8.0  # bytes of one number that ranks agree on
+_TOUCHED = 30.0  # bytes that an Adam update reads and writes for each parameter
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train: a shape, a layout, rows of a microbatch, tokens of a sequence."""
+
+    shape: Shape
+    layout: Layout
+    rows: float
+    sequence: int
+    dtype: str = ""  # of products; "": the layout's
+
+    @property
+    def tokens(self) -> float:
+        """Of one step."""
+        x = self.layout
+        return self.rows * x.microbatches * x.data * self.sequence
+
+
+# ---- one piece
 
 
 @dataclass(frozen=True)
@@ -35,41 +84,46 @@ class OpTime:
     host: float = 0.0
 
     @property
-    def compute(self) -> float:
-        """All but the messages: starting kernels is hidden as long as they last longer."""
-        return max(self.device, self.host - self.messages)
-
-    @property
     def total(self) -> float:
-        return self.compute + self.messages
+        """Starting kernels is hidden as long as they last longer."""
+        return max(self.device, self.host - self.messages) + self.messages
 
 
 @dataclass(frozen=True)
 class PieceTimes:
-    """One kind of piece at one microbatch: times of its operations, bytes of what it holds."""
+    """One kind of piece at one microbatch: times of its operations, and what it holds."""
 
     forward: OpTime
-    inputs: OpTime  # I
-    weights_: OpTime  # W
+    input_gradient: OpTime  # I
+    weight_gradient: OpTime  # W
     again: OpTime  # R
-    kept: float
-    kept_after_i: float
-    input: float
-    temporary: float
-    weights: float  # numbers, before ZeRO shards them
-    edge: float
-    selected: float = 0.0
-    frozen: float = 0.0  # those of the weights that are not trained
-    experts: float = 0.0  # those of the weights that ranks of ep have parts of
+    cost: PieceCost
     parts: tuple[PieceTimes, ...] = ()  # of a block that is several pieces
 
     @property
     def backward(self) -> float:
-        return self.inputs.total + self.weights_.total
+        return self.input_gradient.total + self.weight_gradient.total
+
+    @cached_property
+    def computed(self) -> dict[str, float]:
+        """Seconds of what it computes, by kind of operation."""
+        return {
+            ops.FORWARD: self.forward.total,
+            ops.INPUT_GRADIENT: self.input_gradient.total,
+            ops.WEIGHT_GRADIENT: self.weight_gradient.total,
+            ops.RECOMPUTE: self.again.total,
+        }
 
 
-@dataclass(frozen=True)
-class OpParts:
+Three = tuple[PieceTimes, PieceTimes, PieceTimes]  # embedding, block, head
+
+
+def kind_of(piece: int, shape: Shape) -> int:
+    """Which of the three a shape's piece is."""
+    return 0 if piece == 0 else 1 + (piece == shape.pieces - 1)
+
+
+class OpParts(NamedTuple):
     """One operation on some hardware, before a profile: seconds as the machine could do each part."""
 
     products: float
@@ -92,10 +146,9 @@ class OpParts:
         beside = self.ring + self.messages - inside
         hidden = min(beside, _OVERLAP * device)
         seen = inside + beside - hidden + (0.0 if self.serial else SLOWED * hidden)
-        host = self.host * profile.host + self.calls * profile.call_host
-        if piped:
-            host = self.host * profile.host * profile.pipe_host + self.calls * profile.call_host
-            host += self.members * profile.member_host
+        slower = profile.pipe_host if piped else 1.0
+        host = self.host * profile.host * slower + self.calls * profile.call_host
+        host += self.members * profile.member_host * piped
         return OpTime(device + host, seen) if self.serial else OpTime(device, seen, host)
 
 
@@ -109,7 +162,7 @@ def op_parts(
 ) -> OpParts:
     """The parts of one operation on one rank, with the profile's kernels. `added` of what it moves
     are gradients of weights, however many tokens there are."""
-    ring, messages = _messages(load, hardware, cut)
+    ring, messages = _messages(load.messages, hardware, cut)
     if hardware.cores and hardware.ranks >= hardware.cores:
         # No core is left to carry a ring's messages, and each carries what comes and what goes.
         # Messages were measured among ranks that share the cores, as `simulate` has it again.
@@ -152,10 +205,12 @@ def _group(message: MessageLoad, cut: Layout) -> tuple[int, int]:
     return cut.mesh.of(message.axis), cut.tp * inner
 
 
-def _messages(load: Load, hardware: Hardware, cut: Layout) -> tuple[float, float]:
+def _messages(
+    messages: Iterable[MessageLoad], hardware: Hardware, cut: Layout
+) -> tuple[float, float]:
     """Seconds of a ring's sends, and of the other messages."""
     ring = other = 0.0
-    for message in load.messages:
+    for message in messages:
         time = hardware.network.seconds(message.op, message.bytes, *_group(message, cut))
         if message.op == "send":
             ring += time
@@ -170,28 +225,12 @@ class PieceParts:
 
     ops: tuple[OpParts, OpParts, OpParts, OpParts]  # F, I, W, R
     cost: PieceCost
-    scores: float  # bytes, where attention keeps them
     parts: tuple[PieceParts, ...] = ()  # of a block that is several pieces
 
     def under(self, profile: SoftwareProfile, piped: bool = False) -> PieceTimes:
-        c = self.cost
         forward, inputs, weights, again = (op.under(profile, piped) for op in self.ops)
-        return PieceTimes(
-            forward,
-            inputs,
-            weights,
-            again,
-            kept=c.kept + self.scores,
-            kept_after_i=c.kept_after_i,
-            input=c.input,
-            temporary=c.temporary + 2 * self.scores,
-            weights=c.weights,
-            frozen=c.frozen,
-            experts=c.experts,
-            edge=c.edge,
-            selected=c.selected,
-            parts=tuple(part.under(profile, piped) for part in self.parts),
-        )
+        parts = tuple(part.under(profile, piped) for part in self.parts)
+        return PieceTimes(forward, inputs, weights, again, self.cost, parts)
 
 
 def piece_parts(
@@ -204,26 +243,23 @@ def piece_parts(
 ) -> PieceParts:
     """A piece as software with the profile's facts runs it; the fitted numbers are not used yet. `none`
     is the same piece without a token: what it moves are gradients of its weights."""
-    again, scores, fused = cost.again, 0.0, profile.fused_attention
-    if not fused and cut.recompute == "selective":
-        # What is worth computing again is then attention, scores and all, and nothing else.
-        again = Load(attention=cost.forward.attention)
-        cost = replace(cost, selected=cost.kept)
-    if not fused:
-        scores = KEPT_SCORES * sum(
-            a.batch * a.heads * a.queries * a.keys for a in cost.forward.attention
-        )
+    again, scores = cost.again, 0.0
+    selective = cut.recompute == "selective"
+    if not profile.fused_attention:
+        attention = cost.forward.attention
+        scores = KEPT_SCORES * sum(a.batch * a.heads * a.queries * a.keys for a in attention)
+        if selective:
+            # What is worth computing again is then attention, scores and all, and nothing else.
+            again, cost = Load(attention=attention), replace(cost, selected=cost.kept)
     loads = (cost.forward, cost.input_gradient, cost.weight_gradient, again)
-    added = (
-        (0.0, none.input_gradient.moved, none.weight_gradient.moved, 0.0) if none else (0.0,) * 4
-    )
+    added = (0.0, none.input_gradient.moved, none.weight_gradient.moved) if none else (0.0,) * 3
     forward, inputs, weights, repeated = (
         op_parts(load, hardware, cut, dtype, profile, more)
-        for load, more in zip(loads, added, strict=True)
+        for load, more in zip(loads, (*added, 0.0), strict=True)
     )
-    if fused and cut.recompute == "selective":
+    if profile.fused_attention and selective:
         more = profile.repeats * forward.products
-        repeated = replace(repeated, products=repeated.products + more)
+        repeated = repeated._replace(products=repeated.products + more)
         width = DTYPES[cut.precision].bytes
         made = width * sum(p.batch * p.m * p.n for p in cost.forward.products)
         cost = replace(cost, selected=max(0.0, cost.selected - profile.repeats * made))
@@ -232,6 +268,333 @@ def piece_parts(
         taken = [m for m in cost.forward.messages if (m.axis, m.op) == ("tp", "all_gather")]
         less = sum(m.bytes for m in taken) * (1 - 1 / cut.tp)
         cost = replace(cost, kept=cost.kept - less, selected=max(0.0, cost.selected - less))
-        gathers = sum(_messages(Load(messages=tuple(taken)), hardware, cut))
-        inputs = replace(inputs, ring=inputs.ring + gathers)
-    return PieceParts((forward, inputs, weights, repeated), cost, scores)
+        inputs = inputs._replace(ring=inputs.ring + sum(_messages(taken, hardware, cut)))
+    if scores:
+        cost = replace(cost, kept=cost.kept + scores, temporary=cost.temporary + 2 * scores)
+    return PieceParts((forward, inputs, weights, repeated), cost)
+
+
+class PieceKinds(Protocol):
+    """A model's pieces under one cut, each a function of a microbatch's rows."""
+
+    @property
+    def embed(self) -> Callable[[float], PieceCost]: ...
+
+    @property
+    def block(self) -> Callable[[float], PieceCost]: ...
+
+    @property
+    def head(self) -> Callable[[float], PieceCost]: ...
+
+    @property
+    def parts(self) -> tuple[Callable[[float], PieceCost], ...]:
+        """Of a block that is several pieces; else none."""
+        ...
+
+
+def costed_as(cut: Layout, profile: SoftwareProfile) -> Layout:
+    """The cut that is costed: where scores are kept, to be selective means to drop them alone."""
+    return cut if profile.fused_attention else replace(cut, recompute="none")
+
+
+def parts_of(
+    kinds: PieceKinds,
+    case: Case,
+    hardware: Hardware,
+    profile: SoftwareProfile,
+    cut: Layout,
+    busy: float = 1.0,
+) -> tuple[PieceParts, PieceParts, PieceParts]:
+    """Embedding, block and head of a case as software with the profile's facts runs them, on a rank
+    whose experts have `busy` times as many tokens as those of a rank in the mean."""
+    shape, tokens, width = (
+        case.shape,
+        case.rows * case.sequence / cut.cp,
+        DTYPES[cut.precision].bytes,
+    )
+    head = kinds.head(case.rows)
+    if profile.loss != "over":
+        logits = tokens * shape.vocab / cut.tp
+        theirs, ours = _LOSS[profile.loss], _LOSS["over"]
+        kept, temporary, forward, backward = (
+            logits * (a - b) for a, b in zip(theirs, ours, strict=True)
+        )
+        head = replace(
+            head,
+            kept=head.kept + kept * (width < 4),
+            temporary=head.temporary + temporary,
+            forward=replace(head.forward, moved=head.forward.moved + forward),
+            input_gradient=replace(head.input_gradient, moved=head.input_gradient.moved + backward),
+        )
+    rows = case.rows, case.rows * busy, case.rows
+    parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if kinds.parts else []
+    block = joined(parts) if parts else kinds.block(case.rows)
+    numbers = 0.0  # kept of a block for each token, beside what ours keeps
+    if (
+        profile.fused and shape.gated
+    ):  # one kernel makes gate and product, and keeps nothing between
+        numbers -= 0 if shape.experts else shape.ffn
+    if (
+        profile.joint and shape.positions == "rope"
+    ):  # the value is a view: what was rotated stays too
+        numbers += (shape.heads + shape.kv_heads) * shape.head_dim
+    block = replace(block, kept=block.kept + numbers * (tokens / cut.tp) * width)
+    # Narrower products than the layout's are those of blocks: the head keeps its precision.
+    dtype = case.dtype or (FP8 if cut.matmul and not hardware.cores else cut.precision)
+
+    def priced(cost: PieceCost, dtype: str, kind: Callable[[float], PieceCost]) -> PieceParts:
+        return piece_parts(cost, hardware, profile, cut, dtype, kind(0.0))
+
+    inside = (priced(cost, dtype, kind) for cost, kind in zip(parts, kinds.parts, strict=True))
+    return (
+        priced(kinds.embed(case.rows), cut.precision, kinds.embed),
+        replace(priced(block, dtype, kinds.block), parts=tuple(inside)),
+        priced(head, cut.precision, kinds.head),
+    )
+
+
+# ---- what concerns whole units
+
+
+def distance(layout: Layout, part: str) -> int:
+    """How far neighbours along a part of the mesh are from each other, in ranks."""
+    stride = 1
+    for axis in reversed(layout.mesh.axes):
+        for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+            if part in (name, axis.name):
+                return stride
+            stride *= size
+    return stride
+
+
+def nearest(layout: Layout, *, experts: bool = False) -> int:
+    """How far the nearest ranks with copies of a weight are from each other."""
+    axes = (axis for axis in ("cp", "ep")[: 1 if experts else 2] if layout.mesh.of(axis) > 1)
+    return min((distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard"))
+
+
+class UnitTimes(NamedTuple):
+    """Seconds of the collectives over one unit, and of its update."""
+
+    gather: float = 0.0
+    load: float = 0.0  # from the host
+    reduce: float = 0.0
+    replicas: float = 0.0
+    tie: float = 0.0
+    update: float = 0.0
+
+
+class Units:
+    """The times of a layout's units, by their numbers of weights."""
+
+    def __init__(self, layout: Layout, hardware: Hardware, profile: SoftwareProfile) -> None:
+        x, mesh = layout, layout.mesh
+        self.layout, self.hardware, self.profile = layout, hardware, profile
+        self.shards, self.replicas = (
+            float(mesh.of("dp.shard") * x.cp * x.ep),
+            mesh.of("dp.replicate"),
+        )
+        self.near = [nearest(x), nearest(x, experts=True)]
+        if profile.one_port:  # as far from each other as if none shared a server
+            self.near = [max(near, hardware.node) for near in self.near]
+        self.far = distance(x, "dp.replicate")
+        # Two halves of a pipeline are as far from each other as its ends.
+        self.ends = distance(x, "pp") * x.pp / 2
+        self.on_host = "optimizer" in x.offload
+        self.weights_on_host = "weights" in x.offload or self.on_host
+
+    def of(self, numbers: float, frozen: float = 0.0, experts: float = 0.0) -> UnitTimes:
+        """Of so many weights, of so many that are frozen beside them, and of so many of experts, which
+        ranks of ep do not share: these are a unit of their own. What they need not takes no time."""
+        found = self._of(numbers, frozen, self.shards, self.near[0])
+        if experts:
+            routed = self._of(experts, 0.0, self.shards / self.layout.ep, self.near[1])
+            found = UnitTimes(*(a + b for a, b in zip(found, routed, strict=True)))
+        return found
+
+    def _of(self, numbers: float, frozen: float, n: float, near: int) -> UnitTimes:
+        seconds, p = self.hardware.network.seconds, self.profile
+        cut = self.layout.zero == 3 or self.weights_on_host
+        gathered = (numbers + frozen * cut) * p.gathered_bytes
+        size, part = numbers * p.reduce_bytes, n if self.layout.zero else 1.0
+        gather = seconds("all_gather", gathered, n, near) if self.layout.zero and gathered else 0.0
+        load = gathered / part / self.hardware.host if self.weights_on_host else 0.0
+        if not size:
+            return UnitTimes(gather, load)
+        replicas = 0.0
+        if not self.layout.zero:
+            reduce = seconds("all_reduce", size, self.replicas * n, near)
+        elif n > 1:
+            reduce = seconds("reduce_scatter", size, n, near)
+            replicas = seconds("all_reduce", size / n, self.replicas, self.far)
+        else:
+            reduce = seconds("all_reduce", size, self.replicas, self.far)
+        tie = seconds("all_reduce", size / part, 2.0, self.ends)
+        return UnitTimes(gather, load, reduce, replicas, tie, self._update() * numbers / part)
+
+    def _update(self) -> float:
+        """Adam for one number; with its averages on the host, there and back, with its memory."""
+        if self.on_host:
+            # Its gradient goes there; the weights come back in operations of their own.
+            return _TOUCHED / _HOST + self.profile.gradient_bytes / self.hardware.host
+        return self.hardware.rates.move(_TOUCHED)
+
+
+def frozen_bytes(layout: Layout, profile: SoftwareProfile) -> float:
+    """What a frozen weight takes where it lies between its uses."""
+    if {"weights", "optimizer"} & {*layout.offload}:
+        return 0.0
+    return profile.gathered_bytes / (layout.shards if layout.zero == 3 else 1.0)
+
+
+# ---- a whole program
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A case on some hardware under a profile: seconds of every operation of its program, however many
+    microbatches that has, and bytes of every piece and unit."""
+
+    case: Case
+    three: Three
+    hardware: Hardware
+    profile: SoftwareProfile
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, PieceTimes, float]]:
+        """For each piece of the program the shape's piece, its times, and the weights of it that are
+        not trained: blocks are costed as if all were alike."""
+        shape, found = self.case.shape, []
+        pieces = program_pieces(self.case.layout, shape)
+        cut = {piece for piece, part in pieces if part}
+        for piece, part in pieces:
+            t = self.three[kind_of(piece, shape)]
+            t = t.parts[part] if piece in cut else t
+            found.append((piece, t, t.cost.weights if piece in shape.frozen else t.cost.frozen))
+        return found
+
+    def costs(self, slower: float = 1.0) -> Costs:
+        """Seconds of every operation, where computing is so much slower."""
+        x, shape, profile, hardware = self.case.layout, self.case.shape, self.profile, self.hardware
+        network = hardware.network.seconds
+        # Messages were measured among ranks that share the cores, as `times` has it again.
+        alone = 1.0 / hardware.crowding
+        edge, gathered = self.three[1].cost.edge, 0.0
+        if profile.scatters_sends and not x.seq and x.tp > 1:
+            edge, gathered = edge / x.tp, network("all_gather", edge, x.tp, 1)
+        sent = (network("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
+        shared = {ops.SUM_PARTS: self._sum_of_parts() * alone, ops.RECEIVE: sent}
+        units = Units(x, hardware, profile)
+        alike: dict[
+            tuple[int, float], dict[str, float]
+        ] = {}  # by times of a piece and what is frozen
+        pieces: dict[tuple[str, int], float] = {}
+        for n, (_, t, still) in enumerate(self.pieces):
+            if (id(t), still) not in alike:
+                alike[id(t), still] = shared | self._of_piece(t, still, units, alone, slower)
+            pieces |= {(kind, n): time for kind, time in alike[id(t), still].items()}
+        owned: dict[Matrices, MatrixTimes] = {}
+        for n, matrices in enumerate(program_matrices(shape, x)) if profile.muon else ():
+            took = owned.get(matrices) or matrix_times(matrices, x, hardware)
+            owned[matrices] = took
+            pieces[ops.UPDATE, n] += took.update
+            pieces[ops.TO_OWNERS, n] = took.to_owners * alone
+            pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
+        near = distance(x, "ep")
+        for n in program_experts(x, shape):
+            told = network("all_to_all", _NUMBER * shape.experts, x.ep, near)
+            pieces[ops.COUNT_ROUTES, n] = told * alone
+            # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
+            exchanged = network("all_to_all", self.pieces[n][1].cost.edge, x.ep, near) * alone
+            for to in (n, n + 1):
+                pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
+        if not profile.overlaps_sends and x.pp > 1:
+            # The device sends and then goes on: at the ends of virtual stages.
+            for stage in filter(None, stage_pieces(x, shape)):
+                pieces[ops.FORWARD, stage[-1]] += sent * (stage[-1] < len(self.pieces) - 1)
+                pieces[ops.INPUT_GRADIENT, stage[0]] += sent * (stage[0] > 0)
+        pieces[ops.COUNT, -1] = network("all_reduce", _NUMBER, x.copies, nearest(x)) * alone
+        pieces[ops.AGREE, -1] = network("all_reduce", _NUMBER, x.ranks, 1) * alone
+        return Costs({}, pieces)
+
+    def _sum_of_parts(self) -> float:
+        """Ranks of tp have parts of the gradients of norms, two to a block; or of the factor of each
+        adapter that is whole."""
+        x, shape = self.case.layout, self.case.shape
+        numbers = 2 * shape.hidden
+        if shape.lora_r:
+            both = shape.adapters.items()
+            numbers = shape.lora_r * sum(
+                b if name in ("wo", "down") else a for name, (a, b) in both
+            )
+        size = numbers * self.profile.reduce_bytes
+        return self.hardware.network.seconds("all_reduce", size, x.tp, 1)
+
+    def _of_piece(
+        self, t: PieceTimes, still: float, units: Units, alone: float, slower: float
+    ) -> dict[str, float]:
+        x, host = self.case.layout, self.hardware.host
+        # Of a piece with frozen weights all are said to be others than those of experts.
+        apart = 0.0 if still else t.cost.experts
+        unit = units.of(t.cost.weights - still - apart, still, apart)
+        ends = t is self.three[0] or t is self.three[2]
+        part = x.recompute == "selective" and not ends
+        whole = x.recompute in ("none", "selective")
+        kept = t.cost.selected if part else t.cost.kept if whole else t.cost.input
+        return {
+            **{kind: time * slower for kind, time in t.computed.items()},
+            ops.RECOMPUTE_PART: t.again.total * slower,
+            ops.GATHER: unit.gather * alone,
+            ops.LOAD: unit.load,
+            ops.REDUCE: unit.reduce * alone,
+            ops.REDUCE_REPLICAS: unit.replicas * alone,
+            ops.TIE: unit.tie * alone,
+            ops.UPDATE: unit.update,
+            ops.OFFLOAD: kept / host,
+            ops.RELOAD: kept / host,
+        }
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Bytes of every piece and unit."""
+        x, profile, part = self.case.layout, self.profile, self.case.layout.shards
+        costs = [(t.cost, still) for _, t, still in self.pieces]
+        whole = x.zero == 3 or "weights" in x.offload  # weights come and go
+        home = 0.0 if whole else profile.weight_bytes
+        # With a sum after every microbatch the whole gradient is there only until it is sent.
+        brief = x.reduce == "micro" and part > 1
+        gradient = profile.reduce_bytes if brief else profile.gradient_bytes
+        held = 0.0 if "optimizer" in x.offload else profile.optimizer_bytes / part
+        most = profile.bucket if x.zero == 3 and profile.bucket else math.inf
+
+        def each(size: Callable[[PieceCost], float]) -> tuple[float, ...]:
+            return tuple(size(cost) for cost, _ in costs)
+
+        def trained(size: float, frozen: float = 0.0, *, cut: bool = False) -> tuple[float, ...]:
+            """`cut` over shards, of which experts, that ranks of ep do not share, have fewer."""
+            more = x.ep - 1 if cut and x.zero else 0
+            return tuple(
+                size * (c.weights - still + more * (0.0 if still else c.experts)) + frozen * still
+                for c, still in costs
+            )
+
+        flat = profile.flat_gradients and x.zero < 2
+        sharded = part > 1 and not flat
+        matrices = program_matrices(self.case.shape, x) if profile.muon else ()
+        return Sizes(
+            kept=each(lambda c: c.kept),
+            input=each(lambda c: c.input),
+            kept_after_i=each(lambda c: c.kept_after_i),
+            temporary=each(lambda c: c.temporary),
+            home=trained(home, frozen_bytes(x, profile)),
+            gathered=each(lambda c: profile.gathered_bytes * min(c.weights, most) * whole),
+            gradient=()
+            if flat
+            else tuple(min(size, gradient * most) for size in trained(gradient)),
+            gradient_shard=trained(profile.gradient_bytes / part, cut=True) if sharded else (),
+            gradient_home=trained(gradient) if flat else (),
+            optimizer=trained(held, cut=True),
+            edge=each(lambda c: c.edge),
+            selected=each(lambda c: c.selected),
+            matrices=tuple(matrix_bytes(m, x, profile.gathered_bytes) for m in matrices),
+        )

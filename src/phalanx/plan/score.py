@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.program import uncollected
+from .hardware import Hardware
+from .price import Case
 from .profile import SoftwareProfile
 from .published import MOST, PublishedRun, logged
-from .rules import RULES
 from .step import LIMIT
 from .table import PublishedRow
 
@@ -74,6 +75,8 @@ class ScoredRow:
     """A row with what was predicted of it."""
 
     row: PublishedRow
+    case: Case
+    hardware: Hardware
     step: float
     memory: float  # of the fullest rank
     least: float  # the same, if its allocator wastes nothing
@@ -84,43 +87,36 @@ class ScoredRow:
 
     @property
     def per_token(self) -> float:
-        assert self.row.case is not None
-        return self.row.step / self.row.case.tokens
+        return self.row.step / self.case.tokens
 
     @property
     def predicted_per_token(self) -> float:
         """Held out, where it was."""
-        assert self.row.case is not None
-        return (self.held or self.step) / self.row.case.tokens
+        return (self.held or self.step) / self.case.tokens
+
+    def within(self, held: float, limit: float = 1.0) -> bool:
+        """Whether so many bytes are no more than a part of a device's, and no stage is empty."""
+        return held <= limit * self.hardware.memory and not self.row.empty
 
     @property
     def fits(self) -> bool:
         """Whether it is expected to run."""
-        assert self.row.hardware is not None
-        return self.memory <= self.row.hardware.memory and not self.row.empty
+        return self.within(self.memory)
 
     @property
     def picked(self) -> bool:
         """Whether a search would look at it."""
-        assert self.row.hardware is not None
-        return self.memory <= LIMIT * self.row.hardware.memory and not self.row.empty
-
-    @property
-    def refused(self) -> bool:
-        """Whether it cannot run, as a plan says."""
-        assert self.row.hardware is not None
-        return self.least > self.row.hardware.memory or self.row.empty
+        return self.within(self.memory, LIMIT)
 
     def plain(self) -> dict[str, Any]:
         """The run as JSON has it; null where the table, or a fit, has no such number."""
         row = self.row
-        assert row.case is not None
         return {
             "row": row.name,
             "model": row.model,
             "devices": row.ranks,
-            "layout": str(row.case.layout),
-            "sequence": row.case.sequence,
+            "layout": str(self.case.layout),
+            "sequence": self.case.sequence,
             "measured_s": row.step or None,
             "predicted_s": self.step,
             "held_out_s": self.held or None,
@@ -157,36 +153,39 @@ class FamilyScore:
 
     def plain(self) -> dict[str, Any]:
         """The score as JSON has it."""
-        regret = self.regret or {}
-        figures: dict[str, Any] = {"family": self.family, "rows": self.rows}
-        figures["predicted"] = self.predicted
-        for name in ("median", "mean", "p90"):
-            figures[f"{name}_error"] = getattr(self.errors, name) if self.errors else None
-        for name in ("within_5", "within_10"):
-            figures[name] = getattr(self.errors, name) if self.errors else None
-        figures["held_out"] = asdict(self.held_out) if self.held_out else None
-        figures["after_five"] = asdict(self.after_five) if self.after_five else None
-        figures["after_one_scalar"] = asdict(self.scaled) if self.scaled else None
-        figures["tau"], figures["groups"] = self.tau, self.groups
-        figures |= {f"regret_top{k}": regret.get(k) for k in (1, 3, 5)}
-        figures["misses"] = self.misses if self.regret else None
-        figures["rule_regrets"] = dict(self.rule_regrets) if self.rule_regrets else None
-        figures["memory_error"] = self.memory_error
-        oom = self.oom or {}
-        figures |= {
-            f"oom_{name}": oom.get(name) for name in ("precision", "recall", "accuracy", "refused")
+        regret, oom, errors = self.regret or {}, self.oom or {}, self.errors
+
+        def plain(found: StepErrors | None) -> dict[str, float] | None:
+            return asdict(found) if found else None
+
+        return {
+            "family": self.family,
+            "rows": self.rows,
+            "predicted": self.predicted,
+            **{f"{n}_error": getattr(errors, n, None) for n in ("median", "mean", "p90")},
+            **{name: getattr(errors, name, None) for name in ("within_5", "within_10")},
+            "held_out": plain(self.held_out),
+            "after_five": plain(self.after_five),
+            "after_one_scalar": plain(self.scaled),
+            "tau": self.tau,
+            "groups": self.groups,
+            **{f"regret_top{k}": regret.get(k) for k in (1, 3, 5)},
+            "misses": self.misses if self.regret else None,
+            "rule_regrets": dict(self.rule_regrets) if self.rule_regrets else None,
+            "memory_error": self.memory_error,
+            **{f"oom_{n}": oom.get(n) for n in ("precision", "recall", "accuracy", "refused")},
+            "left_out": dict(self.left_out),
         }
-        figures["left_out"] = dict(self.left_out)
-        return figures
 
 
 @uncollected()
 def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
     """What is predicted of a row, with its own profile's numbers and with those of `held`."""
-    row = run.row
+    row, case = run.row, run.run.case
     own = run.choice(row.profile)
     least, _ = own.range(row.profile)
-    scored = ScoredRow(row, own.step, own.bytes, least, logged(own, row.profile), own.parts)
+    reported = logged(own, row.profile)
+    scored = ScoredRow(row, case, run.hardware, own.step, own.bytes, least, reported, own.parts)
     if not held or not row.step:
         return scored
     other = run.choice(held.numbers)
@@ -212,7 +211,7 @@ def score(
         left[rows[i].family][why] += 1
     # Runs of one program one after the other: it is built once.
     order = []
-    for n in sorted(range(len(published)), key=lambda n: _program(published[n].row)):
+    for n in sorted(range(len(published)), key=lambda n: _program(published[n])):
         row = published[n].row
         most = most_ranks or MOST.get(row.family, row.ranks)
         if row.ranks > most:
@@ -234,10 +233,9 @@ def score(
     )
 
 
-def _program(row: PublishedRow) -> Any:
-    assert row.case is not None
-    x = row.case.layout
-    return x.pp, row.case.shape.layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
+def _program(run: PublishedRun) -> Any:
+    x, layers = run.run.case.layout, run.run.case.shape.layers
+    return x.pp, layers, x.schedule, x.chunks, x.microbatches, str(x.stages), x.zero
 
 
 def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int]) -> FamilyScore:
@@ -267,7 +265,7 @@ def _score(family: str, runs: list[ScoredRow], rows: int, left: Mapping[str, int
 def _noise(family: str, timed: Sequence[ScoredRow]) -> float:
     alike: dict[Any, list[float]] = defaultdict(list)
     for x in timed:
-        alike[x.row.case, x.row.device, x.row.profile.name].append(math.log(x.row.step))
+        alike[x.case, x.row.device, x.row.profile.name].append(math.log(x.row.step))
     apart = [abs(a - b) for same in alike.values() for a, b in combinations(same, 2)]
     told = NOISE.get(family, _USUAL_NOISE)
     return float(np.quantile(apart, 0.9)) if len(apart) >= _REPEATS else told
@@ -289,7 +287,7 @@ def _tau(timed: Sequence[ScoredRow], noise: float) -> float | None:
         measured = np.array([x.per_token for x in group])
         predicted = np.array([x.predicted_per_token for x in group])
         i, j = np.triu_indices(len(group), 1)
-        layouts = np.array([hash(x.row.case) for x in group])
+        layouts = np.array([hash(x.case) for x in group])
         other = layouts[i] != layouts[j]
         apart = other & (np.abs(np.log(measured[i] / measured[j])) > noise)
         same = (measured[i] > measured[j]) == (predicted[i] > predicted[j])
@@ -305,7 +303,7 @@ def _regrets(
     groups of three or more; how many first picks of all ran out of memory; and the loss of plain rules.
     Picks are made as a search makes them: what leaves an allocator no room comes last."""
     mine: dict[int, list[float]] = {1: [], 3: [], 5: []}
-    rules: dict[str, list[float]] = {name: [] for name in (*RULES, "random")}
+    rules: dict[str, list[float]] = defaultdict(list)
     misses = count = 0
     for group in _by_group([x for x in runs if x.row.step > 0 or x.row.out_of_memory]):
         ran = [x.per_token for x in group if x.row.step > 0]
@@ -322,13 +320,28 @@ def _regrets(
         among = [x for x in order if x.row.step > 0]
         for k, losses in mine.items():
             losses.append(min(lost(x) for x in among[:k]))
-        for name, rule in RULES.items():
-            rules[name].append(lost(min(group, key=lambda x: rule(x.row))))
+        for name in _by_rules(group[0]):
+            rules[name].append(lost(min(group, key=lambda x: _by_rules(x)[name])))
         rules["random"].append(float(np.mean([lost(x) for x in group])))
     if not count:
         return None, 0, None, 0
     mean = {k: float(np.mean(v)) for k, v in mine.items()}
     return mean, misses, {k: float(np.mean(v)) for k, v in rules.items()}, count
+
+
+def _by_rules(scored: ScoredRow) -> dict[str, Any]:
+    """By what plain rules pick the least of the layouts that somebody has tried."""
+    row, case, x = scored.row, scored.case, scored.case.layout
+    large, plain = case.shape.total > 1e9, x.recompute == "none"
+    tp = 1 if case.shape.total < 50e9 and row.ranks <= 1000 else 8
+    return {
+        # The most data parallel, recomputed, the biggest microbatch.
+        "data parallel": (-x.dp, plain, -x.zero, -case.rows),
+        # The smallest tp and pp that ran, the biggest microbatch. Knowing what ran is a gift to it.
+        "smallest tp pp": (row.out_of_memory, x.tp * x.pp, x.tp, -case.rows),
+        # Large models sharded and recomputed, small ones plain; tensor parallel inside a node.
+        "recipe": (abs(x.tp - tp), x.pp, -x.zero if large else x.zero, plain == large, -case.rows),
+    }
 
 
 def _memory_error(runs: Sequence[ScoredRow]) -> float | None:
@@ -342,8 +355,8 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
     """Out of memory, as predicted and as it was."""
     # Others were computed by their authors: they tell neither a time nor that they failed. What ran
     # once has failed elsewhere for another reason.
-    ran = {x.row.case for x in runs if x.row.step > 0}
-    runs = [x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.row.case not in ran)]
+    ran = {x.case for x in runs if x.row.step > 0}
+    runs = [x for x in runs if x.row.step > 0 or (x.row.out_of_memory and x.case not in ran)]
     if not runs:
         return None
     was = np.array([x.row.out_of_memory for x in runs], bool)
@@ -353,5 +366,7 @@ def _oom(runs: Sequence[ScoredRow]) -> dict[str, float] | None:
         "precision": both / max(1.0, float(failing.sum())),
         "recall": both / max(1.0, float(was.sum())),
         "accuracy": float(np.mean(was == failing)),
-        "refused": sum(x.refused for x in runs if x.row.step > 0) / max(1.0, float(np.sum(~was))),
+        # Of those that ran: what cannot run, as a plan says.
+        "refused": sum(not x.within(x.least) for x in runs if x.row.step > 0)
+        / max(1.0, float(np.sum(~was))),
     }

@@ -14,9 +14,9 @@ from ..layout import Axis, Layout, LayoutError, Mesh, Shape, legal
 from .device import Device, MachineError, device, devices
 from .hardware import Hardware, hardware_of
 from .link import Cluster, Level, cluster
+from .price import Case
 from .profile import SoftwareProfile, profile_named
 from .space import spread
-from .step import Case
 
 _DEVICES = (
     (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"H100.*PCI", "h100-pcie"),
