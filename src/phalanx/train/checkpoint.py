@@ -7,7 +7,6 @@ wrong on one rank, all ranks learn of it and decide alike.
 
 from __future__ import annotations
 
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,25 +34,27 @@ from .checkpoint_format import (
     Progress,
     StoredShard,
     StoredTensor,
+    file_of,
     name_of,
+    step_of,
     write_file,
 )
 from .optimizer import Update
 
-_STEP = re.compile(r"step-(\d{8,18})")
 # Hidden names of what is not a checkpoint: begun, or about to be removed.
 SAVING, REMOVED = ".saving-", ".removed-"
 ASIDE = "set-aside-"
 
 Updates = Mapping[int, Update]
+T = TypeVar("T")
 
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints of a run, the newest first; whether they are sound is not checked."""
     if not folder.is_dir():
         return []
-    paths = [p for p in folder.iterdir() if _STEP.fullmatch(p.name) and p.is_dir()]
-    return sorted(paths, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+    paths = [p for p in folder.iterdir() if step_of(p.name) >= 0 and p.is_dir()]
+    return sorted(paths, key=lambda p: step_of(p.name), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,13 @@ class Saver:
         """Begin a save, after the one before is decided; unless asynchronous, also end it."""
         before = self.finish()
         hidden = self.folder / f"{SAVING}{progress.step:08}"
-        error = make_hidden(hidden) if self.group.rank == 0 else ""
-        if errors := errors_of(self.group, error):
-            return (*before, self._decide(progress.step, errors))
-        snapshot = self.snapshot(progress)
+        try:
+            together(self.group, lambda: hidden if self.group.rank else make_hidden(hidden))
+        except RanksFailed as failed:
+            return (*before, self._decide(progress.step, failed.errors))
+        snapshot, file = self.snapshot(progress), hidden / file_of(self.group.rank)
         self.pending = _Pending(progress.step, hidden, self.asynchronous)
-        self.pending.begin(partial(self.pending.write, snapshot, self.group.rank))
+        self.pending.begin(lambda: snapshot.write(file))
         return before if self.asynchronous else (*before, *self.finish())
 
     def poll(self) -> tuple[Saved, ...]:
@@ -132,21 +134,22 @@ class Saver:
         """After all ranks have written, rank 0 commits; after that the save is decided."""
         errors = errors_of(self.group, pending.error)
         if not errors and not pending.committing:
-            reports, pending.committing = exchange(self.group, pending.report, 0), True
+            reports = exchange(self.group, pending.result, 0)
+            pending.committing, pending.result = True, ""
             if self.group.rank == 0:
-                what = self.folder, reports, self.keep, self.spare()
-                pending.begin(partial(pending.commit, *what))
+                what = self.folder, pending.hidden, reports, self.keep, self.spare()
+                pending.begin(partial(commit, *what))
             return ()
         self.pending = None
         if errors and self.group.rank == 0:
             shutil.rmtree(pending.hidden, ignore_errors=True)
-        return (self._decide(pending.step, errors, pending.notice),)
+        return (self._decide(pending.step, errors, pending.result),)
 
     def _decide(self, step: int, errors: list[str], notice: str = "") -> Saved:
         path, error = self.folder / name_of(step), "; ".join(errors)
         if error and self.on_failure == "stop":
             raise CheckpointError(f"{path} could not be saved, what was before stays. {error}")
-        return Saved(step, path, error, notice)
+        return Saved(step, path, error, "" if error else notice)
 
     def snapshot(self, progress: Progress) -> Snapshot:
         """This rank's own numbers on the host. They are copied unless training waits for the file."""
@@ -196,29 +199,46 @@ class Snapshot:
 
 
 class _Pending:
-    """A save that is under way, and what this rank does for it now: in a thread if asynchronous."""
+    """A save that is under way: what this rank does for it now, in a thread if asynchronous, and what
+    has come of it."""
 
     def __init__(self, step: int, hidden: Path, asynchronous: bool) -> None:
         self.step, self.hidden, self.asynchronous = step, hidden, asynchronous
         self.committing = False
-        self.report = self.error = self.notice = ""
+        self.result = self.error = ""
 
-    def write(self, snapshot: Snapshot, rank: int) -> None:
-        self.report = snapshot.write(self.hidden / f"rank-{rank:05}.safetensors")
-
-    def commit(self, folder: Path, reports: list[str], keep: int, spare: Path | None) -> None:
-        self.error, self.notice = commit(folder, self.hidden, reports, keep, spare)
-
-    def begin(self, work: Callable[[], None]) -> None:
+    def begin(self, work: Callable[[], str]) -> None:
         def caught() -> None:
             # All ranks learn of an error in `_go_on`: one that raised alone would hang the others.
             try:
-                work()
+                self.result = work()
             except Exception as error:
                 self.error = why(error)
 
         self.thread = threading.Thread(target=caught, name="checkpoint", daemon=True)
         (self.thread.start if self.asynchronous else self.thread.run)()
+
+
+class RanksFailed(CheckpointError):
+    """What went wrong on some ranks; all raise it."""
+
+    def __init__(self, what: str, errors: list[str]) -> None:
+        super().__init__(what + "; ".join(errors))
+        self.errors = errors
+
+
+def together(group: Group, work: Callable[[], T], what: str = "") -> T:
+    """What a rank's work gives, once that of all ranks has gone well; else all raise, and say what
+    failed."""
+    result: Any = None
+    error = ""
+    try:
+        result = work()
+    except (CheckpointError, OSError) as wrong:
+        error = why(wrong)
+    if errors := errors_of(group, error):
+        raise RanksFailed(what, errors)
+    return result  # type: ignore[no-any-return]
 
 
 # ---- which numbers a rank writes
@@ -229,23 +249,19 @@ def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, T
     tensor that it is a shard of, as if it began the first file."""
     for unit in local.every_unit:
         # A tied weight lies on several stages; the one that runs its unit's own piece writes it.
-        number = unit.number
         if unit.piece not in local.pieces or unit.groups.replica.rank:
             continue
         for entry in unit.entries():
-            padding = any(a == b for a, b in box_of(entry))
-            if entry.weight.counted and not padding:
-                run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-                state = () if unit.frozen else _state(updates[number], entry)
-                for kind, own in ((WEIGHT, unit.home[run]), *state):
-                    yield _described(kind, entry, own), own
-
-
-def _described(kind: str, entry: Entry, numbers: Tensor) -> StoredTensor:
-    weight = entry.weight
-    title, box = f"{kind}/{weight.name}", box_of(entry)
-    shard = StoredShard(title, box, tuple(weight.local), 0, 0, entry.start, entry.stop)
-    return StoredTensor(kind, weight.name, NAMES[numbers.dtype], tuple(weight.shape), (shard,))
+            weight, box = entry.weight, box_of(entry)
+            if not weight.counted or any(a == b for a, b in box):  # padding
+                continue
+            home = unit.home[entry.offset : entry.offset + entry.stop - entry.start]
+            state = () if unit.frozen else _state(updates[unit.number], entry)
+            for kind, own in ((WEIGHT, home), *state):
+                key = f"{kind}/{weight.name}"
+                shard = StoredShard(key, box, tuple(weight.local), 0, 0, entry.start, entry.stop)
+                dtype, shape = NAMES[own.dtype], tuple(weight.shape)
+                yield StoredTensor(kind, weight.name, dtype, shape, (shard,)), own
 
 
 def box_of(entry: Entry) -> Box:
@@ -276,54 +292,47 @@ def why(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def make_hidden(hidden: Path) -> str:
+def make_hidden(hidden: Path) -> Path:
     """Make the hidden folder of a save, and remove what saves that were killed have left."""
-    try:
-        hidden.parent.mkdir(parents=True, exist_ok=True)
-        for left in hidden.parent.iterdir():
-            if left.name.startswith((SAVING, REMOVED)):
-                # What cannot be removed is not in the way, unless it has the name of this save.
-                with suppress(OSError):
-                    shutil.rmtree(left)
-        hidden.mkdir()
-    except OSError as error:
-        return why(error)
-    return ""
+    hidden.parent.mkdir(parents=True, exist_ok=True)
+    for left in hidden.parent.iterdir():
+        if left.name.startswith((SAVING, REMOVED)):
+            # What cannot be removed is not in the way, unless it has the name of this save.
+            with suppress(OSError):
+                shutil.rmtree(left)
+    hidden.mkdir()
+    return hidden
 
 
 def commit(
     folder: Path, hidden: Path, reports: list[str], keep: int, spare: Path | None = None
-) -> tuple[str, str]:
-    """Make what all ranks have written a checkpoint, then remove old ones. Why it is none, and what
-    went wrong after it had become one: then it is there, and so is what was before."""
-    replaced: Path | None = None
+) -> str:
+    """Make what all ranks have written a checkpoint, then remove old ones. What went wrong after it had
+    become one: then it is there, and so is what was before."""
+    parts = [Manifest.decode(text, f"rank {rank}") for rank, text in enumerate(reports)]
+    text = str(Manifest.merged(parts))
+    Manifest.parse(text, str(hidden / MANIFEST))  # what cannot be read is not written
+    write_text(hidden / MANIFEST, text, durable=True)
+    path = folder / name_of(parts[0].step)
+    replaced = path.with_name(f"{REMOVED}{path.name}")
+    if path.exists():
+        path.rename(replaced)
     try:
-        parts = [Manifest.decode(text, f"rank {rank}") for rank, text in enumerate(reports)]
-        text = str(Manifest.merged(parts))
-        Manifest.parse(text, str(hidden / MANIFEST))  # what cannot be read is not written
-        write_text(hidden / MANIFEST, text, durable=True)
-        path = folder / name_of(parts[0].step)
-        replaced = path.with_name(f"{REMOVED}{path.name}")
-        if path.exists():
-            path.rename(replaced)
         hidden.rename(path)
-    except (OSError, ValueError) as error:
-        with suppress(OSError):
-            if replaced and replaced.exists() and not path.exists():
-                replaced.rename(path)
-        return why(error), ""
-    finishing: dict[str, Callable[[], None]] = {
-        "its folder could not be brought to the disk": lambda: sync_folder(folder),
-        "what it replaces could not be removed": lambda: _remove(replaced),
-        "old checkpoints could not be removed": lambda: prune(folder, path, keep, spare),
-    }
-    wrong = []
-    for what, finish in finishing.items():
-        try:
-            finish()
-        except OSError as error:
-            wrong.append(f"{what}: {why(error)}")
-    return "", "; ".join(wrong)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(path)
+        raise
+    problem = "its folder could not be brought to the disk"
+    try:
+        sync_folder(folder)
+        problem = "old checkpoints could not be removed"
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        prune(folder, path, keep, spare)
+    except OSError as error:
+        return f"{problem}: {why(error)}"
+    return ""
 
 
 def prune(folder: Path, newest: Path, keep: int, spare: Path | None = None) -> None:
@@ -337,9 +346,4 @@ def prune(folder: Path, newest: Path, keep: int, spare: Path | None = None) -> N
         later.rename(aside)
     for old in (path for path in there[at + keep :] if path != spare):
         # Renamed first: one that is half removed must not look like a checkpoint.
-        _remove(old.rename(old.with_name(f"{REMOVED}{old.name}")))
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+        shutil.rmtree(old.rename(old.with_name(f"{REMOVED}{old.name}")))

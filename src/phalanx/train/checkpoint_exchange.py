@@ -34,7 +34,7 @@ from ..layout.files import write_text
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
 from ..parallel.model import is_lora
-from .checkpoint import SAVING, Snapshot, commit, steps
+from .checkpoint import SAVING, Snapshot, commit, make_hidden, steps
 from .checkpoint_format import (
     DTYPES,
     WEIGHT,
@@ -44,6 +44,7 @@ from .checkpoint_format import (
     StoredFile,
     StoredShard,
     StoredTensor,
+    file_of,
     read_header,
     read_into,
     read_manifest,
@@ -358,18 +359,15 @@ def _tensors(folder: Folder) -> dict[str, tuple[str, HeaderEntry, int]]:
 
 def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     """Make a checkpoint as a run does, as if each file were that of a rank."""
-    hidden = out / f"{SAVING}00000000"
-    hidden.mkdir(parents=True)
+    hidden = make_hidden(out / f"{SAVING}00000000")
     reports, every = [], reader.manifest.tensors
     sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
         stored = tuple(replace(each, shards=(_whole(each),)) for each in run)
         manifest = Manifest(0, shape=reader.manifest.shape, config=config, tensors=stored)
-        reports.append(Snapshot(manifest, tensors).write(hidden / f"rank-{number:05}.safetensors"))
-    wrong, _ = commit(out, hidden, reports, 1)
-    if wrong:
-        raise CheckpointError(f"{out}: {wrong}")
+        reports.append(Snapshot(manifest, tensors).write(hidden / file_of(number)))
+    commit(out, hidden, reports, 1)
     return steps(out)[0]
 
 

@@ -57,6 +57,7 @@ WEIGHT = "weight"
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _SUM = re.compile(r"[0-9a-f]{32}|[0-9a-f]{64}")
 _KIND = re.compile(r"[a-z_]{1,40}")
+_STEP = re.compile(r"step-(\d{8,18})")
 _BLOCK = 1 << 18
 
 Box = tuple[tuple[int, int], ...]  # start and stop in each dim
@@ -334,23 +335,20 @@ class HeaderEntry:
     shape: tuple[int, ...] = count()
     data_offsets: tuple[int, int] = count()
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size(self) -> int:
-        return self.numel * (DTYPES | BYTES)[self.dtype].itemsize
-
-    def problems(self) -> Iterator[str]:
+    def problems(self, at: int) -> Iterator[str]:
+        """What is wrong with a tensor that should begin at this byte."""
         start, end = self.data_offsets
+        size = math.prod(self.shape) * (DTYPES | BYTES)[self.dtype].itemsize
         if len(self.shape) > DIMS:
             yield f"{len(self.shape)} dims; at most {DIMS} can be right."
-        if end - start != self.size:
+        if end - start != size:
             yield (
-                f"shape {list(self.shape)} of {self.dtype} takes {self.size:,} bytes, and"
+                f"shape {list(self.shape)} of {self.dtype} takes {size:,} bytes, and"
                 f" {end - start:,} are given."
             )
+        if start != at:
+            what = "shares bytes with" if start < at else "leaves bytes unclaimed after"
+            yield f"{what} the one before: it begins at {start:,}, not {at:,}."
 
 
 def write_file(
@@ -462,24 +460,17 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
             folder.refuse(name, "is no safetensors file: its header is not text.")
     table = parse_json(text, str(folder.path / name), folder.error)
     table.pop("__metadata__", None)
-    entries = {}
+    places = {title: f"{folder.path / name}: {title[:80]!r}" for title in table}
+    entries = dict[str, HeaderEntry]()
     for title, value in table.items():
-        where = f"{folder.path / name}: {title[:80]!r}"
         if not isinstance(value, dict):
-            raise folder.error(f"{where}: is {str(value)[:60]}; a table belongs there.")
-        entries[title] = entry = decoded(HeaderEntry, value, where, folder.error)
-        if problem := next(entry.problems(), ""):
-            raise folder.error(f"{where}: {problem}")
-    at = 0
+            raise folder.error(f"{places[title]}: is {str(value)[:60]}; a table belongs there.")
+        entries[title] = decoded(HeaderEntry, value, places[title], folder.error)
+    begin, at = 8 + length, 0
     for title, entry in sorted(entries.items(), key=lambda each: each[1].data_offsets):
-        if (start := entry.data_offsets[0]) != at:
-            what = "shares bytes with" if start < at else "leaves bytes unclaimed after"
-            folder.refuse(
-                name,
-                f"tensor {title[:80]!r} {what} the one before: it begins at {start:,}, not {at:,}.",
-            )
-        at += entry.size
-    begin = 8 + length
+        if problem := next(entry.problems(at), ""):
+            raise folder.error(f"{places[title]}: {problem}")
+        at = entry.data_offsets[1]
     if begin + at != size:
         folder.refuse(name, f"has {size:,} bytes; its header describes {begin + at:,}.")
     return {title: (entry, begin + entry.data_offsets[0]) for title, entry in entries.items()}
@@ -491,6 +482,17 @@ def read_header(folder: Folder, name: str) -> dict[str, tuple[HeaderEntry, int]]
 def name_of(step: int) -> str:
     """The folder of a step's checkpoint."""
     return f"step-{step:08}"
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint's folder; -1 where the name is of none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def file_of(rank: int) -> str:
+    """The file of what a rank writes."""
+    return f"rank-{rank:05}.safetensors"
 
 
 def manifest_text(path: Path) -> str:
@@ -526,10 +528,8 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
     folder = Folder(path, CheckpointError)
     own = range(rank, len(manifest.files), ranks)
     wrong = [fault for number in own if (fault := damage(folder, manifest, number))]
-    if wrong:
-        return wrong
     headers = {}
-    for number in own:
+    for number in own if not wrong else ():
         try:
             headers[number] = read_header(folder, manifest.files[number].name)
         except CheckpointError as error:
@@ -538,11 +538,8 @@ def faults(path: Path, manifest: Manifest, rank: int = 0, ranks: int = 1) -> lis
         for shard in (s for s in tensor.shards if s.file in headers):
             count = shard.stop - shard.start
             entry, offset = headers[shard.file].get(shard.key, (None, 0))
-            if entry is None or (entry.dtype, entry.numel, offset) != (
-                tensor.dtype,
-                count,
-                shard.offset,
-            ):
+            there = (entry.dtype, math.prod(entry.shape), offset) if entry else None
+            if there != (tensor.dtype, count, shard.offset):
                 wrong.append(
                     f"{path / manifest.files[shard.file].name}: {shard.key} is not there as the"
                     f" manifest says: {count} numbers of {tensor.dtype} at byte {shard.offset:,}."
@@ -567,8 +564,7 @@ def damage(folder: Folder, manifest: Manifest, number: int) -> str:
         return f"{path}: holds what belongs into {other}."
     if size != file.size:
         return f"{path}: has {size:,} bytes, {file.size:,} were written."
-    pairs = enumerate(zip(sums, file.chunks, strict=True))
-    first = next(n for n, (now, written) in pairs if now != written)
+    first = next(n for n, each in enumerate(sums) if each != file.chunks[n])
     return (
         f"{path}: its bytes from {first * CHUNK:,} on differ from what was written:"
         f" checksum {sums[first][:12]}, not {file.chunks[first][:12]}."

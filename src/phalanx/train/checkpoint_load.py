@@ -13,20 +13,20 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from ..comm import Group
-from ..comm.agree import broadcast_text, errors_of
+from ..comm.agree import broadcast_text
 from ..layout import Shape
 from ..layout.families import code_of
 from ..layout.run import Run
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
-from .checkpoint import Updates, box_of, optimizer_name, steps, why
+from .checkpoint import RanksFailed, Updates, box_of, optimizer_name, steps, together
 from .checkpoint_format import (
     DTYPES,
     WEIGHT,
@@ -42,6 +42,7 @@ from .checkpoint_format import (
     raw_bytes,
     read_into,
     read_manifest,
+    step_of,
 )
 from .checkpoint_memory import MemoryCheckpoints
 from .checkpoint_remote import fetch_newer
@@ -52,7 +53,6 @@ BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps
 # What torch's optimizers keep for every number; Muon the one of a matrix's, AdamW's of the others.
 KEPT = {"AdamW": ["exp_avg", "exp_avg_sq"], "SGD": ["momentum_buffer"]}
 KEPT["Muon"] = KEPT["AdamW"] + KEPT["SGD"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,15 @@ def load(
     model to be that of `identity`, or at least the tensors to be those of the model: that is all
     with `adopt`.
     """
-    group = local.groups.everyone
-    chosen: Chosen = None, None, ()
+    group, found, damaged = local.groups.everyone, None, list[str]()
     if memory is not None:
-        there = str(next((int(p.name[5:]) for p in steps(folder)), 0)) if group.rank == 0 else ""
-        if found := memory.find(int(broadcast_text(group, there))):
-            chosen = (*found, ())
-    path, manifest, damaged = chosen if chosen[0] else choose(folder, group, remote)
-    if path is None or manifest is None:
+        there = str(next((step_of(p.name) for p in steps(folder)), 0)) if group.rank == 0 else ""
+        found = memory.find(int(broadcast_text(group, there)))
+    if found is None:
+        found, damaged = choose(folder, group, remote)
+    if found is None:
         return None
+    path, manifest = found
     if identity is not None and not adopt:
         refuse_other(path, manifest, identity)
 
@@ -105,13 +105,12 @@ def load(
             _fill(reader, local, updates)
 
     for work in (check, fill):
-        if errors := _alike(group, work)[1]:
-            raise CheckpointError(f"{path} cannot be loaded. " + "; ".join(errors))
+        together(group, work, f"{path} cannot be loaded. ")
     _refresh(local)
-    notices = () if identity is None else tuple(identity.notices(manifest))
+    notices = [] if identity is None else identity.notices(manifest)
     if identity is not None and adopt:
-        notices += tuple(f"adopted: {each}" for each in identity.differences(manifest))
-    return Loaded(manifest.progress, path, damaged, notices)
+        notices += [f"adopted: {each}" for each in identity.differences(manifest)]
+    return Loaded(manifest.progress, path, tuple(damaged), tuple(notices))
 
 
 def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Updates) -> None:
@@ -124,8 +123,7 @@ def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Update
                 raise CheckpointError("; ".join(wrong))
             _fill(reader, local, updates)
 
-    if errors := _alike(local.groups.everyone, fill)[1]:
-        raise CheckpointError("the weights cannot be read. " + "; ".join(errors))
+    together(local.groups.everyone, fill, "the weights cannot be read. ")
     _refresh(local)
 
 
@@ -136,79 +134,61 @@ def _refresh(local: LocalModel) -> None:
             unit.gather().wait()
 
 
-def _alike(group: Group, work: Callable[[], T]) -> tuple[T | None, list[str]]:
-    """What a rank's work gives, and what went wrong on any rank, which all of them know."""
-    result, error = None, ""
-    try:
-        result = work()
-    except (CheckpointError, OSError) as wrong:
-        error = why(wrong)
-    return result, errors_of(group, error)
-
-
 # ---- which checkpoint
 
 
-Chosen = tuple[Path | None, Manifest | None, tuple[str, ...]]
+Found = tuple[Path, Manifest]
 
 
-def choose(folder: Path, group: Group, remote: str = "") -> Chosen:
+def choose(folder: Path, group: Group, remote: str = "") -> tuple[Found | None, list[str]]:
     """The newest sound checkpoint of a folder, after all that is newer at the URL `remote` has been
-    tried and fetched."""
+    tried and fetched; and what is wrong with newer ones.
+
+    None when there is no checkpoint at all. When there are and none is sound, that is an error: to begin
+    anew without a word would lose the run.
+    """
     known, failed = set[int](), list[str]()
     while True:
-        chosen, refusal = None, None
-        try:
-            chosen = _sound_one(folder, group)
-        except CheckpointError as error:
-            refusal = error
-        at = chosen[1].step if chosen and chosen[1] else -1
+        found, damaged = _newest_sound(folder, group)
         if remote:
-            fetched, error_there = fetch_newer(remote, folder, at, known, group)
-            failed += [error_there] if error_there else []
+            at = found[1].step if found else -1
+            fetched, error = fetch_newer(remote, folder, at, known, group)
+            failed += [error] if error else []
             if fetched:
                 continue
-        if refusal is not None:
-            raise CheckpointError("\n  ".join((str(refusal), *failed)))
-        assert chosen is not None
-        if failed and chosen[0] is None:
-            raise CheckpointError("no checkpoint could be fetched.\n  " + "\n  ".join(failed))
-        return (*chosen[:2], (*chosen[2], *failed))
+        if found is None and (damaged or failed):
+            why = (
+                f"{folder}: no checkpoint is sound" if damaged else "no checkpoint could be fetched"
+            )
+            raise CheckpointError("\n  ".join((f"{why}.", *damaged, *failed)))
+        return found, damaged + failed
 
 
-def _sound_one(folder: Path, group: Group) -> Chosen:
-    """The newest sound checkpoint, the same on every rank, and what is wrong with newer ones.
-
-    All bytes are read, a share by each rank. None when there is no checkpoint at all; when there
-    are and none is sound, that is an error: to begin anew without a word would lose the run.
-    """
+def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
+    """The same on every rank. All bytes are read, a share by each."""
     names = [path.name for path in steps(folder)] if group.rank == 0 else []
-    damaged: list[str] = []
+    damaged = list[str]()
     for name in json.loads(broadcast_text(group, json.dumps(names))):
-        manifest, wrong = _examine(folder / name, group)
-        if manifest is not None:
-            return folder / name, manifest, tuple(damaged)
-        damaged.append(f"{name} is damaged: " + "; ".join(wrong))
-    if damaged:
-        raise CheckpointError(f"{folder}: no checkpoint is sound.\n  " + "\n  ".join(damaged))
-    return None, None, ()
+        try:
+            return (folder / name, _sound(folder / name, group)), damaged
+        except RanksFailed as failed:
+            wrong = sorted({each.partition(": ")[2] for each in failed.errors})
+            damaged.append(f"{name} is damaged: " + "; ".join(wrong))
+    return None, damaged
 
 
-def _examine(path: Path, group: Group) -> tuple[Manifest | None, list[str]]:
-    """The manifest when all ranks find everything right; what is wrong when not."""
-    text, errors = _alike(group, lambda: manifest_text(path) if group.rank == 0 else "")
-    if errors:
-        return None, errors
-    text = broadcast_text(group, text or "")
+def _sound(path: Path, group: Group) -> Manifest:
+    """The manifest of a checkpoint in which no rank finds anything wrong."""
+    read = together(group, lambda: manifest_text(path) if group.rank == 0 else "")
+    text = broadcast_text(group, read)
 
-    def look() -> Manifest:
+    def examined() -> Manifest:
         manifest = parse_manifest(text, path)
         if wrong := faults(path, manifest, group.rank, group.size):
             raise CheckpointError("; ".join(wrong))
         return manifest
 
-    manifest, errors = _alike(group, look)
-    return None if errors else manifest, sorted({each.partition(": ")[2] for each in errors})
+    return together(group, examined)
 
 
 def newest(folder: Path) -> tuple[Path, Manifest] | None:

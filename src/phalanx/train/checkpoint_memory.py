@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ..comm.agree import broadcast_text, errors_of, exchange
 from ..hang.positions import alive, started_at
@@ -29,7 +28,19 @@ from ..layout.files import write_text
 from ..layout.numbers import binary_text
 from ..layout.run import Run
 from ..parallel.local import LocalModel
-from .checkpoint import SAVING, Saver, Updates, box_of, commit, make_hidden, prune, steps, why
+from .checkpoint import (
+    SAVING,
+    RanksFailed,
+    Saver,
+    Updates,
+    box_of,
+    commit,
+    make_hidden,
+    prune,
+    steps,
+    together,
+    why,
+)
 from .checkpoint_format import (
     CHUNK,
     MANIFEST,
@@ -37,9 +48,11 @@ from .checkpoint_format import (
     Manifest,
     Progress,
     damage,
+    file_of,
     manifest_text,
     name_of,
     parse_manifest,
+    read_into,
 )
 from .folder import Folder
 
@@ -66,17 +79,12 @@ def newest_in_memory(run: Run) -> str:
     return max(found, default="")
 
 
-def owned_by_nobody(folder: Path) -> bool:
-    """Whether the process that a folder of memory belongs to has ended."""
-    _, _, pid, started, _ = folder.name.split("-")
-    return not alive(int(pid), int(started))
-
-
 def remove_left(root: Path = ROOT) -> None:
     """Remove what runs have left whose watcher was killed."""
     for folder in root.glob(f"{NAME}-*-*-*"):
         with suppress(OSError, ValueError):
-            if folder.stat().st_uid == os.getuid() and owned_by_nobody(folder):
+            _, _, pid, started, _ = folder.name.split("-")
+            if folder.stat().st_uid == os.getuid() and not alive(int(pid), int(started)):
                 shutil.rmtree(folder)
 
 
@@ -104,114 +112,117 @@ class MemoryCheckpoints:
         if self.first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    # ---- saving
-
     def save(self, progress: Progress) -> list[str]:
         """Keep this step; what went wrong, on all ranks: then what was before is still there."""
         hidden, group = self.folder / f"{SAVING}{progress.step:08}", self.group
         snapshot = self.saver.snapshot(progress)
-        sizes = [
-            int(n) for n in exchange(group, str(sum(x.nbytes for x in snapshot.tensors.values())))
-        ]
-        report, error = "", self._begun(hidden, sizes) if self.first else ""
-        if errors := errors_of(group, error):
-            return errors
+        own = sum(x.nbytes for x in snapshot.tensors.values())
+        sizes = [int(size) for size in exchange(group, str(own))]
         try:
-            report = snapshot.write(hidden / _file(group.rank))
-        except (CheckpointError, OSError) as wrong:
-            error = why(wrong)
-        if errors := errors_of(group, error):
-            return errors
-        reports = exchange(group, report)
-        if errors := errors_of(group, self._pass_on(hidden, reports)):
-            return errors
-        # Old ones go when all hosts have the new one, so that all have one of the same step.
-        if self.first:
-            error, _ = commit(self.folder, hidden, reports, 2)
-        if errors := errors_of(group, error):
-            return errors
+            together(group, lambda: self._make_room(hidden, sizes))
+            report = together(group, lambda: snapshot.write(hidden / file_of(group.rank)))
+            reports = exchange(group, report)
+            self._copy(hidden, reports)
+            # Old ones go when all hosts have the new one, so that all have one of the same step.
+            together(group, lambda: commit(self.folder, hidden, reports, 2) if self.first else "")
+        except RanksFailed as failed:
+            return failed.errors
         with suppress(OSError):
             if self.first:
                 prune(self.folder, self.folder / name_of(progress.step), 1)
         return []
 
-    def _begun(self, hidden: Path, sizes: Sequence[int]) -> str:
-        """Make the folder, if there is room; why not."""
+    def _make_room(self, hidden: Path, sizes: Sequence[int]) -> None:
+        """Make the hidden folder of a save, if its host has room."""
+        if not self.first:
+            return
         remove_left(self.folder.parent)
         kept = [*self.ranks, *(rank for rank, at in self.keeper.items() if at in self.ranks)]
         needed = sum(sizes[rank] for rank in kept)
-        try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self.folder.stat().st_uid != os.getuid():
-                return f"{self.folder} is another user's"
-            stat = os.statvfs(self.folder)
-        except OSError as error:
-            return why(error)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.folder.stat().st_uid != os.getuid():
+            raise CheckpointError(f"{self.folder} is another user's")
+        stat = os.statvfs(self.folder)
         if (free := min(stat.f_bavail * stat.f_frsize, _available())) < needed:
-            return (
+            raise CheckpointError(
                 f"{binary_text(needed)} are needed in {self.folder}, {binary_text(free)} are free"
             )
-        return make_hidden(hidden)
+        make_hidden(hidden)
 
-    def _pass_on(self, hidden: Path, reports: Sequence[str]) -> str:
-        """Give this rank's file to the rank that keeps a copy, and take those that it keeps."""
-        if not self.keeper:
-            return ""
-        files = [Manifest.decode(text, f"rank {n}").files for n, text in enumerate(reports)]
-        sizes = [sum(file.size for file in each) for each in files]
-        me, error = self.group.rank, ""
-        for at in range(0, max(sizes), CHUNK):
-            counts = [max(0, min(CHUNK, size - at)) for size in sizes]
-            sent = [counts[me] * (to == self.keeper[me]) for to in range(self.group.size)]
-            taken = [counts[rank] * (self.keeper[rank] == me) for rank in range(self.group.size)]
-            own = torch.zeros(counts[me], dtype=torch.uint8)
+    def _copy(self, hidden: Path, reports: Sequence[str]) -> None:
+        """Give each rank's file to the rank that keeps a copy of it."""
+        manifests = [Manifest.decode(text, f"rank {n}") for n, text in enumerate(reports)]
+        self._move(
+            hidden,
+            [
+                (file.name, file.size, rank, keeper)
+                for rank, keeper in self.keeper.items()
+                for file in manifests[rank].files
+            ],
+        )
+
+    def _move(self, folder: Path, files: Sequence[tuple[str, int, int, int]]) -> None:
+        """Move files of a folder between hosts, a chunk of each at a time: the name, the size, the rank
+        that has it, and the one that writes it."""
+        if not files:
+            return
+        me, world, error = self.group.rank, self.group.size, ""
+        for at in range(0, max(size for _, size, *_ in files), CHUNK):
+            sent, taken = [0] * world, [0] * world
+            own, writes = [torch.empty(0, dtype=torch.uint8)], list[tuple[str, int]]()
+            for name, size, source, target in sorted(files, key=lambda each: each[2:]):
+                count = max(0, min(CHUNK, size - at))
+                if source == me:
+                    own.append(torch.zeros(count, dtype=torch.uint8))
+                    sent[target] += count
+                    try:
+                        with (folder / name).open("rb") as file:
+                            read_into(file, at, own[-1])
+                    except (CheckpointError, OSError) as wrong:  # all ranks go on to the last call
+                        error = why(wrong)
+                if target == me:
+                    taken[source] += count
+                    writes.append((name, count))
             out = torch.empty(sum(taken), dtype=torch.uint8, device=self.group.device)
-            try:
-                _read(hidden / _file(me), at, own)
-            except OSError as wrong:  # all ranks go on to the last call
-                error = why(wrong)
-            self.group.all_to_all(out, own.to(self.group.device), taken, sent)
-            begins = [sum(taken[:rank]) for rank in range(self.group.size)]
+            self.group.all_to_all(out, torch.cat(own).to(self.group.device), taken, sent)
             moved = out.cpu()
             try:
-                for rank, begin in enumerate(begins):
-                    _append(hidden / _file(rank), moved[begin : begin + taken[rank]], at)
+                for name, count in writes:
+                    with (folder / name).open("ab" if at else "wb") as file:
+                        file.write(moved[:count].numpy().data)
+                    moved = moved[count:]
             except OSError as wrong:
                 error = why(wrong)
-        return error
-
-    # ---- going on
+        if errors := errors_of(self.group, error):
+            raise RanksFailed("", errors)
 
     def find(self, least: int = 0) -> tuple[Path, Manifest] | None:
         """The newest step, from `least` on, of which all parts are in the memory of some host, with
         what this host's ranks need brought to it. None when a part is nowhere, or not what was written."""
-        tables = [json.loads(text) for text in exchange(self.group, json.dumps(self._seen()))]
-        host_of = {rank: host for host, ranks in self.hosts.items() for rank in ranks}
-        have: dict[tuple[int, str], dict[str, set[int]]] = {}
-        counts: dict[tuple[int, str], int] = {}
-        for rank, table in enumerate(tables):
-            for step, digest, count, sound in table:
-                where = have.setdefault((step, digest), {}).setdefault(host_of[rank], set())
-                where |= set(sound)
-                counts[step, digest] = count
-        whole = [key for key, by in have.items() if len(set().union(*by.values())) == counts[key]]
-        step, digest = max(whole, default=(-1, ""))
+        seen, texts = self._seen()
+        tables = [json.loads(text) for text in exchange(self.group, json.dumps(seen))]
+        have: dict[tuple[int, str, int], dict[str, set[int]]] = {}
+        for host, ranks in self.hosts.items():
+            for step, digest, count, sound in (each for rank in ranks for each in tables[rank]):
+                have.setdefault((step, digest, count), {}).setdefault(host, set()).update(sound)
+        whole = [key for key, by in have.items() if len(set[int]().union(*by.values())) == key[2]]
+        step, digest, _ = newest = max(whole, default=(-1, "", 0))
         if step < least:
             return None
-        by_host = have[step, digest]
-        holder = self.hosts[next(host for host in self.hosts if host in by_host)][0]
         path = self.folder / name_of(step)
-        text = broadcast_text(
-            self.group, _text_of(path) if self.group.rank == holder else "", holder
-        )
+        root = next(n for n, table in enumerate(tables) if digest in {each[1] for each in table})
+        text = broadcast_text(self.group, texts.get(digest, ""), root)
         manifest = parse_manifest(text, path)
-        if errors_of(self.group, self._bring(path, text, manifest, by_host)):
+        try:
+            self._bring(path, text, manifest, have[newest])
+        except RanksFailed:
             return None
         return path, manifest
 
-    def _seen(self) -> list[tuple[int, str, int, list[int]]]:
-        """What is in this host's memory: of each step this rank's share of the files that are sound."""
-        seen = []
+    def _seen(self) -> tuple[list[tuple[int, str, int, list[int]]], dict[str, str]]:
+        """What is in this host's memory: of each step this rank's share of the files that are sound. And
+        the manifests by their digests."""
+        seen, texts = [], {}
         for path in steps(self.folder):
             with suppress(CheckpointError, OSError):
                 text = manifest_text(path)
@@ -220,45 +231,36 @@ class MemoryCheckpoints:
                 sound = [n for n in own if not damage(folder, manifest, n)]
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 seen.append((manifest.step, digest, len(manifest.files), sound))
-        return seen
+                texts[digest] = text
+        return seen, texts
 
-    def _bring(self, path: Path, text: str, manifest: Manifest, have: dict[str, set[int]]) -> str:
-        """Bring files to hosts whose ranks need them and that have them not; what went wrong here."""
-        wanted = [
-            set(json.loads(each))
-            for each in exchange(self.group, json.dumps(self._needs(manifest)))
+    def _bring(self, path: Path, text: str, manifest: Manifest, have: dict[str, set[int]]) -> None:
+        """Bring files to hosts whose ranks need them and that have them not."""
+        needs = [
+            json.loads(each) for each in exchange(self.group, json.dumps(self._needs(manifest)))
         ]
-        error = ""
-        try:
+
+        def make() -> None:
             if self.first:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_text(path / MANIFEST, text)
-        except OSError as wrong:
-            error = why(wrong)
+
+        together(self.group, make)
+        wrong = []
         for number, file in enumerate(manifest.files):
+            source = next(
+                self.hosts[host][0] for host in self.hosts if number in have.get(host, ())
+            )
             lack = [
-                host
+                ranks[0]
                 for host, ranks in self.hosts.items()
-                if number not in have.get(host, ()) and any(number in wanted[r] for r in ranks)
+                if number not in have.get(host, ()) and any(number in needs[r] for r in ranks)
             ]
-            if not lack:
-                continue
-            source = next(host for host in self.hosts if number in have.get(host, ()))
-            root, here = self.hosts[source][0], path / file.name
-            for at in range(0, file.size, CHUNK):
-                block = torch.zeros(min(CHUNK, file.size - at), dtype=torch.uint8)
-                try:
-                    if self.group.rank == root:
-                        _read(here, at, block)
-                    moved = block.to(self.group.device)
-                    self.group.broadcast(moved, root)
-                    if self.first and self.host in lack:
-                        _append(here, moved.cpu(), at)
-                except OSError as wrong:
-                    error = why(wrong)
-            if self.first and self.host in lack and not error:
-                error = damage(Folder(path, CheckpointError), manifest, number)
-        return error
+            self._move(path, [(file.name, file.size, source, target) for target in lack])
+            if self.group.rank in lack:
+                wrong.append(damage(Folder(path, CheckpointError), manifest, number))
+        if errors := errors_of(self.group, "; ".join(filter(None, wrong))):
+            raise RanksFailed("", errors)
 
     def _needs(self, manifest: Manifest) -> list[int]:
         """The files in which numbers of this rank are."""
@@ -280,32 +282,6 @@ class MemoryCheckpoints:
                         if all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs):
                             needs.add(shard.file)
         return sorted(needs)
-
-
-def _file(rank: int) -> str:
-    return f"rank-{rank:05}.safetensors"
-
-
-def _text_of(path: Path) -> str:
-    with suppress(CheckpointError, OSError):
-        return manifest_text(path)
-    return ""
-
-
-def _read(path: Path, at: int, out: Tensor) -> None:
-    """Fill a tensor of bytes from this place of a file on."""
-    if out.numel():
-        with path.open("rb") as file:
-            file.seek(at)
-            if file.readinto(out.numpy().data) != out.numel():
-                raise OSError(0, "ended early while it was read", str(path))
-
-
-def _append(path: Path, block: Tensor, at: int) -> None:
-    """Write bytes at the end of a file; at its beginning, a new one."""
-    if block.numel():
-        with path.open("wb" if at == 0 else "ab") as file:
-            file.write(block.numpy().data)
 
 
 def _available() -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,14 +32,12 @@ from .checkpoint_format import (
     manifest_text,
     name_of,
     parse_manifest,
+    step_of,
 )
 
-TRIES, WAIT = (
-    6,
-    1.0,
-)  # of each upload; seconds after the first, twice as long after each further one
+TRIES = 6  # of each upload
+WAIT = 1.0  # seconds after the first, twice as long after each further one
 FILES = 8  # that are uploaded at once, each with a chunk in memory
-_STEP = re.compile(r"step-(\d{8,18})")
 
 
 class RemoteFolder:
@@ -63,8 +60,8 @@ class RemoteFolder:
         folders: dict[int, set[str]] = {}
         for path in found:
             *_, folder, name = ["", *str(path).split("/")][-3:]
-            if match := _STEP.fullmatch(folder):
-                folders.setdefault(int(match[1]), set()).add(name)
+            if (step := step_of(folder)) >= 0:
+                folders.setdefault(step, set()).add(name)
         return dict(sorted(folders.items(), reverse=True))
 
     def steps(self) -> list[int]:
@@ -118,9 +115,7 @@ class RemoteFolder:
             raise CheckpointError(f"{where}: its manifest has more than {LIMIT:,} bytes.")
         path, text = folder / name_of(step), raw.decode(errors="replace")
         manifest: Manifest = parse_manifest(text, path)
-        hidden = folder / f"{SAVING}{step:08}"
-        if error := make_hidden(hidden):
-            raise CheckpointError(error)
+        hidden = make_hidden(folder / f"{SAVING}{step:08}")
         for file in manifest.files:
             with (
                 self.fs.open(self._path(step, file.name), "rb") as there,
@@ -205,13 +200,12 @@ class Uploader:
         def work() -> None:
             self.folder = self.folder or RemoteFolder(self.url)
             self.folder.upload(path)
-            self.folder.prune(int(path.name.removeprefix("step-")), self.keep)
+            self.folder.prune(step_of(path.name), self.keep)
 
         # One that was removed, or has become old, is not tried again.
         error = _tried(work, lambda: self.waiting is not None or not path.exists())
         with self.work:
-            step = int(path.name.removeprefix("step-"))
-            self.results.append(Saved(step, Path(path), error))
+            self.results.append(Saved(step_of(path.name), path, error))
             self._next()
             self.work.notify_all()
 
