@@ -122,8 +122,7 @@ def test_another_reader_sees_operations_calls_phases_and_the_stack() -> None:
         group = positions.group("tp", [4, 5, 6])
         positions.words[STEP], positions.words[OP] = 7, first + 1
         before = reader.mark()
-        text = positions.new_call(("key",), "all_reduce of 4 float32")
-        assert positions.text_of_call(("key",)) == text
+        text = positions.texts(["all_reduce of 4 float32"])
         for _ in range(3):
             positions.words[WAITS] = positions.call(group, text)
         message = positions.call(group, text, peer=2, sends=True)

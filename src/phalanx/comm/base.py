@@ -200,9 +200,10 @@ class Group(ABC):
     def record(self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1) -> int:
         """Write down a call; its number."""
         key = kind, x.shape, x.dtype, op, at
-        text = positions.text_of_call(key)
+        text = positions.call_texts.get(key)
         if text is None:
-            text = positions.new_call(key, Call(kind, x, op=op, at=at).signature())
+            text = positions.texts([Call(kind, x, op=op, at=at).signature()])
+            positions.call_texts[key] = text
         peer = at if kind in ("send", "receive") else -1
         return positions.call(self.number, text, peer, kind == "send")
 

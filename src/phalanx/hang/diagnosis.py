@@ -61,7 +61,7 @@ class RankState:
     @property
     def lines(self) -> list[str]:
         """All that is known, with the whole stack."""
-        waits = f", waits in {_named(self.call)}" if self.call else ""
+        waits = f", waits in {self.call}" if self.call else ""
         doing = f" [{self.doing}]" if self.doing else ""
         who = f"rank {self.rank} on {self.host}, process {self.pid}"
         where = self.where.removeprefix("it is ")
@@ -176,24 +176,13 @@ def _cause(
     """What a rank should be doing by the calls of those that wait for it, and what it does."""
     calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
     call = next((c for c in calls if c is not None), None)
-    should = f" should be in {_named(call)}{_of(call)};" if call else ""
+    should = f" should be in {call};" if call else ""
     for_ = f", for {r.still:.0f} s" if r.phase not in OVER and r.state != "X" else ""
     yield f"rank {r.rank}{should or ':'} {r.where}{for_}"
     if r.doing:
         lock = "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
         yield f"    process {r.pid} on {r.host}: {r.doing}{lock}"
     yield from _frames(r, _FRAMES)
-
-
-def _named(call: Made) -> str:
-    way = ""
-    if call.peer >= 0:
-        way = f" {'to' if call.sends else 'from'} rank {call.peer}"
-    return f"{call.text}{way} on {call.group[0]}"
-
-
-def _of(call: Made) -> str:
-    return f" of {call.op}" if call.op else ""
 
 
 def _frames(r: RankState, most: int) -> list[str]:
@@ -205,8 +194,7 @@ def _waiters(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]])
     alike: dict[str, list[RankState]] = {}
     for r in ranks:
         if awaited[r.rank]:
-            call = r.call
-            what = f"{_named(call)}{_of(call)}" if call else f"its own GPU, {r.op or r.phase}"
+            what = str(r.call or f"its own GPU, {r.op or r.phase}")
             who = span([o for o in awaited[r.rank] if o != r.rank])
             alike.setdefault(f"for {who}, in {what}" if who else f"for {what}", []).append(r)
     for count, (what, waiting) in enumerate(alike.items()):
@@ -236,31 +224,24 @@ def span(ranks: Sequence[int]) -> str:
 def _differing(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]]) -> Iterator[str]:
     """The first call of a group that two of its members have made otherwise, or not both."""
     yield "all ranks wait for each other: they do not make the same calls"
-    differs: list[tuple[int, str]] = []
-    for group in dict.fromkeys(call.group for r in ranks for call in r.calls):
-        by_nth: dict[int, dict[int, Made]] = {}
-        for r in ranks:
-            for call in r.calls:
-                if call.group == group and call.peer < 0:
-                    by_nth.setdefault(call.nth, {})[r.rank] = call
-        for nth, made in sorted(by_nth.items()):
-            if len({(c.text, c.op) for c in made.values()}) > 1:
-                sides: dict[str, list[int]] = {}
-                for rank, call in made.items():
-                    sides.setdefault(f"{call.text}{_of(call)}", []).append(rank)
-                text = "; ".join(f"{span(who)}: {what}" for what, who in sides.items())
-                first = min(c.number for c in made.values())
-                differs.append(
-                    (first, f"the first that differs is call {nth} of {group[0]}: {text}")
-                )
-                break
-    if differs:
-        yield min(differs)[1]
+    sides: dict[tuple[Any, int], dict[str, list[tuple[int, int]]]] = {}  # of each call
+    for r in ranks:
+        for call in (c for c in r.calls if c.peer < 0):
+            text = f"{call.text} of {call.op}" if call.op else call.text
+            of_call = sides.setdefault((call.group, call.nth), {})
+            of_call.setdefault(text, []).append((call.number, r.rank))
+    differ = [
+        (min(min(who) for who in made.values()), nth, group[0], made)
+        for (group, nth), made in sides.items()
+        if len(made) > 1
+    ]
+    if differ:
+        _, nth, group, made = min(differ, key=lambda each: each[0])
+        text = "; ".join(f"{span([rank for _, rank in who])}: {of}" for of, who in made.items())
+        yield f"the first that differs is call {nth} of {group}: {text}"
     elif absent := [(r, o) for r in ranks for o in awaited[r.rank] if r.call and o != r.rank]:
         r, rank = absent[0]
-        if (missed := r.call) is not None:
-            what = f"{_named(missed)}{_of(missed)}"
-            yield f"rank {rank} has not made {what}, where rank {r.rank} waits"
+        yield f"rank {rank} has not made {r.call}, where rank {r.rank} waits"
 
 
 def _healthy(ranks: Sequence[RankState], timeout: float) -> Iterator[str]:

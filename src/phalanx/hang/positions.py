@@ -32,26 +32,21 @@ NOTE, ROOM = 256, 2048  # bytes of the page: what a phase works on
 _COUNTS, GROUPS = 4096, 1024  # collectives made on each group, a word each
 _RING = _COUNTS + 8 * GROUPS
 CALLS_KEPT = 1024
-_CALL = struct.Struct(
-    "6q"
-)  # its number, group, text, operation, peer, and which of its peer's or group's
+# Its number, group, text, operation, peer, and which of its peer's or group's.
+_CALL = struct.Struct("6q")
 _LOG = _RING + CALLS_KEPT * _CALL.size
 _SIZE = _LOG + (1 << 22)
 DEVICE = -1  # in WAITS: not for a call, but for the rank's own GPU
 BEATS = 0.5  # seconds
 
-_PHASES = """starting, reading a checkpoint, loading data, first step, in a step, saving, validating,
-    compiling, between steps, ended, failed"""
-PHASES = tuple(" ".join(phase.split()) for phase in _PHASES.split(","))
 # In these a rank may take very long without going on, and is not taken to hang.
 KNOWN = ("starting", "reading a checkpoint", "saving", "compiling")
 # In these, computing and reading or writing files is going on: the first step loads code, too.
 WORKING = (*KNOWN, "first step")
 OVER = ("ended", "failed")
+PHASES = (*WORKING, "loading data", "in a step", "validating", "between steps", *OVER)
 # A signal that nothing else uses; the fault handler answers it from C.
-STACKS = int(getattr(signal, "SIGRTMIN", signal.SIGUSR2)) + (
-    8 if hasattr(signal, "SIGRTMIN") else 0
-)
+STACKS = int(signal.SIGRTMIN) + 8 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 
 
 class Positions:
@@ -63,15 +58,13 @@ class Positions:
     watched = False  # by a process that ends the run when it hangs
 
     def __init__(self, rank: int) -> None:
-        self._files = (
-            _nameless(f"phalanx-position-{rank}", _SIZE),
-            _nameless(f"phalanx-stacks-{rank}", 0),
-        )
+        sizes = {"position": _SIZE, "stacks": 0}
+        self._files = [_nameless(f"phalanx-{what}-{rank}", n) for what, n in sizes.items()]
         self._map = mmap.mmap(self._files[0], _SIZE)  # -1: nobody else can read it
         self._bytes = memoryview(self._map)
         self.words: memoryview[int] = self._bytes[: WORDS * 8].cast("q")
         self._counts = self._bytes[_COUNTS:_RING].cast("q")
-        self._calls: dict[tuple[object, ...], int] = {}
+        self.call_texts: dict[tuple[object, ...], int] = {}  # numbers of texts, for calls alike
         self._groups = 0
         self._messages: dict[tuple[int, int], int] = {}
         self._lines = 0
@@ -114,14 +107,6 @@ class Positions:
         self._groups += 1
         self.texts([f"group {self._groups} {json.dumps([name, list(ranks)])}"])
         return self._groups
-
-    def text_of_call(self, key: tuple[object, ...]) -> int | None:
-        """The number of the text of calls that are alike."""
-        return self._calls.get(key)
-
-    def new_call(self, key: tuple[object, ...], text: str) -> int:
-        self._calls[key] = self.texts([text])
-        return self._calls[key]
 
     def call(self, group: int, text: int, peer: int = -1, sends: bool = False) -> int:
         """Write down a call of a group, or a message to or from a `peer` in it; its number, from 1."""
@@ -202,6 +187,10 @@ class Made:
     sends: bool
     nth: int
 
+    def __str__(self) -> str:
+        way = f" {'to' if self.sends else 'from'} rank {self.peer}" if self.peer >= 0 else ""
+        return f"{self.text}{way} on {self.group[0]}{f' of {self.op}' if self.op else ''}"
+
 
 class PositionReader:
     """A rank's positions, read by another process."""
@@ -209,9 +198,8 @@ class PositionReader:
     def __init__(self, paths: Sequence[str]) -> None:
         # The paths come from a file of the run's folder, which may be anybody's.
         for path, what in zip(paths, ("position", "stacks"), strict=True):
-            if not re.fullmatch(r"/proc/\d+/fd/\d+", path):
-                raise OSError(f"{path} is not the memory of a rank")
-            if not os.readlink(path).startswith(f"/memfd:phalanx-{what}-"):
+            plain = re.fullmatch(r"/proc/\d+/fd/\d+", path)
+            if not plain or not os.readlink(path).startswith(f"/memfd:phalanx-{what}-"):
                 raise OSError(f"{path} is not the memory of a rank")
         fd = os.open(paths[0], os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -249,17 +237,14 @@ class PositionReader:
         if end > self._read:
             lines = self._map[_LOG + self._read : _LOG + end].splitlines()
             self._read = end
-            for line in lines:
-                self._add(json.loads(line))
+            for text in map(json.loads, lines):
+                self._texts.append(text)
+                if text.startswith("group "):
+                    _, group, rest = text.split(" ", 2)
+                    name, ranks = json.loads(rest)
+                    before = sum(g[:2] == (name, tuple(ranks)) for g in self._groups.values())
+                    self._groups[int(group)] = name, tuple(ranks), before
         return self._texts[number] if 0 <= number < len(self._texts) else ""
-
-    def _add(self, text: str) -> None:
-        self._texts.append(text)
-        if text.startswith("group "):
-            _, number, rest = text.split(" ", 2)
-            name, ranks = json.loads(rest)
-            before = sum(g[:2] == (name, tuple(ranks)) for g in self._groups.values())
-            self._groups[int(number)] = name, tuple(ranks), before
 
     @property
     def operation(self) -> str:
@@ -307,7 +292,12 @@ def alive(pid: int, started: int) -> bool:
 
 def started_at(pid: int) -> int:
     """When a process was started, in ticks since the machine was; 0 when it is gone."""
-    with suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
-    return 0
+    fields = stat_of(f"/proc/{pid}")
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def stat_of(path: str) -> list[str]:
+    """What the kernel says of a process, or of a thread: its state first, X when it is gone."""
+    with suppress(OSError):
+        return Path(path, "stat").read_text().rpartition(")")[2].split() or ["X"]
+    return ["X"]

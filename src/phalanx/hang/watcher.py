@@ -14,13 +14,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .diagnosis import PATIENCE, Diagnosis, RankState, diagnose
+from .diagnosis import PATIENCE, STOPPED, Diagnosis, RankState, diagnose
 from .positions import (
     BEAT,
     BEATS,
@@ -35,6 +35,7 @@ from .positions import (
     WORKING,
     PositionReader,
     alive,
+    stat_of,
 )
 
 FOLDER = ".ranks"  # in a run's folder: who watches which ranks, and what they see
@@ -73,13 +74,9 @@ class Hosted:
     def parse(cls, text: str) -> Hosted:
         table = json.loads(text)
         ranks = tuple((int(r), int(p), int(s), tuple(map(str, f))) for r, p, s, f in table["ranks"])
+        host, out, memory = (str(table[name]) for name in ("host", "out", "memory"))
         return cls(
-            str(table["host"]),
-            str(table["out"]),
-            tuple(map(str, table["hosts"])),
-            float(table["timeout"]),
-            ranks,
-            str(table.get("memory", "")),
+            host, out, tuple(map(str, table["hosts"])), float(table["timeout"]), ranks, memory
         )
 
     def __str__(self) -> str:
@@ -162,20 +159,11 @@ def state_of(watched: _Watched, now: float, stack: Sequence[str] = ()) -> RankSt
     )
 
 
-def _stat(pid: int, thread: int) -> tuple[str, int]:
-    """The state of a thread, and its ticks of computing."""
-    fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[11]) + int(fields[12])
-
-
 def _by_kernel(pid: int, thread: int) -> tuple[str, str]:
     """The state of a rank's thread, and what the kernel says that it does."""
-    try:
-        state, _ = _stat(pid, thread)
-    except (OSError, IndexError, ValueError):
-        return "X", ""
+    state = stat_of(f"/proc/{pid}/task/{thread}")[0]
     words = {"R": "computing", "S": "asleep", "D": "waits for a disk or the kernel", "T": "stopped"}
-    return state, f"{words.get(state, state)}{_system_call(pid, thread)}"
+    return state, "" if state == "X" else f"{words.get(state, state)}{_system_call(pid, thread)}"
 
 
 def _system_call(pid: int, thread: int) -> str:
@@ -201,10 +189,8 @@ def _resident(pid: int) -> int:
 
 def _effort(pid: int) -> int:
     """What grows as a process works at what its positions do not show: ticks and bytes."""
-    total = 0
+    total = sum(map(int, stat_of(f"/proc/{pid}")[11:15]))
     with suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15]))
         for line in Path(f"/proc/{pid}/io").read_text().splitlines()[:2]:
             total += int(line.split()[1]) >> 16
     return total
@@ -240,28 +226,27 @@ class Watcher:
     def _stands(self, now: float) -> bool:
         """Whether it is worth to look closer."""
         timeout = self.hosted.timeout
-        live = [r for r in self.ranks if r.reader.phase not in OVER]
-        return any(now - r.since > min(timeout, 2.0) and _stopped(r.pid) for r in live) or any(
-            now - r.since > timeout for r in live
+        still = [(r.pid, now - r.since) for r in self.ranks if r.reader.phase not in OVER]
+        return any(
+            seconds > timeout
+            or (seconds > min(timeout, STOPPED) and stat_of(f"/proc/{pid}")[0] == "T")
+            for pid, seconds in still
         )
 
     def _found(self, now: float) -> Diagnosis | None:
         states = [state_of(r, now) for r in self.ranks]
         others, self.missing = self._others(states, now)
         found = diagnose([*states, *others], self.hosted.timeout, self.missing)
-        if not found.hangs:
-            for line in found.lines if self._speaks() else ():
-                self._notice(line)
-            return None
-        with_stacks = self._with_stacks(states)
-        others, self.missing = self._others(with_stacks, time.monotonic(), final=True)
-        return diagnose([*with_stacks, *others], self.hosted.timeout, self.missing)
-
-    def _notice(self, line: str) -> None:
-        about = line.partition(" for ")[0]
-        if about not in self.told:
-            self.told.add(about)
-            _print(line)
+        if found.hangs:
+            states = self._with_stacks(states)
+            others, self.missing = self._others(states, time.monotonic(), final=True)
+            return diagnose([*states, *others], self.hosted.timeout, self.missing)
+        for line in found.lines if self._speaks() else ():
+            about = line.partition(" for ")[0]
+            if about not in self.told:
+                self.told.add(about)
+                _print(line)
+        return None
 
     def _with_stacks(self, states: list[RankState]) -> list[RankState]:
         begins = [r.reader.ask_for_stacks() for r in self.ranks]
@@ -293,22 +278,15 @@ class Watcher:
 
             self.published = now
             text = json.dumps({"time": time.time(), "ranks": [s.to_json() for s in states]})
-            _within(2.0, lambda: write_text(self._seen(self.hosted.host), text))
-        end, found = time.monotonic() + _ANSWER, dict[str, list[RankState]]()
-        while True:
-            for host in others:
-                with suppress(OSError, ValueError, KeyError, TypeError):
-                    table = json.loads(self._seen(host).read_text())
-                    if abs(time.time() - table["time"]) < self.hosted.timeout + 60:
-                        found[host] = [RankState.from_json(r) for r in table["ranks"]]
-            if len(found) == len(others) or time.monotonic() > end:
-                break
-            time.sleep(_POLL)
-        missing = [host for host in others if host not in found]
-        return [state for each in found.values() for state in each], missing
+            path = Path(self.hosted.out, FOLDER, f"{self.hosted.host}.seen.json")
+            writing = threading.Thread(target=write_text, args=(path, text), daemon=True)
+            writing.start()
+            writing.join(2.0)  # and go on without, where the disk blocks it
 
-    def _seen(self, host: str) -> Path:
-        return Path(self.hosted.out, FOLDER, f"{host}.seen.json")
+        def fresh(table: Any) -> bool:
+            return bool(abs(time.time() - table["time"]) < self.hosted.timeout + 60)
+
+        return _read(Path(self.hosted.out), others, "seen", fresh, _ANSWER)
 
     def _answer(self) -> None:
         """Write what is seen for those who look from other hosts, each time they ask. In a thread, and
@@ -346,7 +324,7 @@ class Watcher:
 
 def _write_down(out: Path, found: Diagnosis) -> None:
     """The hang as a file, and as a record of the run."""
-    from ..layout.files import write_text
+    from ..layout.files import open_regular, write_text
     from ..layout.goodput import stamp
 
     with suppress(OSError):
@@ -355,22 +333,8 @@ def _write_down(out: Path, found: Diagnosis) -> None:
     line = json.dumps({**record, "text": found.text}) + "\n"
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
-        fd = os.open(out / "metrics.jsonl", flags)
-        os.write(fd, b"\n" + line.encode())
-        os.close(fd)
-
-
-def _within(seconds: float, do: Any) -> None:
-    """Do what a disk may block, and go on without it then."""
-    thread = threading.Thread(target=do, daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
-def _stopped(pid: int) -> bool:
-    with suppress(OSError, IndexError, ValueError):
-        return _stat(pid, pid)[0] == "T"
-    return False
+        with open_regular(out / "metrics.jsonl", flags) as file:
+            file.write(b"\n" + line.encode())
 
 
 def _print(text: str) -> None:
@@ -423,18 +387,29 @@ def ask_elsewhere(
     asked = Path(folder, FOLDER, ASKED)
     with suppress(OSError):  # who may not write sees what others have asked for
         asked.touch()
+
+    def fresh(table: Any) -> bool:  # both times are those of the file server
+        return bool(asked.stat().st_mtime_ns - table["asked"] < 10 * 10**9)
+
+    return _read(folder, others, "answer", fresh, seconds)
+
+
+def _read(
+    folder: Path, hosts: Sequence[str], kind: str, fresh: Callable[[Any], bool], seconds: float
+) -> tuple[list[RankState], list[str]]:
+    """What the watchers of other hosts have written, and the hosts of which nothing is there; waits so
+    long for them."""
     found: dict[str, list[RankState]] = {}
     end = time.monotonic() + seconds
     while True:
-        for host in others:
+        for host in hosts:
             with suppress(OSError, ValueError, KeyError, TypeError):
-                table = json.loads(Path(folder, FOLDER, f"{host}.answer.json").read_text())
-                # Both times are those of the file server.
-                if asked.stat().st_mtime_ns - table["asked"] < 10 * 10**9:
+                table = json.loads(Path(folder, FOLDER, f"{host}.{kind}.json").read_text())
+                if fresh(table):
                     found[host] = [RankState.from_json(r) for r in table["ranks"]]
-        if len(found) == len(others) or time.monotonic() > end:
+        if len(found) == len(hosts) or time.monotonic() > end:
             states = [state for each in found.values() for state in each]
-            return states, [host for host in others if host not in found]
+            return states, [host for host in hosts if host not in found]
         time.sleep(_POLL)
 
 
