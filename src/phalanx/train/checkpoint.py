@@ -22,7 +22,7 @@ from torch import Tensor
 from ..comm import Group
 from ..comm.agree import errors_of, exchange
 from ..layout.files import sync_folder, write_text
-from ..parallel import Entry
+from ..parallel import Entry, Unit
 from ..parallel.local import LocalModel
 from .checkpoint_format import (
     MANIFEST,
@@ -255,9 +255,7 @@ def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, T
             weight, box = entry.weight, box_of(entry)
             if not weight.counted or any(a == b for a, b in box):  # padding
                 continue
-            home = unit.home[entry.offset : entry.offset + entry.stop - entry.start]
-            state = () if unit.frozen else _state(updates[unit.number], entry)
-            for kind, own in ((WEIGHT, home), *state):
+            for kind, own in kept_of(unit, entry, updates):
                 key = f"{kind}/{weight.name}"
                 shard = StoredShard(key, box, tuple(weight.local), 0, 0, entry.start, entry.stop)
                 dtype, shape = NAMES[own.dtype], tuple(weight.shape)
@@ -268,14 +266,19 @@ def box_of(entry: Entry) -> Box:
     return tuple((cut.start, cut.stop) for cut in entry.weight.cuts)
 
 
-def _state(update: Update, entry: Entry) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer keeps for an entry: one number for each of its numbers."""
+def kept_of(unit: Unit, entry: Entry, updates: Updates) -> Iterator[tuple[str, Tensor]]:
+    """What this rank keeps of an entry: the weights, and for each what the optimizer has."""
+    length = entry.stop - entry.start
+    yield WEIGHT, unit.home[entry.offset : entry.offset + length]
+    if unit.frozen:
+        return
+    update = updates[unit.number]
     for run, view in update.every_run:
         if run.start <= entry.offset < run.stop:
             at = entry.offset - run.start
             for kind, kept in update.state.get(view, {}).items():
                 if isinstance(kept, Tensor) and kept.shape == view.shape and kind != "step":
-                    yield kind, kept[at : at + entry.stop - entry.start]
+                    yield kind, kept[at : at + length]
 
 
 def optimizer_name(updates: Updates) -> str:

@@ -37,15 +37,11 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
             whole = reader.whole(stored)
             return whole.to(DTYPES[dtype]) if dtype else whole
 
-        names = [
-            f"layers.{n}.{_path(each)}" for n in range(shape.layers) for each in shape.adapters
-        ]
+        parts = {each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters}
+        names = [f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts]
         linears = sources(data, {f"{name}.weight": 2 for name in names}).values()
         for name, packed in dict.fromkeys((each.name, each.packed) for each in linears):
-            module, every = (
-                name.removesuffix(".weight"),
-                [n.removesuffix(".weight") for n in packed],
-            )
+            module, *every = (each.removesuffix(".weight") for each in (name, *packed))
             own = [each for each in every if each in names]
             rows = [shape.linears[each.rpartition(".")[2]][1] for each in every]
             blocks = [
@@ -76,7 +72,3 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     write_file(out / WEIGHTS, tensors, {"format": "pt"})
     write_text(out / CONFIG, json.dumps(config, indent=2) + "\n", durable=True)
     return [out / WEIGHTS, out / CONFIG]
-
-
-def _path(linear: str) -> str:
-    return f"{'attn' if linear.startswith('w') else 'mlp'}.{linear}"

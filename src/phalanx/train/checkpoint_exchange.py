@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -38,6 +38,7 @@ from .checkpoint import SAVING, Snapshot, commit, make_hidden, steps
 from .checkpoint_format import (
     DTYPES,
     WEIGHT,
+    Box,
     CheckpointError,
     HeaderEntry,
     Manifest,
@@ -79,7 +80,13 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         family, data = "", _tensors_of(load_model(own))
     else:
         family = family_of(shape, family)
-        _refuse_unknown(path, shape, weights.values())
+        # Sizes alone do not say what a model does.
+        ours = {name: tuple(each.shape) for name, each in build_model(shape).weights.items()}
+        if other := next((n for n, each in weights.items() if ours.get(n) != each.shape), ""):
+            raise CheckpointError(
+                f"{path}: {other} is no weight of the built-in decoder but of a model of its own, which"
+                " Hugging Face has no name for."
+            )
         dims = {name: len(each.shape) for name, each in weights.items() if not is_lora(name)}
         data = sources(FAMILIES[family], dims)
     if dtype and dtype not in DTYPES:
@@ -174,17 +181,6 @@ def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
     return copied, known | {"sequence": hub_shape(str(source)).sequence}
 
 
-def _refuse_unknown(path: Path, shape: Shape, weights: Iterable[StoredTensor]) -> None:
-    """The weights are those of the built-in model: sizes alone do not say what a model does."""
-    ours = {name: tuple(weight.shape) for name, weight in build_model(shape).weights.items()}
-    for each in weights:
-        if ours.get(each.name) != tuple(each.shape):
-            raise CheckpointError(
-                f"{path}: {each.name} is no weight of the built-in decoder but of a model of its own,"
-                " which Hugging Face has no name for."
-            )
-
-
 def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
     """Runs of items of about `SHARD` bytes."""
     run, total = list[T](), 0
@@ -239,24 +235,26 @@ class HubReader(TensorReader):
         files = sorted({file for file, _, _ in tensors.values()})
         stored = []
         for name, dims in ours.items():
-            source = where[name]
-            if "*" in source.name:
-                parts = [plain[each] for each in source.names(shape.experts)]
-                stored.append(_stacked(name, dims, parts, files))
-                continue
-            file, entry, offset = plain[source.name]
-            before = source.packed[: source.packed.index(name)]
-            first_row = sum(ours[each][0] for each in before)
-            if source.alternating or (source.transposed and len(dims) > 2):
-                there = stored_as(tensors, source.name)
-                self.experts[name] = ExpertsTensor(name, source, there)
-            elif source.transposed:
-                self.columns[name] = entry.shape[1], first_row
+            source, box = where[name], tuple((0, n) for n in dims)
+            parts = [plain[each] for each in source.names(shape.experts)]
+            file, entry, offset = parts[0]
+            if "*" in source.name:  # each expert's tensor of theirs, one behind the other
+                places = [
+                    _whole(name, ((e, e + 1), *box[1:]), files.index(file), offset)
+                    for e, (file, _, offset) in enumerate(parts)
+                ]
             else:
-                offset += first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
-            box, count = tuple((0, n) for n in dims), math.prod(dims)
-            place = StoredShard(name, box, dims, files.index(file), offset, 0, count)
-            stored.append(StoredTensor(WEIGHT, name, entry.dtype, dims, (place,)))
+                before = source.packed[: source.packed.index(name)]
+                first_row = sum(ours[each][0] for each in before)
+                if source.alternating or (source.transposed and len(dims) > 2):
+                    there = stored_as(tensors, source.name)
+                    self.experts[name] = ExpertsTensor(name, source, there)
+                elif source.transposed:
+                    self.columns[name] = entry.shape[1], first_row
+                else:
+                    offset += first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
+                places = [_whole(name, box, files.index(file), offset)]
+            stored.append(StoredTensor(WEIGHT, name, entry.dtype, dims, tuple(places)))
         named = tuple(StoredFile(file, (), 8) for file in files)
         return Manifest(0, shape=shape, files=named, tensors=tuple(stored))
 
@@ -286,20 +284,10 @@ def _dims_of(source: HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[in
     return (*dims[:-2], *dims[:-3:-1]) if source.transposed else tuple(dims)
 
 
-def _stacked(
-    name: str,
-    dims: tuple[int, ...],
-    parts: Sequence[tuple[str, HeaderEntry, int]],
-    files: Sequence[str],
-) -> StoredTensor:
-    """A weight of ours that has each expert's tensor of theirs, one behind the other."""
-    count = math.prod(dims[1:])
-    inner = tuple((0, n) for n in dims[1:])
-    places = tuple(
-        StoredShard(name, ((e, e + 1), *inner), (1, *dims[1:]), files.index(file), offset, 0, count)
-        for e, (file, _, offset) in enumerate(parts)
-    )
-    return StoredTensor(WEIGHT, name, parts[0][1].dtype, dims, places)
+def _whole(key: str, box: Box, file: int = 0, offset: int = 0) -> StoredShard:
+    """A part of a tensor that one place of a file has, as if it began the first."""
+    dims = tuple(b - a for a, b in box)
+    return StoredShard(key, box, dims, file, offset, 0, math.prod(dims))
 
 
 def _refuse_others(
@@ -364,16 +352,11 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
-        stored = tuple(replace(each, shards=(_whole(each),)) for each in run)
+        stored = tuple(replace(each, shards=(_whole(each.title, each.whole),)) for each in run)
         manifest = Manifest(0, shape=reader.manifest.shape, config=config, tensors=stored)
         reports.append(Snapshot(manifest, tensors).write(hidden / file_of(number)))
     commit(out, hidden, reports, 1)
     return steps(out)[0]
-
-
-def _whole(each: StoredTensor) -> StoredShard:
-    """A tensor in one part, which begins the first file."""
-    return StoredShard(each.title, each.whole, each.shape, 0, 0, 0, math.prod(each.shape))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..layout.run import Run
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
-from .checkpoint import RanksFailed, Updates, box_of, optimizer_name, steps, together
+from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together
 from .checkpoint_format import (
     DTYPES,
     WEIGHT,
@@ -47,7 +47,6 @@ from .checkpoint_format import (
 from .checkpoint_memory import MemoryCheckpoints
 from .checkpoint_remote import fetch_newer
 from .folder import Folder
-from .optimizer import Update
 
 BLOCK = 16 << 20  # bytes of whole rows that are read at once where a rank keeps a part of each
 # What torch's optimizers keep for every number; Muon the one of a matrix's, AdamW's of the others.
@@ -218,9 +217,7 @@ class ModelIdentity:
 
     shape: Shape
     weights: Mapping[str, tuple[int, ...]]
-    record: Mapping[
-        str, Any
-    ]  # what the manifest keeps of it beside the shape, as JSON gives it back
+    record: Mapping[str, Any]  # what the manifest keeps of it beside the shape, as JSON gives it
 
     @classmethod
     def of(cls, model: Model, shape: Shape, own: str = "") -> ModelIdentity:
@@ -292,10 +289,8 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
 def changed_settings(manifest: Progress, run: Run) -> list[str]:
     """What a run trains with, where that is not as its checkpoint was: each key with both values."""
     was = manifest.config.get("run")
-    old, new = (
-        _flat(was if isinstance(was, dict) else {}),
-        _flat(json.loads(json.dumps(asdict(run)))),
-    )
+    old = _flat(was if isinstance(was, dict) else {})
+    new = _flat(json.loads(json.dumps(asdict(run))))
     return [
         f"{key} was {_short(old[key])}, is {_short(value)}"
         for key, value in new.items()
@@ -303,17 +298,9 @@ def changed_settings(manifest: Progress, run: Run) -> list[str]:
     ]
 
 
-_SETTINGS = (
-    "batch",
-    "microbatch",
-    "sequence",
-    "steps",
-    "data",
-    "document_masks",
-    "packing",
-    "z_loss",
-    "optimizer",
-)
+# Of the keys of a run file, those that change what is trained.
+_SETTINGS = ["batch", "microbatch", "sequence", "steps", "data", "document_masks", "packing"]
+_SETTINGS += ["z_loss", "optimizer"]
 
 
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,42 +399,20 @@ def _kinds(manifest: Manifest) -> list[str]:
 
 def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
     """This rank's homes and optimizer state become those of the checkpoint."""
-    kinds = _kinds(reader.manifest)
-    for unit in local.every_unit:
-        trained = [] if unit.frozen else kinds
-        fresh = (
-            _fresh_state(updates[unit.number], kinds, reader.manifest.updates) if trained else []
-        )
-        for entry in unit.entries():
-            if (WEIGHT, entry.weight.name) not in reader.tensors:
-                continue
-            run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-            unit.home[run] = reader.numbers(WEIGHT, entry).to(unit.home)
-            if not trained:
-                continue
-            own, kept = next(f for f in fresh if f[0].start <= entry.offset < f[0].stop)
-            at = slice(run.start - own.start, run.stop - own.start)
-            for kind in kept:
-                kept[kind][at] = reader.numbers(kind, entry).to(kept[kind])
-
-
-def _fresh_state(
-    update: Update, kinds: list[str], count: float | None
-) -> list[tuple[slice, dict[str, Tensor]]]:
-    """Empty state for each run of a unit, as torch's optimizers would make it."""
-    fresh = []
-    for number, (run, view) in enumerate(update.every_run):
-        own = _kept(update.name, number >= len(update.runs)) if kinds else ()
-        kept = {kind: torch.zeros_like(view) for kind in own}
-        update.state.pop(view, None)
-        if kinds:
-            update.state[view] = dict(kept)
+    kinds, count = _kinds(reader.manifest), reader.manifest.updates
+    for update in updates.values() if kinds else ():
+        for number, (_, view) in enumerate(update.every_run):
+            kept = _kept(update.name, number >= len(update.runs))
+            update.state[view] = {kind: torch.zeros_like(view) for kind in kept}
             if count is not None:
                 # A fused optimizer keeps its count where the numbers are, in float32.
                 step = torch.tensor(count, dtype=torch.float32, device=view.device)
                 update.state[view]["step"] = step
-        fresh.append((run, kept))
-    return fresh
+    for unit in local.every_unit:
+        for entry in unit.entries():
+            if (WEIGHT, entry.weight.name) in reader.tensors:
+                for kind, own in kept_of(unit, entry, updates):
+                    own.copy_(reader.numbers(kind, entry))
 
 
 class TensorReader:
@@ -470,12 +435,8 @@ class TensorReader:
 
     def numbers(self, kind: str, entry: Entry) -> Tensor:
         """An entry's numbers, flat: whole rows of its shard are read, padding is zero."""
-        tensor, local, box = (
-            self.tensors[kind, entry.weight.name],
-            entry.weight.local,
-            box_of(entry),
-        )
-        if not box:
+        tensor, local = self.tensors[kind, entry.weight.name], entry.weight.local
+        if not (box := box_of(entry)):
             return self.whole(tensor).view(-1)
         row = math.prod(local[1:])
         first, last = entry.start // row, -(-entry.stop // row)
@@ -493,27 +454,23 @@ class TensorReader:
         out = torch.empty([b - a for a, b in box], dtype=DTYPES[tensor.dtype])
         for part in tensor.parts():
             outer = part[0].box
-            common = tuple(
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(outer, box, strict=True)
-            )
-            if not common:  # a tensor without dims
+            if not box:  # a tensor without dims
                 return self._rows(tensor, part, 0, 1).view(())
-            if all(a < b for a, b in common):
-                inside, at = _slices(common, outer), _slices(common, box)
-                whole = common[1:] == outer[1:]
-                if common == box and whole:  # all of it lies in this part: no copy
-                    return self._rows(tensor, part, inside[0].start, inside[0].stop).contiguous()
-                # Of rows that are cut a few at a time: a rank holds little more than it keeps.
-                count = inside[0].stop - inside[0].start
-                many = (
-                    count
-                    if whole
-                    else max(1, BLOCK // (out.element_size() * math.prod(part[0].local[1:])))
-                )
-                for first in range(0, count, many):
-                    last = min(first + many, count)
-                    rows = self._rows(tensor, part, inside[0].start + first, inside[0].start + last)
-                    out[at[0].start + first : at[0].start + last, *at[1:]] = rows[:, *inside[1:]]
+            pairs = zip(outer, box, strict=True)
+            common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in pairs)
+            if any(a >= b for a, b in common):
+                continue
+            (rows, *inside), (to, *at) = _slices(common, outer), _slices(common, box)
+            whole = common[1:] == outer[1:]
+            if common == box and whole:  # all of it lies in this part: no copy
+                return self._rows(tensor, part, rows.start, rows.stop).contiguous()
+            # Of rows that are cut a few at a time: a rank holds little more than it keeps.
+            count, row = rows.stop - rows.start, out.element_size() * math.prod(part[0].local[1:])
+            many = count if whole else max(1, BLOCK // row)
+            for first in range(0, count, many):
+                last = min(first + many, count)
+                cut = self._rows(tensor, part, rows.start + first, rows.start + last)
+                out[to.start + first : to.start + last, *at] = cut[:, *inside]
         return out
 
     def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:

@@ -30,18 +30,15 @@ class ExpertsTensor:
     stored: tuple[Placed, ...]
 
     def expert(self, number: int, opened: Callable[[str], BinaryIO]) -> Tensor:
-        parts = [_slab(opened(file), entry, at, number) for file, entry, at in self.stored]
+        parts = []
+        for file, entry, offset in self.stored:
+            slab = torch.empty(entry.shape[1:], dtype=(DTYPES | BYTES)[entry.dtype])
+            read_into(opened(file), offset + number * slab.nbytes, slab.view(-1))
+            parts.append(slab)
         whole = parts[0].mT if self.source.transposed else parts[0]
         whole = decode_fp4(*parts) if len(parts) == 2 else whole  # which is (out, in) already
         packed = self.source.packed
         return whole[packed.index(self.name) :: len(packed)]
-
-
-def _slab(file: BinaryIO, entry: HeaderEntry, offset: int, number: int) -> Tensor:
-    """Of a tensor in a file the number-th along its first dim."""
-    slab = torch.empty(entry.shape[1:], dtype=(DTYPES | BYTES)[entry.dtype])
-    read_into(file, offset + number * slab.numel() * slab.element_size(), slab.view(-1))
-    return slab
 
 
 def decode_fp4(blocks: Tensor, scales: Tensor) -> Tensor:

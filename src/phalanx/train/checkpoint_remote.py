@@ -193,19 +193,21 @@ class Uploader:
     def _next(self) -> None:
         self.current, self.waiting = self.waiting, None
         if self.current is not None:
-            args = (self.current,)
-            threading.Thread(target=self._upload, args=args, name="upload", daemon=True).start()
+            work = partial(self._upload, self.current)
+            threading.Thread(target=work, name="upload", daemon=True).start()
 
     def _upload(self, path: Path) -> None:
+        step = step_of(path.name)
+
         def work() -> None:
             self.folder = self.folder or RemoteFolder(self.url)
             self.folder.upload(path)
-            self.folder.prune(step_of(path.name), self.keep)
+            self.folder.prune(step, self.keep)
 
         # One that was removed, or has become old, is not tried again.
         error = _tried(work, lambda: self.waiting is not None or not path.exists())
         with self.work:
-            self.results.append(Saved(step_of(path.name), path, error))
+            self.results.append(Saved(step, path, error))
             self._next()
             self.work.notify_all()
 

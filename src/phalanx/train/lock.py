@@ -24,6 +24,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..hang.positions import started_at
+
 RUN, RANKS, HELD = ".run.lock", ".ranks.lock", ".run.held"
 # Seconds in which the ranks of a launcher that was killed notice it and end.
 ENDING = 10.0
@@ -71,9 +73,7 @@ class Owner:
             return True
         except OSError:
             return False
-        with suppress(OSError):  # a zombie holds nothing more
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-        return False
+        return not started_at(self.pid)  # a zombie holds nothing more
 
     def __str__(self) -> str:
         return f"host {self.host!r}, process {self.pid}, since {self.since!r}"
