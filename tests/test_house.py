@@ -312,11 +312,11 @@ LINES = {
     "parallel": 4385,
     "cost": 1286,
     "bench": 1195,
-    "train": 7948,
+    "train": 7830,
     "verify": 2236,
     "report": 1015,
     "lab": 3604,
-    "hang": 1076,
+    "hang": 1022,
     "cli": 5332,
     "api": 1520,
 }

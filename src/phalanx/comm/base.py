@@ -200,8 +200,7 @@ class Group(ABC):
     def record(self, positions: Positions, kind: str, x: Tensor, op: str, at: int = -1) -> int:
         """Write down a call; its number."""
         key = kind, x.shape, x.dtype, op, at
-        text = positions.call_texts.get(key)
-        if text is None:
+        if (text := positions.call_texts.get(key)) is None:
             text = positions.texts([Call(kind, x, op=op, at=at).signature()])
             positions.call_texts[key] = text
         peer = at if kind in ("send", "receive") else -1
