@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -136,7 +137,7 @@ class Batches:
             which, index = shared_out(first + row, self._weights)
             total = self._train[which].count
             epoch, index = divmod(index, total)
-            taken.append((which, _order(total, self.seed, epoch)[index]))
+            taken.append((which, Permutation(total, self.seed, epoch)[index]))
         return self._stacked(self._train, taken)
 
     @property
@@ -160,12 +161,9 @@ class Batches:
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per byte of text, where the bytes are known."""
-        tokens = [corpus.validation.size for corpus in self.corpora]
-        each = [corpus.bytes_per_token for corpus in self.corpora]
-        if not all(size for n, size in zip(tokens, each, strict=True) if n) or not sum(tokens):
-            return None
-        size = sum(n * (known or 0) for n, known in zip(tokens, each, strict=True)) / sum(tokens)
-        return loss / math.log(2) / size if size else None
+        held = [(c.validation.size, c.bytes_per_token) for c in self.corpora if c.validation.size]
+        size = sum(tokens * (known or math.nan) for tokens, known in held)
+        return loss / math.log(2) / (size / sum(n for n, _ in held)) if size > 0 else None
 
     def _stacked(self, cuts: Sequence[Sequences], taken: Sequence[tuple[int, int] | None]) -> Batch:
         import torch  # a corpus is opened and shown without it
@@ -195,7 +193,14 @@ class Batches:
             if stop - start < 2:
                 continue
             tokens, documents = cut.stream.read(start, stop)
-            self._refuse_unknown(self.corpora[which], tokens)
+            least, most = int(tokens.min()), int(tokens.max())
+            corpus = self.corpora[which]
+            limit = self.vocab or corpus.vocab or 1 << 31
+            if least < 0 or most >= limit:
+                raise DataError(
+                    f"{corpus.name} holds the token {least if least < 0 else most}; the vocabulary"
+                    f" is 0 to {limit - 1}."
+                )
             held = min(self.sequence - at, len(tokens))
             follows = np.where(cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED)
             time = np.arange(held)
@@ -211,15 +216,6 @@ class Batches:
             row["positions"][at : at + held] = time
             row["documents"][at : at + held] = documents[:held]
             at += held
-
-    def _refuse_unknown(self, corpus: Corpus, tokens: NDArray[np.int64]) -> None:
-        least, most = int(tokens.min()), int(tokens.max())
-        limit = self.vocab or corpus.vocab or 1 << 31
-        if least < 0 or most >= limit:
-            wrong = least if least < 0 else most
-            raise DataError(
-                f"{corpus.name} holds the token {wrong}; the vocabulary is 0 to {limit - 1}."
-            )
 
 
 # ---- sequences of a stream
@@ -270,10 +266,9 @@ def _cut(stream: Stream, sequence: int, packing: str) -> Sequences:
         notice += f" {sequence:,} and are cut there"
         notice += f"; {lost:,} more have no answer before that and are left out" if lost else ""
     if packing == "none":
-        return Sequences(
-            stream, sequence, len(documents), documents, np.arange(len(documents) + 1), notice
-        )
-    rows = best_fit(np.minimum(lengths[documents], sequence).tolist(), sequence)
+        rows = [[n] for n in range(len(documents))]
+    else:
+        rows = best_fit(np.minimum(lengths[documents], sequence).tolist(), sequence)
     edges = np.cumsum([0, *map(len, rows)])
     order = np.fromiter((n for row in rows for n in row), np.int64, len(documents))
     return Sequences(stream, sequence, len(rows), documents[order], edges, notice)
@@ -335,11 +330,6 @@ def shared_out(number: int, weights: tuple[int, ...]) -> tuple[int, int]:
         missing -= 1
 
 
-@lru_cache(maxsize=64)
-def _order(size: int, seed: int, epoch: int) -> Permutation:
-    return Permutation(size, seed, epoch)
-
-
 @dataclass(frozen=True)
 class Permutation:
     """The numbers 0 to size - 1 in an order that (seed, epoch) decide."""
@@ -348,11 +338,6 @@ class Permutation:
     seed: int
     epoch: int
 
-    @cached_property
-    def _keys(self) -> tuple[int, ...]:
-        digest = hashlib.sha512(f"order:{self.seed}:{self.epoch}".encode()).digest()
-        return tuple(int.from_bytes(digest[8 * n : 8 * n + 8], "big") for n in range(ROUNDS))
-
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self.size:
             raise IndexError(f"element {index} of a permutation of {self.size}")
@@ -360,11 +345,17 @@ class Permutation:
         mask = (1 << half) - 1
         while True:
             left, right = index >> half, index & mask
-            for key in self._keys:
+            for key in _keys(self.seed, self.epoch):
                 left, right = right, left ^ (_mixed(right ^ key) & mask)
             index = left << half | right
             if index < self.size:
                 return index
+
+
+@lru_cache(maxsize=64)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = hashlib.sha512(f"order:{seed}:{epoch}".encode()).digest()
+    return struct.unpack(f">{ROUNDS}Q", digest)
 
 
 def _mixed(x: int) -> int:

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from ...layout.files import write_text
 from ..folder import Folder, count, decoded
-from .rows import BadRow, Form, Rows, encoded, form_of, place, read_rows
+from .rows import BadRow, Form, Rows, form_of, place, read_rows
 from .sources import BadFile, Source, SourceBlock, blocks, find_sources
 from .token_files import ANSWERS, DTYPES, INDEX, SPLITS, DataError, dtype_for, held_out, write_index
 from .vocabulary import Encoded, Vocabulary
@@ -88,9 +89,9 @@ def prepare(
     total = sum(each.size for each in sources)
     workers = workers or len(os.sched_getaffinity(0))
     before = [0, *np.cumsum([each.size for each in sources]).tolist()]
-    worker = _Worker(vocabulary, form, share)
+    worker = partial(_part_of, vocabulary, form, share)
     with ExitStack() as stack:
-        writer = stack.enter_context(_Writer(out, done, vocabulary, form, skip=skip))
+        writer = _Writer(out, done, vocabulary, form, stack, skip=skip)
         tasks = _tasks(sources, done, form)
         for task, part in _results(tasks, worker, min(workers, 1 + total // WORTH), stack):
             writer.add(task, part)
@@ -183,72 +184,63 @@ class TokenPart(NamedTuple):
     unanswered: int = 0
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """Makes parts of blocks, in this process or another."""
-
-    vocabulary: Vocabulary
-    form: Form
-    share: float
-
-    def __call__(self, task: _Task) -> TokenPart:
-        if task.block is None:
-            return TokenPart(faults=(task.fault,))
-        block, rows = task.block, read_rows(task.block, self.form)
-        if self.form.chat:
-            made, text = self._chats(block, rows), np.zeros(len(rows.numbers), np.int64)
-        else:
-            raw, text = encoded(block, rows)
-            made = self.vocabulary.encode(raw, text)
-        name, split = block.source.name, block.source.split
-        numbers = rows.numbers
-        if split is None:
-            held = held_out((f"{name}:{n}" for n in numbers), self.share)
-        else:
-            held = np.full(len(numbers), split, bool)
-        dtype, edges = DTYPES[dtype_for(self.vocabulary.size)], _edges(made.lengths)
-        tokens = made.tokens.astype(dtype, copy=False)
-        nothing = np.empty(0, np.uint8)
-        return TokenPart(
-            _parted(tokens, edges, held),
-            (made.lengths[~held], made.lengths[held]),
-            _parted(nothing if made.answers is None else made.answers, edges, held),
-            (int(text[~held].sum()), int(text[held].sum())),
-            tuple(rows.faults),
-            rows.empty,
-            rows.unanswered,
-        )
-
-    def _chats(self, block: SourceBlock, rows: Rows) -> Encoded:
-        """The tokens of a block's chats; those that cannot be written are taken out of the rows."""
-        numbers, made = rows.numbers, list[Encoded]()
-        rows.numbers = []
-        for number, chat in zip(numbers, rows.chats, strict=True):
-            try:
-                one = self.vocabulary.encode_chat(*chat)
-            except BadRow as error:
-                rows.faults.append(f"{place(block, number)}: {error}")
-                continue
-            # The first token of a document is nobody's target.
-            if one.answers is None or not one.answers[1:].any():
-                rows.unanswered += 1
-                continue
-            rows.numbers.append(number)
-            made.append(one)
-        if not made:
-            return Encoded(np.empty(0, np.uint8), np.empty(0, np.int64))
-        tokens, lengths, answers = (np.concatenate(each) for each in zip(*made, strict=True))
-        return Encoded(tokens, lengths, answers)
+Worker = Callable[[_Task], TokenPart]
 
 
-def _edges(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: _Task) -> TokenPart:
+    """The tokens of a block, in this process or another."""
+    if task.block is None:
+        return TokenPart(faults=(task.fault,))
+    block, rows = task.block, read_rows(task.block, form)
+    made = (
+        _encoded_chats(vocabulary, block, rows)
+        if form.chat
+        else vocabulary.encode(rows.raw, rows.lengths)
+    )
+    text = np.zeros(len(rows.numbers), np.int64) if form.chat else rows.lengths
+    if block.source.split is None:
+        held = held_out((f"{block.source.name}:{n}" for n in rows.numbers), share)
+    else:
+        held = np.full(len(rows.numbers), block.source.split, bool)
+    tokens = made.tokens.astype(DTYPES[dtype_for(vocabulary.size)], copy=False)
+    return TokenPart(
+        _parted(tokens, made.lengths, held),
+        (made.lengths[~held], made.lengths[held]),
+        (b"", b"") if made.answers is None else _parted(made.answers, made.lengths, held),
+        (int(text[~held].sum()), int(text[held].sum())),
+        tuple(rows.faults),
+        rows.empty,
+        rows.unanswered,
+    )
+
+
+def _encoded_chats(vocabulary: Vocabulary, block: SourceBlock, rows: Rows) -> Encoded:
+    """The tokens of a block's chats; those that cannot be written are taken out of the rows."""
+    numbers, made = rows.numbers, list[Encoded]()
+    rows.numbers = []
+    for number, chat in zip(numbers, rows.chats, strict=True):
+        try:
+            one = vocabulary.encode_chat(*chat)
+        except BadRow as error:
+            rows.faults.append(f"{place(block, number)}: {error}")
+            continue
+        # The first token of a document is nobody's target.
+        if one.answers is None or not one.answers[1:].any():
+            rows.unanswered += 1
+            continue
+        rows.numbers.append(number)
+        made.append(one)
+    if not made:
+        return Encoded(np.empty(0, np.uint8), np.empty(0, np.int64))
+    tokens, lengths, answers = (np.concatenate(each) for each in zip(*made, strict=True))
+    return Encoded(tokens, lengths, answers)
 
 
 def _parted(
-    values: NDArray[Any], edges: NDArray[np.int64], held: NDArray[np.bool_]
+    values: NDArray[Any], lengths: NDArray[np.int64], held: NDArray[np.bool_]
 ) -> tuple[bytes, bytes]:
     """The values of documents that are not held out, and of those that are."""
+    edges = np.append(0, np.cumsum(lengths))
     cuts = [0, *(np.flatnonzero(np.diff(held)) + 1).tolist(), len(held)]
     parts: tuple[list[Any], list[Any]] = ([], [])
     for first, last in pairwise(cuts):
@@ -258,7 +250,7 @@ def _parted(
 
 
 def _results(
-    tasks: Iterable[_Task], worker: _Worker, workers: int, stack: ExitStack
+    tasks: Iterable[_Task], worker: Worker, workers: int, stack: ExitStack
 ) -> Iterator[tuple[_Task, TokenPart]]:
     """The parts of all tasks, in their order."""
     if workers == 1:
@@ -284,22 +276,22 @@ def _results(
         ) from None
 
 
-_worker: _Worker | None = None  # of this process, if it was started to make tokens
+_worker: Worker | None = None  # of this process, if it was started to make tokens
 
 
-def _begin(worker: _Worker) -> None:
+def _begin(worker: Worker) -> None:
     global _worker
     _worker = worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that has started this
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def end_with_parent() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _work(task: _Task) -> TokenPart:
@@ -311,43 +303,42 @@ def _work(task: _Task) -> TokenPart:
 
 
 class _Writer:
-    """The output files, as far as progress tells, and from there on."""
+    """The output files, as far as progress tells, and from there on; `stack` closes them."""
 
     def __init__(
-        self, out: Path, done: Prepared, vocabulary: Vocabulary, form: Form, *, skip: bool
+        self,
+        out: Path,
+        done: Prepared,
+        vocabulary: Vocabulary,
+        form: Form,
+        stack: ExitStack,
+        *,
+        skip: bool,
     ) -> None:
-        self.out, self.done, self.skip, self.chat = out, done, skip, form.chat
+        self.out, self.done, self.skip, self.stack = out, done, skip, stack
         self.width = DTYPES[dtype_for(vocabulary.size)].itemsize
         self.marked = done.read
         self.files: dict[str, BinaryIO] = {}
-
-    def __enter__(self) -> _Writer:
-        for split, name in enumerate(SPLITS):
-            tokens, count = self.done.tokens[split], self.done.documents[split]
+        for name, tokens, documents in zip(SPLITS, done.tokens, done.documents, strict=True):
             self._cut(f"{name}.tokens", tokens * self.width)
-            ends = self._cut(f"{name}.documents", 8 * (count + 1) if count else 0)
-            if not count:
-                ends.write(np.zeros(1, "<i8").tobytes())
-            if self.chat:
+            self._cut(f"{name}.documents", 8 * (documents + 1) if documents else 0)
+            if not documents:
+                self.files[f"{name}.documents"].write(np.zeros(1, "<i8").tobytes())
+            if form.chat:
                 self._cut(f"{name}.{ANSWERS}", tokens)
-        self._cut(SKIPPED, self.done.named)
-        return self
+        self._cut(SKIPPED, done.named)
 
-    def _cut(self, name: str, size: int) -> BinaryIO:
+    def _cut(self, name: str, size: int) -> None:
         path = self.out / name
-        file = path.open("r+b" if path.exists() else "w+b")
-        self.files[name] = file
+        file = self.files[name] = self.stack.enter_context(
+            path.open("r+b" if path.exists() else "w+b")
+        )
         if path.stat().st_size < size:
             raise DataError(
                 f"{path} is shorter than {PROGRESS} says; remove {self.out} and begin anew."
             )
         file.truncate(size)
         file.seek(size)
-        return file
-
-    def __exit__(self, *_: object) -> None:
-        for file in self.files.values():
-            file.close()
 
     def add(self, task: _Task, part: TokenPart) -> None:
         """Append documents, each to its part; now and then mark the progress."""
@@ -355,29 +346,29 @@ class _Writer:
             raise DataError(f"{part.faults[0]}. With --on-bad skip it is left out, and named.")
         done, named = self.done, "".join(f"{fault}\n" for fault in part.faults).encode()
         self.files[SKIPPED].write(named)
+        sums: dict[str, list[int]] = {"tokens": [], "documents": [], "text": []}
         for split, name in enumerate(SPLITS):
-            self.files[f"{name}.tokens"].write(part.tokens[split])
-            ends = done.tokens[split] + np.cumsum(part.lengths[split], dtype="<i8")
+            tokens, lengths = part.tokens[split], part.lengths[split]
+            self.files[f"{name}.tokens"].write(tokens)
+            ends = done.tokens[split] + np.cumsum(lengths, dtype="<i8")
             self.files[f"{name}.documents"].write(ends.tobytes())
-            if self.chat:
+            if part.answers[split]:
                 self.files[f"{name}.{ANSWERS}"].write(part.answers[split])
-        first, second = part.tokens
-        sums: Any = {
-            "tokens": _added(done.tokens, (len(first) // self.width, len(second) // self.width)),
-            "documents": _added(done.documents, (len(part.lengths[0]), len(part.lengths[1]))),
-            "text": _added(done.text, part.text),
-        }
+            sums["tokens"].append(done.tokens[split] + len(tokens) // self.width)
+            sums["documents"].append(done.documents[split] + len(lengths))
+            sums["text"].append(done.text[split] + part.text[split])
+        pairs: Any = {name: tuple(both) for name, both in sums.items()}
         self.done = replace(
             done,
             source=task.source,
             block=task.number,
-            read=done.read + len(first) + len(second),
+            read=done.read + sum(map(len, part.tokens)),
             answers=done.answers + sum(each.count(1) for each in part.answers),
             skipped=done.skipped + len(part.faults),
             named=done.named + len(named),
             empty=done.empty + part.empty,
             unanswered=done.unanswered + part.unanswered,
-            **sums,
+            **pairs,
         )
         if self.done.read - self.marked >= BETWEEN:
             self.mark()
@@ -389,7 +380,3 @@ class _Writer:
             os.fsync(file.fileno())
         self.marked = self.done.read
         write_text(self.out / PROGRESS, json.dumps(asdict(self.done)) + "\n", durable=True)
-
-
-def _added(sums: tuple[int, int], more: tuple[int, int]) -> tuple[int, int]:
-    return sums[0] + more[0], sums[1] + more[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,12 +51,12 @@ class Form:
 
 @dataclass
 class Rows:
-    """The documents of a block, with their numbers in the file: texts, as one or by their bytes joined,
-    or chats. `faults` are places with reasons."""
+    """The documents of a block, with their numbers in the file: texts in UTF-8, joined, with the length
+    of each, or chats. `faults` are places with reasons."""
 
     numbers: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    joined: tuple[bytes | memoryview, NDArray[np.int64]] | None = None  # with the length of each
+    raw: bytes | memoryview = b""
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     chats: list[tuple[list[Message], Any]] = field(default_factory=list)  # with their tools
     faults: list[str] = field(default_factory=list)
     empty: int = 0
@@ -122,21 +122,23 @@ def read_rows(block: SourceBlock, form: Form) -> Rows:
         return rows
     if not form.chat and _column(block, form, rows):
         return rows
+    texts = list[bytes]()
     for number, row in _objects(block, rows.faults):
         try:
             if form.chat:
                 _add_chat(row, number, form.field, rows)
+                continue
+            text = _named(row, form.field)
+            if text is not None and not isinstance(text, str):
+                raise BadRow(f"{form.field!r} is no text")
+            if text:
+                texts.append(_utf8(text))
+                rows.numbers.append(number)
             else:
-                text = _named(row, form.field)
-                if text is not None and not isinstance(text, str):
-                    raise BadRow(f"{form.field!r} is no text")
-                if text:
-                    rows.numbers.append(number)
-                    rows.texts.append(text)
-                else:
-                    rows.empty += 1
+                rows.empty += 1
         except BadRow as error:
             rows.faults.append(f"{place(block, number)}: {error}")
+    rows.raw, rows.lengths = b"".join(texts), np.array([*map(len, texts)], np.int64)
     return rows
 
 
@@ -147,34 +149,11 @@ def place(block: SourceBlock, number: int) -> str:
     return f"{block.source.path}, {what} {number}"
 
 
-def encoded(block: SourceBlock, rows: Rows) -> tuple[bytes | memoryview, NDArray[np.int64]]:
-    """All texts of a block in UTF-8, and the bytes of each. What cannot be written is taken out of
-    the rows, and named."""
-    if rows.joined is not None:
-        return rows.joined
-    joined = "".join(rows.texts)
+def _utf8(text: str, where: str = "") -> bytes:
     try:
-        raw = joined.encode()
-    except UnicodeEncodeError:
-        kept = [_fault_of(text) for text in rows.texts]
-        for number, why in zip(rows.numbers, kept, strict=True):
-            if why:
-                rows.faults.append(f"{place(block, number)}: {why}")
-        pairs = zip(rows.numbers, rows.texts, kept, strict=True)
-        good = [(number, text) for number, text, why in pairs if not why]
-        rows.numbers, rows.texts = [n for n, _ in good], [text for _, text in good]
-        return encoded(block, rows)
-    plain = len(raw) == len(joined)  # all ASCII
-    lengths = map(len, rows.texts) if plain else (len(text.encode()) for text in rows.texts)
-    return raw, np.fromiter(lengths, np.int64, len(rows.texts))
-
-
-def _fault_of(text: str) -> str:
-    try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
-        return f"character {error.start} is half of a surrogate pair"
-    return ""
+        raise BadRow(f"{where}character {error.start} is half of a surrogate pair") from None
 
 
 def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
@@ -192,7 +171,7 @@ def _plain_text(block: SourceBlock, form: Form, rows: Rows) -> None:
         return
     if content:
         rows.numbers.append(block.first)
-        rows.joined = content, np.array([len(content)])
+        rows.raw, rows.lengths = content, np.array([len(content)])
     else:
         rows.empty += 1
 
@@ -208,8 +187,7 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
     if table is None:
         return False
     pyarrow = importlib.import_module("pyarrow")
-    kind = table.schema.field(form.field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    if table.schema.field(form.field).type not in (pyarrow.string(), pyarrow.large_string()):
         return False
     column = table.column(form.field).cast(pyarrow.large_string())
     if isinstance(content, Table):
@@ -230,8 +208,8 @@ def _column(block: SourceBlock, form: Form, rows: Rows) -> bool:
     lengths = np.diff(edges)
     rows.empty = table.num_rows - int((lengths > 0).sum())
     rows.numbers = numbers[lengths > 0].tolist()
-    raw = memoryview(data)[edges[0] : edges[-1]] if data else memoryview(b"")
-    rows.joined = raw, lengths[lengths > 0]
+    rows.raw = memoryview(data)[edges[0] : edges[-1]] if data else b""
+    rows.lengths = lengths[lengths > 0]
     return True
 
 
@@ -241,11 +219,8 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
         return None
     try:
         reader, pyarrow = map(importlib.import_module, ("pyarrow.json", "pyarrow"))
-    except ImportError:
-        return None
-    try:
         _ = block.content.isascii() or block.content.decode()  # also what is in other fields
-    except UnicodeDecodeError:
+    except (ImportError, UnicodeDecodeError):
         return None
     schema = pyarrow.schema([(form.field, pyarrow.large_string())])
     try:
@@ -265,60 +240,34 @@ def _lines_as_table(block: SourceBlock, form: Form) -> Any:
 
 
 def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
-    """Numbered rows; lines that are not JSON are faults."""
+    """Numbered rows; those that cannot be read are faults."""
     if isinstance(block.content, list):
         yield from enumerate(block.content, block.first)
-    elif isinstance(block.content, Table):
-        try:
-            yield from enumerate(block.content.batch.to_pylist(), block.first)
-        except UnicodeDecodeError:
-            yield from _decodable(block.content.batch, block, faults)
-    else:
-        yield from _parsed(block, faults)
-
-
-def _decodable(table: Any, block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
-    """The rows of a table in which some text is not UTF-8: Arrow does not look."""
-    for n in range(table.num_rows):
-        try:
-            yield block.first + n, table.slice(n, 1).to_pylist()[0]
-        except UnicodeDecodeError as error:
-            where = place(block, block.first + n)
-            faults.append(f"{where}: byte {error.start} of a text is not UTF-8")
-
-
-def _parsed(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]:
-    assert isinstance(block.content, bytes)
-    try:
-        lines = block.content.decode()
-    except UnicodeDecodeError:
-        lines = ""
-    decoder: Any = json.JSONDecoder()
-    scan, at, number = decoder.scan_once, 0, block.first
-    while at < len(lines):
-        end = lines.find("\n", at)
-        end = len(lines) if end < 0 else end
-        try:
-            row, stop = scan(lines, at)
-        except (StopIteration, ValueError, RecursionError):
-            break
-        if stop != end and (stop > end or lines[stop:end].strip(" \t\r")):
-            break
-        yield number, row
-        at, number = end + 1, number + 1
-    # From here on something is wrong, or only a blank line: line by line, to name it.
-    rest = lines[at:].encode() if lines else block.content
-    for after, line in enumerate(rest.split(b"\n")):
-        if line.strip():
+        return
+    if isinstance(block.content, Table):
+        table = block.content.batch
+        for number in range(block.first, block.first + table.num_rows):
             try:
-                yield number + after, json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                what = (
-                    f"byte {error.start} is not UTF-8"
-                    if isinstance(error, UnicodeDecodeError)
-                    else error
-                )
-                faults.append(f"{block.source.path}, line {number + after}: is not JSON: {what}")
+                yield number, table.slice(number - block.first, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:  # Arrow does not look
+                faults.append(f"{place(block, number)}: byte {error.start} of a text is not UTF-8")
+        return
+    assert isinstance(block.content, bytes)
+    lines: list[Any]
+    try:
+        lines = block.content.decode().split("\n")
+    except UnicodeDecodeError:  # which of them is named below
+        lines = block.content.split(b"\n")
+    for number, line in enumerate(lines, block.first):
+        try:
+            text = line if isinstance(line, str) else line.decode()
+            if text.strip(" \t\r\v\f"):
+                yield number, json.loads(text)
+        except (ValueError, RecursionError) as error:
+            what = str(error)
+            if isinstance(error, UnicodeDecodeError):
+                what = f"byte {error.start} is not UTF-8"
+            faults.append(f"{place(block, number)}: is not JSON: {what}")
 
 
 def _names(row: Mapping[str, Any]) -> str:
@@ -395,10 +344,7 @@ def _message(number: int, message: Any) -> Message:
         raise BadRow(f"message {number} has no role; it has {_names(message)}")
     if not isinstance(plain.get("content", ""), str):
         raise BadRow(f"the content of message {number} is no text")
-    if why := next(filter(None, map(_fault_of, _texts(plain.values()))), ""):
-        raise BadRow(f"message {number}: {why}")
+    for value in plain.values():
+        if isinstance(value, str):
+            _utf8(value, f"message {number}: ")
     return plain
-
-
-def _texts(values: Iterable[Any]) -> Iterator[str]:
-    return (value for value in values if isinstance(value, str))

@@ -23,7 +23,7 @@ import numpy as np
 
 from ...layout.files import open_regular, reason
 from ..folder import Folder
-from .token_files import DataError
+from .token_files import SPLITS, DataError
 
 BLOCK = 1 << 20  # bytes of a block
 LINE = 64 << 20  # bytes of one line of JSON
@@ -104,29 +104,25 @@ def find_sources(path: Path) -> list[Source]:
 
 def _below(root: Path, folder: Path, split: int | None) -> Iterator[Source]:
     if all((folder / name).is_file() for name in _SAVED):
-        state = Folder(folder, DataError).json(_SAVED[0], _LIMIT)
-        files = state.get("_data_files")
-        names = [x.get("filename") if isinstance(x, dict) else x for x in files or ()]
-        for name in names:
-            # Opened once here: only plain names of this folder are files of the data.
-            Folder(folder, DataError).open(str(name)).close()
-            yield _source(folder / str(name), root, split)
+        files = Folder(folder, DataError)
+        for each in files.json(_SAVED[0], _LIMIT).get("_data_files") or ():
+            name = str(each.get("filename") if isinstance(each, dict) else each)
+            files.open(name).close()  # only plain names of this folder are files of the data
+            yield _source(folder / name, root, split)
         return
     if (folder / _SPLITS).is_file():
         # What is there to test on is neither trained on nor looked at.
-        named = {"train": 0, "validation": 1}
-        for name, part in named.items():
-            if (folder / name).is_dir():
-                both = all((folder / each).is_dir() for each in named)
-                yield from _below(root, folder / name, part if both else None)
+        parts = [folder / name for name in SPLITS if (folder / name).is_dir()]
+        for number, part in enumerate(parts):
+            yield from _below(root, part, number if len(parts) > 1 else None)
         return
-    for each in sorted(folder.iterdir()):
-        if each.name.startswith("."):
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
             continue
-        if each.is_dir() and not each.is_symlink():
-            yield from _below(root, each, split)
-        elif not each.is_dir():
-            yield _source(each, root, split)
+        if not path.is_dir():
+            yield _source(path, root, split)
+        elif not path.is_symlink():
+            yield from _below(root, path, split)
 
 
 def _source(path: Path, root: Path, split: int | None = None) -> Source:
@@ -236,23 +232,14 @@ def _texts(source: Source, file: BinaryIO, raw: BinaryIO, longest: int) -> Itera
             raise BadFile(str(source.path), "is not text: it has bytes of zero")
         content += b"" if content.endswith(b"\n") else file.readline(longest)
         # A line without end is cut, but never within a character.
-        cut = len(content) if content.endswith(b"\n") else _whole_characters(content)
+        tail = content[-4:]
+        cut = len(content) - len(tail) + codecs.utf_8_decode(tail, "ignore", False)[1]
         content, rest = content[:cut], content[cut:]
         if not content:  # the file ends within a character
             content, rest = rest, b""
         text = content.removeprefix(codecs.BOM_UTF8) if not number else content
         yield SourceBlock(source, number, text, raw.tell())
         number += 1
-
-
-def _whole_characters(content: bytes) -> int:
-    """How many bytes of this end with a character of UTF-8."""
-    for back in range(1, min(4, len(content)) + 1):
-        byte = content[-back]
-        if byte & 0xC0 != 0x80:  # the first byte of a character, which says how long it is
-            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(content) - (back if length > back else 0)
-    return len(content)
 
 
 def _lines(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBlock]:
@@ -328,33 +315,29 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
 
 def _tables(source: Source, columns: tuple[str, ...]) -> Iterator[SourceBlock]:
     pyarrow = needed("pyarrow", source.path, "to read Parquet and Arrow")
-    ipc = importlib.import_module("pyarrow.ipc")
-    number, rows = 0, 0
+    number = 0
     try:
-        for batch, total in _batches(source, pyarrow, ipc, columns):
+        for batch, total in _batches(source, columns):
             step = max(1, batch.num_rows * BLOCK // max(1, batch.nbytes))
-            rows += batch.num_rows
             for start in range(0, batch.num_rows, step):
-                part = batch.slice(start, step)
-                behind = int(source.size * rows / max(rows, total))
-                yield SourceBlock(source, number, Table(part), behind)
+                part, first = batch.slice(start, step), number
                 number += part.num_rows
+                behind = source.size * number // max(number, total)
+                yield SourceBlock(source, first, Table(part), behind)
     except (pyarrow.ArrowException, OSError) as error:
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadFile(f"{source.path}, row {number}", f"cannot be read: {what}") from None
 
 
-def _batches(
-    source: Source, pyarrow: Any, ipc: Any, columns: tuple[str, ...]
-) -> Iterator[tuple[Any, int]]:
+def _batches(source: Source, columns: tuple[str, ...]) -> Iterator[tuple[Any, int]]:
     """Record batches of a table, and how many rows the file has, if that is known."""
     if source.kind == "parquet":
-        parquet = importlib.import_module("pyarrow.parquet")
-        with parquet.ParquetFile(source.path) as file:
+        with importlib.import_module("pyarrow.parquet").ParquetFile(source.path) as file:
             wanted = _wanted(source, file.schema_arrow.names, columns)
             for batch in file.iter_batches(batch_size=1024, columns=wanted):
                 yield batch, file.metadata.num_rows
         return
+    pyarrow, ipc = map(importlib.import_module, ("pyarrow", "pyarrow.ipc"))
     with pyarrow.memory_map(os.fspath(source.path)) as mapped:
         try:
             table = ipc.open_stream(mapped)

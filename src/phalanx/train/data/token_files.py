@@ -105,9 +105,10 @@ def open_corpus(source: str | Path, *, share: float = HELD_OUT) -> Corpus:
     if (path / INDEX).is_file():
         return open_prepared(path)
     if all((path / name).is_file() for name in _NANOGPT):
-        (train, first), (validation, second) = (_bin(path / f"{n}.bin") for n in ("train", "val"))
-        mark = hashlib.sha256((first + second).encode()).hexdigest()
-        return Corpus(str(path), _whole(train), _whole(validation), 0, mark)
+        parts = [_bin(path / name) for name in _NANOGPT]
+        train, validation = (Stream(x, np.array((0, len(x)), np.int64)) for x, _ in parts)
+        mark = hashlib.sha256("".join(mark for _, mark in parts).encode()).hexdigest()
+        return Corpus(str(path), train, validation, 0, mark)
     if path.suffix in (".bin", ".idx") and path.with_suffix(".idx").is_file():
         return _open_megatron(path, share)
     if path.suffix in (".bin", *RAW) and path.is_file():
@@ -186,11 +187,6 @@ def _split(
     return part(~chosen), part(chosen)
 
 
-def _whole(tokens: Tokens) -> Stream:
-    """All tokens as one document."""
-    return Stream(tokens, np.array((0, len(tokens)), np.int64))
-
-
 # ---- our own files: a JSON index, raw little-endian tokens, document offsets
 
 INDEX = "index.json"
@@ -211,11 +207,6 @@ class Split:
     documents: int = count()
     text_bytes: int = count()
     answers_sha256: str = ""  # empty: every token is trained on
-
-    def files(self) -> dict[str, str]:
-        """The checksum of each file, by what it holds."""
-        known = {"tokens": self.tokens_sha256, "documents": self.documents_sha256}
-        return known | ({ANSWERS: self.answers_sha256} if self.answers_sha256 else {})
 
 
 @dataclass(frozen=True)
@@ -275,14 +266,8 @@ def open_prepared(path: Path) -> Corpus:
     index = _index(folder)
     train, validation = (_stream(folder, index, name) for name in SPLITS)
     held = index.splits.validation
-    return Corpus(
-        str(path),
-        train,
-        validation,
-        vocab=index.vocab,
-        fingerprint=folder.sha256(INDEX),
-        bytes_per_token=held.text_bytes / held.tokens if held.tokens else None,
-    )
+    each = held.text_bytes / held.tokens if held.tokens else None
+    return Corpus(str(path), train, validation, index.vocab, folder.sha256(INDEX), each)
 
 
 def _index(folder: Folder) -> Index:
@@ -318,9 +303,9 @@ def verify_prepared(path: Path) -> list[str]:
         splits = _index(folder).splits
         return [
             f"{path / f'{name}.{what}'}: its checksum is not that of the index; prepare it again."
-            for name in SPLITS
-            for what, checksum in getattr(splits, name).files().items()
-            if folder.sha256(f"{name}.{what}") != checksum
+            for name, split in asdict(splits).items()
+            for what in ("tokens", "documents", ANSWERS)
+            if (sha256 := split[f"{what}_sha256"]) and folder.sha256(f"{name}.{what}") != sha256
         ]
     except DataError as error:
         return [str(error)]
@@ -330,15 +315,9 @@ def verify_prepared(path: Path) -> list[str]:
 
 RUN = 1 << 16
 # llm.c's headers: 256 int32, of which the first three are magic, version and the number of tokens.
-LLM_C: dict[tuple[int, int], np.dtype[Any]] = {
-    (20240520, 1): np.dtype("<u2"),
-    (20240801, 7): np.dtype("<u4"),
-}
+LLM_C = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 HEADER = 1024
-RAW: dict[str, np.dtype[Any]] = {
-    ".uint16": np.dtype("<u2"),
-    ".uint32": np.dtype("<u4"),
-}  # beside .bin
+RAW = {".uint16": "<u2", ".uint32": "<u4"}  # beside .bin
 
 
 def _bin(path: Path) -> tuple[Tokens, str]:
@@ -352,13 +331,16 @@ def _bin(path: Path) -> tuple[Tokens, str]:
     if (magic, version) in LLM_C:
         if count < 1:
             folder.refuse(path.name, f"its header has a count of {count:,} tokens.")
-        return map_file(folder, path.name, LLM_C[magic, version], count, HEADER), mark
-    dtype = RAW.get(path.suffix, np.dtype("<u2"))
+        dtype = np.dtype(LLM_C[magic, version])
+        return map_file(folder, path.name, dtype, count, HEADER), mark
+    dtype = np.dtype(RAW.get(path.suffix, "<u2"))
     if size % dtype.itemsize or not size:
         what = "an even number" if dtype.itemsize == 2 else f"a multiple of {dtype.itemsize}"
         folder.refuse(path.name, f"has {size:,} bytes; {dtype} tokens are {what}.")
     tokens = map_file(folder, path.name, dtype, size // dtype.itemsize)
-    if path.suffix == ".bin" and _like_uint32(tokens[: 1 << 15]):
+    high, low = tokens[1 : 1 << 15 : 2], tokens[: 1 << 15 : 2]
+    halves = len(high) >= 16 and int(high.max()) < 8 and int(low.max()) >= 256
+    if path.suffix == ".bin" and halves:
         folder.refuse(
             path.name,
             "every second number is below 8, as in a file of uint32. Name it .uint32, or .uint16 if"
@@ -367,19 +349,10 @@ def _bin(path: Path) -> tuple[Tokens, str]:
     return tokens, mark
 
 
-def _like_uint32(numbers: Tokens) -> bool:
-    """Whether these numbers of 16 bits look like halves of numbers of 32."""
-    high, low = numbers[1::2], numbers[::2]
-    return len(high) >= 16 and int(high.max()) < 8 and int(low.max()) >= 256
-
-
 # ---- Megatron-LM's IndexedDataset
 
 MEGATRON = b"MMIDIDX\x00\x00"
-MEGATRON_DTYPES: dict[int, np.dtype[Any]] = {
-    code: np.dtype(name)
-    for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2"))
-}
+MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 def _open_megatron(path: Path, share: float) -> Corpus:
@@ -407,7 +380,7 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     lengths = np.frombuffer(content, "<i4", sequences, 34)
     pointers = np.frombuffer(content, "<i8", sequences, 34 + 4 * sequences)
     documents = np.frombuffer(content, "<i8", count, 34 + 12 * sequences)
-    dtype = MEGATRON_DTYPES[code]
+    dtype = np.dtype(MEGATRON_DTYPES[code])
     offsets = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     if bool((lengths < 0).any()):
         folder.refuse(name, "a sequence has a negative length.")

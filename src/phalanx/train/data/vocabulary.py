@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,26 +39,13 @@ class Encoded(NamedTuple):
     answers: NDArray[np.uint8] | None = None
 
 
-class Vocabulary(Protocol):
-    """Turns texts into tokens. `name` and `size` go into the index; `end` closes each document.
-
-    Texts come as their bytes of UTF-8, joined, with the length of each.
-    """
-
-    name: str
-    size: int
-    end: int | None
-    marks: tuple[str, ...]  # what differs where texts become other tokens
-
-    def encode(self, raw: bytes | memoryview, lengths: NDArray[np.int64]) -> Encoded: ...
-
-    def refuse_chats(self) -> None: ...
-
-    def encode_chat(self, messages: list[Message], tools: Any) -> Encoded: ...
-
-
 class Bytes:
-    """Every byte is a token, and nothing closes a document: masks keep them apart."""
+    """Every byte is a token, and nothing closes a document: masks keep them apart.
+
+    Of this and of a `Tokenizer`, `name` and `size` go into the index, `end` closes each document, and
+    `marks` differ where texts become other tokens. Texts come as their bytes of UTF-8, joined, with
+    the length of each.
+    """
 
     name: str = "bytes"
     size: int = 256
@@ -90,34 +77,29 @@ class Tokenizer:
         tokenizers = needed("tokenizers", path, f"to read a {FILE}")
         self.folder = path if path.is_dir() else None
         path = path / FILE if self.folder else path
-        text = Folder(path.parent, DataError).text(path.name, LIMIT)
+        files = Folder(path.parent, DataError)
+        text = files.text(path.name, LIMIT)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # tokenizers raises plain Exception
             raise DataError(f"{path}: is no {FILE}: {error}.") from None
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        texts = [text, *self._chat_files()]
-        marks = [hashlib.sha256(each.encode()).hexdigest() for each in texts]
-        self.name = f"{FILE} sha256:{marks[0]}"
-        self.marks = tuple(marks)
+        texts = [text]
+        if self.folder:
+            there = [name for name in (CONFIG, TEMPLATE) if (self.folder / name).is_file()]
+            texts += [files.text(name, LIMIT) for name in there]
+        self.marks = tuple(hashlib.sha256(each.encode()).hexdigest() for each in texts)
+        self.name = f"{FILE} sha256:{self.marks[0]}"
         # Ids may have gaps, so the highest one counts and not how many there are.
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        self.end = self._end_of_text(end, path)
-
-    def _chat_files(self) -> list[str]:
-        if self.folder is None:
-            return []
-        files = Folder(self.folder, DataError)
-        return [files.text(n, LIMIT) for n in (CONFIG, TEMPLATE) if (self.folder / n).is_file()]
-
-    def _end_of_text(self, named: str | None, path: Path) -> int | None:
-        if named is None and self.folder is not None:
-            return self._end_of_folder(self.folder)
-        end: int | None = None if named is None else self._tokenizer.token_to_id(named)
-        if named is not None and end is None:
-            raise DataError(f"{path}: knows no token {named!r} to close a document with.")
-        return end
+        self.end: int | None = None
+        if end is not None:
+            self.end = self._tokenizer.token_to_id(end)
+            if self.end is None:
+                raise DataError(f"{path}: knows no token {end!r} to close a document with.")
+        elif self.folder:
+            self.end = self._end_of_folder(self.folder)
 
     def _end_of_folder(self, folder: Path) -> int:
         """What a model's folder calls the end of a text."""
@@ -234,6 +216,9 @@ class Tokenizer:
             return_assistant_tokens_mask=True,
         )
         return self._of(made["input_ids"], made["assistant_masks"])
+
+
+Vocabulary = Bytes | Tokenizer
 
 
 def open_vocabulary(path: Path | None, end: str | None = None) -> Vocabulary:
