@@ -22,7 +22,7 @@ from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.program import Program, ProgramError, Recorded, check
 from phalanx.train.executor import Executor, StepResult
-from phalanx.train.moments import HostClock
+from phalanx.train.moments import StepClock
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of
@@ -31,7 +31,7 @@ from phalanx.verify import SHAPES, batch_of
 GQA = SHAPES["gqa"]
 
 
-class Late(HostClock):
+class Late(StepClock):
     """Moments that are known, as those of events are, once the step's numbers have been read."""
 
     def __init__(self) -> None:

@@ -394,7 +394,7 @@ def test_a_journal_that_was_cut_is_read_and_gone_on_with(tmp_path: Path) -> None
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"event": "start", "time": 1, "step": 0}\n{"event": "st')
     journal = Journal(path)
-    journal.write("end", loss=math.inf)
+    journal.write(event="end", loss=math.inf)
     journal.close()
     assert [r["event"] for r in read_journal(path)] == ["start", "end"]
     assert read_journal(path)[1]["loss"] == "inf"

@@ -29,7 +29,7 @@ from phalanx.parallel.local import build_local
 from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
 from phalanx.train.executor import Executor
-from phalanx.train.moments import HostClock
+from phalanx.train.moments import StepClock
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of
@@ -163,7 +163,7 @@ def timed_step(
     assert known >= set(GROUPS) - {"norms"}
     executor = Executor(held, program, world.rank, AdamW(), clip=float(agree))
     executor.out, executor.back = (Copies(clock, kinds[k]) for k in (ops.OFFLOAD, ops.RELOAD))
-    moments = HostClock()
+    moments = StepClock(torch.device("cpu"))
     moments.moment = lambda: clock.now  # type: ignore[method-assign]
     executor.checked, executor.clock = True, moments
     for kind, plain in list(executor.handlers.items()):

@@ -81,7 +81,7 @@ def test_a_line_that_the_disk_cuts_costs_no_other_line(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     journal = Journal(path, goes_on=True)
-    journal.write("start", step=0)
+    journal.write(event="start", step=0)
     plain, room = os.write, [10]
 
     def write(descriptor: int, data: Any) -> int:
@@ -95,9 +95,9 @@ def test_a_line_that_the_disk_cuts_costs_no_other_line(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", write)
-        journal.write("step", step=1)
-        journal.write("step", step=2)
-    journal.write("step", step=3)
+        journal.write(event="step", step=1)
+        journal.write(event="step", step=2)
+    journal.write(event="step", step=3)
     journal.close()
     assert [r.get("step") for r in read_journal(path)] == [0, 3]
     assert journal.lost == 2

@@ -40,11 +40,11 @@ def facts_of(
         del table[name]
     for name in ("batch", "sequence"):
         del sizes[name]
-    keys = dict(_flat(table)) | dict(_flat(sizes, "model."))
-    keys |= {"layout": str(layout), "batch": str(shape.batch), "sequence": str(run.tokens(shape))}
-    keys["out"] = os.path.abspath(run.out)
+    table["out"] = os.path.abspath(run.out)
     if run.checkpoint.dir:
-        keys["checkpoint.dir"] = os.path.abspath(run.checkpoint.dir)
+        table["checkpoint"]["dir"] = os.path.abspath(run.checkpoint.dir)
+    keys = dict(_flat(table | {"model": sizes}))
+    keys |= {"layout": str(layout), "batch": str(shape.batch), "sequence": str(run.tokens(shape))}
     weights = [f"{n} {list(w.shape)} {w.dtype}" for n, w in model.weights.items()]
     return {
         **keys,
@@ -54,13 +54,13 @@ def facts_of(
         "model's weights": _checksum("\n".join(weights)),
         "schedule file": _file(split_name(layout.schedule)[0]),
         "machine file": _file(run.machine),
-        "data": data_checksum(batches),
+        "data": _data_checksum(batches),
         # With recompute:fit ranks first settle how much memory there is.
         "program": _checksum(str(program)) if program else "",
     }
 
 
-def data_checksum(batches: Batches) -> str:
+def _data_checksum(batches: Batches) -> str:
     """A checksum of the tokens and documents of all corpora. Of more than 64 MiB in one file it covers
     64 MiB in 1,024 blocks, evenly spread, so that terabytes do not delay a start."""
     marks = [f"{corpus.vocab} {corpus.fingerprint} {corpus.weight}" for corpus in batches.corpora]
@@ -69,17 +69,11 @@ def data_checksum(batches: Batches) -> str:
         for array in (stream.tokens, stream.starts, stream.origins, stream.answers):
             if array is not None:
                 digest.update(f"{array.dtype} {array.size}".encode())
-                for block in _blocks(array):
-                    digest.update(block)
+                each = BLOCK // array.itemsize
+                count = -(-array.size // each)
+                for block in np.linspace(0, count - 1, min(count, BLOCKS)).astype(int):
+                    digest.update(array[block * each : (block + 1) * each].tobytes())
     return digest.hexdigest()[:DIGITS]
-
-
-def _blocks(array: np.ndarray[Any, Any]) -> Iterator[bytes]:
-    each = BLOCK // array.itemsize
-    count = -(-array.size // each)
-    starts = range(count) if count <= BLOCKS else np.linspace(0, count - 1, BLOCKS).astype(int)
-    for block in starts:
-        yield array[block * each : (block + 1) * each].tobytes()
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

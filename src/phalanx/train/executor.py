@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ from ..parallel.recompute import Selected
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
-from .moments import clock_of
-from .optimizer import MatrixUpdate, Optimizer, Scale
+from .moments import StepClock
+from .muon import MuonUpdate
+from .optimizer import Optimizer, Scale, Update
 from .precision import LossScale
 
 Batch = Mapping[str, Tensor]
@@ -49,7 +50,6 @@ class StepResult:
     count: float
     norm: float | None
     timeline: Timeline
-    read: Mapping[str, float]  # all that was read after the step
 
     @property
     def finite(self) -> bool:
@@ -66,17 +66,16 @@ class Executor:
     """
 
     checked = False
-    words: memoryview[int] | list[int] = [
-        0
-    ] * WORDS  # where the number of each operation is written
-    first = 0  # the number of the row's first
+    # Where the number of each operation is written, and that of the row's first.
+    words: memoryview[int] | list[int] = [0] * WORDS
+    first = 0
 
     def __init__(
         self,
         local: LocalModel,
         program: Program,
         rank: int,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         *,
         clip: float = 0.0,
         scaling: LossScale | None = None,
@@ -92,9 +91,9 @@ class Executor:
             op: tuple(n for n in needs if isinstance(n, Op) and self.lanes[n] != ops.COMPUTE)
             for op, needs in state.walk()
         }
-        self.updates = {n: optimizer.of(u) for n, u in local.units.items()}
+        self.updates = {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
         self.shares = any(SHARE in piece.takes for piece in local.pieces.values())
-        self.clip, self.scaling, self.clock = clip, scaling, clock_of(local.pool.device)
+        self.clip, self.scaling, self.clock = clip, scaling, StepClock(local.pool.device)
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
         self.handlers: dict[str, Callable[[Op], Work | None]] = {
             ops.COUNT: self._count, ops.FORWARD: self._forward, ops.RECOMPUTE: self._again,
@@ -153,13 +152,11 @@ class Executor:
             group.flush()
         named = self._numbers()
         words[WAITS] = DEVICE if self.local.pool.device.type == "cuda" else 0
-        read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
+        self.read = dict(zip(named, torch.cat([*named.values()]).tolist(), strict=True))
         words[WAITS] = 0
-        at = self.clock.seconds
+        at, read = self.clock.seconds, self.read
         spans = (Span(self.rank, self.lanes[op], op, at(a), at(b)) for op, a, b in self.moments)
-        result = StepResult(
-            read["loss"], read["count"], read.get("norm"), Timeline(tuple(spans)), read
-        )
+        result = StepResult(read["loss"], read["count"], read.get("norm"), Timeline(tuple(spans)))
         if self.norm is not None and self.scaling:
             self.scaling.saw(finite=result.finite)
         return result
@@ -206,6 +203,7 @@ class Executor:
         units = {n: u for n, u in self.local.units.items() if n < count}
         still = (n for n in self.local.frozen if n < count)
         weights = {n: self.local.weights(n)[-1] for n in (*units, *still)}
+        dropped = {n: u for n, u in weights.items() if not u.resident}  # after their use
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
         copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
         away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
@@ -214,33 +212,27 @@ class Executor:
         there = {k: what for k, what in there.items() if what != INPUT or not pieces[k[0]].first}
         parts = {key for key, what in there.items() if what == ops.SELECTED}
         inputs = {key for key, what in there.items() if what == INPUT} | parts
-        held: dict[str, tuple[set[Any], set[Any]]] = {
-            "gathered units": (
-                {n for n, u in weights.items() if not u.resident and u.buffer is not None},
-                {
-                    n
-                    for n in (*state.gathered, *state.loaded)
-                    if n in weights and not weights[n].resident
-                },
+        segments = self.restarting & {*self.segments, *self.away}
+        under_way = {o for o in self.under_way if o.kind in ops.REDUCTIONS}
+        held: list[tuple[str, set[Any], set[Any]]] = [
+            (
+                "gathered units",
+                {n for n, u in dropped.items() if u.buffer is not None},
+                {*state.gathered, *state.loaded} & {*dropped},
             ),
-            "open gradients": ({n for n, u in units.items() if u.is_open}, {*state.open}),
-            "reduced gradients": ({n for n, u in units.items() if u.has_gradient}, state.arrived),
-            "reductions under way": (
-                {o for o in self.under_way if o.kind in ops.REDUCTIONS},
-                {*state.under_way},
-            ),
-            "kept activations": ({*kept}, {*there} - inputs),
-            "inputs of segments": (
-                {k for k in (*self.segments, *self.away) if k in self.restarting} - copied,
-                inputs - copied,
-            ),
-            "selected outputs": ({*self.selected}, parts - {*state.away} - copied),
-            "activations on the host": (
+            ("open gradients", {n for n, u in units.items() if u.is_open}, {*state.open}),
+            ("reduced gradients", {n for n, u in units.items() if u.has_gradient}, state.arrived),
+            ("reductions under way", under_way, {*state.under_way}),
+            ("kept activations", {*kept}, {*there} - inputs),
+            ("inputs of segments", segments - copied, inputs - copied),
+            ("selected outputs", {*self.selected}, parts - {*state.away} - copied),
+            (
+                "activations on the host",
                 (away | {*self.away}) - copied,
                 ({*state.away} & {*there}) - copied,
             ),
-        }
-        for what, (here, expected) in held.items():
+        ]
+        for what, here, expected in held:
             if here != expected:
                 raise ProgramError(
                     f"after {op} rank {self.rank} holds {what} {sorted(here)}; by the program"
@@ -266,8 +258,11 @@ class Executor:
         return work
 
     def _agree(self, op: Op) -> Work:
-        # Of each unit that this rank counts; kept, as they are finite only if all its numbers are.
-        self.norms = {n: _norms(u) for n, u in self.local.units.items() if self._counts(n)}
+        # Each logical weight is counted by one rank of its copies, and on one stage. Kept, as a unit's
+        # norms are finite only if all its numbers are.
+        host, stage = self.program.host, self.program.owner[self.rank]
+        home = {n: u for n, u in self.local.units.items() if host[u.piece] == stage}
+        self.norms = {n: _norms(u) for n, u in home.items() if u.groups.replica.rank == 0}
         none = torch.empty(0, device=self.loss.device)
         own = torch.cat((none, *self.norms.values())).double().square_().sum().view(1)
         sums = torch.cat((own, *self._summed_too()))
@@ -285,12 +280,6 @@ class Executor:
 
     def _use_sums(self, sums: Tensor) -> None:
         """The sums over all ranks of `_summed_too`."""
-
-    def _counts(self, unit: int) -> bool:
-        """Each logical weight is counted by one rank of its copies, and on one stage."""
-        piece, groups = self.local.units[unit].piece, self.local.units[unit].groups
-        home = self.program.host[piece] == self.program.owner[self.rank]
-        return home and groups.replica.rank == 0
 
     @property
     def _loss_scale(self) -> float:
@@ -436,12 +425,10 @@ class Executor:
             unit.drop()
 
     def _reduce(self, op: Op) -> Work:
-        units = self.local.of_piece(op.piece, trained=True)
-        return Together([unit.reduce() for unit in units])
+        return Together([u.reduce() for u in self.local.of_piece(op.piece, trained=True)])
 
     def _reduce_replicas(self, op: Op) -> Work:
-        units = self.local.of_piece(op.piece, trained=True)
-        return Together([unit.reduce_replicas() for unit in units])
+        return Together([u.reduce_replicas() for u in self.local.of_piece(op.piece, trained=True)])
 
     def _tie(self, op: Op) -> Work:
         unit = self.local.units[op.piece]
@@ -449,27 +436,25 @@ class Executor:
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
 
     def _sum_parts(self, op: Op) -> Work:
-        units = self.local.of_piece(op.piece, trained=True)
-        return Together([unit.sum_parts() for unit in units])
+        return Together([u.sum_parts() for u in self.local.of_piece(op.piece, trained=True)])
 
     def _to_owners(self, op: Op) -> Work:
-        updates = self._of_matrices(op.piece)
-        return Together([update.to_owners(self.scale) for update in updates])
+        updates = self._updates(op)
+        return Together([u.to_owners(self.scale) for u in updates if isinstance(u, MuonUpdate)])
 
     def _from_owners(self, op: Op) -> Work:
-        return Together([update.from_owners() for update in self._of_matrices(op.piece)])
-
-    def _of_matrices(self, piece: int) -> list[MatrixUpdate]:
-        """The updates of a piece's units, of the experts' too, that need whole matrices."""
-        units = (piece, piece + self.program.pieces)
-        updates = [self.updates[n] for n in units if n in self.updates]
-        return [cast(MatrixUpdate, each) for each in updates if hasattr(each, "to_owners")]
+        updates = self._updates(op)
+        return Together([u.from_owners() for u in updates if isinstance(u, MuonUpdate)])
 
     def _update(self, op: Op) -> None:
         # Every rank has the same norm, so either all update or all leave their weights as they are.
-        for number in (op.piece, op.piece + self.program.pieces):
-            if number in self.updates:
-                self.updates[number](self.lr, self.scale)
+        for update in self._updates(op):
+            update(self.lr, self.scale)
+
+    def _updates(self, op: Op) -> list[Update]:
+        """Those of a piece's units, of its experts' too."""
+        units = (op.piece, op.piece + self.program.pieces)
+        return [self.updates[n] for n in units if n in self.updates]
 
 
 def _norms(unit: Unit) -> Tensor:

@@ -18,11 +18,11 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
@@ -70,14 +70,15 @@ class RunLog:
         self.began = round(clock() - (time.monotonic() - positions.begun), 3)
         self.run, self.out, self.active, self.quiet = run, Path(run.out), active, quiet
         self.seconds: list[float] = []  # of each step since the last line
-        self.screen: Screen | None = None
-        self.sinks: list[Sink] = []
+        self.screen = Screen(run) if active and not quiet else None
+        self.sinks: list[Callable[..., None]] = []
+        self.ends = ExitStack()  # what closes with the log
         if active:
             path, self.goes_on = self.out / "metrics.jsonl", run.checkpoint.on_disk_full == "go-on"
             self.goodput = Goodput(read_journal(path))
             self.journal = Journal(path, goes_on=self.goes_on)
             self._write("run.toml", str(run))
-            self.sinks = open_sinks(run)
+            self.sinks = open_sinks(run, self.ends)
 
     def start(
         self, step: int, flops: StepFlops, peak: tuple[float, str], tokens: int, **values: Any
@@ -86,7 +87,8 @@ class RunLog:
         if not self.active:
             return
         self.flops, self.peak, self.tokens = flops, peak[0], tokens
-        self.screen = None if self.quiet else Screen(self.run, step)
+        if self.screen:
+            self.screen.start(step)
         if self.goodput.unusable:
             self.say(
                 f"{self.journal.path}: {self.goodput.unusable} lines are not usable and were passed"
@@ -106,23 +108,20 @@ class RunLog:
         if self.screen:
             self.screen.say(text)
 
-    def say_goodput(self) -> None:
-        if self.active:
-            self.say(str(self.goodput))
-
     def event(self, event: str, text: str = "", **values: Any) -> None:
         """Something that happened: a record, and a line if there is a text."""
         if self.active:
             self._record(event, values)
             if text:
                 self.say(text)
+            if event in ("end", "stop"):
+                self.say(str(self.goodput))
 
     def notice(self, event: str, text: str) -> None:
-        """Something that a person should know before the start: a record, and a line."""
+        """Something that a person should know before the start."""
         if self.active:
             self._record(event, {"text": text})
-            if not self.quiet:
-                print_line(text)
+            self.say(text)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """The numbers of the steps since the last line, of which the last is number `step`."""
@@ -130,31 +129,25 @@ class RunLog:
         self.seconds = []
         if not self.active or not count:
             return
-        each = total / count
-        values = {
-            **numbers,
-            "seconds": each,
-            "tokens_per_second": self.tokens / each,
-            "mfu": self.flops.model / each / self.peak,
-            "mfu_full": self.flops.full / each / self.peak,
-            "hfu": self.flops.hardware / each / self.peak,
-        }
+        each, flops = total / count, self.flops
+        values = {**numbers, "seconds": each, "tokens_per_second": self.tokens / each}
+        done = {"mfu": flops.model, "mfu_full": flops.full, "hfu": flops.hardware}
+        values |= {name: work / each / self.peak for name, work in done.items()}
         values["goodput"] = self._record("step", {"step": step, "steps": count, **values})
         for sink in self.sinks:
-            sink.write(step, values)
+            sink(dict(values), step=step)
         if self.screen:
             self.screen.write(step, values)
 
     def _record(self, event: str, values: Mapping[str, Any]) -> float:
         """Write it down with what the time since the record before went to; the goodput, with it."""
-        spent = {phase: round(seconds, 4) for phase, seconds in self.positions.taken().items()}
         record: dict[str, Any] = {"event": event, **stamp(), "began": self.began, **values}
-        record["spent"] = spent
+        record["spent"] = {name: round(s, 4) for name, s in self.positions.taken().items()}
         self.goodput.add(record)
         if event in ("step", "end", "stop"):
             record["goodput"] = float(self.goodput)
-        if event in ("end", "stop"):
-            record["parts"] = self.goodput.spent
+            if event != "step":
+                record["parts"] = self.goodput.spent
         self.journal.write(**record)
         return float(self.goodput)
 
@@ -163,7 +156,7 @@ class RunLog:
         text = f"step {step}  validation loss {loss:.4f} nats per token{more}"
         self.event("validation", text, step=step, loss=loss, bits_per_byte=bits)
         for sink in self.sinks:
-            sink.write(step, {"validation": loss})
+            sink({"validation": loss}, step=step)
 
     def timeline(self, step: int, layout: str, program: Program, parts: list[str]) -> None:
         """The measured step of all ranks with its program, as `Recorded` reads it, in a file."""
@@ -182,8 +175,7 @@ class RunLog:
     def close(self) -> None:
         if not self.active:
             return
-        for sink in self.sinks:
-            sink.close()
+        self.ends.close()
         if self.journal.lost:
             self.say(f"{self.journal.path}: {self.journal.lost} lines could not be written")
         if self.screen:
@@ -228,8 +220,7 @@ class Journal:
         size = os.fstat(self.file.fileno()).st_size
         self.cut = size > 0 and os.pread(self.file.fileno(), 1, size - 1) != b"\n"
 
-    def write(self, event: str, **values: Any) -> None:
-        record = {"event": event, **values}
+    def write(self, **record: Any) -> None:
         line = (json.dumps(_finite(record)) + "\n").encode()
         try:
             self._append(b"\n" + line if self.cut else line)
@@ -266,16 +257,19 @@ def print_line(text: str) -> None:
 class Screen:
     """One line on a terminal that is written anew; plain lines elsewhere."""
 
-    def __init__(self, run: Run, step: int) -> None:
-        self.run, self.begun, self.at = run, time.monotonic(), step
+    def __init__(self, run: Run) -> None:
+        self.run = run
         self.bar: Any = None
+
+    def start(self, step: int) -> None:
+        self.begun, self.at = time.monotonic(), step
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TextColumn
 
             text = TextColumn("{task.fields[text]}")
             self.bar = Progress(text, BarColumn(12), refresh_per_second=4)
             self.bar.start()
-            self.task = self.bar.add_task("", total=run.steps, completed=step, text="starting")
+            self.task = self.bar.add_task("", total=self.run.steps, completed=step, text="starting")
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -314,32 +308,23 @@ def memory_of(device: torch.device) -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-class Sink(NamedTuple):
-    """Another tool that gets the numbers of a step."""
-
-    write: Callable[[int, Mapping[str, float]], None]
-    close: Callable[[], None]
-
-
-def open_sinks(run: Run) -> list[Sink]:
+def open_sinks(run: Run, ends: ExitStack) -> list[Callable[..., None]]:
     """The other tools that get this run's numbers; trackio has the interface of Weights & Biases."""
-    sinks = []
+    sinks: list[Callable[..., None]] = []
     if run.metrics.tensorboard:
         module = importlib.import_module("torch.utils.tensorboard")
         writer = module.SummaryWriter(str(Path(run.out, "tensorboard")))
+        ends.callback(writer.close)
 
-        def add(step: int, numbers: Mapping[str, float]) -> None:
+        def add(numbers: Mapping[str, float], step: int) -> None:
             for name, number in numbers.items():
                 writer.add_scalar(name, number, step)
 
-        sinks.append(Sink(add, writer.close))
+        sinks.append(add)
     for name in ("wandb", "trackio"):
         if getattr(run.metrics, name):
             tool = importlib.import_module(name)
             tool.init(project="phalanx", name=Path(run.out).name, config=asdict(run))
-
-            def log(step: int, numbers: Mapping[str, float], tool: Any = tool) -> None:
-                tool.log(dict(numbers), step=step)
-
-            sinks.append(Sink(log, tool.finish))
+            ends.callback(tool.finish)
+            sinks.append(tool.log)
     return sinks

@@ -192,9 +192,8 @@ class _Loop:
     def __init__(self, rank: Rank, positions: Positions, *, quiet: bool) -> None:
         self.rank, self.run_, self.trainer = rank, rank.run, rank.trainer
         self.positions = positions
-        names = [name for name, _ in rank.model.pieces]
         for executor in (rank.trainer, rank.validator):
-            executor.write_to(positions, names)
+            executor.write_to(positions, rank.names)
         if rank.layout.compile:
             tell_compilations(positions)
         self.everyone = rank.local.groups.everyone
@@ -217,7 +216,7 @@ class _Loop:
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
         self.unsaved = ""
         self.loss: float | None = None
-        self.validated: tuple[int, float | None] = (-1, None)
+        self.validation: float | None = None
 
     def run(self) -> Outcome:
         run = self.run_
@@ -251,11 +250,23 @@ class _Loop:
         with self.positions.phase("saving", str(run.checkpoints)):
             self._decided(self.saver.finish())
             if run.checkpoint.remote:
-                self._finish_uploads()
+                if self.uploader:
+                    self.uploader.finish()
+                # All ranks know that the run is not wholly saved, where the last upload has failed.
+                if errors := errors_of(self.everyone, self._uploaded()):
+                    error = f"it is not at {run.checkpoint.remote}: {errors[0]}"
+                    self.unsaved = self.unsaved or error
         if self.memory:
             self.memory.close()
-        self._end(done, stopped)
-        return Outcome(done, self.loss, self.validated[1], stopped, self.unsaved)
+        self._tell_graphs(done)
+        if stopped:
+            text = f"asked to stop: saved at step {done}; the same command goes on from there"
+            if self.unsaved:
+                text = f"asked to stop at step {done}, which could not be saved: {self.unsaved}"
+            self.log.event("stop", text, step=done)
+        else:
+            self.log.event("end", step=done, loss=self.loss, validation=self.validation)
+        return Outcome(done, self.loss, self.validation, stopped, self.unsaved)
 
     def _open_memory(self) -> None:
         """Keep checkpoints in memory, if something outlives the ranks on every host."""
@@ -297,12 +308,11 @@ class _Loop:
         scaling, kept = self.trainer.scaling, at.state.get("loss_scale")
         if scaling and kept is not None:
             scaling.scale, scaling.steady = kept  # the manifest's reader has checked both
-        for damaged in loaded.damaged:
-            self.log.notice("damaged", damaged)
-        for text in loaded.notices:
-            self.log.notice("model", text)
-        for text in changed_settings(at, self.run_):
-            self.log.notice("settings", text)
+        settings = changed_settings(at, self.run_)
+        notices = {"damaged": loaded.damaged, "model": loaded.notices, "settings": settings}
+        for event, texts in notices.items():
+            for text in texts:
+                self.log.notice(event, text)
         if at.data != batches.fingerprint:
             self.log.notice("data", f"the data is not what {loaded.path} was trained on")
         self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
@@ -334,9 +344,9 @@ class _Loop:
             self._look(step, result, begun)
         last = self.trainer.stops or step + 1 == self.run_.steps
         if last or _due(step + 1, self.run_.metrics.every):
-            self._log_step(step + 1, lr, result)
+            self._log_step(step + 1, lr)
 
-    def _log_step(self, done: int, lr: float, result: StepResult) -> None:
+    def _log_step(self, done: int, lr: float) -> None:
         own = torch.tensor(
             [memory_of(self.rank.world.device), *self.own.taken()],
             dtype=torch.float64,
@@ -344,8 +354,11 @@ class _Loop:
         )
         table = own.new_empty(self.everyone.size, len(own))  # a row for each rank
         self.everyone.all_gather(table, own)
-        norm = math.nan if result.norm is None else result.norm
-        numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr}
+        numbers = {
+            "loss": self.trainer.total,
+            "norm": self.trainer.read.get("norm", math.nan),
+            "lr": lr,
+        }
         steps = len(self.log.seconds)
         self.log.step(done, numbers | {"memory": float(table[:, 0].max())})
         for slow in self.stragglers.look(table[:, 1:].tolist(), steps):
@@ -357,7 +370,7 @@ class _Loop:
         if overflow:  # float16's own way of finding its scale
             self.log.event("skip", step=step + 1, why="a float16 gradient overflowed")
             return
-        first = self.rank.first_bad()
+        first = self.trainer.first_bad(self.rank.names)
         each_rank = errors_of(self.everyone, "" if first is None else f"{first[0]:06} {first[1]}")
         sources: dict[str, list[str]] = {}
         for rank, _, what in (each.partition(": ") for each in each_rank):
@@ -404,7 +417,11 @@ class _Loop:
         run = self.run_
         last = done == run.steps
         if run.validation.batches and (last or _due(done, run.validation.every)):
-            self._validate(done)
+            with self.positions.phase("validating"):
+                self.validation = self.rank.validation()
+            if self.validation is not None:
+                bits = self.rank.batches.bits_per_byte(self.validation)
+                self.log.validation(done, self.validation, bits)
         if self.memory and not last and not stopped and _due(done, run.train.in_memory):
             with self.positions.phase("saving", str(self.memory.folder)):
                 if errors := self.memory.save(self._progress(done)):
@@ -417,15 +434,6 @@ class _Loop:
             self._decided(self.saver.poll())
         self._uploaded()
 
-    def _finish_uploads(self) -> None:
-        """Wait for them; where the last has failed, all ranks know that the run is not wholly saved."""
-        if self.uploader:
-            self.uploader.finish()
-        if errors := errors_of(self.everyone, self._uploaded()):
-            self.unsaved = (
-                self.unsaved or f"it is not at {self.run_.checkpoint.remote}: {errors[0]}"
-            )
-
     def _uploaded(self) -> str:
         """Tell what became of uploads; why the last failed, if it did."""
         error = ""
@@ -435,13 +443,6 @@ class _Loop:
             values = {"step": upload.step, "url": self.run_.checkpoint.remote, "error": error}
             self.log.event("upload", text, **values)
         return error
-
-    def _validate(self, done: int) -> None:
-        with self.positions.phase("validating"):
-            loss = self.rank.validation()
-        self.validated = (done, loss)
-        if loss is not None:
-            self.log.validation(done, loss, self.rank.batches.bits_per_byte(loss))
 
     def _progress(self, done: int) -> Progress:
         batches, scaling = self.rank.batches, self.trainer.scaling
@@ -463,17 +464,6 @@ class _Loop:
                 self.uploader.offer(saved.path)
             self.log.event("checkpoint", f"step {saved.step}  {text}", **values)
 
-    def _end(self, done: int, stopped: bool) -> None:
-        self._tell_graphs(done)
-        if stopped:
-            text = f"asked to stop: saved at step {done}; the same command goes on from there"
-            if self.unsaved:
-                text = f"asked to stop at step {done}, which could not be saved: {self.unsaved}"
-            self.log.event("stop", text, step=done)
-        else:
-            self.log.event("end", step=done, loss=self.loss, validation=self.validated[1])
-        self.log.say_goodput()
-
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
@@ -490,10 +480,9 @@ def _profiled(rank: Rank) -> Iterator[Callable[[], None]]:
         return
 
     def schedule(step: int) -> torch.profiler.ProfilerAction:
-        last = wanted.start + wanted.steps - 1
-        if step == last:
+        if step == wanted.start + wanted.steps - 1:
             return action.RECORD_AND_SAVE
-        return action.RECORD if wanted.start <= step < last else action.NONE
+        return action.RECORD if 0 <= step - wanted.start < wanted.steps else action.NONE
 
     def export(trace: torch.profiler.profile) -> None:
         folder = Path(rank.run.out, "profile")

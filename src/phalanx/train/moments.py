@@ -12,39 +12,25 @@ from typing import Any
 import torch
 
 
-class HostClock:
-    """Moments are seconds already."""
-
-    def begin(self) -> None:
-        """A step begins."""
-
-    def moment(self) -> Any:
-        return time.perf_counter()
-
-    def seconds(self, moment: Any) -> float:
-        """A moment of this step, as `time.perf_counter` counts. After the step."""
-        return float(moment)
-
-
-class EventClock(HostClock):
-    """Moments are events, counted from one that stands where the step begins."""
+class StepClock:
+    """Moments are seconds, as `time.perf_counter` counts; on a GPU they are events, counted from one
+    that stands where the step begins."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.events = device, device.type == "cuda"
 
     def begin(self) -> None:
         # The device is idle: the numbers of the step before have been read.
         self.begun, self.at = self.moment(), time.perf_counter()
 
     def moment(self) -> Any:
+        if not self.events:
+            return time.perf_counter()
         made: Any = torch.cuda.Event  # its stubs are not typed
         event = made(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, moment: Any) -> float:
-        return self.at + float(self.begun.elapsed_time(moment)) / 1e3
-
-
-def clock_of(device: torch.device) -> HostClock:
-    return EventClock(device) if device.type == "cuda" else HostClock()
+        """A moment of this step. After the step."""
+        return self.at + self.begun.elapsed_time(moment) / 1e3 if self.events else float(moment)

@@ -95,18 +95,13 @@ class Matrix(NamedTuple):
 def matrices_of(unit: Unit) -> list[Matrix]:
     """The matrices of a unit with their owners. Every unit begins with another rank, as there may be
     fewer matrices than ranks."""
-    found = [
-        Matrix(weight, offset + n * math.prod(weight.local[-2:]))
-        for weight, offset in zip(unit.order, unit.offsets, strict=True)
-        for n in range(_experts(weight) if weight.matrices else 0)
-    ]
+    found = list[Matrix]()
+    for weight, offset in zip(unit.order, unit.offsets, strict=True):
+        experts = math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])  # what pads is none
+        starts = range(experts if weight.matrices else 0)
+        found += (Matrix(weight, offset + n * math.prod(weight.local[-2:])) for n in starts)
     owners = dealt([m.work for m in found], len(unit.groups.places), unit.number * len(found))
     return [m._replace(owner=owner) for m, owner in zip(found, owners, strict=True)]
-
-
-def _experts(weight: Weight) -> int:
-    """How many matrices one above the other this rank has of a weight; what pads is none."""
-    return math.prod(cut.stop - cut.start for cut in weight.cuts[:-2])
 
 
 class MatrixPart(NamedTuple):
@@ -139,7 +134,6 @@ class MuonUpdate(Update):
         self.device = unit.pool.device
         wide = self.device.type == "cpu" or unit.home.dtype == torch.float64
         self.dtype = unit.home.dtype if wide else torch.bfloat16
-        self.result = torch.empty(0, dtype=self.dtype, device=self.device)
         self.group, self.places = unit.groups.matrices, unit.groups.places
         if self.group is None:
             assert not self.matrix_runs, f"unit {unit.number} has no group for its matrices"
@@ -162,9 +156,8 @@ class MuonUpdate(Update):
             first = place.tp % copies == 0 if copies else place.tp == 0
             if owner is None or (first and place.replica == self.places[owner].replica):
                 shift = self.unit.part * place.shard - matrix.start
-                parts.append(
-                    MatrixPart(matrix, place, slice(at.start + shift, at.stop + shift), at)
-                )
+                inside = slice(at.start + shift, at.stop + shift)
+                parts.append(MatrixPart(matrix, place, inside, at))
         return parts
 
     @property
@@ -183,7 +176,8 @@ class MuonUpdate(Update):
         for run, view in self.matrix_runs:
             moved[run] = self._momentum(view, gradient[run], scale)
         own = [moved[part.at] for parts in self.to_owner for part in parts]
-        self.received, work = self._exchange(_joined(own, moved), self.to_owner, self.of_mine)
+        sent = torch.cat([moved[:0], *own])
+        self.received, work = self._exchange(sent, self.to_owner, self.of_mine)
         return work
 
     def _exchange(
@@ -210,10 +204,8 @@ class MuonUpdate(Update):
             own = (own * scale.factor.to(own.dtype)).masked_fill_(skip > 0, 0.0)
             weight = weight * (1.0 - skip).to(weight.dtype)
             kept["step"] -= skip
-        kept["momentum_buffer"].lerp_(own, weight)
-        return (
-            own.lerp(kept["momentum_buffer"], m) if self.muon.nesterov else kept["momentum_buffer"]
-        )
+        buffer = kept["momentum_buffer"].lerp_(own, weight)
+        return own.lerp(buffer, m) if self.muon.nesterov else buffer
 
     # ---- the update
 
@@ -237,8 +229,8 @@ class MuonUpdate(Update):
             made = orthogonalized(torch.stack(these)) * self.muon.scale_of(*shape)
             torch._foreach_copy_(these, list(made.unbind()))
         parts = (part for parts in self.results for part in parts)
-        own = [_local(part, wholes[part.matrix.start]).flatten()[part.inside] for part in parts]
-        return _joined(own, self.received)
+        own = (_local(part, wholes[part.matrix.start]).flatten()[part.inside] for part in parts)
+        return torch.cat([self.received[:0], *own])
 
     def _wholes(self) -> dict[int, Tensor]:
         """The whole matrices that this rank owns, by where they start, of the parts that came."""
@@ -286,13 +278,9 @@ class MuonUpdate(Update):
 
 def _local(part: MatrixPart, whole: Tensor) -> Tensor:
     """What a part of tp has of a matrix, padded."""
-    box = part.matrix.weight.box_at(part.place.tp)[-2:]
-    if whole[box].shape == part.matrix.shape:
-        return whole[box]
+    own = whole[part.matrix.weight.box_at(part.place.tp)[-2:]]
+    if own.shape == part.matrix.shape:
+        return own
     padded = whole.new_zeros(part.matrix.shape)
-    padded[tuple(slice(0, side.stop - side.start) for side in box)] = whole[box]
+    padded[: own.shape[0], : own.shape[1]] = own
     return padded
-
-
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(parts) if parts else like[:0]

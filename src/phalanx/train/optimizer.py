@@ -6,14 +6,13 @@ of every start, on every rank. The state has torch's own names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm import Work
 from ..parallel import Unit
 from ..parallel.data import Segment
 
@@ -24,26 +23,14 @@ State = dict[str, Tensor]
 class Optimizer(Protocol):
     """Makes the update of a unit: a function of the learning rate and the gradient's scale.
 
-    Elementwise, any slice of a weight is updated by itself. With `whole_matrices` it is a
-    `MatrixUpdate`, and the program has operations that bring matrices to owners and back.
+    Elementwise, any slice of a weight is updated by itself. With `whole_matrices` an owner updates
+    each matrix, and the program has operations that bring matrices to owners and back.
     """
 
     @property
     def whole_matrices(self) -> bool: ...
 
-    def of(self, unit: Unit) -> Callable[[float, Scale | None], None]: ...
-
-
-class MatrixUpdate(Protocol):
-    """The update of a unit whose matrices are updated whole, each by a rank that owns it."""
-
-    def to_owners(self, scale: Scale | None) -> Work:
-        """Begin to bring what matrices are to be moved by to their owners."""
-
-    def __call__(self, lr: float, scale: Scale | None) -> None: ...
-
-    def from_owners(self) -> Work:
-        """Begin to bring updates to the shards, which they change when they are waited for."""
+    def of(self, unit: Unit) -> Update: ...
 
 
 class Scale(NamedTuple):

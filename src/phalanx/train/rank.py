@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -109,16 +108,19 @@ class Rank:
             clip=run.optimizer.clip,
             scaling=LossScale() if layout.precision == FP16 else None,
         )
-        updates = self.trainer.updates.items()
-        self.updates = {n: u for n, u in updates if isinstance(u, Update)}
-        bare = forward_only(self.program, layout)
-        self.validator = Validator(self.local, bare, world.rank)
+        self.updates = self.trainer.updates
+        self.validator = Validator(self.local, forward_only(self.program, layout), world.rank)
         self.flops = step_flops(self.shape, self.shape.batch, self.tokens, self.program)
 
     @property
     def tokens(self) -> int:
         """Tokens of a sequence."""
         return self.batches.sequence
+
+    @property
+    def names(self) -> list[str]:
+        """Those of the model's pieces."""
+        return [name for name, _ in self.model.pieces]
 
     def _fitting_program(self) -> Program:
         # One program for all ranks, so the least of their limits.
@@ -160,16 +162,6 @@ class Rank:
 
     # ---- for the log
 
-    def first_bad(self) -> tuple[int, str] | None:
-        """What was not finite first in the step just done, of what this rank made: how far along the
-        step, and what it is, with the piece's name."""
-        first = self.trainer.first_bad()
-        if first is None:
-            return None
-        names = [name for name, _ in self.model.pieces]
-        text = re.sub(r"piece (\d+)", lambda number: f"piece {names[int(number[1])]}", first[1])
-        return first[0], text
-
     def peak(self) -> tuple[float, str]:
         """FLOP/s of all ranks together, and where that is from."""
         file, precision = self.run.machine, self.layout.precision
@@ -186,17 +178,16 @@ class Rank:
         units = self.local.every_unit
         state = {n: _state(update) for n, update in self.updates.items()}
         row = self.program.owner[self.world.rank]
-        promised = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
+        kinds = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
+        promised = {kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")}
+        both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
         pool = sum(n * size * dtype.itemsize for (size, dtype), n in self.local.pool.most.items())
         measured = {
-            "weights": float(sum(_bytes(u.home) for u in units)),
+            "weights": float(sum(u.home.nbytes for u in units)),
             "optimizer": float(sum(state.values())),
             "gathered and gradients": float(pool),
         }
-        kinds = ("weights", "optimizer", "gathered", "gradients")
-        predicted = {kind: promised.get(kind, 0.0) for kind in kinds}
-        both = predicted.pop("gathered") + predicted.pop("gradients")
-        return {"promised": {**predicted, "gathered and gradients": both}, "measured": measured}
+        return {"promised": promised | {"gathered and gradients": both}, "measured": measured}
 
 
 def _peak(machine: Machine, precision: str) -> float:
@@ -207,12 +198,8 @@ def _peak(machine: Machine, precision: str) -> float:
     return known or (best.flops if best else 0.0)
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def _state(update: Update) -> int:
-    return sum(_bytes(x) for kept in update.state.values() for x in kept.values() if x.dim())
+    return sum(x.nbytes for kept in update.state.values() for x in kept.values() if x.dim())
 
 
 def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:
@@ -231,7 +218,7 @@ def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Size
     return Sizes(
         kept=none,
         input=none,
-        home=each(lambda u: _bytes(u.home)),
+        home=each(lambda u: u.home.nbytes),
         gathered=each(lambda u: 0 if u.same else u.numel * u.precision.compute.itemsize),
         gradient=each(lambda u: trained(u, u.numel)),
         gradient_shard=each(lambda u: trained(u, u.part)) if cut else (),

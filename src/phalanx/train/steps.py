@@ -14,14 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel import Unit
 from ..parallel.local import LocalModel
 from ..parallel.pieces import Bundle
 from ..program import Op, Program, ops
 from .executor import Batch, Executor, StepResult
-from .optimizer import Scale
-
-Ranges = Callable[[str], Any]
 
 
 class Trainer(Executor):
@@ -31,13 +27,13 @@ class Trainer(Executor):
     """
 
     wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
-    ranges: Ranges = nullcontext
+    ranges: Callable[[str], Any] = nullcontext
 
     def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
         self.sums: tuple[Tensor, ...] = ()
         result = super().step(batches, lr)
-        self.total, self.stops = result.read.get("total", 0.0), bool(result.read.get("stops"))
+        self.total, self.stops = self.read.get("total", 0.0), bool(self.read.get("stops"))
         return result
 
     def _numbers(self) -> dict[str, Tensor]:
@@ -54,9 +50,8 @@ class Trainer(Executor):
         return self.loss, torch.full_like(self.loss, float(self.wants_to_stop()))
 
     def _use_sums(self, sums: Tensor) -> None:
-        total, stops = sums[:1], sums[1:]
-        total = total / self.count.clamp(min=1.0)
-        self.sums = total, stops
+        total = sums[:1] / self.count.clamp(min=1.0)
+        self.sums = total, sums[1:]
         assert self.norm is not None
         self.norm = self.norm.where(total.isfinite(), math.nan)
 
@@ -78,41 +73,28 @@ class Trainer(Executor):
         known = self.sums_of.get((way, piece))
         self.sums_of[way, piece] = total if known is None else known + total
 
-    def first_bad(self) -> tuple[int, str] | None:
+    def first_bad(self, names: Sequence[str]) -> tuple[int, str] | None:
         """What was the first that was not finite in the step just done, of what this rank made: how far
-        along the step, and what it is. A gradient that ranks have summed is nobody's own."""
+        along the step, and what it is, by the pieces' names. A gradient that ranks have summed is
+        nobody's own."""
         pieces, units = self.program.pieces, self.local.units
         bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
-        causes = [(p, f"the output of piece {p}") for way, p in bad if way == ops.FORWARD]
-        # Backward begins at the last piece.
-        causes += [
-            (3 * pieces - 2 * p, f"the gradient of piece {p}")
-            for way, p in bad
-            if way == ops.BACKWARD
-        ]
-        for n in (n for n, norms in self.norms.items() if not norms.isfinite().all()):
-            p = units[n].piece
-            summed = units[n].groups.reduce.size * units[n].groups.replica.size
-            which = f", a sum over {summed} ranks of which any may have made it,"
-            which = which if summed > 1 else ""
-            causes.append((3 * pieces - 2 * p + (summed > 1), f"the gradient of piece {p}{which}"))
+        causes = [(p, f"the output of piece {names[p]}") for way, p in bad if way == ops.FORWARD]
+        gradients = [(p, 1) for way, p in bad if way == ops.BACKWARD]
+        summed = (units[n] for n, norms in self.norms.items() if not norms.isfinite().all())
+        gradients += ((u.piece, u.groups.reduce.size * u.groups.replica.size) for u in summed)
+        for p, ranks in gradients:  # backward begins at the last piece
+            several = f", a sum over {ranks} ranks of which any may have made it,"
+            text = f"the gradient of piece {names[p]}{several if ranks > 1 else ''}"
+            causes.append((3 * pieces - 2 * p + (ranks > 1), text))
         return min(causes, default=None)
-
-
-class NoOptimizer:
-    """The optimizer of a program that updates nothing."""
-
-    whole_matrices = False
-
-    def of(self, unit: Unit) -> Callable[[float, Scale | None], None]:
-        return lambda lr, scale: None
 
 
 class Validator(Executor):
     """Forward only: the loss of a batch over all ranks."""
 
     def __init__(self, local: LocalModel, program: Program, rank: int) -> None:
-        super().__init__(local, program, rank, NoOptimizer())
+        super().__init__(local, program, rank, None)
 
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""

@@ -30,15 +30,10 @@ class Slow(NamedTuple):
     operations: dict[str, tuple[float, float]]
 
     def __str__(self) -> str:
-        text = (
-            f"rank {self.rank} is slow: {seconds_text(self.seconds)} of its own work a step, where"
-        )
-        text += f" {seconds_text(self.usual)} is usual"
-        each = [
-            f"{name} {seconds_text(own)} ({seconds_text(usual)})"
-            for name, (own, usual) in self.operations.items()
-        ]
-        return f"{text}; {', '.join(each)}"
+        own, usual = map(seconds_text, (self.seconds, self.usual))
+        text = f"rank {self.rank} is slow: {own} of its own work a step, where {usual} is usual; "
+        each = [(name, *map(seconds_text, both)) for name, both in self.operations.items()]
+        return text + ", ".join(f"{name} {own} ({usual})" for name, own, usual in each)
 
 
 class OwnTime:
@@ -83,11 +78,8 @@ class Stragglers:
         """The ranks that have become slow with this line of so many steps. The table has each rank's
         seconds a step: of all its own work, then of each of `NAMES`."""
         for rank, own in enumerate(table) if self.factor else ():
-            peers: list[Sequence[float]] = [
-                other
-                for o, other in enumerate(table)
-                if o != rank and self.rows[o] == self.rows[rank]
-            ]
+            alike = (o for o, row in enumerate(self.rows) if row == self.rows[rank] and o != rank)
+            peers = [table[other] for other in alike]
             if not peers and len(self.earlier[rank]) * 4 >= _EARLIER:
                 peers = list(self.earlier[rank])
             self.earlier[rank].append(own)
@@ -99,10 +91,7 @@ class Stragglers:
             self.excess[rank] = max(0.0, self.excess[rank] + beyond)
             if self.excess[rank] > _ENOUGH:
                 self.excess[rank] = 0.0
-                yield Slow(rank, own[0], usual[0], _most(own[1:], usual[1:]))
-
-
-def _most(own: Sequence[float], usual: Sequence[float]) -> dict[str, tuple[float, float]]:
-    """The three operations that lose most."""
-    lost = sorted(zip(own, usual, NAMES, strict=True), key=lambda each: each[1] - each[0])
-    return {name: (mine, theirs) for mine, theirs, name in lost[:3] if mine > theirs}
+                parts = zip(NAMES, own[1:], usual[1:], strict=True)
+                most = sorted(parts, key=lambda part: part[2] - part[1])[:3]
+                lost = {name: (mine, theirs) for name, mine, theirs in most if mine > theirs}
+                yield Slow(rank, own[0], usual[0], lost)

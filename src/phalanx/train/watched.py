@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,9 @@ def watched(world: World, run: Run) -> Iterator[Positions]:
     ranks = hosts[host()]
     positions.watched = all(rank[3] for rank in ranks) and run.hang.timeout > 0
     if ranks[0][0] == world.rank and all(rank[3] for rank in ranks):
+        out, memory = Path(run.out).resolve(), memory_folder(run) or ""
         _start_watcher(
-            Hosted(
-                host(),
-                str(Path(run.out).resolve()),
-                tuple(hosts),
-                run.hang.timeout,
-                tuple(ranks),
-                str(memory_folder(run) or ""),
-            )
+            Hosted(host(), str(out), tuple(hosts), run.hang.timeout, tuple(ranks), str(memory))
         )
     world.record(positions)
     how = "failed"
@@ -106,16 +100,8 @@ def tell_compilations(positions: Positions) -> None:
     """Have torch's compiler say when it is at work."""
     from torch._dynamo.callback import callback_handler
 
-    open_phases: list[Any] = []
-
-    def begin(_: object) -> None:
-        phase = positions.phase("compiling")
-        phase.__enter__()
-        open_phases.append(phase)
-
-    def end(_: object) -> None:
-        if open_phases:
-            open_phases.pop().__exit__(None, None, None)
-
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)
+    phases = ExitStack()
+    callback_handler.register_start_callback(
+        lambda _: phases.enter_context(positions.phase("compiling"))
+    )
+    callback_handler.register_end_callback(lambda _: phases.close())

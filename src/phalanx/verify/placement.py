@@ -42,7 +42,6 @@ from ..parallel.local import build_local
 from ..parallel.tensor import Weight
 from ..program import Op, Program, build, check, ops
 from ..train.executor import Executor
-from ..train.steps import NoOptimizer
 
 
 class Placement(IntEnum):
@@ -477,7 +476,7 @@ class _Walk:
             if unit.buffer is not None:
                 self.place_weights(unit)
         self._counts_once()
-        executor = _Placing(self.local, self.program, self.rank, NoOptimizer(), clip=1.0)
+        executor = _Placing(self.local, self.program, self.rank, None, clip=1.0)
         executor.walk = self
         executor.step(self._batches(), 1e-3)
 

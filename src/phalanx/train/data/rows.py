@@ -253,7 +253,7 @@ def _objects(block: SourceBlock, faults: list[str]) -> Iterator[tuple[int, Any]]
                 faults.append(f"{place(block, number)}: byte {error.start} of a text is not UTF-8")
         return
     assert isinstance(block.content, bytes)
-    lines: list[Any]
+    lines: Any
     try:
         lines = block.content.decode().split("\n")
     except UnicodeDecodeError:  # which of them is named below
