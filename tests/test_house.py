@@ -312,7 +312,7 @@ LINES = {
     "parallel": 4385,
     "cost": 1286,
     "bench": 1195,
-    "train": 7830,
+    "train": 7542,
     "verify": 2236,
     "report": 1015,
     "lab": 3604,
