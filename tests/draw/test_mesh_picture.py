@@ -77,13 +77,12 @@ def test_the_parts_of_all_ranks_are_the_weight(layout: str) -> None:
     picture = MeshPicture.parse(layout, "heads=20/5 embed=3")
     held: dict[tuple[int, int], int] = {}
     for rank in range(picture.mesh.size):
-        part = picture.part(rank)
-        heads, embed = part.cuts
+        (heads, embed), shard = picture.part(rank)
         cells = list(
             itertools.product(range(heads.start, heads.stop), range(embed.start, embed.stop))
         )
-        assert part.shard is not None
-        for cell in cells[part.shard.start : part.shard.stop]:
+        assert shard is not None
+        for cell in cells[shard.start : shard.stop]:
             held[cell] = held.get(cell, 0) + 1
     copies = picture.mesh.of("dp.replicate") * picture.mesh.of("pp")
     assert held == dict.fromkeys(itertools.product(range(20), range(3)), copies)

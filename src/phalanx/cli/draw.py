@@ -230,12 +230,12 @@ def _mesh(argv: list[str]) -> int:
 def _of_rank(picture: MeshPicture, rank: int) -> dict[str, object]:
     figures: dict[str, object] = {"rank": rank, "coordinates": picture.mesh.coordinates(rank)}
     if picture.weight:
-        part = picture.part(rank)
+        cuts, shard = picture.part(rank)
         figures["part"] = {
             name: [cut.start, cut.stop]
-            for (name, _, _), cut in zip(picture.weight, part.cuts, strict=True)
+            for (name, _, _), cut in zip(picture.weight, cuts, strict=True)
         }
-        figures["shard"] = [part.shard.start, part.shard.stop] if part.shard else None
+        figures["shard"] = [shard.start, shard.stop] if shard else None
     return figures
 
 

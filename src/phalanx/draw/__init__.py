@@ -5,7 +5,7 @@ from collections.abc import Callable
 from ..layout.numbers import bytes_text
 from .chart import Bars, ChartAxis, Series, bars, chart, panels
 from .chrome import chrome
-from .markup import COLOURS, WIDE, Html, paragraphs, table, tag, text_table
+from .markup import COLOURS, WIDE, Html, KeyEntry, paragraphs, table, tag, text_table
 from .matrix import MatrixCell, matrix_svg
 from .mesh import MeshPicture, mesh_svg, mesh_text
 from .page import figure, frame, page, timeline
@@ -18,7 +18,7 @@ from .text import text
 FORMATS: dict[str, Callable[[Picture], str]] = {".svg": svg, ".html": page, ".json": chrome}
 
 __all__ = [
-    "COLOURS", "FORMATS", "WIDE", "Area", "Bar", "Bars", "ChartAxis", "Html", "MatrixCell",
+    "COLOURS", "FORMATS", "WIDE", "Area", "Bar", "Bars", "ChartAxis", "Html", "KeyEntry", "MatrixCell",
     "MeshPicture", "Picture", "Row", "Series", "Slice", "bars", "breakdown_svg", "bytes_text", "chart",
     "chrome", "figure", "frame", "gantt", "matrix_svg", "memory_svg", "mesh_svg", "mesh_text", "page",
     "panels", "paragraphs", "recorded_picture", "shards_svg", "svg", "table", "tag", "text",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .markup import COLOURS, LETTER, WIDE, Html, box, document, key, label, line, tag
+from .markup import COLOURS, LETTER, WIDE, Html, KeyEntry, box, document, key, label, line, tag
 from .words import ticks, wrapped
 
 Points = Sequence[tuple[float, float]]
@@ -55,7 +55,7 @@ def chart(
     width: float = WIDE,
 ) -> Html:
     """One SVG document; `marks` are vertical lines with words, which stand above the plot."""
-    points = [p for s in series for p in (*s.points, *s.line) if _shown(p, x, y)]
+    points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
     up = _Scale([p[1] for p in points], y, _TOP + _HEIGHT, _TOP)
     left = 30 + LETTER * max((len(words) for _, words in up.ticks()), default=0)
     ends = left, width - 24
@@ -68,7 +68,7 @@ def chart(
     for each in series:
         colour = _INK[(names.index(each.name) if each.name in names else -1) % len(_INK)]
         body += _series(each, colour, across, up)
-    entries = [(_INK[i % len(_INK)], name, "", "") for i, name in enumerate(names)]
+    entries = [KeyEntry(_INK[i % len(_INK)], name) for i, name in enumerate(names)]
     below, floor = key(entries, top + _HEIGHT + 42, width)
     return document(title, width, floor + 26, [*body, *below], notes)
 
@@ -83,7 +83,7 @@ def panels(
 ) -> Html:
     """One SVG document with a small chart for each series, all to the same scale, the others faint
     behind it: where many curves are alike, each is seen by itself and against the rest."""
-    points = [p for s in series for p in (*s.points, *s.line) if _shown(p, x, y)]
+    points = _seen([p for s in series for p in (*s.points, *s.line)], x, y)
     columns = max(1, min(len(series), int((width - 40) // 230)))
     wide, top = (width - 40) / columns, _TOP + 10
     body = [label(20, 50, f"{y.name} over {x.name}", "soft")]
@@ -103,11 +103,10 @@ def panels(
     return document(title, width, floor, body, notes)
 
 
-def _shown(point: tuple[float, float], x: ChartAxis, y: ChartAxis) -> bool:
-    """A logarithmic axis cannot show 0."""
-    return all(
-        math.isfinite(v) and (v > 0 or not axis.base) for v, axis in zip(point, (x, y), strict=True)
-    )
+def _seen(points: Points, x: ChartAxis, y: ChartAxis) -> Points:
+    """Those that can be shown: a logarithmic axis cannot show 0."""
+    on_x = [p for p in points if math.isfinite(p[0]) and (p[0] > 0 or not x.base)]
+    return [p for p in on_x if math.isfinite(p[1]) and (p[1] > 0 or not y.base)]
 
 
 class _Scale:
@@ -137,12 +136,11 @@ class _Scale:
         span, room = self.high - self.low, abs(self.end - self.start)
         most = room / (70 if self.start < self.end else 36)  # as many as there is room for
         if not self.axis.base:
-            for value in ticks(self.low, self.high, span / most):
-                yield self.at(value), self.axis.write(value)
-            return
-        step = max(1, math.ceil(span / most))
-        for power in range(int(self.low), int(self.high) + 1, step):
-            value = float(self.axis.base) ** power
+            values = ticks(self.low, self.high, span / most)
+        else:
+            powers = range(int(self.low), int(self.high) + 1, max(1, math.ceil(span / most)))
+            values = [float(self.axis.base) ** power for power in powers]
+        for value in values:
             yield self.at(value), self.axis.write(value)
 
 
@@ -179,11 +177,8 @@ def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> tuple[list[Htm
 
 
 def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator[Html]:
-    def shown(points: Points) -> list[tuple[float, float]]:
-        return [p for p in points if _shown(p, across.axis, up.axis)]
-
-    opacity = "0.35" if series.faint else ""
-    path = shown(series.line or (series.points if series.joined else ()))
+    axes, opacity = (across.axis, up.axis), "0.35" if series.faint else ""
+    path = _seen(series.line or (series.points if series.joined else ()), *axes)
     if len(path) > 1:
         points = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in path)
         look = {"fill": "none", "stroke": colour, "stroke-width": 1.5, "opacity": opacity}
@@ -194,7 +189,7 @@ def _series(series: Series, colour: str, across: _Scale, up: _Scale) -> Iterator
         told = {"data-name": series.name, "data-values": values} if bare else {}
         yield tag("polyline", points=points, **look, stroke_dasharray=dash, **told)
     if series.dots or len(series.points) == 1:
-        for i, (x, y) in enumerate(shown(series.points)):
+        for i, (x, y) in enumerate(_seen(series.points, *axes)):
             numbers = f"{across.axis.write(x)}, {up.axis.write(y)}"
             tip = tag("title", f"{series.name}: {series.tips[i] if series.tips else numbers}")
             look = {"r": 5.5 if series.large else 3.2, "fill": colour, "opacity": opacity}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from typing import NamedTuple
 
 from .words import wrapped
 
@@ -52,17 +53,13 @@ class Html(str):
 
 def tag(name: str, *children: object, **attributes: object) -> Html:
     """One element. `cls` is its class, `text_anchor` is text-anchor; empty attributes are left out."""
-    shown = "".join(
-        f' {_attribute(key)}="{escape(_plain(value))}"'
-        for key, value in attributes.items()
-        if value is not None and value != ""
-    )
+    shown = ""
+    for key, value in attributes.items():
+        if value is not None and value != "":
+            named = "class" if key == "cls" else key.replace("_", "-")
+            shown += f' {named}="{escape(_plain(value))}"'
     inside = "".join(c if isinstance(c, Html) else escape(str(c)) for c in children)
     return Html(f"<{name}{shown}>{inside}</{name}>")
-
-
-def _attribute(key: str) -> str:
-    return "class" if key == "cls" else key.replace("_", "-")
 
 
 def _plain(value: object) -> str:
@@ -131,13 +128,18 @@ def line(x1: float, y1: float, x2: float, y2: float, cls: str = "grid", tip: str
     return tag("line", *inside, x1=x1, y1=y1, x2=x2, y2=y2, cls=cls)
 
 
-def key(
-    entries: Iterable[tuple[str, str, str, str]], y: float, width: float
-) -> tuple[list[Html], float]:
-    """What colours mean, each (colour, words, letter, the letter's colour), in as many lines as it
-    takes, and where that ends."""
-    out: list[Html] = []
-    x = 20.0
+class KeyEntry(NamedTuple):
+    """What a colour means, and the letter on it."""
+
+    fill: str
+    words: str
+    letter: str = ""
+    ink: str = ""
+
+
+def key(entries: Iterable[KeyEntry], y: float, width: float) -> tuple[list[Html], float]:
+    """What colours mean, in as many lines as it takes, and where that ends."""
+    x, out = 20.0, list[Html]()
     for fill, words, letter, ink in entries:
         need = 28 + LETTER * len(words)
         if x + need > width - 20 and x > 20:
@@ -162,10 +164,7 @@ def document(
     card = box(0.5, 0.5, width - 1, height - 1, cls="page", rx=8)
     heading = label(20, 30, title, "title")
     inside = [tag("title", title), tag("style", Html(_STYLE)), card, heading, *body]
-    size = {
-        "viewBox": f"0 0 {width:.0f} {height:.0f}",
-        "width": round(width),
-        "height": round(height),
-    }
+    size = {"viewBox": f"0 0 {width:.0f} {height:.0f}"}
+    size |= {"width": f"{round(width)}", "height": f"{round(height)}"}
     lines = Html("\n" + "\n".join(inside) + "\n")
     return Html(tag("svg", lines, xmlns="http://www.w3.org/2000/svg", **size, role="img") + "\n")

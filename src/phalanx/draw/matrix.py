@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from .markup import LETTER, WIDE, Html, box, document, key, label, tag
+from .markup import LETTER, WIDE, Html, KeyEntry, box, document, key, label, tag
 
 _LEAST = 22.0  # pixels of a cell
 
@@ -47,5 +47,5 @@ def matrix_svg(
                 middle = x + size / 2 - 1
                 body.append(label(middle, y + size / 2 + 3, found.text, "cell", "#000000"))
     wide = max(width, margin + len(names) * size + 40)
-    below, floor = key([(*c, "", "") for c in colours], top + len(names) * size + 24, wide)
+    below, floor = key([KeyEntry(*c) for c in colours], top + len(names) * size + 24, wide)
     return document(title, wide, floor + 22, body + below, notes)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from string import ascii_lowercase
 
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.rules import AXIS_OF, Cut
@@ -18,18 +19,6 @@ from .words import wrapped
 
 _DIMS = (*AXIS_OF, "embed", "head", "position", "-")
 _RANKS = 64  # more are counted, not listed
-
-
-@dataclass(frozen=True)
-class WeightShard:
-    """What one rank holds of a weight: a range of each dim, then a range of the numbers in it."""
-
-    cuts: tuple[Cut, ...]
-    shard: Cut | None
-
-    @property
-    def shape(self) -> str:
-        return " x ".join(str(cut.length) for cut in self.cuts)
 
 
 @dataclass(frozen=True)
@@ -85,8 +74,9 @@ class MeshPicture:
             panels.append((title, tuple(tuple(range(r, r + columns)) for r in starts)))
         return tuple(panels)
 
-    def part(self, rank: int) -> WeightShard:
-        """Cut by tensor parallelism along its dims, then flat over the shards of ZeRO 3."""
+    def part(self, rank: int) -> tuple[tuple[Cut, ...], Cut | None]:
+        """What a rank has of the weight: a range of each dim, which tensor parallelism cuts, and under
+        ZeRO 3 a range of the numbers in them."""
         at = self.mesh.coordinates(rank)
         cuts = tuple(
             Cut.of(size, self.mesh.of(AXIS_OF[name]), at.get(AXIS_OF[name], 0), unit)
@@ -95,10 +85,19 @@ class MeshPicture:
             for name, size, unit in self.weight
         )
         if self.layout.zero < 3:
-            return WeightShard(cuts, None)
+            return cuts, None
         group = self.mesh.group(rank, self.layout.shard_axes)
         count = math.prod(cut.length for cut in cuts)
-        return WeightShard(cuts, Cut.of(count, len(group), group.index(rank)))
+        return cuts, Cut.of(count, len(group), group.index(rank))
+
+    def ranges(self, rank: int) -> list[tuple[str, str]]:
+        """The same as names and text; empty without a weight."""
+        if not self.weight:
+            return []
+        cuts, shard = self.part(rank)
+        named = [(name, cut) for (name, _, _), cut in zip(self.weight, cuts, strict=True)]
+        named += [("flat shard", shard)] if shard else []
+        return [(name, f"{cut.start}:{cut.stop}") for name, cut in named]
 
 
 def _dim(word: str) -> tuple[str, int, int]:
@@ -117,18 +116,15 @@ def _dim(word: str) -> tuple[str, int, int]:
 def mesh_text(picture: MeshPicture, *, width: int = 80) -> str:
     """The grid, the groups along every axis, each rank's coordinates and its part of the weight."""
     lines = [*wrapped(picture.title, width), "", *_grid(picture, width)]
-    if picture.axes:
-        lines += ["", "groups"]
+    lines += ["", "groups"] * bool(picture.axes)
     widest = max(map(len, picture.axes), default=0)
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
         shown = [f"{{{' '.join(map(str, group))}}}" for group in groups[:_RANKS]]
         shown += [f"and {len(groups) - _RANKS} more"] * (len(groups) > _RANKS)
         lead = f"  {axis:{widest}}  "
-        lines += [
-            (lead if not i else " " * len(lead)) + part
-            for i, part in enumerate(wrapped(" ".join(shown), max(8, width - len(lead))))
-        ]
+        line = wrapped(" ".join(shown), max(8, width - len(lead)))
+        lines += [lead + line[0], *(" " * len(lead) + part for part in line[1:])]
     table = _table(picture, picture.axes)
     if len(table[0]) > width:  # the parts of an axis can be read off the groups
         table = _table(picture, tuple(axis for axis in picture.axes if "." not in axis))
@@ -167,18 +163,10 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
     ranks = list(range(picture.mesh.size))
     if len(ranks) > _RANKS:
         ranks = [*ranks[: _RANKS // 2], *ranks[-4:]]
-    head = ["rank", *axes]
-    rows = []
+    head, rows = ["rank", *axes, *(name for name, _ in picture.ranges(0))], []
     for rank in ranks:
-        at = picture.mesh.coordinates(rank)
-        rows.append([str(rank), *(str(at[axis]) for axis in axes)])
-    if picture.weight:
-        head += [name for name, _, _ in picture.weight]
-        head += ["flat shard"] * (picture.layout.zero == 3)
-        for row, rank in zip(rows, ranks, strict=True):
-            part = picture.part(rank)
-            row += [f"{cut.start}:{cut.stop}" for cut in part.cuts]
-            row += [f"{part.shard.start}:{part.shard.stop}"] if part.shard else []
+        at, held = picture.mesh.coordinates(rank), picture.ranges(rank)
+        rows.append([str(rank), *(str(at[axis]) for axis in axes), *(cut for _, cut in held)])
     if len(ranks) < picture.mesh.size:
         rows.insert(_RANKS // 2, ["...", *[""] * (len(head) - 1)])
     return text_table(head, rows, left="r").splitlines()
@@ -186,46 +174,45 @@ def _table(picture: MeshPicture, axes: tuple[str, ...]) -> list[str]:
 
 def _explained(picture: MeshPicture) -> Iterator[str]:
     """How the weight is cut, in sentences."""
-    part, whole = picture.part(0), " x ".join(f"{n}={size}" for n, size, _ in picture.weight)
-    yield f"weight {whole}: each rank computes with {part.shape}."
-    for (name, size, _), cut in zip(picture.weight, part.cuts, strict=True):
+    (cuts, shard), whole = (
+        picture.part(0),
+        " x ".join(f"{n}={size}" for n, size, _ in picture.weight),
+    )
+    yield f"weight {whole}: each rank computes with {' x '.join(str(cut.length) for cut in cuts)}."
+    for (name, size, _), cut in zip(picture.weight, cuts, strict=True):
         axis = AXIS_OF.get(name, "")
         parts = picture.mesh.of(axis) if axis else 1
         if parts > 1:
-            words = (
-                f"{name}={size} is cut over {axis} into {parts // cut.copies} parts of {cut.length}"
-            )
+            count = parts // cut.copies
+            words = f"{name}={size} is cut over {axis} into {count} parts of {cut.length}"
             words += f", each held by {cut.copies} ranks" if cut.copies > 1 else ""
-            padding = cut.length * (parts // cut.copies) - size
+            padding = cut.length * count - size
             yield words + (f"; {padding} of padding at the end." if padding else ".")
-    if part.shard:
+    if shard:
         axes = " and ".join(
             axis if "." in axis and axis in picture.axes else axis.split(".")[0]
             for axis in picture.layout.shard_axes
             if picture.mesh.of(axis) > 1
         )
-        yield (
-            f"zero3 keeps it as flat shards of {part.shard.length} numbers over {axes}."
-            if axes
-            else "zero3 has no dp or cp to shard over."
-        )
+        keeps = f"zero3 keeps it as flat shards of {shard.length} numbers over {axes}."
+        yield keeps if axes else "zero3 has no dp or cp to shard over."
     elif picture.layout.copies > 1:
         yield f"{picture.layout.copies} ranks along dp and cp hold the same part."
 
 
 def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
     """The grid of ranks, then the same grid once for each axis, coloured and lettered by group."""
-    grids = [("ranks", dict.fromkeys(range(picture.mesh.size), 0), False)]
+    grids: list[tuple[str, dict[int, int] | None]] = [("ranks", None)]
     for axis in picture.axes:
         groups = picture.mesh.groups([axis])
         of = {rank: g for g, group in enumerate(groups) for rank in group}
         title = f"groups along {axis}: {len(groups)} of {len(groups[0])}; same letter, same group"
-        grids.append((title, of, True))
+        grids.append((title, of))
     body: list[Html] = []
     y, width = 44.0, min(420.0, most - 20)
-    for title, of, grouped in grids:
+    for title, group_of in grids:
         body.append(label(20, y + 16, title))
-        drawn, bottom, right = _panels(picture, y + 26, of, grouped, most)
+        drawn, bottom, right = _panels(picture, y + 26, group_of, most)
         body += drawn
         y, width = bottom + 14, max(width, right)
     notes = list(_explained(picture)) if picture.weight else []
@@ -233,10 +220,10 @@ def mesh_svg(picture: MeshPicture, most: float = 920.0) -> Html:
 
 
 def _panels(
-    picture: MeshPicture, top: float, of: Mapping[int, int], grouped: bool, most: float
+    picture: MeshPicture, top: float, group_of: Mapping[int, int] | None, most: float
 ) -> tuple[list[Html], float, float]:
     """One grid: its panels in rows as far as they fit; returns where it ends below and right."""
-    cell, tall = (34, 24) if grouped else (64, 40)
+    cell, tall = (34, 24) if group_of else (64, 40)
     x, y, right = 20.0, top, 0.0
     out: list[Html] = []
     first_title, grid = picture.panels[0]
@@ -250,7 +237,7 @@ def _panels(
         for r, ranks in enumerate(grid):
             for c, rank in enumerate(ranks):
                 where = (x + c * cell, y + head + r * tall, cell - 2, tall - 2)
-                out += _square(picture, rank, where, of[rank] if grouped else None)
+                out += _square(picture, rank, where, group_of[rank] if group_of else None)
         right = max(right, x + wide)
         x += wide
     return out, y + high, right
@@ -262,32 +249,17 @@ def _square(
     x, y, width, height = where
     at = picture.mesh.coordinates(rank)
     tip = f"rank {rank}: " + " ".join(f"{axis}={at[axis]}" for axis in picture.axes)
-    if picture.weight:
-        part = picture.part(rank)
-        names = (name for name, _, _ in picture.weight)
-        cuts = (
-            f"{name} {cut.start}:{cut.stop}" for name, cut in zip(names, part.cuts, strict=True)
-        )
-        tip += f"\nholds {', '.join(cuts)}"
-        tip += f", of that {part.shard.start}:{part.shard.stop}" if part.shard else ""
+    if held := [" ".join(pair) for pair in picture.ranges(rank)]:
+        tip += f"\nholds {', '.join(held)}"
     fill = tinted(COLOURS[(group or 0) % len(COLOURS)], 0.25 if group is None else 0.0)
     yield box(x, y, width, height, cls="op", rx=4, fill=fill, tip=tip)
     middle, centre = x + width / 2, y + height / 2
     if group is not None:
-        yield label(middle, centre + 4, f"{_letters(group)}{rank}", "cell", "#000000")
+        # a to z, then aa, bb ...
+        letters = ascii_lowercase[group % 26] * (group // 26 + 1)
+        yield label(middle, centre + 4, f"{letters}{rank}", "cell", "#000000")
         return
     yield label(middle, centre - 2, rank, "cell", "#000000")
     # The panel's title has the coordinates along the other axes.
     inner = " ".join(f"{axis.name}{at[axis.name]}" for axis in picture.mesh.axes[-2:])
     yield label(middle, centre + 12, inner, "cell", "#000000")
-
-
-def _letters(number: int) -> str:
-    """a to z, then aa, ab ..."""
-    out = ""
-    while True:
-        number, last = divmod(number, 26)
-        out = chr(ord("a") + last) + out
-        if not number:
-            return out
-        number -= 1

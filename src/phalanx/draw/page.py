@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
@@ -57,44 +57,38 @@ def figure(draw: Callable[[float], Html]) -> Html:
 def timeline(picture: Picture) -> Html:
     """The picture with its legend and tables, as a part of a page; a page can hold one."""
     script = (_HERE / "page.js").read_text(encoding="utf-8")
+    legend = []
+    for kind in picture.kinds:
+        look = f"background:{PAINTS[kind].fill};color:{PAINTS[kind].ink}"
+        letter = tag("b", "" if kind == ops.SEND else kind, style=look)
+        legend.append(tag("span", letter, LEGEND[kind], cls="key"))
     names = {"in": ("+", "zoom in"), "out": ("−", "zoom out"), "all": ("whole step", "")}
-    buttons = [
-        tag("button", words, id=name, aria_label=does) for name, (words, does) in names.items()
-    ]
-    spoken = {
-        "aria-label": "Timeline: each rank's operations over time",
-        "aria-describedby": "details",
-    }
+    buttons = [tag("button", name, id=id, aria_label=does) for id, (name, does) in names.items()]
+    spoken = {"aria_label": "Timeline: each rank's operations over time"}
+    spoken |= {"aria_describedby": "details", "role": "application"}
+    head = ("", *picture.names, "difference, of the step")
+    words = "Time of all ranks by kind of operation; of messages where nothing else is done"
+    data = json.dumps(_data(picture), separators=(",", ":"), ensure_ascii=True)
+    for character in "<>&":  # nothing in it may end the script element
+        data = data.replace(character, f"\\u{ord(character):04x}")
     parts = [
         paragraphs([*picture.summary, *picture.notes]),
-        tag("div", *_legend(picture), cls="legend"),
+        tag("div", *legend, cls="legend"),
         tag("div", *buttons, tag("span", _HINT, cls="hint"), cls="tools"),
-        tag("canvas", id="lanes", tabindex=0, role="application", **spoken),
+        tag("canvas", id="lanes", tabindex=0, **spoken),
         tag("p", cls="details", id="details", aria_live="polite"),
         tag("div", id="memory"),
-        _table(picture),
-        tag("script", _json(_data(picture)), type="application/json", id="data"),
+        table(head, picture.differences, caption=words) if picture.other else "",
+        tag("script", Html(data), type="application/json", id="data"),
         tag("script", Html(script)),
     ]
     return Html("\n".join(parts))
 
 
-def _json(value: object) -> Html:
-    """JSON that can stand in a script element: nothing in it ends the element."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=True)
-    return Html(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
-
-
 def _data(picture: Picture) -> dict[str, object]:
     """What the page's script draws: tracks with their spans, the words for them, memory."""
     tracks = [
-        {
-            "rank": track.rank,
-            "lane": track.lane,
-            "label": track.label,
-            "source": track.source,
-            "spans": [_span(picture, track.rank, span) for span in track.spans],
-        }
+        track._asdict() | {"spans": [_span(picture, track.rank, span) for span in track.spans]}
         for track in picture.tracks
     ]
     colours = {
@@ -125,27 +119,7 @@ def _memory(picture: Picture) -> list[dict[str, object]]:
     for source, timeline in enumerate(picture.timelines):
         for rank, points in (timeline.memory or {}).items():
             kinds = sorted({k for _, held in points for k, amount in held.items() if amount > 0})
-            charts.append(
-                {
-                    "rank": rank,
-                    "source": source,
-                    "kinds": kinds,
-                    "points": [[time, *(held.get(k, 0.0) for k in kinds)] for time, held in points],
-                }
-            )
-    return [one for one in charts if one["kinds"]]
-
-
-def _legend(picture: Picture) -> Iterator[Html]:
-    for kind in picture.kinds:
-        look = f"background:{PAINTS[kind].fill};color:{PAINTS[kind].ink}"
-        letter = tag("b", "" if kind == ops.SEND else kind, style=look)
-        yield tag("span", letter, LEGEND[kind], cls="key")
-
-
-def _table(picture: Picture) -> Html:
-    if picture.other is None:
-        return Html("")
-    head = ("", *picture.names, "difference, of the step")
-    words = "Time of all ranks by kind of operation; of messages where nothing else is done"
-    return table(head, picture.differences, caption=words)
+            amounts = [[time, *(held.get(k, 0.0) for k in kinds)] for time, held in points]
+            if kinds:
+                charts.append({"rank": rank, "source": source, "kinds": kinds, "points": amounts})
+    return charts

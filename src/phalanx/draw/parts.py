@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from ..layout.numbers import bytes_text
 from ..program import Timeline
-from .markup import COLOURS, WIDE, Html
+from .markup import COLOURS, WIDE, Html, KeyEntry
 from .picture import LEGEND, PAINTS, Picture, named
 from .svg import Area, Bar, Row, gantt
 from .words import number
@@ -23,8 +23,8 @@ def _ranks(picture: Picture) -> Iterator[tuple[int, str, Timeline]]:
     for rank in picture.timeline.ranks:
         for source, timeline in enumerate(picture.timelines):
             if rank in timeline.ranks:
-                name = picture.labels.get(rank, f"rank {rank}")
-                yield rank, f"  {picture.names[1]}" if source else name, timeline
+                name = f"  {picture.names[1]}" if source else picture.name_of(rank)
+                yield rank, name, timeline
 
 
 def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
@@ -38,18 +38,22 @@ def breakdown_svg(picture: Picture, width: float = WIDE) -> Html:
             kinds.add(kind)
             fill, ink = (PAINTS[kind].fill, PAINTS[kind].ink) if kind else (_IDLE, "#000000")
             share = f"{100 * time / timeline.makespan:.1f} %"
-            tip = (
-                f"{name.strip()}: {named(kind)} {number(time)}{picture.clock}, {share} of the step"
-            )
+            took = f"{number(time)}{picture.clock}, {share} of the step"
+            tip = f"{name.strip()}: {named(kind)} {took}"
             bars.append(Bar(at, at + time, fill, ink, tip, (share,)))
             at += time
-        under = name.startswith(" ")
-        rows.append(Row(name, bars, gap=not under, main=not under, tall=22))
-    colours = [(PAINTS[k].fill if k else _IDLE, named(k)) for k in (*LEGEND, "") if k in kinds]
-    title, end = "where the time of each rank goes", max(t.makespan for t in picture.timelines)
-    notes = ["What runs beside computing is counted where the rank computes nothing."]
+        rows.append(Row(name, bars, main=not name.startswith(" "), tall=22))
+    fills = ((k, PAINTS[k].fill if k else _IDLE) for k in (*LEGEND, "") if k in kinds)
+    colours = [KeyEntry(fill, named(kind)) for kind, fill in fills]
     return gantt(
-        title, rows, 0.0, end, clock=picture.clock, notes=notes, colours=colours, width=width
+        "where the time of each rank goes",
+        rows,
+        0.0,
+        max(t.makespan for t in picture.timelines),
+        clock=picture.clock,
+        notes=["What runs beside computing is counted where the rank computes nothing."],
+        colours=colours,
+        width=width,
     )
 
 
@@ -82,6 +86,6 @@ def memory_svg(picture: Picture, width: float = WIDE) -> Html:
         picture.end,
         clock=picture.clock,
         notes=[f"A row is as high as the most that any rank holds: {write(most)}."],
-        colours=list(zip(fills.values(), fills, strict=True)),
+        colours=[KeyEntry(fill, kind) for kind, fill in fills.items()],
         width=width,
     )

@@ -6,7 +6,7 @@ of them knows what waits for what, or in which order anything stands.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -113,12 +113,12 @@ class Picture:
         )
 
     def _label(self, rank: int, lane: str, source: int) -> str:
-        label = self.labels.get(rank, f"rank {rank}") if lane == "compute" else f"  {lane}"
-        if self.other is None:
-            return label
-        if source:
-            return f"  {self.names[1]}" if lane == "compute" else f"  {lane} ({self.names[1]})"
-        return label
+        if lane == "compute":
+            return f"  {self.names[1]}" if source else self.name_of(rank)
+        return f"  {lane} ({self.names[1]})" if source else f"  {lane}"
+
+    def name_of(self, rank: int) -> str:
+        return self.labels.get(rank, f"rank {rank}")
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -192,18 +192,14 @@ class Picture:
     def differences(self) -> tuple[tuple[str, str, str, str], ...]:
         """The step by kind of operation, over all ranks, as cells: its name, time in the first, in the
         second, and by how much that differs, as a part of the first step."""
-        sums: list[Counter[str]] = []
-        for timeline in self.timelines:
-            sums.append(Counter())
-            for rank in timeline.ranks:
-                sums[-1].update(timeline.breakdown(rank))
-        whole = self.timeline.makespan * len(self.timeline.ranks) or 1.0
-        both = ((kind, float(sums[0][kind]), float(sums[-1][kind])) for kind in (*LEGEND, ""))
-        return tuple(
-            (named(kind), number(a), number(b), f"{100 * (b - a) / whole:+.1f} %")
-            for kind, a, b in both
-            if a or b
-        )
+        rows, whole = [], self.timeline.makespan * len(self.timeline.ranks) or 1.0
+        parts = [[t.breakdown(rank) for rank in t.ranks] for t in self.timelines]
+        for kind in (*LEGEND, ""):
+            sums = [sum(of_rank.get(kind, 0.0) for of_rank in of_ranks) for of_ranks in parts]
+            if any(sums):
+                more = f"{100 * (sums[-1] - sums[0]) / whole:+.1f} %"
+                rows.append((named(kind), number(sums[0]), number(sums[-1]), more))
+        return tuple(rows)
 
 
 def named(kind: str) -> str:
@@ -221,12 +217,10 @@ def recorded_picture(
         f"bubble: {predicted.bubble_fraction:.1%} predicted, {measured.bubble_fraction:.1%} measured;"
         f" step: {predicted.makespan:.4g} s predicted, {measured.makespan:.4g} s measured."
     )
-    source = (
-        "what a plan counts" if costs else "the medians of this very step: what differs is waiting"
-    )
-    title = title or f"a step on {recorded.program.mesh.size} ranks, predicted and measured"
+    medians = "the medians of this very step: what differs is waiting"
+    source = "what a plan counts" if costs else medians
     return Picture(
-        title,
+        title or f"a step on {recorded.program.mesh.size} ranks, predicted and measured",
         _in_ms(predicted),
         _in_ms(measured),
         held=check(recorded.program).held,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from .markup import COLOURS, WIDE, Html, box, document, key, label
+from .markup import COLOURS, WIDE, Html, KeyEntry, box, document, key, label
 from .svg import tinted
 
 RANKS = 16  # that are shown
@@ -57,12 +57,11 @@ def shards_svg(slices: Sequence[Slice], width: float = WIDE) -> Html:
                 body += _part(held[rank], (x, y + 18, wide, _CELL), more[name, rank])
         y += _CELL + 28
     light = tinted(COLOURS[0], 1.0)
-    meanings = (light, "computes with", "", ""), (COLOURS[0], "keeps and updates", "", "")
+    meanings = KeyEntry(light, "computes with"), KeyEntry(COLOURS[0], "keeps and updates")
     below, y = key(meanings, y + 16, width)
+    title = "which part of each weight is on which rank"
     notes = ["A column is a rank, a cell the whole weight: its rows from top to bottom."]
-    return document(
-        "which part of each weight is on which rank", width, y + 24, body + below, notes
-    )
+    return document(title, width, y + 24, body + below, notes)
 
 
 def _part(slice: Slice, cell: tuple[float, float, float, float], more: int) -> Iterator[Html]:

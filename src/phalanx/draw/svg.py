@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..program import Span, ops
-from .markup import LETTER, Html, box, document, key, label, line, tag
+from .markup import LETTER, Html, KeyEntry, box, document, key, label, line, tag
 from .picture import LEGEND, PAINTS, Picture, Track
 from .words import number, ticks
 
@@ -44,7 +45,6 @@ class Row:
     main: bool = True
     areas: Sequence[Area] = ()
     most: float = 1.0
-    gap: bool = True
     tall: int = 0
 
     @property
@@ -72,42 +72,26 @@ def gantt(
     *,
     clock: str = "",
     notes: Sequence[str] = (),
-    colours: Sequence[tuple[str, str]] = (),
+    colours: Sequence[KeyEntry] = (),
     width: float = 0.0,
-) -> Html:
-    """One SVG document of any rows under an axis of time, and what `colours` (colour, words) mean."""
-    body, right, floor = _rows(rows, start, end, clock=clock, width=width)
-    right = width or max(right, 480.0)
-    if colours:
-        below, floor = key([(*each, "", "") for each in colours], floor + 26, right)
-        body += below
-    return document(title, right, floor + (20 if colours else 14), body, notes)
-
-
-def _rows(
-    rows: Sequence[Row],
-    start: float,
-    end: float,
-    *,
     scale: float = 0.0,
-    clock: str = "",
-    width: float = 0.0,
-) -> tuple[list[Html], float, float]:
-    """The rows under their axis; and where they end to the right and below."""
+) -> Html:
+    """One SVG document of any rows under an axis of time, and what `colours` mean: `width` pixels wide,
+    or as wide as `scale` pixels for a unit of time make it."""
     margin = _PAD + max([40.0, *(LETTER * len(row.name) + 12 for row in rows)])
     room = width - margin - _PAD if width else 700.0
     at = _TimeScale(margin, scale or room / ((end - start) or 1), start, end)
-    floor = float(_TOP)
-    body: list[Html] = []
+    floor, body, axis = float(_TOP), list[Html](), list[Html]()
     for i, row in enumerate(rows):
-        floor += (_GAP if row.gap else 1) * bool(i)
+        floor += (_GAP if row.main else 1) * bool(i)
         body += _row(row, floor, at)
         floor += row.height
-    axis: list[Html] = []
     for time in ticks(start, end, 64 / at.scale):
         axis.append(line(at.x(time), _TOP - 8, at.x(time), floor + 3))
         axis.append(label(at.x(time), _TOP - 12, f"{number(time)}{clock}", "soft mid"))
-    return axis + body, at.x(end) + _PAD, floor
+    width = width or max(at.x(end) + _PAD, 480.0)
+    below, floor = key(colours, floor + 26, width) if colours else ([], floor)
+    return document(title, width, floor + (20 if colours else 14), axis + body + below, notes)
 
 
 def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
@@ -129,17 +113,16 @@ def _row(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
 
 def _areas(row: Row, top: float, at: _TimeScale) -> Iterator[Html]:
     """From the highest down, each drawn over what is above it: what is seen is its own part."""
-    sums: list[list[tuple[float, float]]] = []
-    for area in row.areas:
-        below = [amount for _, amount in sums[-1]] if sums else [0.0] * len(area.levels)
-        sums.append([(t, a + b) for (t, a), b in zip(area.levels, below, strict=True)])
+    amounts = ([amount for _, amount in area.levels] for area in row.areas)
+    sums = accumulate(amounts, lambda below, own: [a + b for a, b in zip(below, own, strict=True)])
     floor = top + row.height
-    for area, levels in reversed(list(zip(row.areas, sums, strict=True))):
-        points = [f"{at.x(levels[0][0]):.2f},{floor:.2f}"]
-        for (time, amount), (until, _) in zip(levels, [*levels[1:], (at.end, 0.0)], strict=True):
+    for area, heights in reversed(list(zip(row.areas, sums, strict=True))):
+        times = [at.x(time) for time, _ in area.levels] + [at.x(at.end)]
+        points = [f"{times[0]:.2f},{floor:.2f}"]
+        for x, until, amount in zip(times, times[1:], heights, strict=False):
             y = floor - row.height * amount / row.most
-            points += [f"{at.x(time):.2f},{y:.2f}", f"{at.x(until):.2f},{y:.2f}"]
-        points.append(f"{at.x(at.end):.2f},{floor:.2f}")
+            points += [f"{x:.2f},{y:.2f}", f"{until:.2f},{y:.2f}"]
+        points.append(f"{times[-1]:.2f},{floor:.2f}")
         look = {"cls": "" if area.fill else "area", "fill": area.fill, "data-name": area.name}
         tip = [tag("title", area.tip)] if area.tip else []
         yield tag("polygon", *tip, points=" ".join(points), **look)
@@ -153,23 +136,31 @@ def tinted(colour: str, light: float) -> str:
 
 def svg(picture: Picture, width: float = 0.0) -> Html:
     """The picture as one SVG document: as wide as its names need, or so many pixels."""
-    rows = [
-        Row(
-            track.label,
-            [_bar(picture, track, span) for span in track.spans],
-            main=track.lane == "compute" and not track.source,
-            gap=track.lane == "compute" and not track.source,
-        )
-        for track in picture.tracks
+    rows = []
+    for track in picture.tracks:
+        bars = [_bar(picture, track, span) for span in track.spans]
+        rows.append(Row(track.label, bars, main=track.lane == "compute" and not track.source))
+    compared = [
+        f"{kind}: {first} {picture.names[0]}, {second} {picture.names[1]} ({share} of the step)"
+        for kind, first, second, share in (picture.differences if picture.other else ())
     ]
-    scale = 0.0 if width else _scale(picture)
-    body, right, floor = _rows(
-        rows, picture.start, picture.end, scale=scale, clock=picture.clock, width=width
+    legend = [
+        KeyEntry(
+            PAINTS[kind].fill, LEGEND[kind], "" if kind == ops.SEND else kind, PAINTS[kind].ink
+        )
+        for kind in picture.kinds
+    ]
+    return gantt(
+        picture.title,
+        rows,
+        picture.start,
+        picture.end,
+        clock=picture.clock,
+        notes=[*picture.summary, *compared, *picture.notes],
+        colours=legend,
+        width=width,
+        scale=0.0 if width else _scale(picture),
     )
-    width = width or max(right, 480.0)
-    legend, floor = key(_legend(picture), floor + 26, width)
-    notes = [*picture.summary, *_compared(picture), *picture.notes]
-    return document(picture.title, width, floor + 20, body + legend, notes)
 
 
 def _scale(picture: Picture) -> float:
@@ -189,14 +180,3 @@ def _bar(picture: Picture, track: Track, span: Span) -> Bar:
     ink = paint.ink if light < 0.4 else "#000000"
     names = picture.names_of(span.op)
     return Bar(span.start, span.end, tinted(paint.fill, light), ink, tip, names)
-
-
-def _legend(picture: Picture) -> Iterator[tuple[str, str, str, str]]:
-    for kind in picture.kinds:
-        letter = "" if kind == ops.SEND else kind
-        yield PAINTS[kind].fill, LEGEND[kind], letter, PAINTS[kind].ink
-
-
-def _compared(picture: Picture) -> Iterator[str]:
-    for kind, first, second, share in picture.differences if picture.other else ():
-        yield f"{kind}: {first} {picture.names[0]}, {second} {picture.names[1]} ({share} of the step)"

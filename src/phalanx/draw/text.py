@@ -47,7 +47,11 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
             label = track.label[: margin - 1].ljust(margin)
             lines.append(label + _row(picture, track, cells, (left, right), colour))
     lines += ["", *wrapped(_legend(picture, scale), width)]
-    for line in (*picture.summary, *_table(picture), *picture.notes):
+    compared = ""
+    if picture.other:  # time by kind of operation
+        head = ("", *picture.names, "of the step")
+        compared = f"\n{text_table(head, picture.differences)}\n"
+    for line in (*picture.summary, *compared.splitlines(), *picture.notes):
         lines += wrapped(line, width)
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -108,8 +112,14 @@ def _row(
         start, stop = max(cell.start, left), min(cell.stop, right)
         if start < stop:
             words = _words(picture, cell, window)
-            row += _IDLE * (start - at)
-            row += _painted(words, picture, track.rank, cell.op) if colour else words
+            if colour:
+                # Later pieces of a rank are underlined: 256 colours have no tints to spare.
+                op, paint = cell.op, PAINTS[cell.op.kind]
+                later = picture.tint(track.rank, op) > 0.5 and op.kind in ops.COMPUTES
+                ink = 15 if paint.ink == "#ffffff" else 16
+                look = f"38;5;{ink};48;5;{paint.terminal}" + ";4" * later
+                words = f"\x1b[{look}m{words}\x1b[0m"
+            row += _IDLE * (start - at) + words
             at = stop
     return row + _IDLE * (right - at)
 
@@ -136,14 +146,6 @@ def _words(picture: Picture, cell: _Cell, window: tuple[int, int]) -> str:
             # The last column stays free, so that neighbours do not run into each other.
             return name + "─" * (rest - 1) + " " * min(1, rest)
     return cell.op.kind.lower()[:1] * size
-
-
-def _painted(words: str, picture: Picture, rank: int, op: Op) -> str:
-    paint = PAINTS[op.kind]
-    ink = 15 if paint.ink == "#ffffff" else 16
-    # Later pieces of a rank are underlined rather than lighter: 256 colours have no tints to spare.
-    line = ";4" if picture.tint(rank, op) > 0.5 and op.kind in ops.COMPUTES else ""
-    return f"\x1b[38;5;{ink};48;5;{paint.terminal}{line}m{words}\x1b[0m"
 
 
 def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
@@ -177,11 +179,3 @@ def _legend(picture: Picture, scale: float) -> str:
     elif ops.FORWARD in picture.kinds:
         words.append("F0 is the forward of microbatch 0")
     return " | ".join(words)
-
-
-def _table(picture: Picture) -> list[str]:
-    """Time by kind of operation, where there are two timelines to compare."""
-    if picture.other is None:
-        return []
-    head = ("", *picture.names, "of the step")
-    return ["", *text_table(head, picture.differences).splitlines(), ""]

@@ -303,9 +303,9 @@ def _timeline(trial: LabTrial, title: str, steps: Steps) -> Html:
     for rank, step in steps:
         for lane, name in (("compute", f"rank {rank}"), ("messages", "  messages")):
             drawn = [_bar(rank, span, start) for span in step.spans if span.lane == lane]
-            rows.append(Row(name, drawn, main=lane == "compute", gap=lane == "compute"))
+            rows.append(Row(name, drawn, main=lane == "compute"))
         name = f"  at most {bytes_text(max(size for _, size in levels[rank]))}"
-        rows.append(Row(name, main=False, areas=[Area("", levels[rank])], most=most, gap=False))
+        rows.append(Row(name, main=False, areas=[Area("", levels[rank])], most=most))
     return gantt(title, rows, 0.0, 1e3 * (end - start) or 1.0, clock=" ms")
 
 

@@ -102,18 +102,20 @@ class Compared:
 
     def text(self) -> str:
         """The table for a terminal of 80 columns."""
-        title = (
-            f"Predicted against measured: {self.layout} on {self.hardware}, profile {self.profile}"
+        shown = text_table(HEAD, [row.cells() for row in self.rows]).rstrip("\n")
+        before, after = (f"Predicted against measured: {self.where}", self.summary), self.notes
+        above, below = (
+            [line for words in each for line in wrapped(words, _WIDTH)] for each in (before, after)
         )
-        lines = [*wrapped(title, _WIDTH), *wrapped(self.summary, _WIDTH), ""]
-        lines += text_table(HEAD, [row.cells() for row in self.rows]).splitlines()
-        notes = [line for note in self.notes for line in wrapped(note, _WIDTH)]
-        return "\n".join([*lines, "", *notes])
+        return "\n".join([*above, "", shown, "", *below])
+
+    @property
+    def where(self) -> str:
+        return f"{self.layout} on {self.hardware}, profile {self.profile}"
 
     def html(self) -> Html:
         """The table for the page."""
-        where = f"{self.layout} on {self.hardware}, profile {self.profile}."
-        words = paragraphs([f"{where} {self.summary}", *self.notes])
+        words = paragraphs([f"{self.where}. {self.summary}", *self.notes])
         return Html(words + table(HEAD, [row.cells() for row in self.rows]))
 
 
@@ -147,8 +149,7 @@ def compare(timeline: Timeline, prices: Prices) -> tuple[OpRow, ...]:
 
 
 def _price(op: Op, prices: Prices) -> float | None:
-    if op.kind == ops.BACKWARD and (op.kind, op.piece) not in prices:
-        halves = [prices.get((k, op.piece)) for k in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)]
-        known = [half for half in halves if half is not None]
-        return sum(known) if len(known) == len(halves) else None
+    halves = [(kind, op.piece) for kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)]
+    if op.kind == ops.BACKWARD and (op.kind, op.piece) not in prices and prices.keys() >= {*halves}:
+        return sum(prices[half] for half in halves)
     return prices.get((op.kind, op.piece))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..draw import COLOURS, Area, Bar, Html, Row, gantt
+from ..draw import COLOURS, Area, Bar, Html, KeyEntry, Row, gantt
 from ..layout.goodput import PARTS, Goodput
 from ..layout.journal import Record
 from ..layout.numbers import seconds_text
@@ -72,15 +72,13 @@ def faults_svg(records: Sequence[Record], width: float) -> Html:
             levels = [(n * each, s / each) for n, s in enumerate(seconds)]
             tip = f"{part}: {seconds_text(spent.spent[part])}, {spent.spent[part] / total:.1%}"
             areas.append(Area(part, levels, _FILLS[part], tip))
-    lives, odd = _lives(spent), _odd(spent)
+    rows = [Row("time", areas=areas, tall=56), Row("processes", _lives(spent), tall=20)]
     wide = total / max(width, 1) * 5  # five pixels
-    rows = [Row("time", areas=areas, tall=56), Row("processes", lives, tall=20)]
-    for kind in _ODD:
-        if times := [(at, words) for at, what, words in odd if what == kind]:
-            marks = [
-                Bar(max(0.0, at - wide), max(wide, at), _ODD[kind], "#000000", w) for at, w in times
-            ]
-            rows.append(Row(f"{kind} ({len(times)})", marks, main=False))
+    marks: dict[str, list[Bar]] = {kind: [] for kind in _ODD}
+    for at, kind, words in _odd(spent):
+        bar = Bar(max(0.0, at - wide), max(wide, at), _ODD[kind], "#000000", words)
+        marks[kind].append(bar)
+    rows += [Row(f"{kind} ({len(of)})", of, main=False) for kind, of in marks.items() if of]
     return gantt(
         "where the time of the run went",
         rows,
@@ -88,7 +86,7 @@ def faults_svg(records: Sequence[Record], width: float) -> Html:
         total,
         clock=" s",
         notes=[str(spent)],
-        colours=[(_FILLS[area.name], area.name) for area in areas],
+        colours=[KeyEntry(_FILLS[area.name], area.name) for area in areas],
         width=width,
     )
 
@@ -106,13 +104,11 @@ def _lives(spent: Spent) -> list[Bar]:
         last = process
         lives[-1].append((start, end, record))
     found = []
-    for number, life in enumerate(lives):
-        layout = next(
-            (r.get("layout") or "one rank" for *_, r in life if r["event"] == "start"), ""
-        )
-        start, end = life[0][0], life[-1][1]
-        words = f"process {number + 1}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
-        found.append(Bar(start, end, COLOURS[7], "#000000", words, (str(layout), str(number + 1))))
+    for number, life in enumerate(lives, 1):
+        layouts = [str(r.get("layout") or "one rank") for *_, r in life if r["event"] == "start"]
+        layout, start, end = layouts[0] if layouts else "", life[0][0], life[-1][1]
+        words = f"process {number}: {layout}, {seconds_text(start)} to {seconds_text(end)}"
+        found.append(Bar(start, end, COLOURS[7], "#000000", words, (layout, str(number))))
     return found
 
 
@@ -132,8 +128,7 @@ def _odd(spent: Spent) -> list[tuple[float, str, str]]:
         if event in _ODD and not record.get("error"):
             step = f" at step {record['step']}" if "step" in record else ""
             why = str(record.get("why") or record.get("text") or "").split("\n")[0]
-            found.append(
-                (end, event, f"{event}{step}, {seconds_text(end)}" + f": {why}" * bool(why))
-            )
+            words = f"{event}{step}, {seconds_text(end)}" + f": {why}" * bool(why)
+            found.append((end, event, words))
         before, at = record, end
     return found

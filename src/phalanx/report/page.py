@@ -13,26 +13,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ..draw import (
-    WIDE,
-    ChartAxis,
-    Html,
-    MeshPicture,
-    Picture,
-    Series,
-    breakdown_svg,
-    chart,
-    chrome,
-    figure,
-    frame,
-    memory_svg,
-    mesh_svg,
-    paragraphs,
-    svg,
-    table,
-    tag,
-    timeline,
-)
+from ..draw.chart import ChartAxis, Series, chart
+from ..draw.chrome import chrome
+from ..draw.markup import WIDE, Html, paragraphs, table, tag
+from ..draw.mesh import MeshPicture, mesh_svg
+from ..draw.page import figure, frame, timeline
+from ..draw.parts import breakdown_svg, memory_svg
+from ..draw.picture import Picture
+from ..draw.svg import svg
 from ..layout import Layout
 from ..layout.files import read_text
 from ..layout.goodput import Goodput
@@ -139,24 +127,25 @@ def report(folder: Path, more: Extras | None = None) -> RunReport:
             f"{folder} holds no run: metrics.jsonl with a start is missing."
             " Name the folder that `phalanx train` wrote, its `out`."
         )
-    step = more.step
-    measured = (timeline(step),) if step else (paragraphs([more.no_step or "Not measured yet."]),)
+    step, faults = more.step, partial(faults_svg, journal.records)
+    measured = timeline(step) if step else paragraphs([more.no_step or "Not measured yet."])
+    parts = partial(breakdown_svg, step) if step else None
+    # What the watcher said each time, as it was on the screen.
+    hangs = Html("".join(tag("pre", str(record.get("text", ""))) for record in journal.of("hang")))
     sections = (
         _loss(journal),
-        _curve(journal, "Step time", "ms", [("seconds", 1e3, "ms a step")]),
+        _curve(journal, "Step time", "ms", _lines(journal, "seconds", 1e3, "ms a step")),
         _efficiency(journal),
-        Section("Where the time of the run went", name="faults", draw=_faults(journal)),
-        Section("One step, predicted and measured", *measured),
         Section(
-            "Where the time of that step goes",
-            name="breakdown",
-            draw=partial(breakdown_svg, step) if step else None,
+            "Where the time of the run went", name="faults", draw=faults if faults(WIDE) else None
         ),
+        Section("One step, predicted and measured", measured),
+        Section("Where the time of that step goes", name="breakdown", draw=parts),
         Section("Predicted against measured", more.compared.html() if more.compared else Html("")),
         _memory(journal),
         _mesh(journal.starts[-1]),
         *more.sections,
-        Section("The run hung", _hangs(journal)),
+        Section("The run hung", hangs),
         Section("What happened", _events(journal)),
         Section("Configuration", _configuration(folder)),
         Section("Versions", _versions(journal)),
@@ -172,11 +161,6 @@ class Extras:
     no_step: str = ""  # why there is none
     compared: Compared | None = None
     sections: tuple[Section, ...] = ()
-
-
-def _faults(journal: _Journal) -> Draw | None:
-    draw = partial(faults_svg, journal.records)
-    return draw if draw(WIDE) else None
 
 
 def _number(record: Record, name: str) -> float:
@@ -196,8 +180,10 @@ def _points(
 
 
 def _marks(journal: _Journal) -> list[tuple[float, str]]:
-    words = [f"{'restart' if n else 'start'}: {_layout(s)}" for n, s in enumerate(journal.starts)]
-    marks = ((_number(s, "step"), text) for s, text in zip(journal.starts, words, strict=True))
+    marks = [
+        (_number(start, "step"), f"{'restart' if n else 'start'}: {_layout(start)}")
+        for n, start in enumerate(journal.starts)
+    ]
     return [(step, text) for step, text in marks if math.isfinite(step)]
 
 
@@ -241,62 +227,41 @@ def _lines(journal: _Journal, name: str, scale: float, words: str) -> list[Serie
     return series
 
 
-def _section(
+def _curve(
     journal: _Journal,
     title: str,
     unit: str,
-    series: Sequence[Series],
-    words: Sequence[str] = (),
-    *,
+    series: list[Series],
+    note: str = "",
     zero: bool = True,
 ) -> Section:
+    name = title.lower()
     if not any(each.points for each in series):
-        return Section(title, paragraphs([f"{title.lower()}: nothing was recorded yet."]))
+        return Section(title, paragraphs([f"{name}: nothing was recorded yet."]))
     x, y = ChartAxis("step", "{:.0f}".format, base=0), ChartAxis(unit, base=0, zero=zero)
-    name, marks = title.lower().replace(" ", "-"), _marks(journal)
-
-    def draw(width: float) -> Html:
-        return chart(title.lower(), series, x, y, marks=marks, width=width)
-
-    return Section(title, paragraphs(words), name, draw)
+    draw = partial(chart, name, series, x, y, (), _marks(journal))
+    return Section(title, paragraphs([note] if note else []), name.replace(" ", "-"), draw)
 
 
 def _loss(journal: _Journal) -> Section:
     series = _lines(journal, "loss", 1.0, "training")
     series.append(Series("validation", _points(journal.of("validation"), "loss"), joined=False))
-    note = (
-        "Dashed: where the run was started, and in which layout. Faint: steps that were repeated."
-    )
-    return _section(journal, "Loss", "nats per token", series, [note], zero=False)
-
-
-def _curve(
-    journal: _Journal,
-    title: str,
-    unit: str,
-    of: Sequence[tuple[str, float, str]],
-    words: Sequence[str] = (),
-) -> Section:
-    series = [line for name, scale, word in of for line in _lines(journal, name, scale, word)]
-    return _section(journal, title, unit, series, words)
+    dashed = "Dashed: where the run was started, and in which layout."
+    note = f"{dashed} Faint: steps that were repeated."
+    return _curve(journal, "Loss", "nats per token", series, note, zero=False)
 
 
 def _efficiency(journal: _Journal) -> Section:
     last = journal.starts[-1]
+    model, full = _inside(last, "flops", "model"), _inside(last, "flops", "full")
     note = (
         f"Of a peak of {_number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
         " also counts recomputation. With full attention MFU would be higher by"
-        f" {_more(last):.1f} %."
+        f" {100 * (full / model - 1) if model else math.nan:.1f} %."
     )
-    return _curve(journal, "Efficiency", "%", [("mfu", 100, "MFU"), ("hfu", 100, "HFU")], [note])
-
-
-def _more(start: Record) -> float:
-    flops = start.get("flops")
-    if not isinstance(flops, dict) or not _number(flops, "model"):
-        return math.nan
-    return 100 * (_number(flops, "full") / _number(flops, "model") - 1)
+    lines = _lines(journal, "mfu", 100, "MFU") + _lines(journal, "hfu", 100, "HFU")
+    return _curve(journal, "Efficiency", "%", lines, note)
 
 
 def _memory(journal: _Journal) -> Section:
@@ -336,11 +301,6 @@ def _mesh(start: Record) -> Section:
     if picture.mesh.size > MOST_RANKS:
         return Section("Mesh", paragraphs([f"{picture.title}, too many for a picture."]))
     return Section("Mesh", name="mesh", draw=partial(mesh_svg, picture))
-
-
-def _hangs(journal: _Journal) -> Html:
-    """What the watcher said each time, as it was on the screen."""
-    return Html("".join(tag("pre", str(record.get("text", ""))) for record in journal.of("hang")))
 
 
 def _events(journal: _Journal) -> Html:

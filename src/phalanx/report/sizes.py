@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from ..comm import TallyWorld
 from ..cost import sizes_of
@@ -20,22 +19,17 @@ from ..program import Program, Sizes
 from ..train.precision import precision_of
 
 
-def batch_of_run(model: Model, sequence: int) -> dict[str, Tensor]:
-    """A batch of the right shapes."""
-    shape = model.shape
-    assert shape is not None
-    if shape.kind == "mlp":
-        return {"inputs": torch.empty(shape.batch, shape.hidden, device="meta")}
-    ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
-    return {"tokens": ids, "targets": ids, "positions": ids}
-
-
 def sizes_of_run(
     make: Callable[[], Model], layout: Layout, program: Program, sequence: int, target: str
 ) -> Sizes:
     """Bytes by piece and unit, of the largest microbatch."""
-    model, precision = make(), precision_of(layout.precision)
-    return sizes_of(make, layout, program, batch_of_run(model, sequence), precision, target=target)
+    shape, precision = make().shape, precision_of(layout.precision)
+    assert shape is not None
+    ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
+    batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
+    if shape.kind == "mlp":
+        batch = {"inputs": torch.empty(shape.batch, shape.hidden, device="meta")}
+    return sizes_of(make, layout, program, batch, precision, target=target)
 
 
 def shards_of(
@@ -46,9 +40,8 @@ def shards_of(
     for rank in range(min(layout.ranks, most)):
         world = TallyWorld(rank, layout.ranks)
         try:
-            held = build_local(
-                world, layout, make(), program, precision=precision_of(layout.precision)
-            )
+            precision = precision_of(layout.precision)
+            held = build_local(world, layout, make(), program, precision=precision)
             for unit in held.every_unit:
                 kept = {e.weight.name: (e.start, e.stop) for e in unit.entries()}
                 for weight in unit.order:

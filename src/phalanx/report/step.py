@@ -48,17 +48,17 @@ def read_step(folder: Path) -> Step:
     recorded, text, number = read_recorded(folder)
     layout = Layout.parse(text)
     start, steps = _stretch(folder, text, number)
-    where, model = folder / "metrics.jsonl", start.get("model")
-    if not isinstance(model, dict) or not isinstance(start.get("sequence", 0), int):
-        raise ReportError(f"{where}: its start has no model, or no sequence. {_SHOWS}")
-    shape = decode(Shape, model, f"{where}, model", MachineFileError)
+    where, versions = folder / "metrics.jsonl", start.get("versions")
+    if not isinstance(start.get("sequence", 0), int):
+        raise ReportError(f"{where}: its start has no sequence. {_SHOWS}")
+    shape = decode(Shape, start["model"], f"{where}, model", MachineFileError)
     return Step(
         number,
         layout,
         shape,
         own=str(start.get("own", "")),
         sequence=int(start.get("sequence", shape.sequence)),
-        device=_device(start),
+        device=str(versions.get("device", "")) if isinstance(versions, dict) else "",
         recorded=recorded,
         # The first line is of steps in which the process warms up.
         usual=median(steps[1:]) if len(steps) > 1 else None,
@@ -72,25 +72,15 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
         raise ReportError(f"cannot read {file}: No such file or directory. {_SHOWS}")
     text = read_text(file, "timeline", ReportError, TIMELINE)
     try:
-        recorded, header = Recorded.parse(text), _header(text)
+        recorded, header = Recorded.parse(text), json.loads(text)
     except ValueError as error:
         raise ReportError(f"{file} cannot be read: {error}") from None
+    layout, step = header.get("layout"), header.get("step")
+    if not isinstance(layout, str) or not isinstance(step, int):
+        raise ReportError(f"{file} cannot be read: it does not say its layout and its step.")
     if not recorded.timeline.makespan:
         raise ReportError(f"{file} tells of no operation that took time. {_SHOWS}")
-    return recorded, *header
-
-
-def _header(text: str) -> tuple[str, int]:
-    record = json.loads(text)
-    layout, step = record.get("layout"), record.get("step")
-    if not isinstance(layout, str) or not isinstance(step, int):
-        raise ValueError("it does not say its layout and its step.")
-    return layout, step
-
-
-def _device(start: Mapping[str, Any]) -> str:
-    versions = start.get("versions")
-    return str(versions.get("device", "")) if isinstance(versions, dict) else ""
+    return recorded, layout, step
 
 
 def _stretch(folder: Path, layout: str, number: int) -> tuple[Mapping[str, Any], list[float]]:
@@ -100,7 +90,9 @@ def _stretch(folder: Path, layout: str, number: int) -> tuple[Mapping[str, Any],
     inside = False
     for record in read_journal(folder / "metrics.jsonl"):
         if record["event"] == "start":
-            inside = _may_have(record, layout, number)
+            step, model = record.get("step"), record.get("model")
+            inside = isinstance(step, int) and step < number and isinstance(model, dict)
+            inside = inside and record.get("layout") == layout
             if inside:
                 begun, seconds = record, []
         elif record["event"] == "step" and inside:
@@ -112,12 +104,6 @@ def _stretch(folder: Path, layout: str, number: int) -> tuple[Mapping[str, Any],
             f" {number}, which timeline.json shows. Name the folder of one run."
         )
     return begun, seconds
-
-
-def _may_have(start: Mapping[str, Any], layout: str, number: int) -> bool:
-    step = start.get("step")
-    first = isinstance(step, int) and step < number
-    return first and start.get("layout") == layout and isinstance(start.get("model"), dict)
 
 
 def step_extras(
@@ -147,12 +133,11 @@ def step_extras(
         sizes = sizes_of_run(make, step.layout, program, step.sequence, target)
         sizes = replace(sizes, optimizer=tuple(x * moments / 2 for x in sizes.optimizer))
         slices = shards_of(make, step.layout, program, RANKS)
-    costs = compared.costs if compared else None
-    picture = recorded_picture(
-        recorded, sizes, costs, title=f"step {number}, predicted and measured"
-    )
-    held = "What ranks hold is what the program and its pieces take, at the times of each step."
-    picture = replace(picture, notes=(*picture.notes, *([held] if sizes else [])))
+    costs, title = compared.costs if compared else None, f"step {number}, predicted and measured"
+    picture = recorded_picture(recorded, sizes, costs, title)
+    if sizes:
+        held = "What ranks hold is what the program and its pieces take, at the times of each step."
+        picture = replace(picture, notes=(*picture.notes, held))
     shards = Section("Shards", name="shards", draw=partial(shards_svg, slices))
     return Extras(picture, compared=compared, sections=(shards,) if slices else ())
 
