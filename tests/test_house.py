@@ -303,22 +303,22 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4654,
+    "layout": 4653,
     "program": 3532,
     "draw": 1725,
-    "plan": 5329,
-    "models": 1966,
+    "plan": 5342,
+    "models": 1971,
     "comm": 4743,
-    "parallel": 4385,
+    "parallel": 4373,
     "cost": 1286,
     "bench": 1195,
-    "train": 7542,
-    "verify": 2236,
+    "train": 7576,
+    "verify": 2235,
     "report": 949,
     "lab": 3604,
     "hang": 1022,
-    "cli": 5332,
-    "api": 1520,
+    "cli": 5329,
+    "api": 1518,
 }
 
 

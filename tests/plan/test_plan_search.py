@@ -333,7 +333,7 @@ def test_experts_with_all_tokens_take_as_long_as_with_twice_the_experts_of_a_tok
         "layers": 2, "hidden": 512, "heads": 4, "vocab": 64, "ffn": 512, "experts": 8, "top_k": 2,
         "expert_ffn": 4096, "sequence": 512,
     })  # fmt: skip
-    one, layout = Routing("all to one", (1.0, *[0.0] * 7)), Layout.parse("ep2 bf16")
+    one, layout = Routing("all to one", ((1.0, *[0.0] * 7),)), Layout.parse("ep2 bf16")
     even = request_for(shape, hardware("h100x2"), batch=8)
     busy, twice = replace(even, routing=one), replace(even, shape=replace(shape, top_k=4))
     found, wanted = (

@@ -80,6 +80,8 @@ class Router(nn.Module):
     mean of its score, experts x sum f p (Fedus et al. 2021) of each sequence or the batch, and the square
     of the scores' log-sum-exp (Zoph et al. 2022). f is of all their tokens: `of_sequences` and `of_batch`
     make it so where ranks have parts.
+
+    While `tally` (experts) is a tensor, it counts how often each expert is chosen.
     """
 
     def __init__(self, sizes: DecoderSizes) -> None:
@@ -92,6 +94,8 @@ class Router(nn.Module):
         self.z_loss = sizes.z_loss
         self.of_sequences: Callable[[Tensor], Tensor] = lambda counts: counts
         self.of_batch = self.of_sequences
+        self.experts = sizes.experts
+        self.tally: Tensor | None = None
         self.weight = nn.Parameter(torch.empty(sizes.experts, sizes.hidden))
         self.logit_bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.bias == "all" else None
         self.bias = nn.Parameter(torch.empty(sizes.experts)) if sizes.balance == "bias" else None
@@ -105,6 +109,9 @@ class Router(nn.Module):
         logits = self.logits(x)
         scores = self.scored(logits)
         chosen = self.ranked(scores).topk(self.top_k, -1).indices
+        sent = torch.ones_like(chosen) if valid is None else valid.unsqueeze(-1).expand_as(chosen)
+        if self.tally is not None:
+            self.tally.scatter_add_(0, chosen.flatten(), sent.flatten().to(torch.int64))
         gates = scores.gather(-1, chosen)
         if self.normalized:
             gates = gates / gates.sum(-1, keepdim=True)
@@ -112,7 +119,6 @@ class Router(nn.Module):
         adds = share is not None and (self.sequence_loss or self.batch_loss or self.z_loss)
         if not torch.is_grad_enabled() or (self.bias is None and not adds):
             return gates, chosen
-        sent = torch.ones_like(gates) if valid is None else valid.unsqueeze(-1).expand_as(gates)
         sent = sent.to(gates.dtype)
         each = sent.new_zeros(len(x), len(self.weight))  # of each sequence
         each.scatter_add_(1, chosen.flatten(1), sent.flatten(1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from ..layout import LayoutError, Shape
 from ..layout.files import parse_json, read_text
@@ -19,44 +20,56 @@ _WAYS = "balanced, zipf:1.0 (the n-th expert has n^-1.0 of the first's), or a JS
 
 @dataclass(frozen=True)
 class Routing:
-    """The part of all choices that each expert has; none: all as many. They stand in the order of
-    experts, as ranks of ep have them."""
+    """The part of all choices that each expert has, layer by layer; no layers: all as many. They stand
+    in the order of experts, as ranks of ep have them."""
 
     text: str = BALANCED
-    loads: tuple[float, ...] = ()
+    layers: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def parse(cls, text: str, shape: Shape) -> Routing:
-        """From `balanced`, `zipf:S`, or a file with a list of counts. Of zipf the busiest experts are
-        neighbours: no other placement is worse."""
+        """From `balanced`, `zipf:S`, or a file with a list of counts or one of each layer, as a run's
+        routing.json. Of zipf the busiest experts are neighbours: no other placement is worse."""
         if text == BALANCED:
             return cls()
         if not shape.experts:
             raise LayoutError(f"routing {text[:60]!r}: {shape.name} has no experts. Leave it out.")
         if law := _ZIPF.fullmatch(text):
-            counts = [n ** -float(law[1]) for n in range(1, 1 + shape.experts)]
+            layers = [[n ** -float(law[1]) for n in range(1, 1 + shape.experts)]]
         elif text.endswith(".json"):
-            counts = _counts(text, shape)
+            layers = _counts(text, shape)
         else:
             raise LayoutError(f"routing {text[:60]!r}: write {_WAYS}.")
-        total = math.fsum(counts)
-        return cls(text, tuple(count / total for count in counts))
+        sums = map(math.fsum, layers)
+        parts = (tuple(n / s for n in x) for x, s in zip(layers, sums, strict=True))
+        return cls(text, tuple(parts))
 
     def busiest(self, ep: int) -> float:
-        """The tokens of the rank that has most, where one is the mean."""
-        if not self.loads or ep == 1:
+        """The tokens of the rank that has most, where one is the mean; the mean over layers, as ranks
+        wait for each other in each."""
+        if not self.layers or ep == 1:
             return 1.0
-        each = -(-len(self.loads) // ep)
-        parts = (self.loads[n : n + each] for n in range(0, len(self.loads), each))
-        return ep * max(map(math.fsum, parts))
+        most = 0.0
+        for loads in self.layers:
+            each = -(-len(loads) // ep)
+            most += max(math.fsum(loads[n : n + each]) for n in range(0, len(loads), each))
+        return ep * most / len(self.layers)
 
 
-def _counts(file: str, shape: Shape) -> list[float]:
+def _counts(file: str, shape: Shape) -> list[list[float]]:
     text = read_text(file, "counts of experts", LayoutError)
-    counts = parse_json(f'{{"counts": {text}}}', file, LayoutError)["counts"]
-    numbers = isinstance(counts, list) and all(type(n) in (int, float) and n >= 0 for n in counts)
-    if not numbers or len(counts) != shape.experts or not any(counts):
-        raise LayoutError(
-            f"{file}: is no list of {shape.experts} counts, one for each expert of {shape.name}."
-        )
-    return [float(n) for n in counts]
+    value = parse_json(f'{{"counts": {text}}}', file, LayoutError)["counts"]
+    nested = isinstance(value, list) and value and isinstance(value[0], list)
+    layers: list[Any] = value if nested else [value]
+    for counts in layers:
+        if (
+            not isinstance(counts, list)
+            or len(counts) != shape.experts
+            or not all(type(n) in (int, float) and 0 <= n < 1e300 for n in counts)
+            or not any(counts)
+        ):
+            raise LayoutError(
+                f"{file}: is no list of {shape.experts} counts, one for each expert of {shape.name},"
+                " nor a list of such lists, one for each layer with experts."
+            )
+    return [[float(n) for n in counts] for counts in layers]

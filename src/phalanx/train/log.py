@@ -151,10 +151,18 @@ class RunLog:
         self.journal.write(**record)
         return float(self.goodput)
 
-    def validation(self, step: int, loss: float, bits: float | None) -> None:
-        more = "" if bits is None else f", {bits:.4f} bits per byte"
-        text = f"step {step}  validation loss {loss:.4f} nats per token{more}"
-        self.event("validation", text, step=step, loss=loss, bits_per_byte=bits)
+    def validation(
+        self, step: int, loss: float, bits: float | None, experts: list[list[int]]
+    ) -> None:
+        """With experts, how often each was chosen in each layer goes into routing.json too."""
+        text = f"step {step}  validation loss {loss:.4f} nats per token"
+        text += "" if bits is None else f", {bits:.4f} bits per byte"
+        values: dict[str, Any] = {"step": step, "loss": loss, "bits_per_byte": bits}
+        if experts:
+            values["busiest_expert"] = max(max(x) * len(x) / sum(x) for x in experts)
+            text += f", busiest expert {values['busiest_expert']:.2f} times the mean"
+            self._write("routing.json", json.dumps(experts))
+        self.event("validation", text, **values)
         for sink in self.sinks:
             sink({"validation": loss}, step=step)
 

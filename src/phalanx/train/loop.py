@@ -419,9 +419,10 @@ class _Loop:
         if run.validation.batches and (last or _due(done, run.validation.every)):
             with self.positions.phase("validating"):
                 self.validation = self.rank.validation()
+                experts = self.rank.expert_tokens() if self.rank.shape.experts else []
             if self.validation is not None:
                 bits = self.rank.batches.bits_per_byte(self.validation)
-                self.log.validation(done, self.validation, bits)
+                self.log.validation(done, self.validation, bits, experts)
         if self.memory and not last and not stopped and _due(done, run.train.in_memory):
             with self.positions.phase("saving", str(self.memory.folder)):
                 if errors := self.memory.save(self._progress(done)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..comm import World, agreement
+from ..comm.agree import exchange
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
 from ..layout.choices import FP16
@@ -151,6 +153,17 @@ class Rank:
         return self.validator.mean_loss(
             self._cut(self.batches.validation(index, self._rows)) for index in range(count)
         )
+
+    def expert_tokens(self) -> list[list[int]]:
+        """By layer, how often each expert was chosen in the last validation; on rank 0."""
+        same = 1 if self.layout.seq else self.layout.tp  # ranks that see the same tokens
+        own = {number: x.tolist() for number, x in self.validator.chosen.items()}
+        layers: dict[int, list[int]] = {}
+        for text in exchange(self.local.groups.everyone, json.dumps(own), 0):
+            for number, counts in json.loads(text).items():
+                before = layers.setdefault(int(number), [0] * len(counts))
+                before[:] = (a + b for a, b in zip(before, counts, strict=True))
+        return [[count // same for count in layers[number]] for number in sorted(layers)]
 
     @cached_property
     def _rows(self) -> slice:

@@ -7,13 +7,14 @@ How operations are carried out is in `executor.py`; which steps there are is in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..models import Router
 from ..parallel.local import LocalModel
 from ..parallel.pieces import Bundle
 from ..program import Op, Program, ops
@@ -99,10 +100,21 @@ class Validator(Executor):
     def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
         """The mean loss over all valid targets of these batches and all ranks; None without any."""
         losses, targets = 0.0, 0.0
+        device, routers = self.local.groups.everyone.device, dict(self._routers())
+        for router in routers.values():
+            router.tally = torch.zeros(router.experts, dtype=torch.int64, device=device)
         for own in batches:
             loss, count = self.loss_of(own)
             losses, targets = losses + loss, targets + count
+        # By piece, how often this rank's tokens chose each expert.
+        self.chosen = {n: x.tally for n, x in routers.items() if x.tally is not None}
+        for router in routers.values():
+            router.tally = None
         return losses / targets if targets else None
+
+    def _routers(self) -> Iterator[tuple[int, Router]]:
+        for number, piece in self.local.pieces.items():
+            yield from ((number, x) for x in piece.module.modules() if isinstance(x, Router))
 
     def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
         """The sum of the losses and the count of the targets, over all ranks."""
