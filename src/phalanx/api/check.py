@@ -211,8 +211,8 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
     rows = [
         (
             stage,
-            _spans(held["ranks"]),
-            _spans(held["pieces"]),
+            spans(held["ranks"]),
+            spans(held["pieces"]),
             f"about {count_text(held['parameters_per_rank'])}",
             f"{held['held_microbatches']:g}",
             f"{held['gathered_units']:g}",
@@ -255,7 +255,7 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
         yield "Every sum over ranks is made, once, and over the right axes."
 
 
-def _spans(numbers: Iterable[int]) -> str:
+def spans(numbers: Iterable[int]) -> str:
     """0-3,8-11: neighbours together."""
     parts = []
     for _, group in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):

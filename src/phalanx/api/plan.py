@@ -6,22 +6,19 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypedDict, Unpack
 
-from ..cost import cached_costs
 from ..layout import Layout, Shape
-from ..layout.choices import BF16, FP32
 from ..layout.numbers import bytes_text, parse_count
 from ..layout.run import run_file
 from ..plan import MachineError
-from ..plan.local import profile_for
 from ..plan.routing import BALANCED, Routing
 from ..plan.search import Baseline, Plan, baselines, search
 from ..plan.step import Choice, Request
 from . import UsageError
 from .plan_text import plan_figures, plan_text
-from .request import model_of, where
+from .request import model_of, request_for, where
 
 SEQUENCES = 1 << 24  # of a step, as in a run file
 _MORE_ROOM = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0)  # of what the least bound needs
@@ -140,27 +137,27 @@ def request(model: str | Shape, cluster: str, **terms: Unpack[PlanTerms]) -> Req
     """What the words mean, or why they mean nothing."""
     shape, make = (model, None) if isinstance(model, Shape) else model_of(model)
     machine, tokens = terms.get("machine"), terms.get("batch_tokens")
-    at = where(None if machine else cluster, machine, terms.get("ranks") or 0)
-    hardware = at.hardware
+    hardware = where(None if machine else cluster, machine, terms.get("ranks") or 0).hardware
     sequence = terms.get("sequence") or shape.sequence
     if shape.positions == "learned" and sequence > shape.sequence:
         raise UsageError(
             f"--seq {sequence}: {shape.name} has learned {shape.sequence} positions."
             f" Write --seq {shape.sequence} or less."
         )
-    shape = replace(shape, sequence=sequence) if shape.positions != "learned" else shape
-    batch = _sequences(tokens, sequence) if tokens else shape.batch
-    precision = terms.get("precision") or (FP32 if hardware.cores else BF16)
     run = run_file(model) if isinstance(model, str) else None
-    muon = run is not None and run.optimizer.name == "muon"
-    profile = profile_for(hardware, terms.get("profile"), precision, muon=muon)
-    return Request(
-        shape=shape, hardware=hardware, sequence=sequence, batch=batch, precision=precision,
-        profile=profile, limit=terms.get("limit", 0.85),
-        piece_costs=partial(cached_costs, target=hardware.target), model=str(model) if make else "",
-        cluster="" if cluster == "this" else cluster,
-        routing=Routing.parse(terms.get("routing") or BALANCED, shape),
-    )  # fmt: skip
+    asked = request_for(
+        shape,
+        hardware,
+        batch=_sequences(tokens, sequence) if tokens else 0,
+        sequence=sequence,
+        precision=terms.get("precision"),
+        model=str(model) if make else "",
+        profile=terms.get("profile"),
+        muon=run is not None and run.optimizer.name == "muon",
+    )
+    cluster = "" if cluster == "this" else cluster
+    routing = Routing.parse(terms.get("routing") or BALANCED, asked.shape)
+    return replace(asked, limit=terms.get("limit", 0.85), cluster=cluster, routing=routing)
 
 
 def _sequences(text: str, sequence: int) -> int:

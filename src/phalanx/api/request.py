@@ -110,19 +110,21 @@ def request_for(
     *,
     batch: int = 0,
     sequence: int = 0,
-    precision: str = "",
+    precision: str | None = "",
     model: str = "",
+    profile: str | None = None,
+    muon: bool = False,
 ) -> Request:
-    """What is planned with our own software; in bf16 on a GPU unless `precision` names another."""
+    """What is planned, with our own software or a profile that is named; in bf16 on a GPU unless
+    `precision` names another."""
     precision = precision or (FP32 if hardware.cores else BF16)
     sequence = sequence or shape.sequence
     if shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
-    return Request(
-        shape, hardware, profile_for(hardware, None, precision),
-        partial(cached_costs, target=hardware.target), sequence, batch or shape.batch, precision,
-        model=model,
-    )  # fmt: skip
+    software = profile_for(hardware, profile, precision, muon=muon)
+    costs = partial(cached_costs, target=hardware.target)
+    batch = batch or shape.batch
+    return Request(shape, hardware, software, costs, sequence, batch, precision, model=model)
 
 
 def held(request: Request, layout: Layout) -> Choice:

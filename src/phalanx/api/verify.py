@@ -106,19 +106,42 @@ def verify(
     else:
         text = ";".join(map(str, layouts))
         chosen = layouts_to_verify(text, shape, make, dtype=dtype)
-    refuse_too_large(
-        shape,
-        make,
-        chosen,
-        name=str(model),
-        dtype=dtype,
-        memory=memory,
-        steps=terms.get("steps", 3),
-        processes=backend != THREADS,
-    )
+    return compared(shape, make, chosen, dtype=dtype, memory=memory, **terms)
+
+
+def compared(
+    shape: Shape,
+    make: Maker | None,
+    layouts: Sequence[Layout],
+    *,
+    dtype: str,
+    memory: float | None,
+    show: Callable[[Verdict], None] = lambda verdict: None,
+    **terms: Any,
+) -> Verified:
+    """Each layout against one process, shown when it is done. What would not fit into memory is refused:
+    the system would kill it half way."""
+    from ..verify.memory import GIB, available, needed
     from ..verify.verify import verify as verdicts
 
-    found = verdicts(shape, chosen, dtype=dtype, make=make, **terms)
+    if layouts:
+        parameters = (
+            sum(weight.numel() for weight in make().weights.values()) if make else shape.total
+        )
+        steps, processes = terms.get("steps", 3), terms.get("backend", THREADS) != THREADS
+        need = needed(shape, parameters, layouts, steps=steps, dtype=dtype, processes=processes)
+        limit = available() if memory is None else memory * GIB
+        if need.total > limit:
+            where = "are available" if memory is None else "may be used (--memory)"
+            raise UsageError(
+                f"verify --model {shape.name} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
+                " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
+                " ranks or --steps, or --memory GIB if you know better."
+            )
+    found = []
+    for verdict in verdicts(shape, layouts, dtype=dtype, make=make, **terms):
+        show(verdict)
+        found.append(verdict)
     return Verified(shape.name, dtype, tuple(found))
 
 
@@ -139,32 +162,6 @@ def own_model(
     if shape is None:
         raise LayoutError("describe() gives no shape; add shape=Shape(...) to its Model.")
     return shape, make
-
-
-def refuse_too_large(
-    shape: Shape,
-    make: Maker | None,
-    layouts: Sequence[Layout],
-    *,
-    name: str,
-    steps: int,
-    dtype: str,
-    processes: bool,
-    memory: float | None,
-) -> None:
-    """Refuse what would not fit into memory: the system would kill it half way."""
-    from ..verify.memory import GIB, available, needed
-
-    parameters = sum(weight.numel() for weight in make().weights.values()) if make else shape.total
-    need = needed(shape, parameters, layouts, steps=steps, dtype=dtype, processes=processes)
-    limit = available() if memory is None else memory * GIB
-    if need.total > limit:
-        where = "are available" if memory is None else "may be used (--memory)"
-        raise UsageError(
-            f"verify --model {name} needs {need}, and {limit / GIB:,.1f} GiB {where}. Take a"
-            " smaller shape with the same parts (gqa, gpt, qwen, or a TOML file of your own), fewer"
-            " ranks or --steps, or --memory GIB if you know better."
-        )
 
 
 def model_to_verify(name: str | Shape) -> tuple[Shape, Maker | None]:

@@ -86,7 +86,7 @@ def _parser(name: str, description: str, limit: float, of: str = "for each") -> 
 
 def _add_device(parser: Parser) -> None:
     parser.add("--device")
-    parser.add("--threads", type=whole(1, 4096), metavar="N", help="of the CPU; default torch's")
+    parser.add("--threads", type=whole(1, 4096), help="of the CPU; default torch's")
 
 
 def _default(name: str, kind: str = "cpu") -> Any:
@@ -168,23 +168,14 @@ def _collectives(argv: list[str]) -> int:
     )
     add = parser.add
     _add_ranks(parser)
-    add("--ops", default="all", type=_operations, help="separated by commas")
-    add(
-        "--sizes",
-        type=parse_byte_sizes,
-        default="1K:64M",
-        help="1K:512M (in steps of 4), 1K:64M:2 or 1K,64K",
-    )
+    add("--ops", default="all", type=_operations, metavar="OPS", help="separated by commas")
+    sizes = "1K:512M (in steps of 4), 1K:64M:2 or 1K,64K"
+    add("--sizes", type=parse_byte_sizes, default="1K:64M", metavar="SIZES", help=sizes)
     add("--groups", metavar="N,NxD", help="group sizes; 2x4: 2 ranks 4 apart; default --ranks")
     add("--dtype", default=FP32, choices=[x for x in PRECISIONS if x != TF32], help="of the data")
-    add("--repeats", type=whole(), default=7, metavar="N", help="readings of each")
-    add(
-        "--total",
-        type=POSITIVE,
-        default=600.0,
-        metavar="SECONDS",
-        help="then no larger size begins",
-    )
+    add("--repeats", type=whole(), default=7, help="readings of each")
+    more = "then no larger size begins"
+    add("--total", type=POSITIVE, default=600.0, metavar="SECONDS", help=more)
     parser.add_output("--out", ".svg", ".html", help="bandwidth over size, with what was fitted")
     args = parser.read(argv)
     # Each rank has what it sends, what it receives, and what should have come.
@@ -361,19 +352,12 @@ def _matmul(argv: list[str]) -> int:
     )
     _add_device(parser)
     add = parser.add
-    add(
-        "--dtype",
-        type=_dtypes,
-        help="separated by commas: bf16, fp16, tf32, fp32, fp64; default by device",
-    )
-    add(
-        "--sizes",
-        type=_lengths,
-        default="512:32768",
-        help="N of N x N: 512:32768 by doubling, or 512,768",
-    )
+    dtypes = "separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
+    add("--dtype", type=_dtypes, metavar="DTYPE", help=dtypes)
+    sizes = "N of N x N: 512:32768 by doubling, or 512,768"
+    add("--sizes", type=_lengths, default="512:32768", metavar="SIZES", help=sizes)
     add("--model", help="whose rectangular products; default by device")
-    add("--tokens", type=whole(), metavar="N", help="rows of those; default by device")
+    add("--tokens", type=whole(), help="rows of those; default by device")
     parser.add_output("--out", ".svg", help="rate over size")
     args = parser.read(argv)
     _refuse_tf32(args.device, args.dtype or ())
@@ -485,8 +469,8 @@ def _mfu(argv: list[str]) -> int:
     add = parser.add
     add("--dtype", choices=[x for x in PRECISIONS if x != FP64], help="default by device")
     add("--layers", default=8, help="of the MLP")
-    add("--width", type=whole(1, LONGEST), metavar="N", help="of the MLP; default by device")
-    add("--rows", type=whole(), metavar="N", help="of the MLP; default its width")
+    add("--width", type=whole(1, LONGEST), help="of the MLP; default by device")
+    add("--rows", type=whole(), help="of the MLP; default its width")
     add("--model", help="whose block; default by device")
     add("--batch", default=1, help="sequences for the block")
     add("--seq", help="their length; default by device")
@@ -563,7 +547,7 @@ def _overlap(argv: list[str]) -> int:
     _add_device(parser)
     _add_ranks(parser)
     add = parser.add
-    add("--size", type=whole(1, LONGEST), metavar="N", help="N of the product; default by device")
+    add("--size", type=whole(1, LONGEST), help="N of the product; default by device")
     add("--copy", type=parse_bytes, metavar="BYTES", help="as 1G; default by device")
     add("--dtype", choices=PRECISIONS, help="default by device")
     args = parser.read(argv)

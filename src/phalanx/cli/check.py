@@ -32,12 +32,12 @@ def run(argv: list[str]) -> int:
     )
     parser.add("what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file")
     parser.add("--model")
-    parser.add("--batch")
-    parser.add("--seq")
+    parser.add("--batch", default=0)
+    parser.add("--seq", default=0)
     parser.add(
-        "--device", default=None, choices=None, metavar="NAME", help="must fit in it, as h100"
+        "--device", default="", choices=None, metavar="NAME", help="with its memory, as h100"
     )
-    parser.add("--cluster", metavar="NAME", help="must fit on it, as h100x64, or this")
+    parser.add("--cluster", default="", metavar="NAME", help="must fit on it, as h100x64, or this")
     parser.add("--clip", action="store_true", help="with gradient clipping")
     parser.add("--sums", action="store_true", help="prove that each sum over ranks is made once")
     parser.add("--json")
@@ -47,10 +47,10 @@ def run(argv: list[str]) -> int:
         checked = check_layout(
             text,
             args.model,
-            batch=args.batch or 0,
-            sequence=args.seq or 0,
-            device=args.device or "",
-            cluster=args.cluster or "",
+            batch=args.batch,
+            sequence=args.seq,
+            device=args.device,
+            cluster=args.cluster,
             clip=args.clip,
             sums=args.sums,
         )

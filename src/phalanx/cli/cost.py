@@ -31,14 +31,8 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; default: one rank')
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
-    add("--rows", type=whole(), default=1, metavar="N", help="sequences of a microbatch")
-    add(
-        "--sequence",
-        type=whole(),
-        default=0,
-        metavar="N",
-        help="tokens of a sequence; default the shape's",
-    )
+    add("--rows", type=whole(), default=1, help="sequences of a microbatch")
+    add("--sequence", type=whole(), default=0, help="tokens of a sequence; default the shape's")
     add("--target", default="cuda", choices=("cuda", "cpu"), help="device whose kernels are used")
     add("--json")
     args = parser.read(argv)

@@ -94,10 +94,15 @@ def _parser() -> Parser:
     add("--microbatches", help="of a step; default 8")
     add("--chunks", type=whole(1, CHUNKS), metavar="V", help="of the model on each stage")
     add("--layers", help="pieces, spread evenly; default one per chunk")
-    add("--zero", type=int, choices=range(4), help="shard over two copies; default 0, nothing")
+    add(
+        "--zero",
+        type=whole(0, 3),
+        choices=range(4),
+        help="shard over two copies; default 0, nothing",
+    )
     add("--gather", choices=("step", "micro"), help="weights once a step, or for each use")
     add("--reduce", choices=("step", "micro"), help="gradients once, or per microbatch")
-    add("--prefetch", type=whole(0), metavar="N", help="gather N units ahead; default 1")
+    add("--prefetch", type=whole(0), help="gather N units ahead; default 1")
     add("--recompute", metavar="MODE", help="none, all, every=C, sqrt or fit")
     parser.section("a layout")
     add("--model")
@@ -106,14 +111,10 @@ def _parser() -> Parser:
     add("--cluster", metavar="NAME", help="with times in seconds, as planned for h100x64")
     parser.section("all of them")
     add("--costs", metavar="K=T,...", help="as F=1,B=2 or F=1,I=1,W=1,send=0.1; also R P G S U ...")
-    add(
-        "--memory-limit",
-        type=real(),
-        metavar="N",
-        help="searched: microbatches a stage may hold; recompute fit: pieces",
-    )
+    held = "searched: microbatches a stage may hold; recompute fit: pieces"
+    add("--memory-limit", type=real(), help=held)
     add("--clip", action="store_true", help="clip gradients: all agree before any update")
-    add("--repeat", type=whole(1, 10_000), default=1, metavar="N", help="steps in a row")
+    add("--repeat", type=whole(1, 10_000), default=1, help="steps in a row")
     _add_picture(
         parser, (*FORMATS, ".txt"), ".svg, .html, .json (for Perfetto), .txt (the program)"
     )
@@ -122,9 +123,7 @@ def _parser() -> Parser:
 
 def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
     """How every picture is shown."""
-    parser.add(
-        "--width", type=whole(24, 10_000), metavar="N", help="columns; default the terminal's"
-    )
+    parser.add("--width")
     parser.add_output("--out", *suffixes, help=help)
     parser.add("--json", help="figures, program and timeline as JSON")
 

@@ -29,13 +29,12 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("names", nargs="*", metavar="NAME", help="chapters, or all; none: list them")
     add("--ranks", default=4, help="how many ranks")
-    add(
-        "--backend", choices=(THREADS, GLOO), default=THREADS, help="ranks are threads or processes"
-    )
+    what = "ranks are threads or processes"
+    add("--backend", choices=(THREADS, GLOO), default=THREADS, help=what)
     add("--batch", default=default.batch, help="rows of a batch")
-    add("--width", type=whole(1, 1 << 20), default=default.width, metavar="N", help="of the model")
+    add("--width", type=whole(1, 1 << 20), default=default.width, help="of the model")
     add("--layers", default=default.layers, help="of the model")
-    add("--steps", type=whole(), default=default.steps, metavar="N", help="training steps")
+    add("--steps", type=whole(), default=default.steps, help="training steps")
     parser.add_output("--html", help="write one page with prose, code, values and pictures")
     add("--json", help="everything that was recorded, as JSON")
     args = parser.read(argv)

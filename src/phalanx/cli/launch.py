@@ -70,14 +70,12 @@ def run(argv: list[str]) -> int:
     add = parser.add
     add("system", choices=tuple(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
     add("words", nargs="+", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
-    add("--nodes", type=whole(1, 1 << 14), default=1, metavar="N")
+    add("--nodes", type=whole(1, 1 << 14), default=1)
     add("--gpus", type=whole(0, 64), default=8, metavar="G", help="GPUs of each node; 0: CPUs")
     add("--name", default="", help="name of the job; default the run file's")
     add("--time", default="24:00:00", metavar="LIMIT", help="time limit, for Slurm")
     add("--image", default="phalanx", help="container image, for Kubernetes")
-    add(
-        "--volume", default="phalanx", metavar="CLAIM", help="shared volume's claim, for Kubernetes"
-    )
+    add("--volume", default="phalanx", metavar="CLAIM", help="shared volume, for Kubernetes")
     add("--accelerator", default="H100", metavar="NAME", help="kind of GPU, for SkyPilot")
     add("--master", default="localhost", metavar="HOST", help="a node that all reach, for torchrun")
     add("--submit", action="store_true", help="hand it to the system instead of printing it")

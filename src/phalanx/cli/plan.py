@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+from typing import Any
 
-from ..api.plan import Planned
+from ..api.plan import Planned, PlanTerms
 from ..api.plan import request as plan_request
 from ..layout import Run
 from ..layout.choices import PRECISIONS
@@ -15,7 +16,7 @@ from ..layout.run import run_file
 from ..plan.search import search
 from ..plan.spend import MTBF_HOURS, interval, saving_seconds
 from ..plan.step import Choice, Request
-from .usage import Parser, UsageError, real, result, whole, write
+from .usage import Parser, UsageError, real, result, save, whole
 
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
@@ -38,10 +39,10 @@ def run(argv: list[str]) -> int:
     parser = Parser("phalanx plan", "The fastest layouts of a model, and why others lost.", _EPILOG)
     parser.subverbs = _SUBVERBS
     request_flags(parser)
-    parser.add("--top", type=whole(), default=10, metavar="N", help="rows of the table")
+    parser.add("--top", type=whole(), default=10, help="rows of the table")
     parser.add("--explain", metavar="LAYOUT", help="one layout: its time, memory and timeline")
     parser.add_output("--out", ".toml", help="write a run file with the best layout, for train")
-    parser.add("--tokens", type=parse_count, metavar="N", help="to train on in --out, as 1T")
+    parser.add("--tokens", type=parse_count, help="to train on in --out, as 1T")
     parser.add_output("--page", ".html", help="write all candidates by memory and throughput")
     parser.add("--json")
     args = parser.read(argv)
@@ -51,11 +52,7 @@ def run(argv: list[str]) -> int:
     if args.explain is not None:
         from .plan_explain import explain
 
-        return explain(args.explain, request, as_json=args.json)
-    return _plan(request, args)
-
-
-def _plan(request: Request, args: argparse.Namespace) -> int:
+        return explain(args, request)
     planned = Planned(request, search(request, top=args.top))
     result(args, planned.figures, str(planned))
     if planned.best is None:
@@ -63,14 +60,9 @@ def _plan(request: Request, args: argparse.Namespace) -> int:
     if args.page:
         from .plan_page import page
 
-        write(
-            args.page,
-            {".html": lambda p: page(request, p, planned.baselines)},
-            planned.plan,
-            "--page",
-        )
+        save(args.page, page(request, planned.plan, planned.baselines))
     if args.out:
-        write(args.out, {".toml": _DATA.__add__}, str(_run(request, planned.layouts[0], args)))
+        save(args.out, f"{_DATA}{_run(request, planned.layouts[0], args)}")
     return 0
 
 
@@ -99,13 +91,8 @@ def request_flags(parser: Parser) -> None:
     add("--cluster", default="h100x64", metavar="NAME", help="such as h100x64, llama3, or this")
     add("--machine", metavar="FILE", help="for --cluster this: the file that doctor --out wrote")
     add("--ranks", type=whole(), help="for --cluster this: how many; default: its devices")
-    add("--seq", help="tokens of a sequence; default the shape's")
-    add(
-        "--batch-tokens",
-        type=_count,
-        metavar="N",
-        help="tokens of a step, as 4M; default the shape's batch",
-    )
+    add("--seq", dest="sequence", help="tokens of a sequence; default the shape's")
+    add("--batch-tokens", type=_count, help="tokens of a step, as 4M; default the shape's batch")
     add("--precision", choices=PRECISIONS, help="number format; default bf16, on a CPU fp32")
     add("--limit", type=part, default=0.85, metavar="PART", help="part of a device's memory to use")
     add("--profile", metavar="NAME", help="software to predict; default: this one")
@@ -120,15 +107,5 @@ def _count(text: str) -> str:
 
 def request_of(args: argparse.Namespace) -> Request:
     """What the flags ask."""
-    return plan_request(
-        args.model,
-        args.cluster,
-        machine=args.machine,
-        ranks=args.ranks,
-        sequence=args.seq,
-        batch_tokens=args.batch_tokens,
-        precision=args.precision,
-        limit=args.limit,
-        profile=args.profile,
-        routing=args.routing,
-    )
+    terms: Any = {name: getattr(args, name) for name in PlanTerms.__annotations__}
+    return plan_request(args.model, args.cluster, **terms)

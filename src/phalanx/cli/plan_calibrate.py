@@ -9,24 +9,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ..api.request import Where, where
+from ..api.request import where
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout.codec import dump
-from ..plan.calibrate import (
-    CostedRun,
-    Measured,
-    by_model,
-    calibrated,
-    costed,
-    read_run,
-    spread_over,
-)
+from ..plan.calibrate import CostedRun, by_model, calibrated, costed, read_run, spread_over
 from ..plan.local import profile_for
 from ..plan.profile import FITTED, SoftwareProfile, profile
 from ..plan.published import runs_of
 from ..plan.table import read_table
-from .usage import Parser, UsageError, print_json, say, whole, write
+from .usage import Parser, UsageError, result, save, whole
 
 _EXAMPLES = """\
   phalanx doctor --out machine.toml --backend gloo
@@ -51,15 +43,10 @@ def run(argv: Sequence[str]) -> int:
     add("runs", nargs="+", metavar="RUNDIR|TABLE.csv")
     add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
     add("--cluster", metavar="NAME", help="a catalogued cluster instead, as h100x64")
-    add(
-        "--backend",
-        default="",
-        choices=None,
-        metavar="NAME",
-        help="whose curves of the machine file: gloo, shm",
-    )
+    curves = "whose curves of the machine file: gloo, shm"
+    add("--backend", default="", choices=None, metavar="NAME", help=curves)
     add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
-    add("--rows", type=whole(), metavar="N", help="fit on so many runs, test on the others")
+    add("--rows", type=whole(), help="fit on so many runs, test on the others")
     parser.add_output("--out", ".toml", help="a profile for phalanx plan --profile FILE")
     add("--json")
     args = parser.read(argv)
@@ -70,12 +57,20 @@ def run(argv: Sequence[str]) -> int:
     used = spread_over(costed_runs, args.rows or 0)
     after = calibrated(before, used)
     if args.out:
-        write(args.out, {".toml": partial(dump, short=True)}, after)
-    rows = _rows(costed_runs, used, before, after)
-    if args.json:
-        print_json({"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}})
-    else:
-        say(_text(rows, before, after, args.out))
+        save(args.out, dump(after, short=True))
+    rows: list[dict[str, Any]] = [
+        {
+            "run": run.run.name,
+            "layout": str(run.run.case.layout),
+            "seconds": run.measured,
+            "before": run.step(before) / run.measured - 1,
+            "after": run.step(after) / run.measured - 1,
+            "used": run in used,
+        }
+        for run in costed_runs
+    ]
+    figures = {"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}}
+    result(args, figures, _text(rows, before, after, args.out))
     return 0
 
 
@@ -83,12 +78,14 @@ def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     """Where the fit begins, and the runs."""
     runs = [read_run(Path(folder)) for folder in args.runs]
     groups = by_model(runs)
-    places = [_where(args, group) for group in groups]
-    before = profile_for(places[0].hardware, args.profile, runs[0].case.layout.precision)
+    places = [
+        where(args.cluster, args.machine, group[0].case.layout.ranks, args.backend).hardware
+        for group in groups
+    ]
+    before = profile_for(places[0], args.profile, runs[0].case.layout.precision)
     return before, [
         run
-        for group, at in zip(groups, places, strict=True)
-        for hardware in [at.hardware]
+        for group, hardware in zip(groups, places, strict=True)
         for run in costed(group, hardware, partial(cached_costs, target=hardware.target), before)
     ]
 
@@ -106,42 +103,16 @@ def _of_tables(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:
     return rows[0].profile, known
 
 
-def _where(args: Namespace, runs: Sequence[Measured]) -> Where:
-    return where(args.cluster, args.machine, runs[0].case.layout.ranks, args.backend)
-
-
-def _rows(
-    runs: Sequence[CostedRun],
-    used: Sequence[CostedRun],
-    before: SoftwareProfile,
-    after: SoftwareProfile,
-) -> list[dict[str, Any]]:
-    return [
-        {
-            "run": run.run.name,
-            "layout": str(run.run.case.layout),
-            "seconds": run.measured,
-            "before": run.step(before) / run.measured - 1,
-            "after": run.step(after) / run.measured - 1,
-            "used": run in used,
-        }
-        for run in runs
-    ]
-
-
 def _text(
     rows: Sequence[dict[str, Any]],
     before: SoftwareProfile,
     after: SoftwareProfile,
     out: str | None,
 ) -> str:
-    runs = [
-        (
-            *(r["run"], f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}"),
-            *("fit" if r["used"] else "test", r["layout"]),
-        )
-        for r in rows
-    ]
+    runs = []
+    for r in rows:
+        errors = f"{r['seconds']:.4g}s", f"{r['before']:+.0%}", f"{r['after']:+.0%}"
+        runs.append((r["run"], *errors, "fit" if r["used"] else "test", r["layout"]))
     fitted = [(n, f"{getattr(before, n):.3g}", "->", f"{getattr(after, n):.3g}") for n in FITTED]
     lines = [
         text_table(("run", "step", "before", "after", "for", "layout"), runs, left="lrrrll"),
@@ -150,9 +121,8 @@ def _text(
     unseen = [r for r in rows if not r["used"]]
     if unseen:
         off = [f"{median(abs(r[when]) for r in unseen):.0%} {when}" for when in ("before", "after")]
-        lines.append(
-            f"Median error of the {len(unseen)} runs that were not used: {', '.join(off)}."
-        )
+        what = f"Median error of the {len(unseen)} runs that were not used"
+        lines.append(f"{what}: {', '.join(off)}.")
     if (used := len(rows) - len(unseen)) < len(FITTED):
         lines.append(f"{used} runs for {len(FITTED)} numbers: use them near these runs only.")
     return "\n".join([*lines, *([f"written: {out}"] if out else [])])

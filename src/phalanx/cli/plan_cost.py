@@ -14,7 +14,7 @@ from ..plan.spend import MTBF_HOURS, SAVED, Spending, saving_seconds, spending
 from ..plan.step import Choice, Request
 from .plan import request_flags, request_of
 from .plan_explain import named
-from .usage import POSITIVE, Parser, print_json, real, say
+from .usage import POSITIVE, Parser, real, result, say
 
 _EPILOG = f"""\
 Failures: one device fails once in {MTBF_HOURS:,.0f} hours unless --mtbf says otherwise, from the 419
@@ -30,7 +30,7 @@ def run(argv: list[str]) -> int:
     parser = Parser("phalanx plan cost", "Hours and money of a run.", _EPILOG)
     request_flags(parser)
     add, least = parser.add, real(lambda x: x >= 0, "of 0 or more")
-    add("--tokens", type=parse_count, required=True, metavar="N", help="of the whole run, as 1T")
+    add("--tokens", type=parse_count, required=True, help="of the whole run, as 1T")
     add("--price", type=least, required=True, metavar="X", help="of a device for an hour")
     add("--layout", metavar="TEXT", help="default: the best of the plan")
     add("--mtbf", type=POSITIVE, default=MTBF_HOURS, metavar="HOURS", help="until one device fails")
@@ -39,12 +39,15 @@ def run(argv: list[str]) -> int:
     add("--json")
     args = parser.read(argv)
     request = request_of(args)
-    choice = _choice(request, args.layout)
-    if choice is None:
-        say(
-            f"No layout of {request.shape.name} fits on {request.hardware.name}: see `phalanx plan`."
-        )
+    if args.layout is None:
+        layouts = search(request, top=1).layouts
+    else:
+        layouts = (named(args.layout, request, "--layout"),)
+    if not layouts:
+        name = request.hardware.name
+        say(f"No layout of {request.shape.name} fits on {name}: see `phalanx plan`.")
         return 1
+    choice = layouts[0]
     saving = args.saving or saving_seconds(request.shape.total, request.hardware.ranks)
     spent = spending(
         tokens=args.tokens,
@@ -57,66 +60,42 @@ def run(argv: list[str]) -> int:
         restart=args.restart,
     )
     if math.isinf(spent.hours):
-        say(
-            f"{request.hardware.ranks:,} devices fail faster than they can start again: every"
-            f" {seconds_text(3600 * args.mtbf / request.hardware.ranks)}."
-        )
+        every = seconds_text(3600 * args.mtbf / request.hardware.ranks)
+        say(f"{spent.devices:,} devices fail faster than they can start again: every {every}.")
         return 1
-    if args.json:
-        more = {
-            "hours": spent.hours,
-            "device_hours": spent.device_hours,
-            "money": spent.money,
-            "goodput": spent.goodput,
-            "layout": str(choice.layout),
-            "step_time_s": choice.step,
-            "error": request.profile.error,
-        }
-        print_json(asdict(spent) | more)
-    else:
-        say("\n".join(_lines(request, choice, spent, args, saving)))
+    figures = asdict(spent) | {
+        "hours": spent.hours,
+        "device_hours": spent.device_hours,
+        "money": spent.money,
+        "goodput": spent.goodput,
+        "layout": str(choice.layout),
+        "step_time_s": choice.step,
+        "error": request.profile.error,
+    }
+    result(args, figures, _text(request, choice, spent, args, saving))
     return 0
 
 
-def _choice(request: Request, words: str | None) -> Choice | None:
-    if words is None:
-        layouts = search(request, top=1).layouts
-        return layouts[0] if layouts else None
-    return named(words, request, "--layout")
-
-
-def _lines(
+def _text(
     request: Request, choice: Choice, spent: Spending, args: argparse.Namespace, saving: float
-) -> list[str]:
+) -> str:
     low, high = (1 - request.profile.error) * spent.money, (1 + request.profile.error) * spent.money
     step = f"of {request.tokens:,} tokens, {seconds_text(choice.step)} each"
-    saved = f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each"
-    every = args.mtbf / spent.devices
+    size = bytes_text(SAVED * request.shape.total)
+    saved = f"one every {seconds_text(spent.interval)}, {seconds_text(saving)} each, {size}"
+    failures = f"{spent.failures:,.1f} expected, one in {args.mtbf / spent.devices:,.3g} hours"
+    days = f"{spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model"
     rows = [
         ("steps", f"{spent.steps:,}", f"{step} (MFU {utilization(request, choice).mfu:.1%})"),
         ("computing", f"{spent.computing:,.1f}", "hours"),
-        (
-            "checkpoints",
-            f"{spent.saving:,.1f}",
-            f"hours: {saved}, {bytes_text(SAVED * request.shape.total)}",
-        ),
-        (
-            "failures",
-            f"{spent.lost:,.1f}",
-            f"hours: {spent.failures:,.1f} expected, one in {every:,.3g} hours",
-        ),
-        (
-            "altogether",
-            f"{spent.hours:,.1f}",
-            f"hours or {spent.hours / 24:,.1f} days, {spent.goodput:.1%} of it for the model",
-        ),
+        ("checkpoints", f"{spent.saving:,.1f}", f"hours: {saved}"),
+        ("failures", f"{spent.lost:,.1f}", f"hours: {failures}"),
+        ("altogether", f"{spent.hours:,.1f}", f"hours or {days}"),
         ("device hours", f"{spent.device_hours:,.0f}", ""),
         ("money", f"{spent.money:,.0f}", f"({low:,.0f} to {high:,.0f} by the step's error)"),
     ]
-    return [
+    return (
         f"{request.shape.name}, {count_text(args.tokens)} tokens on {request.hardware.name}"
-        f" at {args.price:g} an hour and device",
-        str(choice.layout),
-        "",
-        *text_table((), rows, left="lrl", indent=2).splitlines(),
-    ]
+        f" at {args.price:g} an hour and device\n{choice.layout}\n\n"
+        f"{text_table((), rows, left='lrl', indent=2)}"
+    )

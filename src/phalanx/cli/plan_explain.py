@@ -3,9 +3,11 @@ timeline that is predicted for it."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+from ..api.check import spans
 from ..api.plan_text import choice_figures, choice_text
 from ..api.request import in_precision, range_text, refuse_illegal, verdict
 from ..draw import Picture, text, text_table
@@ -17,7 +19,6 @@ from ..plan.step import MEMORY, Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
 from .usage import UsageError, print_json, say, screen
 
-_SHORT = {"activations": "kept"}
 _WIDTH = 80
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 
@@ -35,25 +36,16 @@ def named(words: str, request: Request, flag: str) -> Choice:
     return choice
 
 
-def explain(words: str, request: Request, *, as_json: bool) -> int:
-    """Print what a layout would take."""
-    choice = named(words, request, "--explain")
-    if as_json:
+def explain(args: argparse.Namespace, request: Request) -> int:
+    """Print what the layout of --explain would take."""
+    choice = named(args.explain, request, "--explain")
+    if args.json:
         least, _ = choice.range(request.profile)
         print_json(choice_figures(request, choice) | {"fits": least <= request.hardware.memory})
         return 0
     say(f"{choice.layout} on {request.hardware.name}\n")
-    say(
-        "\n".join(
-            [
-                *choice_text(request, choice),
-                "",
-                *_memory(choice, request),
-                "",
-                *_timeline(request, choice),
-            ]
-        )
-    )
+    say("\n".join((*choice_text(request, choice), "", *_memory(choice, request), "")))
+    say(_timeline(request, choice), end="", colour=True)
     return 0
 
 
@@ -72,43 +64,34 @@ def _memory(choice: Choice, request: Request) -> Iterator[str]:
         for kind in MEMORY
         if (held := choice.memory[kind])
     ]
-    yield from text_table((), rows, indent=2).splitlines()
+    yield text_table((), rows, indent=2).rstrip("\n")
     if choice.stages:
-        yield ""
-        yield from text_table(*_stages(choice.stages), left="r").splitlines()
+        yield "\n" + text_table(*_stages(choice.stages), left="r").rstrip("\n")
 
 
 def _stages(stages: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
     """A row for every rank of a pipeline, neighbours that are alike in one, in GB."""
     used = [kind for kind in MEMORY if any(held[kind] for held in stages)]
-    head = ["GB  stage", *(_SHORT.get(kind, kind) for kind in used), "all"]
+    head = ["GB  stage", *("kept" if kind == "activations" else kind for kind in used), "all"]
     numbers = [
         [f"{held / 1e9:.1f}" for held in (*(each[k] for k in used), sum(each.values()))]
         for each in stages
     ]
-    rows = []
-    begin = 0
-    for row, alike in groupby(numbers):
-        last = begin + len(list(alike)) - 1
-        rows.append([f"{begin}" if last == begin else f"{begin}-{last}", *row])
-        begin = last + 1
-    return head, rows
+    alike = [list(group) for _, group in groupby(range(len(stages)), numbers.__getitem__)]
+    return head, [[spans(group), *numbers[group[0]]] for group in alike]
 
 
-def _timeline(request: Request, choice: Choice) -> Iterator[str]:
+def _timeline(request: Request, choice: Choice) -> str:
     layout = choice.layout
     most = max(_ROUNDS * layout.pp, 4)
     stages = stage_pieces(layout, request.shape)
     drawn = _by_stage(Pricer(request).timeline(layout, most), stages)
-    shown = min(layout.microbatches, most)
-    title = f"computing: {shown} of {layout.microbatches} microbatches"
-    notes = (
-        "a piece is a whole stage; what it waits for inside and the messages in it are its time",
-    )
+    title = f"computing: {min(layout.microbatches, most)} of {layout.microbatches} microbatches"
+    note = "a piece is a whole stage; what it waits for inside and the messages in it are its time"
     labels = {rank: f"stage {rank}" for rank in drawn.ranks}
-    width, colour = screen(None)
-    picture = Picture(title, drawn, labels=labels, notes=notes, clock="s")
-    yield from text(picture, width=width, colour=colour).splitlines()
+    width, colour = screen()
+    picture = Picture(title, drawn, labels=labels, notes=(note,), clock="s")
+    return text(picture, width=width, colour=colour)
 
 
 def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
@@ -122,7 +105,6 @@ def _by_stage(timeline: Timeline, stages: Sequence[range]) -> Timeline:
             # Recomputing a stage is part of its backward.
             kind = backward if span.op.kind in ops.RECOMPUTES else span.op.kind
             op = Op(kind, stage_of[span.op.piece], span.op.index)
-            known = joined.get((span.rank, op))
-            start = known.start if known else span.start
-            joined[span.rank, op] = Span(span.rank, span.lane, op, start, span.end)
+            first = joined.setdefault((span.rank, op), span._replace(op=op))
+            joined[span.rank, op] = first._replace(end=span.end)
     return Timeline(tuple(sorted(joined.values(), key=lambda span: (span.rank, span.start))))

@@ -11,7 +11,7 @@ from ..plan.profile import profile
 from ..plan.published import runs_of
 from ..plan.score import FamilyScore, HeldOut, score
 from ..plan.table import read_table
-from .usage import Parser, print_json, say, whole
+from .usage import Parser, result, whole
 
 _EXAMPLES = """\
   phalanx plan score runs.csv
@@ -35,8 +35,8 @@ def run(argv: Sequence[str]) -> int:
     add = parser.add
     add("tables", nargs="+", metavar="TABLE.csv")
     add("--profile", metavar="NAME|FILE", help="of every row (default: by its framework)")
-    add("--rows", type=whole(), metavar="N", help="also after a fit on so many of each family")
-    add("--most-ranks", type=whole(), default=0, metavar="N", help="leave larger runs out")
+    add("--rows", type=whole(), help="also after a fit on so many of each family")
+    add("--most-ranks", type=whole(), default=0, help="leave larger runs out")
     add("--each", action="store_true", help="every run, with the parts of its step")
     add("--json")
     args = parser.read(list(argv))
@@ -50,12 +50,10 @@ def run(argv: Sequence[str]) -> int:
         after = calibrated(start, seen)
         held[family] = HeldOut(start, after, tuple(run.row for run in seen))
     scores = score(published, refused, rows, most_ranks=args.most_ranks, held=held)
-    if args.json:
-        runs = {each.family: [run.plain() for run in each.runs] for each in scores if args.each}
-        figures = {"families": [each.plain() for each in scores]}
-        print_json(figures | ({"runs": runs} if args.each else {}))
-    else:
-        say(score_text(scores, each_run=args.each))
+    figures: dict[str, object] = {"families": [each.plain() for each in scores]}
+    if args.each:
+        figures["runs"] = {each.family: [run.plain() for run in each.runs] for each in scores}
+    result(args, figures, score_text(scores, each_run=args.each))
     return 0
 
 

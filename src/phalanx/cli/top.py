@@ -16,7 +16,7 @@ from ..layout.files import printable
 from ..layout.goodput import Goodput
 from ..layout.journal import JournalReader, Record
 from ..layout.numbers import binary_text
-from .usage import POSITIVE, Parser, UsageError, result, say, screen, whole
+from .usage import POSITIVE, Parser, UsageError, result, say, screen
 
 _EPILOG = """\
 First the numbers of the last log line and where the time went (goodput), then the ranks, and the
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
     add("--once", action="store_true", help="print once and exit, as where there is no terminal")
     add("--every", type=POSITIVE, default=1.0, metavar="SECONDS", help="time between two updates")
-    add("--width", type=whole(), metavar="N", help="columns; default the terminal's")
+    add("--width")
     add("--json", help="print once, as JSON")
     args = parser.read(argv)
     watched = _Run(Path(args.folder))

@@ -82,19 +82,21 @@ def real(
 
 
 POSITIVE = real(lambda x: x > 0, "above 0")
-# Options that several commands have. A command may change what it takes or how it is explained.
+# Options that several commands have. A command may change what it takes or how it is explained. What
+# has a type and no metavar is shown as N.
 OPTIONS: dict[str, dict[str, Any]] = {
     "--backend": {"default": AUTO, "choices": BACKENDS, "help": "what carries messages"},
-    "--batch": {"type": whole(), "metavar": "N", "help": "sequences of a step; default the model's"},
+    "--batch": {"type": whole(), "help": "sequences of a step; default the model's"},
     "--device": {"default": AUTO, "choices": DEVICES, "help": "where it computes"},
     "--json": {"action": "store_true", "help": "the result as JSON"},
-    "--layers": {"type": whole(1, 10_000), "metavar": "N"},
+    "--layers": {"type": whole(1, 10_000)},
     "--limit": {"type": POSITIVE, "metavar": "SECONDS"},
     "--microbatches": {"type": whole(1, MICROBATCHES), "metavar": "M"},
     "--model": {"metavar": "SHAPE", "help": "a shape's name, or a .toml file"},
-    "--ranks": {"type": whole(1, LOCAL_RANKS), "metavar": "N"},
-    "--seed": {"type": whole(0, (1 << 63) - 1), "default": 0, "metavar": "N"},
-    "--seq": {"type": whole(1, 1 << 28), "metavar": "N", "help": "tokens of a sequence; default the model's"},
+    "--ranks": {"type": whole(1, LOCAL_RANKS)},
+    "--seed": {"type": whole(0, (1 << 63) - 1), "default": 0},
+    "--seq": {"type": whole(1, 1 << 28), "help": "tokens of a sequence; default the model's"},
+    "--width": {"type": whole(24, 10_000), "help": "columns; default the terminal's"},
 }  # fmt: skip
 # Spellings of earlier versions, of commands, options and values, and what to write instead.
 OLD = {"--wire": "--backend", "shared": SHM, "--stack": "--profile", "weigh": "cost"}
@@ -129,8 +131,6 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_Formatter,
         )
-        self.register("type", int, _sentence(whole(-(1 << 63), 1 << 63)))
-        self.register("type", float, _sentence(real()))
         self.subverbs: Collection[str] = ()  # words that the first argument may be, as `draw mesh`
         self._section: argparse._ActionsContainer = self
         self.add("-q", "--quiet", action="store_true", help="no progress lines")
@@ -141,8 +141,9 @@ class Parser(argparse.ArgumentParser):
     def add(self, *names: str, **changes: Any) -> None:
         """An argument; what `OPTIONS` has by its name is taken from there."""
         words = OPTIONS.get(names[0], {}) | changes
-        if callable(words.get("type")) and words["type"] not in (int, float, str):
-            words["type"] = _sentence(words["type"])
+        if "type" in words:
+            shown = {} if words.get("choices") else {"metavar": "N"}
+            words = {**shown, **words, "type": _sentence(words["type"])}
         self._section.add_argument(*names, **words)
 
     def section(self, title: str) -> None:
@@ -282,11 +283,9 @@ def save(path: str | Path, text: str) -> None:
         raise UsageError(f"cannot write {str(path)!r}: no file can have this name.") from None
 
 
-def write(
-    path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn, flag: str = "--out"
-) -> None:
-    """Write a picture, or anything else, in the format that the file's suffix names."""
-    _refuse_suffix(path, tuple(formats), flag)
+def write(path: str, formats: Mapping[str, Callable[[Drawn], str]], drawn: Drawn) -> None:
+    """Write what --out names in the format of its suffix."""
+    _refuse_suffix(path, tuple(formats), "--out")
     save(path, formats[Path(path).suffix](drawn))
 
 
@@ -365,8 +364,6 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;]*m)")
 
 def screen(width: int | None = None) -> tuple[int, bool]:
     """How many columns to fill, and whether in colour: only a terminal has any."""
-    if width is not None and not 24 <= width <= 10_000:
-        raise UsageError(f"--width is {width}; a picture has 24 to 10,000 columns.")
     terminal = sys.stdout.isatty()
     columns = shutil.get_terminal_size().columns if terminal else 80
     # https://no-color.org: the variable's presence counts, unless it is empty.

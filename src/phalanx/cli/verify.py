@@ -7,15 +7,8 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..api.verify import (
-    Verified,
-    layouts_to_verify,
-    model_to_verify,
-    refuse_too_large,
-    verdict_text,
-)
+from ..api.verify import compared, layouts_to_verify, model_to_verify, verdict_text
 from ..draw import WIDE
 from ..layout import Shape
 from ..layout.cases import AXES
@@ -34,9 +27,6 @@ from .usage import (
     whole,
     write,
 )
-
-if TYPE_CHECKING:
-    pass
 
 STEPS = 10_000
 MOST = 64  # ranks of which all layouts are listed: there are some hundred thousand
@@ -71,15 +61,11 @@ def run(argv: list[str]) -> int:
     add("--ranks", type=whole(1, MOST, names_larger), default=4, help="all layouts up to N ranks")
     add("--axes", type=_axes, default=" ".join(AXES), help="the axes that these use")
     add("--layouts", metavar="TEXT", help="compare these layouts instead, separated by ;")
-    add("--cover", type=whole(), metavar="N", help="only N or more, with every pair of choices")
+    add("--cover", type=whole(), help="only N or more, with every pair of choices")
     add("--backend", default=THREADS)
-    add("--steps", type=whole(1, STEPS), default=3, metavar="N", help="training steps")
-    add(
-        "--dtype",
-        default=DTYPES[FP64].torch,
-        choices=COMPARED,
-        help="number format in which all is computed",
-    )
+    add("--steps", type=whole(1, STEPS), default=3, help="training steps")
+    number = "number format in which all is computed"
+    add("--dtype", default=DTYPES[FP64].torch, choices=COMPARED, help=number)
     add("--optimizer", default="adamw", choices=OPTIMIZERS, help="the optimizer; sgd has momentum")
     add("--lora", type=whole(), default=0, metavar="R", help="only LoRA adapters, of this rank")
     add("--dropout", type=rate, default=0.0, metavar="RATE", help="dropout, of the built-in models")
@@ -89,7 +75,9 @@ def run(argv: list[str]) -> int:
     add("--part", type=_part, metavar="I/N", help="only this part of the list, as 1/4")
     parser.add_output("--out", ".html", ".svg", help="what was compared together, as a page")
     add("--log", metavar="FILE", help="results as JSON lines; layouts in it are not run again")
-    parser.add_output("--record", help="save the last layout's last step, for `phalanx draw run`")
+    parser.add_output(
+        "--record", type=Path, help="save the last layout's last step, for `phalanx draw run`"
+    )
     add("--json")
     args = parser.read(argv)
     if code_of(args.model)[0] and args.dropout:
@@ -100,52 +88,29 @@ def run(argv: list[str]) -> int:
         raise UsageError("--lora is for the built-in models.")
     if args.lora:  # in the name, as a log of verdicts is named by it
         shape = replace(shape, lora_r=args.lora, name=f"{shape.name}-lora{args.lora}")
-    layouts = list(
-        layouts_to_verify(
-            args.layouts,
-            shape,
-            make,
-            ranks=args.ranks,
-            axes=args.axes,
-            cover=args.cover,
-            dtype=args.dtype,
-        )
-    )
+    wanted = {name: getattr(args, name) for name in ("ranks", "axes", "cover", "dtype")}
+    layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
     if args.part:  # every n-th layout, so that each part has its share of the large ones
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
-    log = _log(args, shape)
-    if layouts:
-        refuse_too_large(
-            shape,
-            make,
-            layouts,
-            name=args.model,
-            steps=args.steps,
-            dtype=args.dtype,
-            processes=args.backend != THREADS,
-            memory=args.memory,
-        )
-    from ..verify import verify
-
-    verdicts = []
-    for verdict in verify(
+    terms = (
+        "dtype",
+        "memory",
+        "backend",
+        "steps",
+        "seed",
+        "packed",
+        "dropout",
+        "optimizer",
+        "record",
+    )
+    found = compared(
         shape,
+        make,
         layouts,
-        backend=args.backend,
-        steps=args.steps,
-        dtype=args.dtype,
-        seed=args.seed,
-        packed=args.packed,
-        dropout=args.dropout,
-        optimizer=args.optimizer,
-        log=log,
-        make=make,
-        record=Path(args.record) if args.record else None,
-    ):
-        verdicts.append(verdict)
-        if not args.json:
-            progress(verdict_text(verdict))
-    found = Verified(shape.name, args.dtype, tuple(verdicts))
+        log=_log(args, shape),
+        show=lambda verdict: None if args.json else progress(verdict_text(verdict)),
+        **{name: getattr(args, name) for name in terms},
+    )
     if args.out:
         from .verify_page import verified_page, verified_svg
 
