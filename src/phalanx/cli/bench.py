@@ -32,10 +32,10 @@ from ..layout.numbers import (
     rate_text,
     seconds_text,
 )
-from ..plan.curve import FACTORS
+from ..plan.curve import FACTORS, Curve
 from .before import refuse_large
 from .bench_chart import curves_svg
-from .usage import POSITIVE, Parser, UsageError, chosen, result, say, whole, write
+from .usage import POSITIVE, Parser, UsageError, chosen, result, save, say, whole, write
 
 if TYPE_CHECKING:
     from ..bench import Growth, Iteration, LocalDevice, MatrixProduct, Overlap, Sample
@@ -113,11 +113,6 @@ def _add_ranks(parser: Parser) -> None:
     parser.add("--backend")
 
 
-def _refuse_tf32(device: str, dtypes: Sequence[str | None]) -> None:
-    if device == "cpu" and TF32 in dtypes:
-        raise UsageError(f"--dtype {TF32} is how GPUs multiply fp32; on a CPU use fp32 or bf16.")
-
-
 class _Ranks:
     """The ranks that measure: those that torchrun or Slurm has started, else new ones."""
 
@@ -188,28 +183,17 @@ def _collectives(argv: list[str]) -> int:
     from ..bench import Sweep, fit_all, growths, measure_collectives
 
     ranks = _Ranks(args.ranks, args.backend)
-    samples = ranks.run(
-        measure_collectives,
-        Sweep(
-            args.ops,
-            args.sizes,
-            _groups(args.groups or str(ranks.count), ranks.count),
-            _summable(args.dtype, ranks.count),
-            args.repeats,
-            args.limit,
-            args.total,
-        ),
-    )
+    groups = _groups(args.groups or str(ranks.count), ranks.count)
+    dtype = _summable(args.dtype, ranks.count)
+    sweep = Sweep(args.ops, args.sizes, groups, dtype, args.repeats, args.limit, args.total)
+    samples = ranks.run(measure_collectives, sweep)
     if samples is None:
         return 0
     curves, forms = fit_all(samples, ranks.backend), growths(samples)
     if args.out:
         draw = partial(curves_svg, curves, samples=samples, backend=ranks.backend)
-        formats = {
-            ".svg": lambda draw: draw(),
-            ".html": lambda draw: frame(f"collectives over {ranks.backend}", figure(draw)),
-        }
-        write(args.out, formats, draw)
+        page = partial(frame, f"collectives over {ranks.backend}")
+        write(args.out, {".svg": lambda draw: draw(), ".html": lambda d: page(figure(d))}, draw)
     figures = {
         "backend": ranks.backend,
         "samples": [
@@ -257,8 +241,8 @@ def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
     return tuple(groups)
 
 
-def _group(ranks: int, apart: int) -> str:
-    return f"{ranks}x{apart}" if apart > 1 else str(ranks)
+def group_text(of: Sample | Curve) -> str:
+    return f"{of.ranks}x{of.apart}" if of.apart > 1 else str(of.ranks)
 
 
 def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Growth]) -> str:
@@ -267,80 +251,44 @@ def collectives_text(samples: Sequence[Sample], backend: str, forms: Sequence[Gr
 
     if not samples:
         return "nothing was measured: --total was over before the first size.\n"
-    rows = [
-        (
-            s.op,
-            _group(s.ranks, s.apart),
-            binary_text(s.bytes),
-            seconds_text(s.seconds),
-            f"{seconds_text(s.least)}..{seconds_text(s.most)}",
-            f"{s.algorithm / 1e9:.3f} GB/s",
-            f"{s.factor:.3f}",
-            f"{s.bus / 1e9:.3f}",
-            "right" if s.correct else "WRONG",
-        )
-        for s in samples
-    ]
-    halves = [
-        (
-            s.ranks,
-            binary_text(s.bytes),
-            seconds_text(s.seconds),
-            seconds_text(s.halves),
-            f"{s.halves / s.seconds:.2f}",
-        )
-        for s in samples
-        if s.halves
-    ]
-    curves = [
-        (
-            c.op,
-            _group(c.ranks, c.apart),
-            seconds_text(c.latency),
-            rate_text(c.bandwidth),
-            f"{c.error:.0%}",
-            f"{rate_text(c.beyond)} beyond {binary_text(c.bend)}" if c.bend else "",
-        )
-        for c in fit_all(samples, backend)
-    ]
-    grown = [
-        (g.op, ",".join(map(str, g.ranks)), f"{g.ring:.0%}", f"{g.tree:.0%}", g.better)
-        for g in forms
-    ]
-    return "\n".join(
-        [
-            f"backend {backend}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all,"
-            "\nits output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.\n",
-            text_table(_SAMPLES, rows),
-            *_titled(
-                "all-reduce = reduce-scatter then all-gather: the same values, these times",
-                ("ranks", "S", "all-reduce", "in two steps", "ratio"),
-                halves,
-            ),
-            *_titled(
-                "fitted: latency of a step, bus bandwidth for large S, median error of the fit",
-                ("operation", "ranks", "latency", "bandwidth", "error", "beyond"),
-                curves,
-                "lrrrrl",
-            ),
-            *_titled(
-                "ring or tree: error with one latency and one bandwidth for all group sizes",
-                ("operation", "ranks", "ring", "tree", "better"),
-                grown,
-            ),
-            *["ring or tree: one group size cannot tell; measure two, as with --groups 2,4.\n"]
-            * (not forms),
-        ]
+    rows, halves, curves, grown = [], [], [], []
+    for s in samples:
+        size, time = binary_text(s.bytes), seconds_text(s.seconds)
+        span = f"{seconds_text(s.least)}..{seconds_text(s.most)}"
+        rates = f"{s.algorithm / 1e9:.3f} GB/s", f"{s.factor:.3f}", f"{s.bus / 1e9:.3f}"
+        right = "right" if s.correct else "WRONG"
+        rows.append((s.op, group_text(s), size, time, span, *rates, right))
+        if s.halves:
+            ratio = f"{s.halves / s.seconds:.2f}"
+            halves.append((s.ranks, size, time, seconds_text(s.halves), ratio))
+    for c in fit_all(samples, backend):
+        found = seconds_text(c.latency), rate_text(c.bandwidth), f"{c.error:.0%}"
+        beyond = f"{rate_text(c.beyond)} beyond {binary_text(c.bend)}" if c.bend else ""
+        curves.append((c.op, group_text(c), *found, beyond))
+    for g in forms:
+        ranks = ",".join(map(str, g.ranks))
+        grown.append((g.op, ranks, f"{g.ring:.0%}", f"{g.tree:.0%}", g.better))
+    text = (
+        f"backend {backend}. S is a rank's input of all_reduce, reduce_scatter, reduce and all_to_all,"
+        "\nits output of all_gather, the root's whole of scatter and gather. GB = 1e9 bytes.\n\n"
+        f"{text_table(_SAMPLES, rows)}"
     )
+    if halves:
+        text += "\nall-reduce = reduce-scatter then all-gather: the same values, these times\n"
+        text += text_table(("ranks", "S", "all-reduce", "in two steps", "ratio"), halves, indent=2)
+    if curves:
+        text += "\nfitted: latency of a step, bus bandwidth for large S, median error of the fit\n"
+        curve = ("operation", "ranks", "latency", "bandwidth", "error", "beyond")
+        text += text_table(curve, curves, left="lrrrrl", indent=2)
+    if not forms:
+        more = "one group size cannot tell; measure two, as with --groups 2,4."
+        return f"{text}\nring or tree: {more}\n"
+    head = ("operation", "ranks", "ring", "tree", "better")
+    title = "ring or tree: error with one latency and one bandwidth for all group sizes"
+    return f"{text}\n{title}\n{text_table(head, grown, indent=2)}"
 
 
 _SAMPLES = ("operation", "group", "S", "time", "least..most", "S/t", "factor", "bus", "result")
-
-
-def _titled(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[object]], left: str = ""
-) -> list[str]:
-    return [f"{title}\n{text_table(head, rows, left=left, indent=2)}"] if rows else []
 
 
 # ---- matrix products
@@ -353,22 +301,19 @@ def _matmul(argv: list[str]) -> int:
     _add_device(parser)
     add = parser.add
     dtypes = "separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
-    add("--dtype", type=_dtypes, metavar="DTYPE", help=dtypes)
+    add("--dtype", dest="dtypes", type=_dtypes, metavar="DTYPE", help=dtypes)
     sizes = "N of N x N: 512:32768 by doubling, or 512,768"
     add("--sizes", type=_lengths, default="512:32768", metavar="SIZES", help=sizes)
     add("--model", help="whose rectangular products; default by device")
     add("--tokens", type=whole(), help="rows of those; default by device")
     parser.add_output("--out", ".svg", help="rate over size")
     args = parser.read(argv)
-    _refuse_tf32(args.device, args.dtype or ())
     shape = Shape.load(args.model) if args.model else None
     from ..bench import decoder_products, measure_products, square_products
 
-    device = _device(args, ("model", "tokens"))
-    dtypes = args.dtype or _default("dtypes", device.kind)
-    _refuse_tf32(device.kind, dtypes)
-    squares = square_products(dtypes, args.sizes)
-    wide = decoder_products(shape or Shape.load(args.model), args.tokens, dtypes)
+    device = _device(args, ("dtypes", "model", "tokens"))
+    squares = square_products(args.dtypes, args.sizes)
+    wide = decoder_products(shape or Shape.load(args.model), args.tokens, args.dtypes)
     done: list[MatrixProduct] = []
     if not args.json:
         say(f"{device.known()}\n\n{PRODUCT_HEAD}")
@@ -378,7 +323,7 @@ def _matmul(argv: list[str]) -> int:
             if not args.json:
                 say(product_line(product, device, done), flush=True)
     if args.out:
-        write(args.out, {".svg": str}, _products_chart(done, device))
+        save(args.out, _products_chart(done, device))
     rows = [
         asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate} for p in done
     ]
@@ -413,10 +358,10 @@ def product_line(product: MatrixProduct, device: LocalDevice, done: Sequence[Mat
     peak = device.peak(product.dtype)
     best = max(p.rate for p in done if p.dtype == product.dtype)
     shape = f"{product.m} x {product.n} x {product.k}"
-    of_peak = f"{product.rate / peak:.0%}" if peak else "unknown"
+    share = f"{product.rate / peak:.0%}" if peak else "unknown"
     return (
         f"{product.name[:24]:24} {product.dtype:5} {shape:>22} {seconds_text(product.seconds):>8}"
-        f" {flops_text(product.rate):>13} {of_peak:>8} {product.rate / best:>8.0%}"
+        f" {flops_text(product.rate):>13} {share:>8} {product.rate / best:>8.0%}"
         f"  {flops_text(product.claimed_rate)}"
     )
 
@@ -475,7 +420,6 @@ def _mfu(argv: list[str]) -> int:
     add("--batch", default=1, help="sequences for the block")
     add("--seq", help="their length; default by device")
     args = parser.read(argv)
-    _refuse_tf32(args.device, (args.dtype,))
     wide = args.width or _default("width")
     # Weights and their gradients, and what each layer keeps, two bytes a number.
     need = 2.0 * args.layers * wide * (2 * wide + (args.rows or wide))
@@ -551,7 +495,6 @@ def _overlap(argv: list[str]) -> int:
     add("--copy", type=parse_bytes, metavar="BYTES", help="as 1G; default by device")
     add("--dtype", choices=PRECISIONS, help="default by device")
     args = parser.read(argv)
-    _refuse_tf32(args.device, (args.dtype,))
     count = args.ranks or 2
     need = 6.0 * (args.size or _default("size")) ** 2 * count
     refuse_large(need, f"--size {args.size}", "Write a smaller one")
@@ -582,7 +525,5 @@ def overlaps_text(done: Sequence[Overlap]) -> str:
         (x.name, *map(seconds_text, (x.first, x.second, x.after, x.together)), f"{x.hidden:.0%}")
         for x in done
     ]
-    note = (
-        "hidden: what together saves, as part of the shorter one; below 0 they hinder each other."
-    )
-    return f"{text_table(head, rows)}{note}\n"
+    note = "what together saves, as part of the shorter one; below 0 they hinder each other."
+    return f"{text_table(head, rows)}hidden: {note}\n"

@@ -32,8 +32,8 @@ from ..plan import (
     parse_topology,
     read_topology,
 )
-from .bench import of_peak
-from .usage import Parser, UsageError, read, result, save, say, whole, write
+from .bench import group_text, of_peak
+from .usage import Parser, UsageError, read, result, save, say, whole
 
 if TYPE_CHECKING:
     from ..bench import LocalDevice
@@ -54,17 +54,8 @@ Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wron
 
 def run(argv: list[str]) -> int:
     """Show this machine, or one of the catalogue."""
-    # What each is, how its name or file is written, and what shows it.
-    subjects: dict[str, tuple[str, dict[str, str], Callable[[argparse.Namespace], Shown]]] = {
-        "topology": ("Who is linked to whom.", _FILE, _topology),
-        "devices": ("What makers of devices state, with sources.", _NAME, _devices),
-        "links": ("Every link, one direction and both.", {}, _links),
-        "clusters": ("Levels and totals of clusters.", _NAME, _clusters),
-        "hierarchy": ("From registers to the network: size and speed.", _DEVICE, _hierarchy),
-        "hang": ("Where the ranks of a running run are, with stacks; why it hangs.", _RUN, _hang),
-    }
-    if argv and argv[0] in subjects:
-        description, name, show = subjects[argv[0]]
+    if argv and argv[0] in _SUBJECTS:
+        description, name, show = _SUBJECTS[argv[0]]
         parser = Parser(f"phalanx doctor {argv[0]}", description)
         if name:
             parser.add("name", **name)
@@ -74,11 +65,10 @@ def run(argv: list[str]) -> int:
         args = parser.read(argv[1:])
         result(args, *show(args))
         return 0
-    parser = Parser(
-        "phalanx doctor", "What this machine is and how fast; what others are.", _EPILOG
-    )
+    what = "What this machine is and how fast; what others are."
+    parser = Parser("phalanx doctor", what, _EPILOG)
     add = parser.add
-    add("subject", nargs="?", choices=subjects, metavar="SUBJECT", help=", ".join(subjects))
+    add("subject", nargs="?", choices=_SUBJECTS, metavar="SUBJECT", help=", ".join(_SUBJECTS))
     parser.add_output("--out", ".toml", help="measure all of it and write it into this file")
     add("--device")
     add("--ranks", type=whole(2, LOCAL_RANKS), help="ranks of the largest group to measure")
@@ -96,10 +86,6 @@ def run(argv: list[str]) -> int:
 
 
 Shown = tuple[Mapping[str, object], str]  # figures, and the text of them
-_FILE = {"nargs": "?", "metavar": "FILE", "help": "what nvidia-smi topo -m printed; default: here"}
-_NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
-_DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
-_RUN = {"metavar": "RUNDIR", "help": "the `out` of a run that is running on this host"}
 
 
 def _hang(args: argparse.Namespace) -> Shown:
@@ -129,11 +115,10 @@ def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
         if not args.json:
             say(f"measuring {line}", flush=True)
 
-    options = Thoroughness(
-        args.limit, args.ranks or 0, args.backend, args.model, with_host=args.with_host
-    )
+    ranks, host = args.ranks or 0, args.with_host
+    options = Thoroughness(args.limit, ranks, args.backend, args.model, with_host=host)
     machine = measure_machine(here, options, measuring)
-    write(args.out, {".toml": lambda m: m.text()}, machine)
+    save(args.out, machine.text())
     lines = [*_identity(here), *_machine_lines(machine), f"wrote {args.out}"]
     result(args, asdict(machine), "\n".join(lines))
     return 0
@@ -143,13 +128,10 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
     from ..bench import measure_stores, topology_of
 
     stores, topology = measure_stores(here), topology_of(here)
+    kept = ("kind", "count", "cores", "memory", "free")
     figures = {
         "device": here.name,
-        "kind": here.kind,
-        "count": here.count,
-        "cores": here.cores,
-        "memory": here.memory,
-        "free": here.free,
+        **{name: getattr(here, name) for name in kept},
         "catalogue": here.entry.name if here.entry else None,
         "backends": list(here.backends),
         "links": list(topology.kinds),
@@ -201,11 +183,8 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
     for hidden in machine.hidden:
         yield f"{hidden.name}: {hidden.part:.0%} of the shorter hidden"
     for c in machine.curves:
-        yield (
-            f"{c.op} of {c.ranks}{f'x{c.apart}' if c.apart > 1 else ''} over {c.backend}:"
-            f" {seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)},"
-            f" error {c.error:.0%}"
-        )
+        speed = f"{seconds_text(c.latency)} a step, {rate_text(c.beyond or c.bandwidth)}"
+        yield f"{c.op} of {group_text(c)} over {c.backend}: {speed}, error {c.error:.0%}"
 
 
 def _topology(args: argparse.Namespace) -> Shown:
@@ -234,16 +213,11 @@ def _devices(args: argparse.Namespace) -> Shown:
 def _devices_text(chosen: Sequence[Device]) -> str:
     """A line for each device; peaks are dense."""
     head = ("device", "bf16 TFLOP/s", FP8, FP32, "memory", "bandwidth", "FLOP/byte")
-    rows = [
-        (
-            d.name,
-            *(f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in (BF16, FP8, FP32)),
-            binary_text(d.memory.bytes),
-            rate_text(d.memory.bandwidth),
-            f"{d.ridge:.0f}",
-        )
-        for d in chosen
-    ]
+    rows = []
+    for d in chosen:
+        peaks = [f"{d.peak(t) / 1e12:.1f}" if d.peak(t) else "-" for t in (BF16, FP8, FP32)]
+        memory = binary_text(d.memory.bytes), rate_text(d.memory.bandwidth)
+        rows.append((d.name, *peaks, *memory, f"{d.ridge:.0f}"))
     note = "Peaks count no sparsity. FLOP/byte: below it, in bf16, memory decides the time."
     return f"{text_table(head, rows)}\n{note}"
 
@@ -312,10 +286,8 @@ def _cluster_text(c: Cluster) -> str:
     if c.size:
         t = c.totals()
         cores = f", {t['cores'] / 1e6:.3g}M cores, {t['matrix_cores'] / 1e6:.3g}M matrix cores"
-        text += (
-            f"  together: {t['devices']:,} devices{cores if t['cores'] else ''},"
-            f" {binary_text(t['memory'])}, {flops_text(t['flops'])} in bf16\n"
-        )
+        more = f"{cores * bool(t['cores'])}, {binary_text(t['memory'])}, {flops_text(t['flops'])}"
+        text += f"  together: {t['devices']:,} devices{more} in bf16\n"
     return f"{text}  {c.source}"
 
 
@@ -324,16 +296,10 @@ def _hierarchy(args: argparse.Namespace) -> Shown:
     levels = hierarchy(device(args.name))
     if args.out:
         save(args.out, _hierarchy_svg(f"{title}, from the inside out", levels))
-    rows = [
-        (
-            p.name,
-            binary_text(p.bytes) if p.bytes else "-",
-            rate_text(p.bandwidth),
-            seconds_text(p.to_read) if p.bytes else "-",
-            p.how,
-        )
-        for p in levels
-    ]
+    rows = []
+    for p in levels:
+        size, read = (binary_text(p.bytes), seconds_text(p.to_read)) if p.bytes else ("-", "-")
+        rows.append((p.name, size, rate_text(p.bandwidth), read, p.how))
     table = text_table(("level", "size", "bandwidth", "to read all", ""), rows, left="lrrrl")
     return {"places": [asdict(level) for level in levels]}, f"{title}\n\n{table}"
 
@@ -349,3 +315,18 @@ def _hierarchy_svg(title: str, levels: Sequence[Place]) -> str:
         speed = rate_text(level.bandwidth)
         rows.append(Bars(level.name, log - low, speed, below, tip=level.how))
     return bars(title, rows, ["Each bar is as long as the logarithm of the bytes a second."])
+
+
+_NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
+_FILE = {"nargs": "?", "metavar": "FILE", "help": "what nvidia-smi topo -m printed; default: here"}
+_DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
+_RUN = {"metavar": "RUNDIR", "help": "the `out` of a run that is running on this host"}
+# What each is, how its name or file is written, and what shows it.
+_SUBJECTS: dict[str, tuple[str, dict[str, str], Callable[[argparse.Namespace], Shown]]] = {
+    "topology": ("Who is linked to whom.", _FILE, _topology),
+    "devices": ("What makers of devices state, with sources.", _NAME, _devices),
+    "links": ("Every link, one direction and both.", {}, _links),
+    "clusters": ("Levels and totals of clusters.", _NAME, _clusters),
+    "hierarchy": ("From registers to the network: size and speed.", _DEVICE, _hierarchy),
+    "hang": ("Where the ranks of a running run are, with stacks; why it hangs.", _RUN, _hang),
+}
