@@ -94,12 +94,8 @@ def _parser() -> Parser:
     add("--microbatches", help="of a step; default 8")
     add("--chunks", type=whole(1, CHUNKS), metavar="V", help="of the model on each stage")
     add("--layers", help="pieces, spread evenly; default one per chunk")
-    add(
-        "--zero",
-        type=whole(0, 3),
-        choices=range(4),
-        help="shard over two copies; default 0, nothing",
-    )
+    copies = "shard over two copies; default 0, nothing"
+    add("--zero", type=whole(0), choices=range(4), help=copies)
     add("--gather", choices=("step", "micro"), help="weights once a step, or for each use")
     add("--reduce", choices=("step", "micro"), help="gradients once, or per microbatch")
     add("--prefetch", type=whole(0), help="gather N units ahead; default 1")
