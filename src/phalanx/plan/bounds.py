@@ -36,6 +36,7 @@ class Bounds:
 
     step: Array
     bytes: Array
+    ends: Array  # of the step: what units take before the first computation and after the last
     units: tuple[Units, ...]  # of each way to shard
     priced: _Unit
 
@@ -57,7 +58,7 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
     """Of all candidates of a grid. What is not costed yet is bounded by what is: `before` are the bounds
     when less was costed. Numbers of weights, and so the times of units, are the same for all of them."""
     split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
-    step, held = np.zeros(x.sizes), np.zeros(x.sizes)
+    step, held, ends = np.zeros(x.sizes), np.zeros(x.sizes), np.zeros(x.sizes)
     layouts = (Layout(x.grid.mesh(z.shards), zero=z.stage, offload=space.offload) for z in x.zeros)
     hardware, profile = space.request.hardware, space.request.profile
     units = before.units if before else tuple(Units(x, hardware, profile) for x in layouts)
@@ -75,11 +76,14 @@ def bounds(space: Space, x: Options, pricer: Pricer, before: Bounds | None = Non
         mine = [p for p, parted in enumerate(split) if parted == way]
         pipes = [x.pipelines[p] for p in mine]
         stages = _stages(space.request.shape, x.grid.pp, tuple(pipes))
-        step[:, :, mine] = _time(space, x, pipes, stages, numbers, priced, split=way)
+        ends[:, :, mine] = _ends(space, x, stages, priced, split=way)
+        step[:, :, mine] = _time(
+            space, x, pipes, stages, numbers, priced, ends[:, :, mine], split=way
+        )
         flight = _flights(space.request.shape, x.grid.pp, x.counts, tuple(pipes))
         held[:, :, mine] = _memory(space, x, stages, numbers, flight, units)
     assert priced
-    return Bounds(step, held, units, priced)
+    return Bounds(step, held, ends, units, priced)
 
 
 def _least(
@@ -170,6 +174,17 @@ def _priced(units: Sequence[Units], n: _Numbers) -> _Unit:
     return _Unit(gather * alone, reduce * alone, replicas * alone, update)
 
 
+def _ends(space: Space, x: Options, s: _Stages, u: _Unit, *, split: bool) -> Array:
+    """Seconds of what stands around all computing: the embedding's weights are gathered before, and the
+    last unit's gradient is summed behind it, which is the embedding's where the backward is whole; then
+    a rank is updated. (ZeRO, 1, pipelines, 1)."""
+    sharded = np.array([zero.stage > 0 for zero in x.zeros]) & (not space.request.profile.rolls)
+    each = u.reduce + u.replicas
+    last = each.min(axis=0) if split else each[0]
+    around = np.where(sharded, u.gather[0], 0.0) + last
+    return around[:, None, None, None] + _of_units(u.update, s).max(axis=-1)[:, None, :, None]
+
+
 def _time(
     space: Space,
     x: Options,
@@ -177,6 +192,7 @@ def _time(
     s: _Stages,
     n: _Numbers,
     u: _Unit,
+    around: Array,
     *,
     split: bool,
 ) -> Array:
@@ -201,13 +217,7 @@ def _time(
     update = _of_units(u.update, s).max(axis=-1)[:, None, :, None]
     sums = _of_units(u.reduce, s).max(axis=-1)[:, None, :, None]
     stage = np.array([zero.stage for zero in x.zeros])
-    each = u.reduce + u.replicas
-    last = each.min(axis=0) if split else each[0]
-    step = (
-        path
-        + (np.where((stage > 0) & (not rolls), u.gather[0], 0.0) + last)[:, None, None, None]
-        + update
-    )
+    step = path + around
     m = m[..., 0]
     often = (stage >= 2)[:, None, None, None]  # summed after every microbatch
     lane = sums + np.zeros_like(m)

@@ -77,10 +77,13 @@ class Screened:
 
     def at(self, i: int) -> tuple[Options, tuple[int, int, int, int]]:
         """The options of a candidate, and which of them it takes."""
-        o = int(np.searchsorted(self.starts, i, side="right")) - 1
+        o = self._grid(i)
         x = self.space.options[o]
         z, c, p, q = (int(n) for n in np.unravel_index(i - self.starts[o], x.sizes))
         return x, (z, c, p, q)
+
+    def _grid(self, i: int) -> int:
+        return int(np.searchsorted(self.starts, i, side="right")) - 1
 
     def layout(self, i: int) -> Layout:
         x, at = self.at(i)
@@ -131,7 +134,8 @@ class Screened:
     def follow(self, i: int) -> float:
         """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
         if i not in self.followed:
-            self.followed[i] = followed(self.space, *self.at(i), self.pricer)
+            (x, at), around = self.at(i), self.found[self._grid(i)].ends
+            self.followed[i] = followed(self.space, x, at, self.pricer) + float(around[at])
             self.step[i] = max(self.step[i], self.followed[i])
         return float(self.step[i])
 
@@ -280,6 +284,7 @@ class Baseline:
     fits: bool
 
 
+@uncollected()
 def baselines(request: Request) -> tuple[Baseline, ...]:
     """Each rule's pick: what a search is worth, and to what it is compared."""
     ranks, pricer = request.hardware.ranks, Pricer(request)

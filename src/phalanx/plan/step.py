@@ -283,22 +283,18 @@ def _programs(priced: Priced) -> Iterator[tuple[_Built, _Stretch | None]]:
     simulated, then with more, and at last with all. Once a pipeline is full, further microbatches take
     the same time each."""
     layout = priced.case.layout
-    traits_, pp, most = SCHEDULES.get(layout.schedule), layout.pp, layout.microbatches
-    rounds = traits_ and layout.chunks > 1 and not traits_.v_shape
-    if (
-        traits_
-        and not traits_.searched
-        and not priced.hardware.cores
-        and not (rounds and most % pp)
-    ):
-        period = pp if rounds else 1
+    known, pp, most = SCHEDULES.get(layout.schedule), layout.pp, layout.microbatches
+    rounds = known and layout.chunks > 1 and not known.v_shape
+    if known and not known.searched and not priced.hardware.cores and not (rounds and most % pp):
+        # Of which so many at the end are not waited for any more when the pipeline begins to empty.
+        first = (3 * pp, 2 * pp - 1) if known.v_shape else (2 * pp + 2, pp)
         for count, tail in (
-            (2 * pp + 2, pp),
-            (4 * pp, 2 * pp),
+            (4 * pp, 2 * pp) if rounds else first,
             (6 * pp, 2 * pp),
             (12 * pp, 2 * pp),
         ):
-            if count > 2 * tail + period and 4 * count < 3 * most:
+            period = pp if rounds else 1
+            if count > tail + period and 5 * count < 4 * most:
                 yield _program(priced, count), _Stretch(period, tail, (most - count) / period)
     yield _program(priced, most), None
 
