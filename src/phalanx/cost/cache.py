@@ -14,9 +14,10 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, lru_cache
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +85,8 @@ def cached_costs(
     `model` is a shape, or `FILE.py:Class` for somebody's own. The keys are `piece_layout(layout)`.
     """
     cuts = list(dict.fromkeys(map(piece_layout, layouts)))
-    file = (place or _place()) / f"{_key(model, sequence, target)}.json"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    file = (place or Path(base, "phalanx", "costs")) / f"{_key(model, sequence, target)}.json"
     known = _read(file)
     missing = [cut for cut in cuts if str(cut) not in known]
     _LOG.debug("%s has %d of %d cuts", file, len(cuts) - len(missing), len(cuts))
@@ -92,11 +94,6 @@ def cached_costs(
         known |= _costed(model, missing, sequence, target)
         _write(file, known)
     return {cut: _pieces(model, known[str(cut)]) for cut in cuts}
-
-
-def _place() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "phalanx" / "cached_costs"
 
 
 # ---- what is known by what name
@@ -136,16 +133,9 @@ def _source() -> str:
         assert paths, f"{pattern} matches no file: changed code would read stale costs"
         for path in paths:
             digest.update(path.name.encode() + path.read_bytes())
-    digest.update(_torch())
+    with suppress(PackageNotFoundError):  # cached costs are as good without it
+        digest.update(version("torch").encode())  # read and not run
     return digest.hexdigest()
-
-
-def _torch() -> bytes:
-    """What tells one torch from another, read and not run: the file that holds its version."""
-    spec = find_spec("torch")
-    places = (spec.submodule_search_locations or ()) if spec else ()
-    files = [file for place in places if (file := Path(place, "version.py")).is_file()]
-    return files[0].read_bytes() if files else b"none"  # cached costs are as good without it
 
 
 # ---- costing what is missing
@@ -167,7 +157,7 @@ def _costed(
             made, cut, (1, 2, _MANY), sequence=sequence, target=target, known=outputs
         )
         kinds = [
-            [_plain(one), _plain(two), many.temporary]
+            [astuple(one), astuple(two), many.temporary]
             for one, two, many in zip(*all_rows, strict=True)
         ]
         pieces = cut_blocks(made, cut)
@@ -209,15 +199,6 @@ def _at(one: PieceCost, two: PieceCost, many: float) -> Callable[[float], PieceC
 # ---- values as JSON
 
 
-def _plain(value: Any) -> Any:
-    """A dataclass as the list of its fields, all the way down."""
-    if isinstance(value, tuple):
-        return [_plain(x) for x in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return [_plain(getattr(value, f.name)) for f in fields(value)]
-    return value
-
-
 def cost_of_row(row: Sequence[Any]) -> PieceCost:
     """The cost that stands as a list of its fields."""
     loads, numbers = row[:4], row[4:]
@@ -240,30 +221,25 @@ def _read(file: Path) -> dict[str, Any]:
     """What a file holds; nothing if it is not there or is not whole."""
     try:
         state = file.stat()
-    except OSError:
+        return dict(_parsed(file, state.st_mtime_ns, state.st_size))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
-    return dict(_parsed(file, state.st_mtime_ns, state.st_size))
 
 
 @lru_cache(maxsize=4)  # a search asks several times
 def _parsed(file: Path, changed: int, size: int) -> dict[str, Any]:
-    try:
-        known: dict[str, Any] = json.loads(file.read_bytes())
-        for entry in known.values():
-            for one, two, many in entry["kinds"]:
-                cost_of_row(one), cost_of_row(two), float(many)
-            tuple(map(int, entry["which"] + entry["inside"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}
+    known: dict[str, Any] = json.loads(file.read_bytes())
+    for entry in known.values():
+        for one, two, many in entry["kinds"]:
+            cost_of_row(one), cost_of_row(two), float(many)
+        tuple(map(int, entry["which"] + entry["inside"]))
     return known
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
-    try:
+    with suppress(OSError):  # a place that cannot be written only costs costing again
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, suffix=".tmp")
         with os.fdopen(handle, "w") as out:
             json.dump(known, out, separators=(",", ":"))
         os.replace(name, file)
-    except OSError:
-        return  # a place that cannot be written only costs costing again

@@ -9,7 +9,7 @@ not subtracted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
 from typing import NamedTuple
 
 from ..layout import Shape
@@ -90,16 +90,6 @@ def step_flops(
 
 def _recomputed(program: Program) -> dict[int, float]:
     """For each piece, the part of the microbatches for which its forward is computed twice."""
-    counts: dict[int, list[int]] = {}
-    for piece, kind in _computed(program):
-        counts.setdefault(piece, [0, 0])[kind == ops.RECOMPUTE] += 1
-    return {piece: again / max(1, once) for piece, (once, again) in counts.items()}
-
-
-def _computed(program: Program) -> Iterable[tuple[int, str]]:
-    return (
-        (op.piece, op.kind)
-        for row in program.rows
-        for op in row
-        if op.kind in (ops.FORWARD, ops.RECOMPUTE)
-    )
+    counts = Counter((op.kind, op.piece) for row in program.rows for op in row)
+    pieces = range(program.pieces)
+    return {p: counts[ops.RECOMPUTE, p] / max(1, counts[ops.FORWARD, p]) for p in pieces}
