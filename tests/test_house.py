@@ -306,7 +306,7 @@ LINES = {
     "layout": 4653,
     "program": 3532,
     "draw": 1725,
-    "plan": 5340,
+    "plan": 5309,
     "models": 1966,
     "comm": 4743,
     "parallel": 4373,

@@ -182,7 +182,8 @@ def _ends(space: Space, x: Options, s: _Stages, u: _Unit, *, split: bool) -> Arr
     each = u.reduce + u.replicas
     last = each.min(axis=0) if split else each[0]
     around = np.where(sharded, u.gather[0], 0.0) + last
-    return around[:, None, None, None] + _of_units(u.update, s).max(axis=-1)[:, None, :, None]
+    update = _of_units(u.update, s).max(axis=-1)
+    return np.asarray(around[:, None, None, None] + update[:, None, :, None])
 
 
 def _time(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, LayoutError, legal
 from ..layout.numbers import bytes_text
+from .space import divisors
 from .step import MEMORY
 
 if TYPE_CHECKING:
@@ -74,23 +76,21 @@ def refusals(
 def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
     """Names, and which candidates belong to each."""
     options = screened.space.options
-    table: dict[str, list[NDArray[np.generic]]] = {}
+    columns: dict[str, list[NDArray[np.generic]]] = defaultdict(list)
     for x in options:
-        wide = np.ones(x.sizes, int)
-        g = x.grid
-        columns = {
-            "tp": g.tp * wide, "cp": g.cp * wide, "pp": g.pp * wide, "ulysses": g.ulysses * wide,
-            "ep": g.ep * wide,
-            "zero": np.array([z.stage for z in x.zeros])[:, None, None, None] * wide,
-            "hsdp": np.array([z.stage > 0 and z.shards < g.dp for z in x.zeros])[
-                :, None, None, None
-            ] * wide,
-            "recompute": _labels([i.recompute for i in x.inners], x.sizes, 3),
-            "schedule": _labels([p.schedule for p in x.pipelines], x.sizes, 2),
-        }  # fmt: skip
-        for name, column in columns.items():
-            table.setdefault(name, []).append(column.ravel())
-    c = {name: np.concatenate(columns) for name, columns in table.items()}
+        zeros = [z.stage for z in x.zeros]
+        sharded = [z.stage > 0 and z.shards < x.grid.dp for z in x.zeros]
+        for name, values, axis in (
+            *((name, [getattr(x.grid, name)], 0) for name in ("tp", "cp", "pp", "ulysses", "ep")),
+            ("zero", zeros, 0),
+            ("hsdp", sharded, 0),
+            ("schedule", [p.schedule for p in x.pipelines], 2),
+            ("recompute", [i.recompute for i in x.inners], 3),
+        ):
+            shape = [len(values) if n == axis else 1 for n in range(4)]
+            column = np.broadcast_to(np.array(values).reshape(shape), x.sizes)
+            columns[name].append(column.ravel())
+    c = {name: np.concatenate(parts) for name, parts in columns.items()}
     alone = (c["tp"] == 1) & (c["cp"] == 1) & (c["pp"] == 1) & (c["ep"] == 1)
     yield "data parallel alone", alone & (c["zero"] == 0)
     for stage in (1, 2, 3):
@@ -108,14 +108,6 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
         yield name, c["schedule"] == name
 
 
-def _labels(
-    names: Sequence[str], sizes: tuple[int, int, int, int], axis: int
-) -> NDArray[np.generic]:
-    shape = [1, 1, 1, 1]
-    shape[axis] = len(names)
-    return np.broadcast_to(np.array(names, dtype="U16").reshape(shape), sizes)
-
-
 def _slower(family: str, screened: Screened, i: int, least: float, winner: int) -> Refusal:
     """A family beside the best of all: by how much at least, and one of its layouts with what costs it
     most. The family's best is as slow as that, or faster by a little."""
@@ -124,13 +116,8 @@ def _slower(family: str, screened: Screened, i: int, least: float, winner: int) 
     parts = simulated.parts if simulated else {}
     sure = simulated is not None and bool(parts) and simulated.step <= least
     by = least / best.step
-    slower = (
-        "as fast"
-        if by < 1.0005
-        else f"{by:.2f} times the time"
-        if by >= 2
-        else (f"{100 * (by - 1):.1f} % slower")
-    )
+    slower = f"{by:.2f} times the time" if by >= 2 else f"{100 * (by - 1):.1f} % slower"
+    slower = "as fast" if by < 1.0005 else slower
     reason = f"{'its best is' if sure else 'at least'} {slower}"
     more = {name: parts[name] - took for name, took in best.parts.items()} if parts else {"": 0.0}
     part = max(more, key=more.__getitem__)
@@ -156,22 +143,19 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
     ranks = request.hardware.ranks
     for name, rules in _RULES.items():
         seen = set()
-        for each in (d for d in range(2, ranks + 1) if ranks % d == 0):
+        for each in divisors(ranks)[1:]:
             if name == "tp" and each > near:
-                yield Refusal(
-                    f"tp{each} or more",
-                    "pruned",
-                    f"not tried: every block's messages would leave the {near} devices that the"
-                    " fastest links join",
-                )
+                why = f"not tried: every block's messages would leave the {near} devices that the"
+                yield Refusal(f"tp{each} or more", "pruned", f"{why} fastest links join")
                 break
             rest = f"dp{ranks // each}" if name != "dp" and each < ranks else ""
             try:
                 layout = Layout.parse(f"{rest} {name}{each}")
             except LayoutError:
                 continue
-            batch = max(request.batch, 1)
-            broken = legal(layout, request.shape, batch=batch, sequence=request.sequence)
+            broken = legal(
+                layout, request.shape, batch=max(request.batch, 1), sequence=request.sequence
+            )
             own = [r for r in broken if r.rule in rules and r.rule not in seen]
             if own:
                 seen.add(own[0].rule)

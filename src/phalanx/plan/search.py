@@ -7,7 +7,7 @@ worst of those that are asked for. A piece is costed only when a layout with it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -19,7 +19,7 @@ from ..layout.choices import traits
 from ..program.program import uncollected
 from .bounds import Array, Bounds, bounds, followed
 from .refused import Refusal, refusals
-from .space import Options, Space
+from .space import Options, Space, divisors
 from .step import Choice, Pricer, Request
 
 _OPS = 2_000_000  # operations simulated in all
@@ -287,87 +287,59 @@ class Baseline:
 @uncollected()
 def baselines(request: Request) -> tuple[Baseline, ...]:
     """Each rule's pick: what a search is worth, and to what it is compared."""
-    ranks, pricer = request.hardware.ranks, Pricer(request)
+    r, pricer, ranks = request, Pricer(request), request.hardware.ranks
+    terms = {"batch": r.batch, "sequence": r.sequence}
     try:
-        own = recipe(
-            request.shape,
-            ranks,
-            batch=request.batch,
-            sequence=request.sequence,
-            memory=request.hardware.memory,
-            precision=request.precision,
-        )
-        picked = next(_simulated(request, pricer, [own]), None)
+        own = [recipe(r.shape, ranks, **terms, memory=r.hardware.memory, precision=r.precision)]
     except LayoutError:
-        picked = None
-    plain = [
-        Layout.parse(f"{_axes(dp=ranks)} accum:{count} recompute:all {request.precision}")
-        for count in _counts(request.batch, ranks)
-    ]
+        own = []
+
+    def pick(layouts: Iterable[Layout]) -> Choice | None:
+        """The first that fits; else the one that needs least."""
+        least: Choice | None = None
+        for x in layouts:
+            if not legal(x, r.shape, **terms):
+                choice = pricer.choose(x, r.room)
+                if choice.bytes <= r.room:
+                    return choice
+                if least is None or choice.bytes < least.bytes:
+                    least = choice
+        # Too large, so that only its memory is known.
+        return least and pricer.choose(least.layout)
+
+    plain = _layouts(r, "recompute:all", dp=ranks)
     rules = {
-        "data parallel with recomputation": _largest(
-            _simulated(request, pricer, plain), request.room
-        ),
-        "smallest tp x pp that fits, biggest microbatch": _smallest(request, pricer),
-        "the recipe of `train --layout auto`": picked,
+        "data parallel with recomputation": plain,
+        "smallest tp x pp that fits, biggest microbatch": _smallest(r),
+        "the recipe of `train --layout auto`": own,
     }
-    found = []
-    for rule, choice in rules.items():
-        if choice and not choice.parts:  # too large, so that only its memory is known
-            choice = pricer.choose(choice.layout)
-        found.append(Baseline(rule, choice, choice is not None and choice.bytes <= request.room))
-    return tuple(found)
+    picks = ((rule, pick(layouts)) for rule, layouts in rules.items())
+    return tuple(Baseline(rule, c, c is not None and c.bytes <= r.room) for rule, c in picks)
 
 
-def _simulated(request: Request, pricer: Pricer, layouts: Sequence[Layout]) -> Iterator[Choice]:
-    for x in layouts:
-        if not legal(x, request.shape, batch=request.batch, sequence=request.sequence):
-            yield pricer.choose(x, request.room)
+def _layouts(request: Request, words: str, **sizes: int) -> Iterator[Layout]:
+    """Layouts of a mesh, the biggest microbatch first."""
+    axes = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+    layout = Layout.parse(f"{axes} {words} {request.precision}")
+    for count in divisors(request.batch // sizes["dp"]):
+        yield replace(layout, microbatches=count)
 
 
-def _axes(**sizes: int) -> str:
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-
-
-def _counts(batch: int, dp: int) -> list[int]:
-    """Microbatches, the biggest microbatch first."""
-    most = batch // dp
-    return [n for n in range(1, most + 1) if most % n == 0]
-
-
-def _largest(choices: Iterator[Choice], room: float) -> Choice | None:
-    """The first that fits, which has the biggest microbatch; else the one that needs least."""
-    least: Choice | None = None
-    for choice in choices:
-        if choice.bytes <= room:
-            return choice
-        if least is None or choice.bytes < least.bytes:
-            least = choice
-    return least
-
-
-def _smallest(request: Request, pricer: Pricer) -> Choice | None:
+def _smallest(request: Request) -> Iterator[Layout]:
     """The fewest ranks to a copy of the model, tensor parallel inside a server before pipelines."""
-    ranks, batch, precision = request.hardware.ranks, request.batch, request.precision
-    profile, shape = request.profile, request.shape
-    least: Choice | None = None
-    for model in (d for d in range(1, ranks + 1) if ranks % d == 0):
+    ranks, node, profile, shape = (
+        request.hardware.ranks,
+        request.hardware.node,
+        request.profile,
+        request.shape,
+    )
+    for model in divisors(ranks):
         dp = ranks // model
         states = profile.weight_bytes + profile.gradient_bytes + profile.optimizer_bytes / dp
         # What a rank always holds does not fit: no microbatch is small enough.
         least_held = states * shape.trained + profile.gathered_bytes * (shape.total - shape.trained)
-        if batch < dp or (model < ranks and least_held / model > request.room):
+        if request.batch < dp or (model < ranks and least_held / model > request.room):
             continue
-        for tp in (d for d in range(min(request.hardware.node, model), 0, -1) if model % d == 0):
-            pp = model // tp
-            tail = f"{'seq' if tp > 1 else ''} {'zero1' if dp > 1 else ''} {precision}"
-            layouts = [
-                replace(Layout.parse(f"{_axes(dp=dp, pp=pp, tp=tp)} {tail}"), microbatches=count)
-                for count in _counts(batch, dp)
-            ]
-            found = _largest(_simulated(request, pricer, layouts), request.room)
-            if found and found.bytes <= request.room:
-                return found
-            if found and (least is None or found.bytes < least.bytes):
-                least = found
-    return least
+        for tp in (d for d in reversed(divisors(model)) if d <= node):
+            words = f"{'seq' if tp > 1 else ''} {'zero1' if dp > 1 else ''}"
+            yield from _layouts(request, words, dp=dp, pp=model // tp, tp=tp)

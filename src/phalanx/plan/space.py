@@ -123,7 +123,7 @@ class Space:
     def tensor(self) -> list[int]:
         """Sizes of tensor parallel that the model and the hardware allow."""
         return [
-            d for d in _divisors(self.request.hardware.ranks) if d <= self.near and self._legal(d)
+            d for d in divisors(self.request.hardware.ranks) if d <= self.near and self._legal(d)
         ]
 
     def _legal(self, tp: int) -> bool:
@@ -174,15 +174,15 @@ class Space:
         r = self.request
         s, ranks = r.shape, r.hardware.ranks
         for tp in self.tensor:
-            for pp in _divisors(ranks // tp):
+            for pp in divisors(ranks // tp):
                 if pp > s.layers:
                     break
-                for cp in _divisors(ranks // tp // pp):
+                for cp in divisors(ranks // tp // pp):
                     data = ranks // (tp * pp * cp)
                     if data > r.batch or (cp > 1 and not self._parts(data * cp, cp)):
                         continue
                     shared = (
-                        d for d in _divisors(data) if d == 1 or (s.experts and not s.experts % d)
+                        d for d in divisors(data) if d == 1 or (s.experts and not s.experts % d)
                     )
                     for ulysses, ep in product(
                         _ulysses(cp, s.heads // tp, self.near // tp), shared
@@ -220,7 +220,7 @@ class Space:
         levels = [h.inside for h in network.hops] if isinstance(network, Network) else []
         apart = grid.apart("dp")
         ends = {
-            max(d for d in _divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels
+            max(d for d in divisors(grid.dp) if d == 1 or d * apart <= inside) for inside in levels
         }
         shards = {
             d
@@ -242,14 +242,14 @@ class Space:
             yield Inner(seq, recompute)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
     return sorted({*small, *(n // d for d in small)})
 
 
 def _ulysses(cp: int, heads: int, near: int) -> list[int]:
     """None of it, or as much as the heads and the fastest links allow; a ring for the rest."""
-    return sorted({1, max(u for u in _divisors(cp) if u == 1 or (heads % u == 0 and u <= near))})
+    return sorted({1, max(u for u in divisors(cp) if u == 1 or (heads % u == 0 and u <= near))})
 
 
 @lru_cache(maxsize=4096)
