@@ -131,11 +131,6 @@ def costed(
     return found
 
 
-def longest_of(run: CostedRun, profile: SoftwareProfile) -> LongestPath:
-    """The longest path of a run's program under a profile."""
-    return run.longest(profile)
-
-
 def fit(
     base: SoftwareProfile,
     runs: Sequence[CostedRun],
@@ -193,7 +188,7 @@ def fit(
     for number in range(_ROUNDS if simulated else 1):
         if simulated:
             all_runs, here = [run for run, _ in known], [at(best)] * len(known)
-            for path, those in zip(each(longest_of, all_runs, here), paths, strict=True):
+            for path, those in zip(each(CostedRun.longest, all_runs, here), paths, strict=True):
                 those.append(path)
         best = _simplex(loss, best, 0.2 if not number else 0.1, moves)
     return at(best)

@@ -14,16 +14,11 @@ from dataclasses import dataclass
 # The bytes that each rank has to send, for each byte of S, whoever does the collective how well.
 # S is a rank's input of all-reduce, reduce-scatter, reduce and all-to-all, its output of all-gather,
 # the root's whole of scatter and gather, the message of broadcast and send.
+_PARTS = ("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather")
 FACTORS: dict[str, Callable[[float], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "send": lambda n: 1.0,
+    **dict.fromkeys(_PARTS, lambda n: (n - 1) / n),
+    **dict.fromkeys(("broadcast", "reduce", "send"), lambda n: 1.0),
 }
 
 

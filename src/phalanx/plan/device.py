@@ -7,14 +7,17 @@ A data file states what the maker states, with the source of each number; what f
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from ..layout.choices import BF16
-from ..layout.codec import FileError, parse
+from ..layout.codec import FileError, decode, parse
 
+Entry = TypeVar("Entry")
 MACHINES = Path(__file__).parent / "machines"
 _OTHERS = ("links", "clusters")
 
@@ -121,30 +124,30 @@ class Device:
 
 
 def _numbers(value: object, place: str) -> list[tuple[str, float]]:
-    if isinstance(value, bool | str):
-        return []
-    if isinstance(value, int | float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         return [(place, float(value))] if value else []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif is_dataclass(value):
-        items = [(f.name, getattr(value, f.name)) for f in fields(value)]
-    else:
-        return []
+    if is_dataclass(value):
+        value = {f.name: getattr(value, f.name) for f in fields(value)}
+    items = value.items() if isinstance(value, Mapping) else ()
     dot = f"{place}." if place else ""
     return [number for key, x in items for number in _numbers(x, f"{dot}{key}")]
+
+
+def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
+    """The entries of a file of ours, by name, which each is told."""
+    return {
+        name: decode(kind, {**table, "name": name}, f"{path.name}, {name}", MachineFileError)
+        for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
+    }
 
 
 @cache
 def devices() -> dict[str, Device]:
     """The whole catalogue, by name."""
     paths = sorted(path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS)
+    found = (parse(Device, p.read_text(encoding="utf-8"), p.name, MachineFileError) for p in paths)
     return {
-        path.stem: replace(
-            parse(Device, path.read_text(encoding="utf-8"), path.name, MachineFileError),
-            name=path.stem,
-        )
-        for path in paths
+        path.stem: replace(each, name=path.stem) for path, each in zip(paths, found, strict=True)
     }
 
 

@@ -99,9 +99,8 @@ class Hop:
     """One level of links as collectives see it: bytes a second of a rank, seconds of a step."""
 
     inside: int  # devices that this level joins in all
-    gather: float  # bus bandwidth of all-gather and reduce-scatter within it
+    rate: float  # bus bandwidth of all-gather and reduce-scatter within it, and of one pair
     reduce: float  # of all-reduce
-    send: float  # of one pair
     latency: float
     faded: Mapping[int, float] = field(default_factory=dict)  # by lower units joined: what is left
 
@@ -118,7 +117,7 @@ class Network:
         """Time of a collective over groups of `ranks`, each `apart` from the next."""
         if op == "send":
             hop = next((hop for hop in self.hops if apart < hop.inside), self.hops[-1])
-            return self.start + hop.latency + size / hop.send
+            return self.start + hop.latency + size / hop.rate
         if ranks <= 1:
             return 0.0
         passes = 1.0 if op in ("broadcast", "reduce") else FACTORS[op](ranks)
@@ -133,7 +132,7 @@ class Network:
             inside = min(max(math.floor(hop.inside / apart), 1.0), n)
             units = inside / members
             if units > 1.0:
-                rate = hop.reduce if op == "all_reduce" else hop.gather
+                rate = hop.reduce if op == "all_reduce" else hop.rate
                 bandwidth = min(bandwidth, rate * members * _left(hop.faded, units))
                 steps = units - 1
                 if op == "all_reduce":  # a tree is chosen where a ring would take more steps
@@ -192,21 +191,12 @@ class Hardware:
 def hardware_of(cluster: Cluster, ranks: int = 0) -> Hardware:
     """A catalogued cluster as a place to run."""
     device = cluster.kind
-    hops, inside = [], 1
-    for number, level in enumerate(cluster.levels):
+    hops, inside = list[Hop](), 1
+    for level in cluster.levels:
         inside *= level.size
-        port, left = level.bandwidth, level.reached
-        summing = level.reduces if not number else 1.0
-        hops.append(
-            Hop(
-                inside=inside,
-                gather=port * left,
-                reduce=port * left * summing,
-                send=port * left,
-                latency=level.latency_us * 1e-6,
-                faded={int(k): v for k, v in level.faded.items()},
-            )
-        )
+        rate, faded = level.bandwidth * level.reached, {int(k): v for k, v in level.faded.items()}
+        summing = 1.0 if hops else level.reduces
+        hops.append(Hop(inside, rate, rate * summing, level.latency_us * 1e-6, faded))
     return Hardware(
         name=cluster.name,
         ranks=ranks or cluster.size,

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
 
 from ..layout.choices import BF16, near_word, no_such
-from ..layout.codec import decode
-from .device import MACHINES, Device, MachineError, MachineFileError, device, devices
+from .device import MACHINES, Device, MachineError, catalogue, device, devices
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,7 @@ class Cluster:
 @cache
 def links() -> dict[str, Link]:
     """Every link of the catalogue, by name."""
-    return {
-        name: decode(Link, {**table, "name": name}, f"links.toml, {name}", MachineFileError)
-        for name, table in _tables("links").items()
-    }
+    return catalogue(Link, MACHINES / "links.toml")
 
 
 def link(name: str) -> Link:
@@ -117,19 +111,13 @@ def link(name: str) -> Link:
 @cache
 def clusters() -> dict[str, Cluster]:
     """Every family of clusters, by name; the outermost level of most has no size yet."""
-    return {
-        name: decode(Cluster, {**table, "name": name}, f"clusters.toml, {name}", MachineFileError)
-        for name, table in _tables("clusters").items()
-    }
+    return catalogue(Cluster, MACHINES / "clusters.toml")
 
 
 def cluster(name: str) -> Cluster:
     """`llama3`, or a family with how many devices: `h100x64`."""
-    match = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name)
-    family, count = (match[1], int(match[2] or 0)) if match else (name, 0)
-    known = clusters()
-    if name in known:
-        family, count = name, 0
+    match, known = re.fullmatch(r"(.+?)(?:x([0-9]{1,7}))?", name), clusters()
+    family, count = (match[1], int(match[2] or 0)) if match and name not in known else (name, 0)
     if family not in known and family in devices() and count:
         return joined(family, count)
     if family not in known:
@@ -165,7 +153,3 @@ def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
     if left > 1:
         raise MachineError(f"{whole.name} has {whole.size} devices, not {count}.")
     return tuple(level for level in made if level.size > 1) or (made[0],)
-
-
-def _tables(name: str) -> Mapping[str, Any]:
-    return tomllib.loads((MACHINES / f"{name}.toml").read_text(encoding="utf-8"))

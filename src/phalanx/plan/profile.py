@@ -6,14 +6,13 @@ Every fitted number says how far software is from what the machine could do: 1 i
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from ..layout.choices import no_such
-from ..layout.codec import decode, key, load
-from .device import MachineError, MachineFileError
+from ..layout.codec import key, load
+from .device import MachineError, MachineFileError, catalogue
 
 SCORES = "scores"  # attention as products with a softmax between them
 KERNELS = (SCORES, "flash-1", "flash-2", "flash-3")  # each generation of fused ones is faster
@@ -96,13 +95,7 @@ class SoftwareProfile:
 @cache
 def profiles() -> dict[str, SoftwareProfile]:
     """Every profile that is known, by name."""
-    tables = tomllib.loads((Path(__file__).parent / "profiles.toml").read_text(encoding="utf-8"))
-    return {
-        name: decode(
-            SoftwareProfile, {**table, "name": name}, f"profiles.toml, {name}", MachineFileError
-        )
-        for name, table in tables.items()
-    }
+    return catalogue(SoftwareProfile, Path(__file__).parent / "profiles.toml")
 
 
 def profile(name: str) -> SoftwareProfile:
@@ -117,10 +110,6 @@ def profile(name: str) -> SoftwareProfile:
 
 def profile_named(framework: str) -> SoftwareProfile:
     """The profile that a table's `framework` means; `default` where none is known."""
-    fits = [
-        (len(begin), each)
-        for each in profiles().values()
-        for begin in each.frameworks
-        if framework.lower().startswith(begin.lower())
-    ]
-    return max(fits, key=lambda fit: fit[0], default=(0, profiles()["default"]))[1]
+    begins = {begin: each for each in profiles().values() for begin in each.frameworks}
+    fits = (begin for begin in begins if framework.lower().startswith(begin.lower()))
+    return begins.get(max(fits, key=len, default=""), profiles()["default"])

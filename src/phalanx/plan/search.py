@@ -19,7 +19,7 @@ from ..layout.choices import traits
 from ..program.program import uncollected
 from .bounds import Array, Bounds, bounds, followed
 from .refused import Refusal, refusals
-from .space import Options, Space, divisors
+from .space import ORDERS, Grid, Inner, Options, Space, divisors
 from .step import Choice, Pricer, Request
 
 _OPS = 2_000_000  # operations simulated in all
@@ -99,22 +99,11 @@ class Screened:
 
     def known(self) -> NDArray[np.bool_]:
         """Which candidates have their pieces costed."""
-        each = []
+        each, known, cut = [], self.pricer.known, self.space.cut
         for x in self.space.options:
-            flags = np.array(
-                [
-                    [
-                        self.pricer.known(
-                            self.space.cut(
-                                x.grid, inner, split=traits(pipe.schedule).splits_backward
-                            )
-                        )
-                        for inner in x.inners
-                    ]
-                    for pipe in x.pipelines
-                ]
-            )
-            each.append(np.broadcast_to(flags, x.sizes).ravel())
+            split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
+            flags = [[known(cut(x.grid, inner, split=s)) for inner in x.inners] for s in split]
+            each.append(np.broadcast_to(np.array(flags), x.sizes).ravel())
         return np.concatenate(each)
 
     def costs(self, i: int) -> bool:
@@ -248,21 +237,13 @@ def _seq_only(space: Space, pricer: Pricer) -> frozenset[int]:
     as many bytes in fewer messages: the shortest microbatch decides for all."""
     if space.request.shape.kind != "decoder":
         return frozenset()
-    found = []
-    for tp in (tp for tp in space.tensor if tp > 1):
-        x = next((x for x in space.options if x.grid.tp == tp), None)
-        if x is None:
-            continue
-        grid = x.grid._replace(ring=1, ulysses=1)
-        plain, seq = (
-            pricer.three(space.cut(grid, inner, split=False), space.least, False)[1]
-            for inner in (
-                x.inners[-1]._replace(recompute="none"),
-                x.inners[0]._replace(recompute="none"),
-            )
-        )
+    found = set()
+    for tp in {x.grid.tp for x in space.options} - {1}:
+        grid = Grid(1, 1, 1, 1, tp, 1, ORDERS[0])
+        cuts = (space.cut(grid, Inner(seq, "none"), split=False) for seq in (False, True))
+        plain, seq = (pricer.three(cut, space.least, False)[1] for cut in cuts)
         if plain.forward.total + plain.backward >= seq.forward.total + seq.backward:
-            found.append(tp)
+            found.add(tp)
     return frozenset(found)
 
 

@@ -165,10 +165,8 @@ class Space:
 
     def cut(self, grid: Grid, inner: Inner, *, split: bool) -> Layout:
         """What of a candidate its pieces depend on."""
-        return _cut(
-            grid.ring, grid.ulysses, grid.tp, grid.ep, inner.seq, inner.recompute == "selective", split,
-            self.request.precision,
-        )  # fmt: skip
+        own = grid.ring, grid.ulysses, grid.tp, grid.ep
+        return _cut(*own, inner, split, self.request.precision)
 
     def _grids(self) -> Iterator[Grid]:
         r = self.request
@@ -254,25 +252,19 @@ def _ulysses(cp: int, heads: int, near: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _cut(
-    ring: int,
-    ulysses: int,
-    tp: int,
-    ep: int,
-    seq: bool,
-    selective: bool,
-    split: bool,
-    precision: str,
+    ring: int, ulysses: int, tp: int, ep: int, inner: Inner, split: bool, precision: str
 ) -> Layout:
     mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,))))
-    plain = Layout(
-        mesh=mesh, seq=seq, recompute="selective" if selective else "none", precision=precision
-    )
-    if split:
-        name = next(n for n, t in SCHEDULES.items() if t.splits_backward and t.least == 1)
-        plain = Layout(
-            mesh=mesh, seq=seq, schedule=name, recompute=plain.recompute, precision=precision
+    splits = (name for name, t in SCHEDULES.items() if t.splits_backward and t.least == 1)
+    return piece_layout(
+        Layout(
+            mesh,
+            seq=inner.seq,
+            schedule=next(splits) if split else ACCUM,
+            recompute=inner.recompute,
+            precision=precision,
         )
-    return piece_layout(plain)
+    )
 
 
 # ---- pipelines

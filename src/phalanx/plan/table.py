@@ -13,7 +13,7 @@ from pathlib import Path
 from ..layout import Axis, Layout, LayoutError, Mesh, Shape, legal
 from .device import Device, MachineError, device, devices
 from .hardware import Hardware, hardware_of
-from .link import Cluster, Level, cluster
+from .link import cluster, clusters
 from .price import Case
 from .profile import SoftwareProfile, profile_named
 from .space import spread
@@ -71,6 +71,7 @@ _MEANINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "flag": {"": _NO, "1": (*_YES, "swiglu", "geglu")},
     "offload": {"": _NO, "optimizer": ("optim", "optimizer", "optimizer-states")},
 }  # fmt: skip
+_MEASURED = ("step_time_s", "tok_s_gpu", "tflops_gpu", "peak_mem_gb")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
 
@@ -145,10 +146,15 @@ def _row(
     try:
         if any(cells[len(columns) :]):
             raise CellError("cells", str(len(cells)), f"in a row, the table has {len(columns)}")
-        status = _status(fields)
+        # One that ran out of memory may say so in place of what it measured.
+        measured = (fields.get(key, "").lower() for key in _MEASURED)
+        oom = any(text in _MEANINGS["status"]["oom"] for text in measured)
+        status = "oom" if oom else _meaning(fields, "status")
         ranks = _count(fields, "gpus", 0)
         batch = _number(fields, "global_batch")
-        _without_experts(fields)
+        experts = any(_number(fields, key) > 1 for key in ("ep", "experts", "num_experts"))
+        if experts or re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE):
+            raise MachineError("it has experts (MoE, or ep > 1), which are not planned")
         kind = _device(fields["hardware"])
         made = _case(fields, profile)
         if made.dtype and made.dtype not in kind.dtypes:
@@ -225,20 +231,6 @@ def _meaning(fields: Mapping[str, str], key: str, kind: str = "") -> str:
     raise CellError(key, text, f"is not known: write one of {listed}")
 
 
-def _status(fields: Mapping[str, str]) -> str:
-    """How a run ended; one that ran out of memory may say so in place of what it measured."""
-    measured = (fields.get(key, "") for key in ("step_time_s", "tok_s_gpu", "tflops_gpu"))
-    memory = fields.get("peak_mem_gb", "")
-    ended = any(text.lower() in _MEANINGS["status"]["oom"] for text in (*measured, memory))
-    return "oom" if ended else _meaning(fields, "status")
-
-
-def _without_experts(fields: Mapping[str, str]) -> None:
-    experts = any(_number(fields, key) > 1 for key in ("ep", "experts", "num_experts"))
-    if experts or re.search(_EXPERTS, fields.get("model", ""), re.IGNORECASE):
-        raise MachineError("it has experts (MoE, or ep > 1), which are not planned")
-
-
 def _device(hardware: str) -> Device:
     for pattern, name in _DEVICES:
         if re.search(pattern, hardware, re.IGNORECASE) and name in devices():
@@ -263,27 +255,18 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     if not batch:
         raise MachineError("the row does not say its batch")
     schedule = _meaning(fields, "schedule") if n["pp"] > 1 else "accum"
-    rows = _number(fields, "micro_batch") or _rows(batch / dp, n["pp"])
+    # Where a row says none: one sequence in a pipeline, else what can be at once.
+    rows = _number(fields, "micro_batch") or (1.0 if n["pp"] > 1 else min(batch / dp, 4.0))
     count = max(1, round(batch / dp / rows))
     zero, precision = int(_meaning(fields, "zero")), _meaning(fields, "precision")
-    if (n["vpp"] > 1 and schedule == "1f1b") or schedule == "interleaved":
-        schedule, chunks = (
-            "interleaved",
-            max(2, n["vpp"] if fields.get("vpp") else _chunks(shape, n)),
-        )
-    else:
-        chunks = 2 if schedule == "zb-v" else 1
+    chunks = 2 if schedule == "zb-v" else 1
+    if schedule == "interleaved" or (n["vpp"] > 1 and schedule == "1f1b"):
+        schedule = "interleaved"
+        chunks = max(2, n["vpp"] if fields.get("vpp") else _chunks(shape, n))
     shard = _count(fields, "hsdp_shard", dp)
-    if zero == 0 or dp % shard:
-        shard = dp
-    mesh = Mesh(
-        (
-            Axis("pp", (n["pp"],)),
-            Axis("dp", (dp // shard, shard)),
-            Axis("cp", (n["cp"], 1)),
-            Axis("tp", (n["tp"],)),
-        )
-    )
+    shard = dp if zero == 0 or dp % shard else shard
+    parts = {"pp": (n["pp"],), "dp": (dp // shard, shard), "cp": (n["cp"], 1), "tp": (n["tp"],)}
+    mesh = Mesh(tuple(Axis(*each) for each in parts.items()))
     layout = Layout(
         mesh=mesh,
         seq=bool(_meaning(fields, "sp", "flag")) and n["tp"] > 1,
@@ -298,22 +281,13 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     for broken in legal(layout, shape):
         if broken.rule in ("heads", "kv", "ffn"):
             raise CellError("tp", str(n["tp"]), f"is impossible: {broken.what}")
-    if zero == 3 and n["pp"] > 1:
-        layout = replace(layout, reduce="step")
-    less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
-    if profile.balanced and not less:
-        first, last = _filled(shape, n["pp"])
-    else:
-        first, last = _ends(shape.layers, n["pp"]) if less else (0, 0)
     if n["pp"] > 1:
-        layout = replace(layout, stages=_stages(shape.layers, n["pp"], chunks, first, last))
+        less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
+        first, last = _ends(shape, n["pp"], less=less, balanced=profile.balanced)
+        stages = _stages(shape.layers, n["pp"], chunks, first, last)
+        layout = replace(layout, stages=stages, reduce="step" if zero == 3 else layout.reduce)
     dtype = precision if precision in ("fp8", "fp4") else ""
     return Case(shape, layout, batch / dp / count, _count(fields, "seq", 0), dtype)
-
-
-def _rows(batch: float, pp: int) -> float:
-    """The microbatch where a row says none: one sequence in a pipeline, else what can be at once."""
-    return 1.0 if pp > 1 else min(batch, 4.0)
 
 
 def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
@@ -325,29 +299,24 @@ def _chunks(shape: Shape, n: Mapping[str, int]) -> int:
 
 def _stages(layers: int, pp: int, chunks: int, first: int, last: int) -> tuple[int, ...]:
     """Blocks of every virtual stage. With chunks they are as even as can be."""
+    if chunks == 1 and first + last == layers:
+        return (first, last)
     if chunks > 1 or pp == 2 or not (first or last):
-        return (
-            (first, last) if chunks == 1 and first + last == layers else spread(layers, pp * chunks)
-        )
+        return spread(layers, pp * chunks)
     return (first, *spread(layers - first - last, pp - 2), last)
 
 
-def _filled(shape: Shape, pp: int) -> tuple[int, int]:
-    """Blocks of the first and last stage where stages are filled one after the other, each until it
-    has its share of the cost, the head's with it; our own `stage_pieces` evens them out instead."""
-    if pp == 1:
-        return 0, 0
+def _ends(shape: Shape, pp: int, *, less: bool, balanced: bool) -> tuple[int, int]:
+    """Blocks of the first and last stage: one `less` each, for embedding and head; or, where stages are
+    filled one after the other, until each has its share of the cost, the head's with it, which our own
+    `stage_pieces` evens out instead. 0: as many as the others."""
+    if less or not balanced:
+        fewer = less and (shape.layers + 2) % pp == 0
+        return ((shape.layers + 2) // pp - 1,) * 2 if fewer else (0, 0)
     block, head = shape.cost(1), shape.cost(shape.layers + 1)
     each = (shape.layers + head / block) / pp
     last = max(0, min(shape.layers - pp + 1, round(each - head / block)))
     return -(-(shape.layers - last) // (pp - 1)), last
-
-
-def _ends(layers: int, pp: int) -> tuple[int, int]:
-    """Blocks of the first and last stage where each holds one less, for embedding and head."""
-    if pp > 1 and (layers + 2) % pp == 0:
-        return (layers + 2) // pp - 1, (layers + 2) // pp - 1
-    return 0, 0
 
 
 def _empty(case: Case, profile: SoftwareProfile) -> bool:
@@ -360,23 +329,20 @@ def _empty(case: Case, profile: SoftwareProfile) -> bool:
     return pp > shape.layers or head > 2 * (shape.layers + head) / pp
 
 
-def _head(size: float) -> int:
-    """A head's size; one that is no whole number was derived wrongly, and is taken as usual."""
-    return int(size) if size == int(size) else 8 * round(size / 8)
-
-
 def _shape(fields: Mapping[str, str]) -> Shape:
     gated = bool(_meaning(fields, "glu", "flag"))
     if not _number(fields, "layers") or not _number(fields, "hidden"):
         raise MachineError("the row does not say its model's layers or width")
     heads, hidden = _count(fields, "heads"), _count(fields, "hidden")
+    size = _number(fields, "head_dim") or hidden / heads
     return Shape(
         name=fields.get("model", ""),
         layers=_count(fields, "layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=_count(fields, "kv_heads", heads),
-        head_dim=_head(_number(fields, "head_dim") or hidden / heads),
+        # One that is no whole number was derived wrongly, and is taken as usual.
+        head_dim=int(size) if size == int(size) else 8 * round(size / 8),
         ffn=_count(fields, "ffn", 4 * hidden),
         vocab=_count(fields, "vocab", 51200),
         sequence=_count(fields, "seq", 0),
@@ -417,45 +383,29 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
     """The cluster of a row: its device's family, with the network that the row tells of."""
-    family = {
-        "a100-80": "a100-80",
-        "a100-40": "a100-40",
-        "h100-sxm": "h100",
-        "h200": "h200",
-        "h100-96": "h100-96",
-        "b200": "b200",
-        "gb200": "gb200",
-        "mi300x": "mi300x",
-        "tpu-v5p": "tpu-v5p",
-        "trainium2": "trainium2",
-    }.get(name)
-    if "efa" in link.lower() and name == "h100-sxm":
+    family = "h100" if name == "h100-sxm" else name
+    if "efa" in link.lower() and family == "h100":
         family = "h100-efa"
-    if family is None:
+    if family not in clusters():
         raise MachineError(f"no cluster of {name} is in the catalogue")
     size = max(cluster(f"{family}x{max(ranks, 1)}").levels[0].size, 1) if ranks <= node else node
     whole = cluster(f"{family}x{-(-ranks // node) * node if ranks > node else ranks}")
-    port = _port(link, size)
-    levels = tuple(_with_port(level, port) if i else level for i, level in enumerate(whole.levels))
-    if "omni-path" in link.lower():
-        levels = tuple(replace(x, latency_us=8.0) if i else x for i, x in enumerate(levels))
-    made: Cluster = replace(whole, levels=levels)
-    return hardware_of(made, ranks)
-
-
-def _with_port(level: Level, port: float) -> Level:
-    """The level with another rate of each device's port, in bytes a second."""
-    return replace(level, share=level.share * port / level.bandwidth) if port else level
+    port, levels = _port(link, size), list(whole.levels)
+    for i, level in enumerate(levels[1:], 1):
+        if port:
+            level = replace(level, share=level.share * port / level.bandwidth)
+        levels[i] = replace(level, latency_us=8.0) if "omni-path" in link.lower() else level
+    return hardware_of(replace(whole, levels=tuple(levels)), ranks)
 
 
 def _port(link: str, node: int) -> float:
     """Bytes a second of one device, from what a row says of its network; 0 if it says nothing."""
-    if found := re.search(r"\((\d+(?:\.\d+)?) GB/s/GPU", link):
-        return float(found[1]) * 1e9
-    if found := re.search(r"(\d+) ?x ?(\d+) ?Gb", link):
-        return int(found[1]) * int(found[2]) / 8 / max(node, 1) * 1e9
-    if found := re.search(r"(\d+) Gb/s per node", link):
-        return int(found[1]) / 8 / max(node, 1) * 1e9
-    if found := re.search(r"(\d+) Gb/s/GPU", link):
-        return int(found[1]) / 8 * 1e9
+    for pattern, unit in (
+        (r"()\((\d+(?:\.\d+)?) GB/s/GPU", 1.0),
+        (r"(\d+) ?x ?(\d+) ?Gb", 8.0 * max(node, 1)),
+        (r"()(\d+) Gb/s per node", 8.0 * max(node, 1)),
+        (r"()(\d+) Gb/s/GPU", 8.0),
+    ):
+        if found := re.search(pattern, link):
+            return int(found[1] or 1) * float(found[2]) / unit * 1e9
     return 0.0
