@@ -57,7 +57,8 @@ class Clock:
     def method(self) -> str:
         """How it measures, in a sentence."""
         how = "device events" if self.device.type == "cuda" else "the system's monotonic clock"
-        return f"{how}; warmed up, device idle before and after; medians over repeats"
+        among = "among ranks barriers before and after, the slowest rank counts"
+        return f"{how}; warmed up, device idle before and after; medians over repeats; {among}"
 
     def settle(self) -> None:
         """Return when the device has done all that was issued."""
@@ -83,7 +84,7 @@ class Clock:
         """One reading of this rank's own: seconds a call."""
         self.meet()
         if self.device.type == "cuda":
-            start, end = _event(), _event()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(calls):
                 work()
@@ -112,9 +113,8 @@ class Clock:
     ) -> tuple[Timing, ...]:
         """The timing of each work. `limit`: seconds that all of them may take about; less is
         repeated where one call alone is long, but each is read once at least."""
-        firsts: list[float] = []
         warmed = 0
-        for _ in range(max(1, warm_up)):
+        while not warmed or warmed < warm_up:
             firsts = self.agree([self.read(work) for work in works])
             warmed += 1
             if sum(firsts) > limit / 4:
@@ -122,14 +122,8 @@ class Clock:
         calls = [min(MOST_CALLS, max(1, round(LEAST / max(first, 1e-9)))) for first in firsts]
         once = sum(first * n for first, n in zip(firsts, calls, strict=True))
         times = max(1, min(repeats, int(limit / max(once, 1e-9))))
-        read = [
-            self.read(work, n) for _ in range(times) for work, n in zip(works, calls, strict=True)
-        ]
-        slowest = self.agree(read)
+        turns = list(zip(works, calls, strict=True)) * times
+        slowest = self.agree([self.read(work, n) for work, n in turns])
         return tuple(
-            Timing(tuple(slowest[i :: len(works)]), calls[i], warmed) for i in range(len(works))
+            Timing(tuple(slowest[i :: len(works)]), n, warmed) for i, n in enumerate(calls)
         )
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

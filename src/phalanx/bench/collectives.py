@@ -8,7 +8,7 @@ formula that took the *output* of reduce-scatter as S would read as many times l
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,40 +70,33 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """An operation made ready on one rank: the call, what it receives, and what that has to be."""
+    """An operation made ready on one rank: the call, what it receives (None: nothing), and what that
+    has to be."""
 
-    call: Callable[[], object]
-    received: Tensor | None = None  # None: this rank receives nothing
-    expected: Tensor | None = None
+    call: Callable[[], object] = lambda: None
+    received: Tensor | None = None
+    expected: Tensor = torch.empty(0)
     clear: Callable[[], object] = lambda: None  # so that repeated sums do not grow without end
 
     def is_right(self) -> bool:
         self.call()
-        right = self.received is None or (
-            self.expected is not None and torch.equal(self.received.view(-1), self.expected)
-        )
+        right = self.received is None or torch.equal(self.received.view(-1), self.expected)
         self.clear()
         return right
 
 
 def pattern(rank: int, start: int, count: int, like: Tensor) -> Tensor:
     """The numbers start, start+1, ... of what a rank sends: 0, 1 or 2, without order."""
-    return _tile(_table(rank), start, count, like)
+    return _sum([rank], start, count, like)
 
 
-def _table(rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 3, (_PERIOD,), generator=generator)
-
-
-def _tile(table: Tensor, start: int, count: int, like: Tensor) -> Tensor:
+def _sum(ranks: Sequence[int], start: int, count: int, like: Tensor) -> Tensor:
+    # Exact in every dtype for up to 128 ranks: bf16 holds whole numbers up to 256.
+    table = torch.zeros(_PERIOD, dtype=torch.int64)
+    for rank in ranks:
+        table += torch.randint(0, 3, (_PERIOD,), generator=torch.Generator().manual_seed(rank))
     turned = table.roll(-(start % _PERIOD)).to(like.dtype)
     return turned.repeat(count // _PERIOD + 1)[:count].to(like.device)
-
-
-def _sum(ranks: int, start: int, count: int, like: Tensor) -> Tensor:
-    # Exact in every dtype for up to 128 ranks: bf16 holds whole numbers up to 256.
-    return _tile(sum((_table(rank) for rank in range(ranks)), torch.zeros(1)), start, count, like)
 
 
 def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
@@ -116,26 +109,26 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
 
     # x: what this rank sends; out: what it receives, where that is not x itself.
     x = pattern(rank, 0, part if op in ("all_gather", "gather") else n, like)
-    received = {"reduce_scatter": part, "scatter": part, "all_gather": n, "all_to_all": n}
-    received |= {"gather": n * (rank == 0), "send": n * (rank == 1)}
+    received = dict.fromkeys(("reduce_scatter", "halves", "scatter"), part)
+    received |= {"all_gather": n, "all_to_all": n, "gather": n * root, "send": n * (rank == 1)}
     out = like.new_empty(received.get(op, 0))
+
+    def halves() -> None:
+        group.reduce_scatter(out, x)
+        group.all_gather(x, out)
+
     match op:
         case "all_reduce":
-            return _Prepared(lambda: group.all_reduce(x), x, _sum(size, 0, n, like), x.zero_)
+            return _Prepared(lambda: group.all_reduce(x), x, _sum(range(size), 0, n, like), x.zero_)
         case "halves":  # an all-reduce in two steps
-            shard = like.new_empty(part)
-
-            def halves() -> None:
-                group.reduce_scatter(shard, x)
-                group.all_gather(x, shard)
-
-            return _Prepared(halves, x, _sum(size, 0, n, like), x.zero_)
+            return _Prepared(halves, x, _sum(range(size), 0, n, like), x.zero_)
         case "reduce":
-            expected = _sum(size, 0, n, like)
+            expected = _sum(range(size), 0, n, like)
             return _Prepared(lambda: group.reduce(x, 0), x if root else None, expected, x.zero_)
         case "reduce_scatter":
-            expected = _sum(size, mine, part, like)
-            return _Prepared(lambda: group.reduce_scatter(out, x), out, expected)
+            return _Prepared(
+                lambda: group.reduce_scatter(out, x), out, _sum(range(size), mine, part, like)
+            )
         case "all_gather":
             return _Prepared(lambda: group.all_gather(out, x), out, of_all(0, part))
         case "all_to_all":
@@ -143,10 +136,8 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
         case "broadcast":
             return _Prepared(lambda: group.broadcast(x, 0), x, pattern(0, 0, n, like))
         case "scatter":
-            parts = x.chunk(size) if root else None
-            return _Prepared(
-                lambda: group.scatter(out, parts, 0), out, pattern(0, mine, part, like)
-            )
+            parts, expected = x.chunk(size) if root else None, pattern(0, mine, part, like)
+            return _Prepared(lambda: group.scatter(out, parts, 0), out, expected)
         case "gather" if root:
             return _Prepared(lambda: group.gather(out.chunk(size), x, 0), out, of_all(0, part))
         case "gather":
@@ -155,19 +146,17 @@ def _prepared(op: str, group: Group, n: int, like: Tensor) -> _Prepared:
             return _Prepared(lambda: group.send(x, 1))
         case "send" if rank == 1:
             return _Prepared(lambda: group.receive(out, 0), out, pattern(0, 0, n, like))
-    return _Prepared(lambda: None)  # the others see a message pass
+    return _Prepared()  # the others see a message pass
 
 
 def measure_collectives(world: World, sweep: Sweep) -> list[Sample]:
     """Every operation at every size, the same list on every rank. All ranks call it."""
     began = time.monotonic()
     clock = Clock(world.device, world.split("bench", [range(world.size)]))
-    groups = {
-        (ranks, apart): world.split(
-            f"bench-{ranks}x{apart}", grouped(world.size, ranks, apart), [(0, 1)]
-        )
-        for ranks, apart in sweep.groups
-    }
+    groups = {}
+    for ranks, apart in sweep.groups:
+        name, inside = f"bench-{ranks}x{apart}", grouped(world.size, ranks, apart)
+        groups[ranks, apart] = world.split(name, inside, [(0, 1)])
     samples: list[Sample] = []
     for size in sweep.sizes:
         # One rank's clock decides for all, so that they stop together.
@@ -188,13 +177,12 @@ def _sample(
     n = max(1, size // like.element_size() // ranks) * ranks
     # Ranks are left over where the shape does not divide the world.
     prepared = [
-        _Prepared(lambda: None) if group.size < ranks else _prepared(name, group, n, like)
+        _Prepared() if group.size < ranks else _prepared(name, group, n, like)
         for name in ((op, "halves") if op == "all_reduce" else (op,))
     ]
     right = [each.is_right() for each in prepared]  # each is a call that every rank has to make
-    first, *halves = clock.measure(
-        *(each.call for each in prepared), repeats=sweep.repeats, limit=sweep.limit
-    )
+    calls = [each.call for each in prepared]
+    first, *halves = clock.measure(*calls, repeats=sweep.repeats, limit=sweep.limit)
     return Sample(
         op,
         ranks,

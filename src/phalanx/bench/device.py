@@ -57,14 +57,15 @@ def local_device(kind: str = "auto") -> LocalDevice:
         raise MachineError("torch sees no GPU here; leave --device out, or use --device cpu.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if kind == "cpu" or not cuda:
-        name, total, free = _cpu_name(), *_host_memory()
-        return LocalDevice(name, "cpu", 1, cores or 1, total, free, device_named(name), _backends())
-    name = torch.cuda.get_device_name(0)
-    free, total = torch.cuda.mem_get_info(0)
-    count = torch.cuda.device_count()
-    return LocalDevice(
-        name, "cuda", count, cores or 1, total, free, device_named(name), _backends()
+        kind, name, count, (total, free) = "cpu", _cpu_name(), 1, _host_memory()
+    else:
+        kind, name, count = "cuda", torch.cuda.get_device_name(0), torch.cuda.device_count()
+        free, total = torch.cuda.mem_get_info(0)
+    usable = (
+        b for b in (NCCL, GLOO, "mpi") if dist.is_available() and dist.is_backend_available(b)
     )
+    entry = device_named(name)
+    return LocalDevice(name, kind, count, cores or 1, total, free, entry, tuple(usable))
 
 
 def _cpu_name() -> str:
@@ -85,12 +86,6 @@ def _host_memory() -> tuple[int, int]:
     except (OSError, KeyError):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return total, total // 2
-
-
-def _backends() -> tuple[str, ...]:
-    if not dist.is_available():
-        return ()
-    return tuple(name for name in (NCCL, GLOO, "mpi") if dist.is_backend_available(name))
 
 
 def dtype_of(name: str, kind: str) -> torch.dtype:

@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 
 from ..plan import Curve
 from ..plan.curve import moved, steps
@@ -70,21 +71,11 @@ def fit(samples: Sequence[Sample], backend: str, form: str = "ring") -> Curve:
     samples = sorted(samples, key=lambda sample: sample.bytes)
     first, most = samples[0], samples[-1].bytes
     latency, slope = _line([_row(sample, form) for sample in samples])
-    line = Curve(
-        first.op,
-        backend,
-        first.ranks,
-        form,
-        latency,
-        1 / slope,
-        0.0,
-        first.bytes,
-        most,
-        first.apart,
-    )
+    of, lengths = (first.op, backend, first.ranks, form), (first.bytes, most)
+    line = Curve(*of, latency, 1 / slope, 0.0, *lengths, first.apart)
     best = line
     if _squares(line, samples) >= NEAR**2 * len(samples):
-        bent = [_bent(line, samples, samples[i].bytes) for i in range(2, len(samples) - 2)]
+        bent = [_bent(line, samples, bend.bytes) for bend in samples[2:-2]]
         best = min(bent, key=lambda curve: _squares(curve, samples), default=line)
         if _squares(best, samples) >= WORTH * _squares(line, samples):
             best = line
@@ -97,12 +88,10 @@ def _bent(line: Curve, samples: Sequence[Sample], bend: int) -> Curve:
     curve = replace(line, latency=latency, bandwidth=1 / slope, bend=bend, beyond=1 / slope)
     passes, start = moved(line.op, line.form, line.ranks), curve.seconds(bend)
     # One unknown, the slope beyond: t = start + passes (S - bend) slope, errors relative to t.
-    far = [
-        (passes * (s.bytes - bend) / s.seconds, 1 - start / s.seconds)
-        for s in samples
-        if s.bytes > bend
-    ]
-    beyond = sum(a * rest for a, rest in far) / sum(a * a for a, _ in far)
+    far = [s for s in samples if s.bytes > bend]
+    scaled = [passes * (s.bytes - bend) / s.seconds for s in far]
+    rests = (1 - start / s.seconds for s in far)
+    beyond = sum(map(mul, scaled, rests)) / sum(a * a for a in scaled)
     return replace(curve, beyond=1 / max(beyond, slope * 1e-3))
 
 
@@ -116,11 +105,9 @@ def _row(sample: Sample, form: str) -> Row:
 
 def _line(rows: Sequence[Row]) -> tuple[float, float]:
     """(latency, seconds a byte) with the least sum of squared relative errors, neither negative."""
-    scaled = [(a / t, b / t) for a, b, t in rows]
-    aa = sum(a * a for a, _ in scaled)
-    ab = sum(a * b for a, b in scaled)
-    bb = sum(b * b for _, b in scaled)
-    sum_a, sum_b = sum(a for a, _ in scaled), sum(b for _, b in scaled)
+    left, right = [a / t for a, _, t in rows], [b / t for _, b, t in rows]
+    aa, ab, bb = (sum(map(mul, *p)) for p in ((left, left), (left, right), (right, right)))
+    sum_a, sum_b = sum(left), sum(right)
     whole = aa * bb - ab * ab
     latency = (sum_a * bb - sum_b * ab) / whole if whole > 1e-12 * aa * bb else 0.0
     if latency <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 
@@ -26,9 +27,6 @@ class WrongResult(RuntimeError):
     """A collective gave wrong numbers: whatever its time was, it means nothing."""
 
 
-_AMONG_RANKS = "among ranks barriers before and after, the slowest rank counts"
-
-
 @dataclass(frozen=True)
 class Thoroughness:
     """How thorough: seconds for all, ranks of the largest group, the model whose products count."""
@@ -49,13 +47,11 @@ class Thoroughness:
 
 def topology_of(device: LocalDevice) -> Topology:
     """Who is linked to whom among the GPUs; empty where there are none or the driver is silent."""
-    if device.kind != "cuda":
-        return Topology((), ())
-    try:
-        return read_topology()
-    except (TopologyError, OSError):
-        # What is not known is left out of the file; everything measured stands without it.
-        return Topology((), ())
+    # What is not known is left out of the file; everything measured stands without it.
+    with suppress(TopologyError, OSError):
+        if device.kind == "cuda":
+            return read_topology()
+    return Topology((), ())
 
 
 def measure_machine(
@@ -67,7 +63,10 @@ def measure_machine(
     report("matrix products")
     rates = _rates(device, options)
     report("overlap of products and copies")
-    hidden = _copies(device, options)
+    size, copied, dtype = (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
+    limit = options.limit / 20
+    overlaps = measure_copies(device, size=size, copied=copied, dtype=dtype, limit=limit)
+    hidden = tuple(each.as_hidden() for each in overlaps)
     samples: list[Sample] = []
     backend = ""
     for ranks in options.worlds(device):
@@ -77,10 +76,12 @@ def measure_machine(
         samples, hidden = samples + more, hidden + messages
     if wrong := sorted({f"{s.op} of {s.ranks} ranks" for s in samples if not s.correct}):
         raise WrongResult(f"wrong numbers came from {', '.join(wrong)}; nothing was written.")
+    x = torch.zeros(1, device=device.device)
+    (launch,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
     return Machine(
         name="this",
         date=date.today().isoformat(),
-        method=f"{Clock(device.device).method}; {_AMONG_RANKS}",
+        method=Clock(device.device).method,
         device=device.name,
         kind=device.kind,
         count=device.count,
@@ -90,19 +91,13 @@ def measure_machine(
         catalogue=device.entry.name if device.entry else "",
         threads=torch.get_num_threads(),
         torch=str(torch.__version__),
-        launch=_launch(device),
+        launch=launch.median,
         stores=stores,
         rates=rates,
         hidden=hidden,
         curves=fit_all(samples, backend),
         links=topology_of(device).kinds,
     )
-
-
-def _launch(device: LocalDevice) -> float:
-    x = torch.zeros(1, device=device.device)
-    (timing,) = Clock(device.device).measure(lambda: x.add_(1.0), limit=1.0)
-    return timing.median
 
 
 def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
@@ -112,14 +107,7 @@ def _rates(device: LocalDevice, options: Thoroughness) -> tuple[Rate, ...]:
     wide = decoder_products(Shape.load(options.model), 8192 if gpu else 512, dtypes)
     products = sorted([*squares, *wide], key=lambda product: product.flops)
     measured = measure_products(device, products, limit=options.limit / 4, repeats=5)
-    return tuple(product.as_rate() for product in measured)
-
-
-def _copies(device: LocalDevice, options: Thoroughness) -> tuple[Hidden, ...]:
-    size, copied, dtype = (16384, 1 << 30, BF16) if device.kind == "cuda" else (768, 32 << 20, FP32)
-    limit = options.limit / 20
-    overlaps = measure_copies(device, size=size, copied=copied, dtype=dtype, limit=limit)
-    return tuple(each.as_hidden() for each in overlaps)
+    return tuple(Rate(p.dtype, p.m, p.n, p.k, p.rate) for p in measured)
 
 
 def _collectives(

@@ -16,7 +16,6 @@ from itertools import cycle
 import torch
 
 from ..layout import Shape
-from ..plan import Rate
 from .clock import Clock
 from .device import LocalDevice, dtype_of, products_in
 
@@ -50,9 +49,6 @@ class MatrixProduct:
     @property
     def claimed_rate(self) -> float:
         return self.flops / self.claimed
-
-    def as_rate(self) -> Rate:
-        return Rate(self.dtype, self.m, self.n, self.k, self.rate)
 
 
 def square_products(dtypes: Sequence[str], sizes: Sequence[int]) -> list[MatrixProduct]:
@@ -108,14 +104,11 @@ def _measured(
 ) -> MatrixProduct:
     dtype, at = dtype_of(product.dtype, device.kind), device.device
     copies = max(1, min(64, COLD // _bytes(device, product)))
-    operands = [
-        (
-            torch.randn(product.m, product.k, device=at).to(dtype),
-            torch.randn(product.k, product.n, device=at).to(dtype),
-            torch.empty(product.m, product.n, device=at, dtype=dtype),
-        )
-        for _ in range(copies)
-    ]
+    operands = []
+    for _ in range(copies):
+        a = torch.randn(product.m, product.k, device=at).to(dtype)
+        b = torch.randn(product.k, product.n, device=at).to(dtype)
+        operands.append((a, b, torch.empty(product.m, product.n, device=at, dtype=dtype)))
     turn = cycle(operands)
 
     def multiply() -> None:
