@@ -119,7 +119,7 @@ MISTAKES = {
     "all-reduce": ("if hop < n - 1 else arrived", "if hop < n else arrived"),
     "bandwidth": ('group.all_reduce(x, "average")', "group.all_reduce(x)"),
     "overlap": ('all_reduce(gradient, "average", wait=False)', "all_reduce(gradient, wait=False)"),
-    "hardware": ("_ = lab.rows(0) @", "_ = batch(lab.size, 0) @"),
+    "hardware": ("_ = lab.rows(0) @", "_ = torch.cat([lab.rows(0)] * 2) @"),
     "context-parallel": ("own.start, lambda", "0, lambda"),
     "asynchronous-launch": ("done = work.done()", "done = True"),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
@@ -171,8 +171,11 @@ class Lab:
         """A result in words. One rank may speak for all: `if lab.rank == 0`."""
         self.now.notes.append(sentence)
 
-    def table(self, title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        self.now.tables.append((title, list(header), [[str(cell) for cell in row] for row in rows]))
+    def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table, in which rank 0 speaks for all."""
+        if self.rank == 0:
+            cells = [[str(cell) for cell in row] for row in rows]
+            self.now.tables.append((title, list(header), cells))
 
     def claim(self, says: str, got: Any, want: Any = True, *, within: float = 1e-10) -> None:
         """That two things are the same: text and truth exactly, numbers to `within` of the largest."""
@@ -206,9 +209,8 @@ class Lab:
 
     def close(self) -> RankRecord:
         """The record, its memory curve thinned to what a picture can show."""
-        samples, most = self.memory.samples, 300
-        run = -(-len(samples) // most)
-        if run > 2:
+        samples = self.memory.samples
+        if (run := -(-len(samples) // 300)) > 2:
             parts = [samples[i : i + run] for i in range(0, len(samples), run)]
             samples = [s for part in parts for s in (max(part, key=lambda x: x[1]), part[-1])]
         self.record.memory = list(samples)

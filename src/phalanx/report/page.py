@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +39,26 @@ class ReportError(ValueError):
     """A folder of which no report can be made."""
 
 
+def number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    # What was not finite is written as text; a picture leaves it out.
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.nan
+
+
+def stretches(records: Iterable[Record]) -> list[tuple[Record, list[Record]]]:
+    """Each start of a run, with its steps."""
+    found: list[tuple[Record, list[Record]]] = []
+    for record in records:
+        if record["event"] == "start":
+            found.append((record, []))
+        elif record["event"] == "step" and found:
+            found[-1][1].append(record)
+    return found
+
+
 @dataclass(frozen=True)
 class _Journal:
     """The records of a run, by event."""
@@ -55,24 +75,12 @@ class _Journal:
     @cached_property
     def segments(self) -> list[tuple[list[Record], list[Record]]]:
         """The steps of each start: those that count, and those that a later start did again."""
-        steps: list[list[Record]] = []
-        for record in self.records:
-            if record["event"] == "start":
-                steps.append([])
-            elif record["event"] == "step" and steps:
-                steps[-1].append(record)
-        begins = [_number(start, "step") for start in self.starts]
-        again = [
-            min(filter(math.isfinite, begins[n:]), default=math.inf)
-            for n in range(1, len(begins) + 1)
-        ]
-        return [
-            (
-                [r for r in segment if not _number(r, "step") > end],
-                [r for r in segment if _number(r, "step") > end],
-            )
-            for segment, end in zip(steps, again, strict=True)
-        ]
+        segments, end = list[tuple[list[Record], list[Record]]](), math.inf
+        for start, steps in reversed(stretches(self.records)):
+            kept = [r for r in steps if not number(r, "step") > end]
+            segments.append((kept, [r for r in steps if number(r, "step") > end]))
+            end = min(end, number(start, "step"))  # a NaN changes nothing
+        return segments[::-1]
 
     @cached_property
     def steps(self) -> list[Record]:
@@ -163,25 +171,16 @@ class Extras:
     sections: tuple[Section, ...] = ()
 
 
-def _number(record: Record, name: str) -> float:
-    value = record.get(name)
-    # What was not finite is written as text; a picture leaves it out.
-    try:
-        return float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:  # a whole number of hundreds of digits
-        return math.nan
-
-
 def _points(
     records: Sequence[Record], name: str, scale: float = 1.0
 ) -> tuple[tuple[float, float], ...]:
-    points = ((_number(r, "step"), _number(r, name) * scale) for r in records)
+    points = ((number(r, "step"), number(r, name) * scale) for r in records)
     return tuple((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
 
 
 def _marks(journal: _Journal) -> list[tuple[float, str]]:
     marks = [
-        (_number(start, "step"), f"{'restart' if n else 'start'}: {_layout(start)}")
+        (number(start, "step"), f"{'restart' if n else 'start'}: {_layout(start)}")
         for n, start in enumerate(journal.starts)
     ]
     return [(step, text) for step, text in marks if math.isfinite(step)]
@@ -195,24 +194,24 @@ def _summary(journal: _Journal) -> Html:
     last, steps = journal.starts[-1], journal.steps
     model = last.get("model")
     name = model.get("name", "") if isinstance(model, dict) else ""
-    parameters = _number(last, "parameters")
+    parameters = number(last, "parameters")
     ended = "ended" if journal.of("end") and journal.records[-1]["event"] == "end" else "not ended"
     if journal.records[-1]["event"] == "stop":
         ended = "stopped, can be resumed"
-    at = _number(steps[-1], "step") if steps else _number(last, "step")
+    at = number(steps[-1], "step") if steps else number(last, "step")
     lines = [
         f"{name}, {parameters:,.0f} parameters, on {last.get('data')}; step {at:.0f} of"
         f" {last.get('steps')}, {ended}",
         f"{len(journal.starts)} starts; the last as {_layout(last)} on {last.get('ranks')} ranks",
     ]
     if steps:
-        rate = statistics.median(_number(s, "tokens_per_second") for s in steps)
-        lines.append(f"loss {_number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median)")
+        rate = statistics.median(number(s, "tokens_per_second") for s in steps)
+        lines.append(f"loss {number(steps[-1], 'loss'):.4f}; {rate:,.0f} tokens/s (median)")
         lines.append(str(Goodput(journal.records)))
     if checked := journal.of("validation"):
-        bits = _number(checked[-1], "bits_per_byte")
+        bits = number(checked[-1], "bits_per_byte")
         more = f", {bits:.4f} bits per byte" if math.isfinite(bits) else ""
-        lines.append(f"validation loss {_number(checked[-1], 'loss'):.4f} nats per token{more}")
+        lines.append(f"validation loss {number(checked[-1], 'loss'):.4f} nats per token{more}")
     return paragraphs(lines)
 
 
@@ -255,7 +254,7 @@ def _efficiency(journal: _Journal) -> Section:
     last = journal.starts[-1]
     model, full = _inside(last, "flops", "model"), _inside(last, "flops", "full")
     note = (
-        f"Of a peak of {_number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
+        f"Of a peak of {number(last, 'peak_flops') / 1e12:.4g} TFLOP/s over all ranks"
         f" ({last.get('peak_from')}). MFU counts what the model needs, with causal attention; HFU"
         " also counts recomputation. With full attention MFU would be higher by"
         f" {100 * (full / model - 1) if model else math.nan:.1f} %."
@@ -275,7 +274,7 @@ def _memory(journal: _Journal) -> Section:
         [rank, *(_size(_inside(one, how, k)) for k in kinds for how in ("promised", "measured"))]
         for rank, one in enumerate(ranks)
     ]
-    most = max((_number(s, "memory") for s in journal.steps), default=math.nan)
+    most = max((number(s, "memory") for s in journal.steps), default=math.nan)
     note = (
         "The largest number of bytes of each kind: what the checked program predicts, and what was"
         " measured. Activations are not included. The most that one rank used for everything,"
@@ -290,7 +289,7 @@ def _size(count: float) -> str:
 
 def _inside(one: Any, how: str, kind: str) -> float:
     inner = one.get(how) if isinstance(one, dict) else None
-    return _number(inner, kind) if isinstance(inner, dict) else math.nan
+    return number(inner, kind) if isinstance(inner, dict) else math.nan
 
 
 def _mesh(start: Record) -> Section:
@@ -304,9 +303,9 @@ def _mesh(start: Record) -> Section:
 
 
 def _events(journal: _Journal) -> Html:
-    begun = _number(journal.starts[0], "time")
+    begun = number(journal.starts[0], "time")
     rows = [
-        (f"{_number(r, 'time') - begun:.1f} s", r["event"], r.get("step", ""), " ".join(_words(r)))
+        (f"{number(r, 'time') - begun:.1f} s", r["event"], r.get("step", ""), " ".join(_words(r)))
         for r in journal.records
         if r["event"] not in ("step", "memory", "hang")
     ]
@@ -332,8 +331,8 @@ def _configuration(folder: Path) -> Html:
 
 def _versions(journal: _Journal) -> Html:
     rows = []
-    for number, start in enumerate(journal.starts, 1):
+    for n, start in enumerate(journal.starts, 1):
         versions = start.get("versions")
         words = versions.items() if isinstance(versions, dict) else ()
-        rows.append((f"start {number}", ", ".join(f"{name} {value}" for name, value in words)))
+        rows.append((f"start {n}", ", ".join(f"{name} {value}" for name, value in words)))
     return tag("div", table(("", "versions"), rows, left=True), cls="fold")

@@ -12,6 +12,7 @@ from typing import Any
 from ..draw import ChartAxis, Html, Series, chart
 from ..layout.journal import read_journal
 from ..layout.numbers import si_text
+from .page import number, stretches
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,18 +31,12 @@ def speeds(folders: Sequence[Path]) -> tuple[Speed, ...]:
     """Of every start with two lines of steps or more."""
     found = []
     for folder in folders:
-        start: Mapping[str, Any] = {}
-        rates: list[float] = []
-        for record in [*read_journal(folder / "metrics.jsonl"), {"event": "start"}]:
-            if record["event"] == "step":
-                rate = record.get("tokens_per_second")
-                rates += [float(rate)] if isinstance(rate, int | float) and rate > 0 else []
-            elif record["event"] == "start":
-                ranks = start.get("ranks")
-                if len(rates) > 1 and isinstance(ranks, int) and 0 < ranks < 1 << 20:
-                    layout = str(start.get("layout") or "one rank")
-                    found.append(Speed(folder.name, layout, ranks, median(rates[1:]), start))
-                start, rates = record, []
+        for start, steps in stretches(read_journal(folder / "metrics.jsonl")):
+            rates = [x for x in (number(step, "tokens_per_second") for step in steps) if x > 0]
+            ranks = start.get("ranks")
+            if len(rates) > 1 and isinstance(ranks, int) and 0 < ranks < 1 << 20:
+                layout = str(start.get("layout") or "one rank")
+                found.append(Speed(folder.name, layout, ranks, median(rates[1:]), start))
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ from ..layout.journal import read_journal
 from ..plan.device import MachineFileError
 from ..program import Recorded, Sizes
 from .compared import Compared
-from .page import Extras, ReportError, Section
+from .page import Extras, ReportError, Section, number, stretches
 
 if TYPE_CHECKING:
     from ..parallel import Model
@@ -83,27 +83,16 @@ def read_recorded(folder: Path) -> tuple[Recorded, str, int]:
     return recorded, layout, step
 
 
-def _stretch(folder: Path, layout: str, number: int) -> tuple[Mapping[str, Any], list[float]]:
+def _stretch(folder: Path, layout: str, before: int) -> tuple[Mapping[str, Any], list[float]]:
     """The last start of a run that may have done this step, and seconds of each line of its steps."""
-    begun: Mapping[str, Any] | None = None
-    seconds: list[float] = []
-    inside = False
-    for record in read_journal(folder / "metrics.jsonl"):
-        if record["event"] == "start":
-            step, model = record.get("step"), record.get("model")
-            inside = isinstance(step, int) and step < number and isinstance(model, dict)
-            inside = inside and record.get("layout") == layout
-            if inside:
-                begun, seconds = record, []
-        elif record["event"] == "step" and inside:
-            took = record.get("seconds")
-            seconds += [float(took)] if isinstance(took, int | float) and took > 0 else []
-    if begun is None:
-        raise ReportError(
-            f"{folder}: metrics.jsonl tells of no start as {layout or 'one rank'} before step"
-            f" {number}, which timeline.json shows. Name the folder of one run."
-        )
-    return begun, seconds
+    for start, steps in reversed(stretches(read_journal(folder / "metrics.jsonl"))):
+        fits = start.get("layout") == layout and isinstance(start.get("model"), dict)
+        if fits and number(start, "step") < before:
+            return start, [x for x in (number(step, "seconds") for step in steps) if x > 0]
+    raise ReportError(
+        f"{folder}: metrics.jsonl tells of no start as {layout or 'one rank'} before step"
+        f" {before}, which timeline.json shows. Name the folder of one run."
+    )
 
 
 def step_extras(

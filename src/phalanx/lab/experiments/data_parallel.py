@@ -453,12 +453,11 @@ def hybrid_sharding(lab: Lab) -> None:
     sent = [lab.sent("inside") / size.steps, lab.sent("across") / size.steps]
     formula = [3 * size.bytes * (k - 1) / k, 2 * (m - 1) / m * size.bytes / k]
     lab.claim("it sent 3W(K-1)/K inside and 2(M-1)/M x W/K across in each step", sent, formula)
-    if lab.rank == 0:
-        title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
-        rule = (3 * size.bytes, size.bytes)
-        columns = zip(("inside", "across"), sent, formula, rule, strict=True)
-        table = [(name, *(f"{number:,.0f}" for number in numbers)) for name, *numbers in columns]
-        lab.table(title, ("group", "measured", "formula", "rule of thumb"), table)
+    title = f"bytes that rank 0 sends in a step; K = {k}, M = {m}, W = {size.bytes:,}"
+    columns = zip(sent, formula, (3 * size.bytes, size.bytes), strict=True)
+    inside_, across_ = ([f"{number:,.0f}" for number in numbers] for numbers in columns)
+    rows_ = [("inside", *inside_), ("across", *across_)]
+    lab.table(title, ("group", "measured", "formula", "rule of thumb"), rows_)
 
 
 def swap(lab: Lab) -> None:

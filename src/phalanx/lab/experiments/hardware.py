@@ -6,7 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.lab.lab import Lab
-from phalanx.lab.mlp import batch, draw, start
+from phalanx.lab.mlp import draw, start
 from phalanx.plan import device, hierarchy
 
 WEIGHTS = 16e9  # bytes: 8 billion of 2
@@ -27,20 +27,14 @@ def hardware(lab: Lab) -> None:
     # The levels of an H100 from the inside out, as its makers state them, links in both directions.
     # The last column is what one reading of all weights of a model of 8 billion, 16 GB, takes at that
     # level: 5 ms from the device's own memory, 160 from another machine.
-    lab.step(
-        "what an H100 has", peak_flops=h100.peak("bf16"), memory_bytes_a_second=places[3].bandwidth
-    )
-    rows = [
-        (
-            place.name,
-            f"{place.bytes / 1e6:,.1f}" if place.bytes else "",
-            f"{place.bandwidth / 1e9:,.0f}",
-            f"{1e3 * WEIGHTS / place.bandwidth:,.1f}",
-        )
-        for place in places
-    ]
-    if lab.rank == 0:
-        lab.table("from the inside out", ("level", "MB", "GB/s", "ms for 16 GB"), rows)
+    peak, memory = h100.peak("bf16"), h100.memory.bandwidth
+    lab.step("what an H100 has", peak_flops=peak, memory_bytes_a_second=memory)
+    rows = []
+    for place in places:
+        holds = f"{place.bytes / 1e6:,.1f}" if place.bytes else ""
+        took = f"{1e3 * WEIGHTS / place.bandwidth:,.1f}"
+        rows.append((place.name, holds, f"{place.bandwidth / 1e9:,.0f}", took))
+    lab.table("from the inside out", ("level", "MB", "GB/s", "ms for 16 GB"), rows)
     speeds = [place.bandwidth for place in places]
     lab.after(bytes_a_second=torch.tensor(speeds, dtype=torch.float64))
     lab.claim("each level is slower than the one before", speeds, sorted(speeds, reverse=True))
@@ -58,14 +52,12 @@ def hardware(lab: Lab) -> None:
         with FlopCounterMode(display=False) as counter:
             product = a @ a
         flops, moved = counter.get_total_flops(), 3 * product.nbytes
-        least = max(flops / h100.peak("bf16"), moved / h100.memory.bandwidth)
-        share = f"{flops / h100.peak('bf16') / least:.0%}"
+        share = f"{flops / peak / max(flops / peak, moved / memory):.0%}"
         products.append((n, f"{flops:,}", f"{moved:,}", f"{flops / moved:.1f}", share))
         counted.append(flops / moved)
         lab.claim(f"torch counts 2 n^3 operations, n = {n}", flops, 2 * n**3)
-    if lab.rank == 0:
-        header = ("n", "operations", "bytes", "for each byte", "of the peak at most")
-        lab.table("products of n x n in bf16", header, products)
+    header = ("n", "operations", "bytes", "for each byte", "of the peak at most")
+    lab.table("products of n x n in bf16", header, products)
     lab.after(for_each_byte=torch.tensor(counted))
     lab.claim("they grow as n / 3", counted, [n / 3 for n in (16, 64, 256, 1024)])
 
@@ -89,9 +81,8 @@ def hardware(lab: Lab) -> None:
     lab.step("n devices do one product in 1/n of the operations each", rows=lab.rows(0))
     with FlopCounterMode(display=False) as counter:
         _ = lab.rows(0) @ start(lab.size)[0]
-    flops = torch.tensor(float(counter.get_total_flops()), dtype=torch.float64)
-    own = flops.clone()
+    own = counter.get_total_flops()
+    flops = torch.tensor(float(own), dtype=torch.float64)
     lab.group.all_reduce(flops)
-    lab.after(own_operations=own, of_all=flops)
-    rows_ = batch(lab.size, 0).shape[0]
-    lab.claim("together they do those of one", flops, 2 * rows_ * lab.size.width**2)
+    lab.after(own_operations=float(own), of_all=flops)
+    lab.claim("together they do those of one", flops, 2 * lab.size.batch * lab.size.width**2)

@@ -333,12 +333,11 @@ def arithmetic(lab: Lab) -> None:
         lab.claim(f"the library counts what was computed by hand: {what}", counted, hand)
     hidden = counts[-2][1]
     lab.claim("67.6 GB are exactly 63 GiB", [round(hidden / GB, 1), hidden / GIB], [67.6, 63])
-    if lab.rank == 0:
-        rows = [
-            (what, f"{hand:,.0f}", f"{count:,.0f}", f"{count / GB:.1f}", f"{count / GIB:.1f}")
-            for what, hand, count in counts
-        ]
-        lab.table("bytes", ("what", "by hand", "by library", "GB", "GiB"), rows)
+    rows = [
+        (what, f"{hand:,.0f}", f"{count:,.0f}", f"{count / GB:.1f}", f"{count / GIB:.1f}")
+        for what, hand, count in counts
+    ]
+    lab.table("bytes", ("what", "by hand", "by library", "GB", "GiB"), rows)
     # torch's own Adam, after a step, in fp32: four numbers of 4 bytes.
     weights = start(lab.size)
     lab.step("a real optimizer: fp32 weight, gradient and two states", weights=weights)

@@ -335,9 +335,8 @@ def grid(lab: Lab) -> None:
     lab.group.barrier()
     lab.after(gradient=gradient)
     lab.claim("the sums along every axis are the sum over all", gradient, lab.whole_gradient())
-    if rank == 0:
-        rows = [(axis, *map(str, groups_along(i, (2, 2, 2, 2)))) for i, axis in enumerate(AXES)]
-        lab.table("groups of dp2 pp2 cp2 tp2", ("axis", *[""] * 8), rows)
+    rows = [(axis, *groups_along(i, (2, 2, 2, 2))) for i, axis in enumerate(AXES)]
+    lab.table("groups of dp2 pp2 cp2 tp2", ("axis", *[""] * 8), rows)
 
 
 def shape_of(n: int) -> list[int]:

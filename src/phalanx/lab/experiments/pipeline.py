@@ -287,13 +287,12 @@ def one_f_one_b(lab: Lab) -> None:
     if rank == 0:
         whole, counted = f"1/{n} of the cells", f"{used} of {count}, {used // 2}/{count // 2}"
         lab.note(f"The whole batch at once uses {whole}. Counted here: {counted}.")
-        rows = []
-        for i, taken in enumerate(cells.tolist()):
-            ops = (f"{kind}{micro}" for kind, micro in order(i, n, m))
-            row = dict(zip(taken, ops, strict=True))
-            rows.append([f"rank {i}", *(row.get(turn, ".") for turn in turns)])
-        header = ("", *map(str, turns))
-        lab.table("which operation each rank runs in each turn", header, rows)
+    rows = []
+    for i, taken in enumerate(cells.tolist()):
+        ops = (f"{kind}{micro}" for kind, micro in order(i, n, m))
+        row = dict(zip(taken, ops, strict=True))
+        rows.append([f"rank {i}", *(row.get(turn, ".") for turn in turns)])
+    lab.table("which operation each rank runs in each turn", ("", *map(str, turns)), rows)
     says = f"used cells are M/(M+P-1) = {m}/{m + n - 1}"
     lab.claim(says, Fraction(used, count) == Fraction(m, m + n - 1))
     # The first forwards come down the diagonal; the last stage begins backward at once.

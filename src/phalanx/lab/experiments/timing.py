@@ -35,10 +35,8 @@ def asynchronous_launch(lab: Lab) -> None:
     work.wait()
     waited = time.perf_counter() - begin
     lab.after(gradient=gradient)
-    lab.note(
-        f"Rank {rank}: the call returned after {1e6 * launched:,.0f} us, the result was there "
-        f"after {1e6 * waited:,.0f} us. Done when it returned: {done}."
-    )
+    times = f"{1e6 * launched:,.0f} us, the result was there after {1e6 * waited:,.0f} us"
+    lab.note(f"Rank {rank}: the call returned after {times}. Done when it returned: {done}.")
     lab.claim("after waiting, it is one process's gradient", gradient, lab.whole_gradient())
     lab.claim("nothing was done before rank 0 came", done and rank == last > 0, False)
     if torch.cuda.is_available():
@@ -92,15 +90,14 @@ def bandwidth(lab: Lab) -> None:
     (least, _, quick, _), *_, (most, _, slow, _) = rows
     slope = max(slow - quick, 1e-12) / (most - least)
     lab.after(seconds_a_byte=slope, latency=max(0.0, quick - slope * least))
-    if lab.rank == 0:
-        shown = []
-        for size, first, median, factor in rows:
-            speed = size / median / 1e9
-            times = f"{1e6 * first:,.0f}", f"{1e6 * median:,.0f}"
-            rates = f"{speed:.3f}", f"{factor:.3g}", f"{speed * factor:.3f}"
-            shown.append((f"{size:,}", *times, *rates))
-        header = ("S", "first, us", "median, us", "S/t, GB/s", "factor", "bus, GB/s")
-        lab.table(f"all-reduce over {n} ranks of this machine", header, shown)
+    shown = []
+    for size, first, median, factor in rows:
+        speed = size / median / 1e9
+        times = f"{1e6 * first:,.0f}", f"{1e6 * median:,.0f}"
+        rates = f"{speed:.3f}", f"{factor:.3g}", f"{speed * factor:.3f}"
+        shown.append((f"{size:,}", *times, *rates))
+    header = ("S", "first, us", "median, us", "S/t, GB/s", "factor", "bus, GB/s")
+    lab.table(f"all-reduce over {n} ranks of this machine", header, shown)
 
 
 def overlap(lab: Lab) -> None:
@@ -113,10 +110,14 @@ def overlap(lab: Lab) -> None:
     """
     weights, rows, layers = start(lab.size), lab.rows(0), lab.size.layers
 
+    def in_turn(layer: int, gradient: torch.Tensor) -> torch.Tensor:
+        lab.average([gradient])
+        return gradient
+
     # In turn: a layer's backward, its all-reduce, the next layer's backward. Units and links take
     # turns in being idle.
     lab.step("one after the other", weights=weights)
-    _, gradients = lab.gradients(weights, rows, gradient=lambda layer, g: _averaged(lab, g))
+    _, gradients = lab.gradients(weights, rows, gradient=in_turn)
     lab.after(gradients=gradients)
     lab.claim("in turn: gradients are one process's", gradients[0], lab.whole_gradient())
     lab.claim("no message was under way while a layer was computed", _beside(lab), 0)
@@ -155,23 +156,17 @@ def overlap(lab: Lab) -> None:
     formula = [layers + m if m <= 1 else 1 + layers * m for m in (0.5, 1.0, 2.0)]
     lab.claim("two queues take what the formula says", queues, formula)
     lab.after(with_two_queues=queues)
-    if lab.rank == 0:
-        header = ("message / layer", "in turn", "two queues", "of messages hidden")
-        lab.table("in units of one layer's backward", header, rows_)
+    header = ("message / layer", "in turn", "two queues", "of messages hidden")
+    lab.table("in units of one layer's backward", header, rows_)
     if torch.cuda.is_available():
         on_streams(lab)
 
 
-def _averaged(lab: Lab, gradient: torch.Tensor) -> torch.Tensor:
-    lab.group.all_reduce(gradient, "average")
-    return gradient
-
-
 def _beside(lab: Lab) -> int:
     """How many messages of this step were under way while a layer was computed."""
-    spans = lab.now.spans
-    layers = [s for s in spans if s.lane == "compute"]
-    messages = [s for s in spans if s.lane == "messages"]
+    layers, messages = (
+        [span for span in lab.now.spans if span.lane == lane] for lane in ("compute", "messages")
+    )
     return sum(any(m.start <= c.start and c.end <= m.end for c in layers) for m in messages)
 
 
