@@ -47,6 +47,10 @@ class RankState:
         return next((call for call in self.calls if call.number == self.waits), None)
 
     @property
+    def over(self) -> bool:
+        return self.state == "X" or self.phase in OVER
+
+    @property
     def where(self) -> str:
         """What it does, by itself."""
         if self.state == "X":
@@ -99,12 +103,18 @@ def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] 
     world = {r.rank: r for r in ranks}
     awaited = {r.rank: waited_for(r, world) for r in ranks}
     limit = timeout + max((r.longest for r in ranks), default=0.0)
-    stuck = [r for r in ranks if _is_cause(r, awaited, limit, world)]
-    live = [r for r in ranks if r.phase not in OVER and r.state != "X"]
-    hangs = bool(stuck) or (bool(live) and all(_stands(r, awaited, limit) for r in live))
-    hangs = hangs or bool(missing and any(r.still > limit for r in live))
-    if not hangs:
-        return Diagnosis(False, (), tuple(_healthy(ranks, timeout)))
+    stuck = [r for r in ranks if _is_cause(r, world, awaited, limit)]
+    live = [r for r in ranks if not r.over]
+    late = [r for r in live if r.still > limit]
+    all_wait = bool(live) and late == live and all(awaited[r.rank] for r in live)
+    if not (stuck or all_wait or (missing and late)):
+        slow = [r for r in live if r.still > timeout and r.phase in KNOWN and r.waits == 0]
+        lines = [
+            f"rank {r.rank} is {r.phase}{' ' * bool(r.note)}{r.note} for {r.still:.0f} s; it is not"
+            " ended for that"
+            for r in slow
+        ]
+        return Diagnosis(False, (), tuple(lines))
     step = max((r.step for r in live), default=0)
     longest = max((r.still for r in ranks if r.phase not in OVER), default=0.0)
     lines = [f"the run hangs at step {step + 1}: it stands still since {longest:.0f} s"]
@@ -114,19 +124,16 @@ def diagnose(ranks: Sequence[RankState], timeout: float, missing: Sequence[str] 
         lines += _cause(r, ranks, awaited)
     if not stuck and not missing:
         lines += _differing(ranks, awaited)
-        shown = [r for r in live if r.stack]
-        for r in shown[:2]:
+        for r in [r for r in live if r.stack][:2]:
             lines += [f"rank {r.rank}:", *_frames(r, 3)]
     lines += _waiters(ranks, awaited)
-    full = [*lines, ""]
-    for r in ranks:
-        full += r.lines
-    return Diagnosis(True, tuple(r.rank for r in stuck), tuple(lines), tuple(full))
+    full = (*lines, "", *(line for r in ranks for line in r.lines))
+    return Diagnosis(True, tuple(r.rank for r in stuck), tuple(lines), full)
 
 
 def waited_for(r: RankState, world: Mapping[int, RankState]) -> tuple[int, ...]:
     """The ranks that a rank waits for, of those that are known; its own, if it is for its GPU."""
-    if r.waits == 0 or r.phase in OVER or r.state in "XT":
+    if r.waits == 0 or r.over or r.state == "T":
         return ()
     if r.waits == DEVICE:
         behind = [o.rank for o in world.values() if o.waits != DEVICE and o.rank != r.rank]
@@ -137,37 +144,27 @@ def waited_for(r: RankState, world: Mapping[int, RankState]) -> tuple[int, ...]:
     if call.peer >= 0:
         return (call.peer,)
     others = [m for m in call.group[1] if m != r.rank and m in world]
-    absent = [m for m in others if not _has_made(world[m], call)]
+    made = {
+        m: [c.nth for c in world[m].calls if c.group == call.group and c.peer < 0] for m in others
+    }
+    absent = [m for m in others if max(made[m], default=-1) < call.nth]
     # All have made it: one that does not wait may have to move its part of it.
     idle = [m for m in others if world[m].waits == 0]
     return tuple(absent or idle or [m for m in call.group[1] if m != r.rank])
 
 
-def _has_made(r: RankState, call: Made) -> bool:
-    made = [c.nth for c in r.calls if c.group == call.group and c.peer < 0]
-    return max(made, default=-1) >= call.nth
-
-
-def _stands(r: RankState, awaited: Mapping[int, tuple[int, ...]], limit: float) -> bool:
-    return bool(awaited[r.rank]) and r.still > limit
-
-
 def _is_cause(
     r: RankState,
+    world: Mapping[int, RankState],
     awaited: Mapping[int, tuple[int, ...]],
     limit: float,
-    world: Mapping[int, RankState],
 ) -> bool:
-    waiters = [o for o, who in awaited.items() if r.rank in who and o != r.rank]
-    if r.state == "X" or r.phase in OVER:
-        return any(world[o].still > limit for o in waiters)
+    if r.over:
+        return any(o.still > limit for o in world.values() if r.rank in awaited[o.rank])
     if r.state == "T":
-        others = [o for o in world.values() if o.rank != r.rank]
-        alone = not others or any(o.state != "T" for o in others)
+        alone = len(world) == 1 or any(o.state != "T" for o in world.values())
         return alone and r.still > min(limit, STOPPED)
-    if awaited[r.rank]:
-        return False
-    return r.still > (PATIENCE * limit if r.phase in KNOWN else limit)
+    return not awaited[r.rank] and r.still > (PATIENCE * limit if r.phase in KNOWN else limit)
 
 
 def _cause(
@@ -177,7 +174,7 @@ def _cause(
     calls = [o.call for o in ranks if r.rank in awaited[o.rank] and o.rank != r.rank]
     call = next((c for c in calls if c is not None), None)
     should = f" should be in {call};" if call else ""
-    for_ = f", for {r.still:.0f} s" if r.phase not in OVER and r.state != "X" else ""
+    for_ = "" if r.over else f", for {r.still:.0f} s"
     yield f"rank {r.rank}{should or ':'} {r.where}{for_}"
     if r.doing:
         lock = "; it holds the interpreter's lock" if r.locked and r.state != "T" else ""
@@ -242,11 +239,3 @@ def _differing(ranks: Sequence[RankState], awaited: Mapping[int, tuple[int, ...]
     elif absent := [(r, o) for r in ranks for o in awaited[r.rank] if r.call and o != r.rank]:
         r, rank = absent[0]
         yield f"rank {rank} has not made {r.call}, where rank {r.rank} waits"
-
-
-def _healthy(ranks: Sequence[RankState], timeout: float) -> Iterator[str]:
-    """Ranks that take long at what may take long."""
-    for r in ranks:
-        if r.still > timeout and r.phase in KNOWN and r.waits == 0 and r.state != "X":
-            note = f" {r.note}" if r.note else ""
-            yield f"rank {r.rank} is {r.phase}{note} for {r.still:.0f} s; it is not ended for that"

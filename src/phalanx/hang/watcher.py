@@ -14,29 +14,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from . import positions
 from .diagnosis import PATIENCE, STOPPED, Diagnosis, RankState, diagnose
-from .positions import (
-    BEAT,
-    BEATS,
-    KNOWN,
-    LONGEST,
-    NATIVE,
-    OVER,
-    PID,
-    SINCE,
-    STEP,
-    WAITS,
-    WORKING,
-    PositionReader,
-    alive,
-    stat_of,
-)
+from .positions import BEATS, KNOWN, OVER, WORKING, PositionReader, alive, stat_of
 
 FOLDER = ".ranks"  # in a run's folder: who watches which ranks, and what they see
 ASKED = "asked"  # in it, a file: who looks from another host touches it, and watchers answer
@@ -46,15 +32,12 @@ _POLL = 0.1
 _ANSWER = 1.5  # seconds that watchers of other hosts, and stacks, are waited for
 # System calls of x86-64 that threads are seen in.
 _NAMES = """
-    0 read, 1 write, 2 open, 7 poll, 17 pread64, 18 pwrite64, 19 readv, 20 writev, 23 select, 35
-    nanosleep, 45 recvfrom, 56 clone, 61 wait4, 74 fsync, 75 fdatasync, 82 rename, 202 futex (a
-    lock), 230 clock_nanosleep, 232 epoll_wait, 257 openat, 270 pselect6, 271 ppoll, 435 clone3
-"""
-_CALLS = {
-    int(number): name
-    for number, _, name in (each.partition(" ") for each in " ".join(_NAMES.split()).split(", "))
-}
-_ON_FILES = {0, 1, 17, 18, 19, 20, 74, 75}  # whose first argument is an open file
+    0 read, 1 write, 2 open, 7 poll, 17 pread64, 18 pwrite64, 19 readv, 20 writev, 23 select,
+    35 nanosleep, 45 recvfrom, 56 clone, 61 wait4, 74 fsync, 75 fdatasync, 82 rename,
+    202 futex (a lock), 230 clock_nanosleep, 232 epoll_wait, 257 openat, 270 pselect6, 271 ppoll,
+    435 clone3"""
+_CALLS = {each.split()[0]: each.split(None, 1)[1] for each in _NAMES.split(",")}
+_ON_FILES = ("0", "1", "17", "18", "19", "20", "74", "75")  # whose first argument is an open file
 
 
 @dataclass(frozen=True)
@@ -66,18 +49,15 @@ class Hosted:
     hosts: tuple[str, ...]  # all of the run, this one included
     timeout: float
     ranks: tuple[tuple[int, int, int, tuple[str, ...]], ...]
-    memory: str = (
-        ""  # a folder of this host's that goes with the process that has started the ranks
-    )
+    memory: str = ""  # a folder that goes with the process that has started this host's ranks
 
     @classmethod
     def parse(cls, text: str) -> Hosted:
         table = json.loads(text)
-        ranks = tuple((int(r), int(p), int(s), tuple(map(str, f))) for r, p, s, f in table["ranks"])
         host, out, memory = (str(table[name]) for name in ("host", "out", "memory"))
-        return cls(
-            host, out, tuple(map(str, table["hosts"])), float(table["timeout"]), ranks, memory
-        )
+        hosts = tuple(map(str, table["hosts"]))
+        ranks = tuple((int(r), int(p), int(s), tuple(map(str, f))) for r, p, s, f in table["ranks"])
+        return cls(host, out, hosts, float(table["timeout"]), ranks, memory)
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))
@@ -93,7 +73,7 @@ class _Watched:
     def __init__(self, entry: tuple[int, int, int, tuple[str, ...]], host: str) -> None:
         self.rank, self.pid, self.started, paths = entry
         self.host, self.reader = host, PositionReader(paths)
-        if self.reader.words[PID] != self.pid:
+        if self.reader.words[positions.PID] != self.pid:
             raise OSError(f"{paths[0]} is not the memory of process {self.pid}")
         self.since = time.monotonic()
         self.mark = self.reader.mark()
@@ -107,7 +87,7 @@ class _Watched:
         mark = self.reader.mark()
         working = self.reader.phase in WORKING
         effort = _effort(self.pid) if working else 0
-        beat = self.reader.words[BEAT]
+        beat = self.reader.words[positions.BEAT]
         if beat != self.beat:
             self.beat, self.beat_since = beat, now
         self.moved = now if mark != self.mark else self.moved
@@ -116,12 +96,12 @@ class _Watched:
             working = False
         if mark == self.mark and (not working or effort == self.effort):
             return
-        waited = self.mark[WAITS - STEP] != 0
+        waited = self.mark[positions.WAITS - positions.STEP] != 0
         if not waited and not working and self.reader.phase not in OVER:
             self.longest = max(self.longest, now - self.since)
         self.mark, self.effort, self.since = mark, effort, now
-        self.reader.words[SINCE] = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e3)
-        self.reader.words[LONGEST] = int(self.longest * 1e3)
+        self.reader.words[positions.SINCE] = int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e3)
+        self.reader.words[positions.LONGEST] = int(self.longest * 1e3)
 
     def skip(self, seconds: float) -> None:
         """The watcher itself stood still for so long, and perhaps all with it."""
@@ -133,30 +113,33 @@ class _Watched:
     def gone(self) -> bool:
         return not alive(self.pid, self.started)
 
-
-def state_of(watched: _Watched, now: float, stack: Sequence[str] = ()) -> RankState:
-    """What there is to know about a rank now."""
-    reader, words = watched.reader, watched.reader.words
-    state, doing = ("X", "") if watched.gone else _by_kernel(watched.pid, words[NATIVE])
-    locked = now - watched.beat_since > 4 * BEATS and state not in "TDX"
-    return RankState(
-        rank=watched.rank,
-        host=watched.host,
-        pid=watched.pid,
-        step=words[STEP],
-        phase=reader.phase,
-        note=reader.note,
-        op=reader.operation,
-        still=now - watched.since,
-        longest=watched.longest,
-        waits=words[WAITS],
-        state=state,
-        doing=doing,
-        memory=_resident(watched.pid),
-        locked=locked,
-        calls=tuple(reader.calls()),
-        stack=tuple(stack),
-    )
+    def state(self, now: float, stack: Sequence[str] = ()) -> RankState:
+        """What there is to know about it now."""
+        reader, words = self.reader, self.reader.words
+        state, doing, memory = "X", "", 0
+        if not self.gone:
+            state, doing = _by_kernel(self.pid, words[positions.NATIVE])
+            with suppress(OSError, IndexError, ValueError):
+                pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+                memory = pages * os.sysconf("SC_PAGE_SIZE")
+        return RankState(
+            rank=self.rank,
+            host=self.host,
+            pid=self.pid,
+            step=words[positions.STEP],
+            phase=reader.phase,
+            note=reader.note,
+            op=reader.operation,
+            still=now - self.since,
+            longest=self.longest,
+            waits=words[positions.WAITS],
+            state=state,
+            doing=doing,
+            memory=memory,
+            locked=now - self.beat_since > 4 * BEATS and state not in "TDX",
+            calls=tuple(reader.calls()),
+            stack=tuple(stack),
+        )
 
 
 def _by_kernel(pid: int, thread: int) -> tuple[str, str]:
@@ -168,23 +151,16 @@ def _by_kernel(pid: int, thread: int) -> tuple[str, str]:
 
 def _system_call(pid: int, thread: int) -> str:
     with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
-        if fields[0] not in ("running", "-1") and os.uname().machine == "x86_64":
-            number = int(fields[0])
+        number, *values = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
+        if number not in ("running", "-1") and os.uname().machine == "x86_64":
             of = ""
             if number in _ON_FILES:
-                of = f" of {os.readlink(f'/proc/{pid}/fd/{int(fields[1], 16)}')}"
+                of = f" of {os.readlink(f'/proc/{pid}/fd/{int(values[0], 16)}')}"
             return f" in {_CALLS.get(number, f'system call {number}')}{of}"
     with suppress(OSError):
         if (channel := Path(f"/proc/{pid}/task/{thread}/wchan").read_text()) not in ("", "0"):
             return f" in {channel}"
     return ""
-
-
-def _resident(pid: int) -> int:
-    with suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 def _effort(pid: int) -> int:
@@ -234,7 +210,7 @@ class Watcher:
         )
 
     def _found(self, now: float) -> Diagnosis | None:
-        states = [state_of(r, now) for r in self.ranks]
+        states = [r.state(now) for r in self.ranks]
         others, self.missing = self._others(states, now)
         found = diagnose([*states, *others], self.hosted.timeout, self.missing)
         if found.hangs:
@@ -354,7 +330,14 @@ def snapshot(
 ) -> tuple[list[RankState], float, list[str]]:
     """The ranks of a run on this host, its timeout, and the hosts whose ranks are not to be seen."""
     states, timeout, hosts, here = list[RankState](), 60.0, list[str](), set[str]()
-    for hosted, watched in _live(folder):
+    for path in sorted(Path(folder, FOLDER).glob("*.json")):
+        watched: list[_Watched] = []
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            hosted = Hosted.parse(path.read_text())
+            live = [entry for entry in hosted.ranks if alive(entry[1], entry[2])]
+            watched = [_Watched(entry, hosted.host) for entry in live]
+        if not watched:
+            continue
         timeout, hosts = hosted.timeout, [*hosted.hosts]
         here.add(hosted.host)
         begins = [r.reader.ask_for_stacks() if stacks else -1 for r in watched]
@@ -365,10 +348,10 @@ def snapshot(
                 r.look(time.monotonic())
         for r, begin in zip(watched, begins, strict=True):
             words, now = r.reader.words, time.monotonic()
-            if r.since < end - seconds + 0.04 and words[SINCE]:
-                r.since = min(r.since, words[SINCE] / 1e3)
-            r.longest = max(r.longest, words[LONGEST] / 1e3)
-            states.append(state_of(r, now, r.reader.stack(begin) if stacks else ()))
+            if r.since < end - seconds + 0.04 and words[positions.SINCE]:
+                r.since = min(r.since, words[positions.SINCE] / 1e3)
+            r.longest = max(r.longest, words[positions.LONGEST] / 1e3)
+            states.append(r.state(now, r.reader.stack(begin) if stacks else ()))
             r.reader.close()
     return states, timeout, [host for host in hosts if host not in here]
 
@@ -413,15 +396,6 @@ def _read(
         time.sleep(_POLL)
 
 
-def _live(folder: Path) -> Iterator[tuple[Hosted, list[_Watched]]]:
-    for path in sorted(Path(folder, FOLDER).glob("*.json")):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            hosted = Hosted.parse(path.read_text())
-            here = [entry for entry in hosted.ranks if alive(entry[1], entry[2])]
-            if watched := [_Watched(entry, hosted.host) for entry in here]:
-                yield hosted, watched
-
-
 def main() -> int:
     """Watch the ranks that standard input names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -435,16 +409,12 @@ def main() -> int:
     with suppress(OSError):
         hosted.path.unlink()
     if hosted.memory:
-        _remove_with_owner(Path(hosted.memory))
+        import shutil
+
+        # Until the process that is named in it ends, which may start its ranks again.
+        folder = Path(hosted.memory)
+        owner, started = map(int, folder.name.split("-")[2:4])
+        while alive(owner, started) and folder.exists():
+            time.sleep(_POLL)
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
-
-
-def _remove_with_owner(folder: Path) -> None:
-    """Wait for the process that is named in a folder's name, which may start its ranks again, and
-    remove the folder when it has ended."""
-    import shutil
-
-    pid, started = map(int, folder.name.split("-")[2:4])
-    while alive(pid, started) and folder.exists():
-        time.sleep(_POLL)
-    shutil.rmtree(folder, ignore_errors=True)
