@@ -17,8 +17,7 @@ from phalanx.comm import launch
 from phalanx.layout.run import Run, RunError
 from phalanx.parallel import build_model, start
 from phalanx.parallel.model import is_lora
-from phalanx.train.checkpoint_adapter import export_adapter
-from phalanx.train.checkpoint_exchange import export_weights, import_weights
+from phalanx.train.checkpoint_exchange import export_adapter, export_weights, import_weights
 from phalanx.train.checkpoint_format import CheckpointError, read_manifest
 from phalanx.train.checkpoint_load import hash_tensors
 from phalanx.train.loop import train

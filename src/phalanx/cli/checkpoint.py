@@ -102,8 +102,7 @@ def _export(argv: list[str]) -> int:
     parser.add("--adapter", action="store_true", help="LoRA alone, as peft loads it; else merged")
     args = parser.read(argv)
     path = checkpoints_in(args.source)[0]
-    from ..train.checkpoint_adapter import export_adapter
-    from ..train.checkpoint_exchange import export_weights
+    from ..train.checkpoint_exchange import export_adapter, export_weights
     from ..train.checkpoint_format import verify_checkpoint
 
     if faults := verify_checkpoint(path):

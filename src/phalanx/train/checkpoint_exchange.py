@@ -1,4 +1,5 @@
-"""Weights to and from the layout of Hugging Face: `config.json` and sharded safetensors with an index.
+"""Weights to and from the layout of Hugging Face: `config.json` and sharded safetensors with an index;
+and the adapter of a run with LoRA as peft reads it.
 
 Which model a folder holds and what its weights are called is in `layout/families.py`. Weights are read
 where they lie, box by box, so that a rank reads what it keeps.
@@ -8,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +38,9 @@ from ..parallel import Model, build_model, load_model
 from ..parallel.model import is_lora
 from .checkpoint import SAVING, Snapshot, commit, make_hidden, steps
 from .checkpoint_format import (
+    BYTES,
     DTYPES,
+    NAMES,
     WEIGHT,
     Box,
     CheckpointError,
@@ -52,11 +56,12 @@ from .checkpoint_format import (
     write_file,
 )
 from .checkpoint_load import TensorReader, own_model
-from .checkpoint_packed import ExpertsTensor, decoded_names, stored_as
 from .folder import Folder, decoded
 from .lock import hold_run
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+Placed = tuple[str, HeaderEntry, int]  # the file, what it is, where it begins
 T = TypeVar("T")
 SHARD = 4 << 30  # bytes of a file
 # What belongs to a tokenizer, and how text is made with it.
@@ -193,6 +198,59 @@ def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
     yield run
 
 
+def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") -> list[Path]:
+    """Write the factors of a checkpoint's LoRA for `PeftModel.from_pretrained`; the files.
+
+    Where their linear packs several of ours, its adapter has the ranks of all: their `a` one below
+    another, their `b` in blocks, each in its own rows.
+    """
+    manifest = read_manifest(path)
+    shape = manifest.shape
+    if shape is None or not shape.lora_r:
+        raise CheckpointError(f"{path}: its run trained no LoRA; export it without --adapter.")
+    data = FAMILIES[family_of(shape, family)]
+    tensors, ranks = dict[str, Tensor](), dict[str, int]()
+    with TensorReader(path, manifest) as reader:
+
+        def factor(name: str, which: str) -> Tensor:
+            stored = reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"]
+            whole = reader.whole(stored)
+            return whole.to(DTYPES[dtype]) if dtype else whole
+
+        parts = {each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters}
+        names = [f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts]
+        linears = sources(data, {f"{name}.weight": 2 for name in names}).values()
+        for name, packed in dict.fromkeys((each.name, each.packed) for each in linears):
+            module, *every = (each.removesuffix(".weight") for each in (name, *packed))
+            own = [each for each in every if each in names]
+            rows = {each: shape.linears[each.rpartition(".")[2]][1] for each in every}
+            blocks = [factor(e, "b") if e in own else torch.zeros(rows[e], 0) for e in every]
+            b: Tensor = torch.block_diag(*blocks)  # type: ignore[no-untyped-call]
+            key = f"base_model.model.{module}"
+            tensors[f"{key}.lora_A.weight"] = torch.cat([factor(each, "a") for each in own])
+            tensors[f"{key}.lora_B.weight"] = b.to(tensors[f"{key}.lora_A.weight"])
+            ranks[re.sub(rf"{re.escape(data.layers)}\.[0-9]+\.", "", module)] = len(own)
+    more = {module: n for module, n in ranks.items() if n > 1}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": begun_with(manifest),
+        "r": shape.lora_r,
+        "lora_alpha": shape.lora_alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [*ranks],
+        "fan_in_fan_out": data.transposed,
+        "inference_mode": True,
+        "rank_pattern": {module: n * shape.lora_r for module, n in more.items()},
+        "alpha_pattern": {module: n * shape.lora_alpha for module, n in more.items()},
+    }
+    make_empty(out)
+    write_file(out / ADAPTER, tensors, {"format": "pt"})
+    write_text(out / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n", durable=True)
+    return [out / ADAPTER, out / ADAPTER_CONFIG]
+
+
 # ---- and back
 
 
@@ -204,7 +262,8 @@ class HubReader(TensorReader):
         shape = hub_shape(str(source))
         # Of (in, out) matrices: the numbers of a row, and the first column of ours.
         self.columns: dict[str, tuple[int, int]] = {}
-        self.experts: dict[str, ExpertsTensor] = {}
+        # Of experts that theirs has in one tensor, or in two of mxfp4: which, and where.
+        self.experts: dict[str, tuple[HubTensor, list[Placed]]] = {}
         super().__init__(source, self._manifest(folder, shape))
 
     def _manifest(self, folder: Folder, shape: Shape) -> Manifest:
@@ -247,8 +306,9 @@ class HubReader(TensorReader):
                 before = source.packed[: source.packed.index(name)]
                 first_row = sum(ours[each][0] for each in before)
                 if source.alternating or (source.transposed and len(dims) > 2):
-                    there = stored_as(tensors, source.name)
-                    self.experts[name] = ExpertsTensor(name, source, there)
+                    stored_as = [source.name] * (source.name in tensors)
+                    stored_as = stored_as or [source.name + _BLOCKS, source.name + _SCALES]
+                    self.experts[name] = source, [tensors[each] for each in stored_as]
                 elif source.transposed:
                     self.columns[name] = entry.shape[1], first_row
                 else:
@@ -259,13 +319,8 @@ class HubReader(TensorReader):
         return Manifest(0, shape=shape, files=named, tensors=tuple(stored))
 
     def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:
-        if packed := self.experts.get(tensor.name):
-            names = [each.name for each in self.manifest.files]
-
-            def opened(file: str) -> BinaryIO:
-                return self._file(names.index(file))
-
-            return torch.stack([packed.expert(e, opened) for e in range(first, last)])
+        if tensor.name in self.experts:
+            return torch.stack([self._expert(tensor.name, e) for e in range(first, last)])
         if tensor.name not in self.columns:
             return super()._rows(tensor, part, first, last)
         (place,), (width, column) = part, self.columns[tensor.name]
@@ -274,6 +329,19 @@ class HubReader(TensorReader):
             at = row * width + column + first
             read_into(self._file(place.file), place.offset + at * turned.element_size(), numbers)
         return turned.T
+
+    def _expert(self, name: str, number: int) -> Tensor:
+        """A weight of one expert. Rows of what theirs packs, as gate and up, alternate."""
+        (source, stored), names = self.experts[name], [each.name for each in self.manifest.files]
+        parts = []
+        for file, entry, offset in stored:
+            slab = torch.empty(entry.shape[1:], dtype=(DTYPES | BYTES)[entry.dtype])
+            at = offset + number * slab.nbytes
+            read_into(self._file(names.index(file)), at, slab.view(-1))
+            parts.append(slab)
+        whole = parts[0].mT if source.transposed else parts[0]
+        whole = decode_fp4(*parts) if len(parts) == 2 else whole  # which is (out, in) already
+        return whole[source.packed.index(name) :: len(source.packed)]
 
 
 def _dims_of(source: HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -322,7 +390,7 @@ def import_weights(source: Path, out: Path) -> Path:
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-def _tensors(folder: Folder) -> dict[str, tuple[str, HeaderEntry, int]]:
+def _tensors(folder: Folder) -> dict[str, Placed]:
     """Every tensor by name: the file it is in, what it is, and where it begins."""
     if (folder.path / INDEX).exists():
         index = folder.json(INDEX, LIMIT).get("weight_map")
@@ -334,7 +402,7 @@ def _tensors(folder: Folder) -> dict[str, tuple[str, HeaderEntry, int]]:
         raise CheckpointError(
             f"{folder.path}: has neither {INDEX} nor {ONE}; pickled weights (.bin, .pt) are not opened."
         )
-    tensors: dict[str, tuple[str, HeaderEntry, int]] = {}
+    tensors: dict[str, Placed] = {}
     for file in files:
         for name, (entry, offset) in read_header(folder, file).items():
             if name in tensors:
@@ -357,6 +425,40 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
         reports.append(Snapshot(manifest, tensors).write(hidden / file_of(number)))
     commit(out, hidden, reports, 1)
     return steps(out)[0]
+
+
+# ---- mxfp4: numbers of 4 bits, two in a byte, and for 32 of them a power of two (OCP Microscaling 1.0)
+
+_BLOCKS, _SCALES = "_blocks", "_scales"
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def decode_fp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Numbers (..., 32 n) in bfloat16, which has them exactly, of bytes (..., n, 16) and the exponents of
+    their scales (..., n), counted from -127."""
+    known = torch.tensor([*_FP4, *(-x for x in _FP4)], dtype=torch.bfloat16)
+    low_first = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+    exponents = scales.to(torch.int32).unsqueeze(-1) - 127
+    return torch.ldexp(known[low_first.to(torch.int64)], exponents).flatten(-2)
+
+
+def decoded_names(tensors: Mapping[str, Placed], where: str) -> Iterator[tuple[str, Placed]]:
+    """All tensors by the names and sizes that they have when they are no mxfp4."""
+    for name, (file, entry, offset) in tensors.items():
+        plain, of = name.removesuffix(_BLOCKS), name.removesuffix(_SCALES)
+        if plain != name and plain + _SCALES in tensors:
+            *rows, groups, width = entry.shape if len(entry.shape) > 1 else (0, 0)
+            scales = tensors[plain + _SCALES][1]
+            right = width == 16 and scales.shape == (*rows, groups) and len(rows) == 2
+            if not right or {entry.dtype, scales.dtype} != {*BYTES}:
+                raise CheckpointError(
+                    f"{where}: {name} {list(entry.shape)} and its scales {list(scales.shape)} are no"
+                    " mxfp4, which has (experts, rows, n, 16) and (experts, rows, n) bytes."
+                )
+            shape = (rows[0], groups * 2 * width, rows[1])
+            yield plain, (file, replace(entry, dtype=NAMES[torch.bfloat16], shape=shape), offset)
+        elif of == name or of + _BLOCKS not in tensors:
+            yield name, (file, entry, offset)
 
 
 @dataclass(frozen=True)
