@@ -291,20 +291,18 @@ class Manifest(Progress):
             yield "a tensor is there twice."
         for tensor in self.tensors:
             yield from (f"{tensor.title[:80]}: {what}" for what in tensor.problems(self.files))
-        scale = self.state.get("loss_scale")
-        if scale is not None and not _is_loss_scale(scale):
-            yield (
-                f"'loss_scale' is {str(scale)[:60]}; a scale from 1 to 2**60 and the steps since it"
-                " changed belong there."
-            )
-
-
-def _is_loss_scale(value: object) -> bool:
-    """Whether this is what fp16 keeps: the scale, and for how many steps it has stayed."""
-    match value:
-        case [int() | float() as scale, int() as steady]:
-            return 1 <= scale <= 2.0**60 and 0 <= steady < LARGEST and type(steady) is int
-    return False
+        match self.state.get("loss_scale"):  # and for how many steps it has stayed
+            case None:
+                pass
+            case [int() | float() as scale, int() as steady] if type(steady) is int and (
+                1 <= scale <= 2.0**60 and 0 <= steady < LARGEST
+            ):
+                pass
+            case other:
+                yield (
+                    f"'loss_scale' is {str(other)[:60]}; a scale from 1 to 2**60 and the steps since"
+                    " it changed belong there."
+                )
 
 
 def _table(value: Any) -> dict[str, Any]:

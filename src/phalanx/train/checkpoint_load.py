@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -95,16 +95,9 @@ def load(
     if identity is not None and not adopt:
         refuse_other(path, manifest, identity)
 
-    def check() -> None:
-        if wrong := _misfits(manifest, local, updates):
-            raise CheckpointError("; ".join(wrong))
-
-    def fill() -> None:
-        with TensorReader(path, manifest) as reader:
-            _fill(reader, local, updates)
-
-    for work in (check, fill):
-        together(group, work, f"{path} cannot be loaded. ")
+    problem = f"{path} cannot be loaded. "
+    together(group, lambda: _check(manifest, local, updates), problem)
+    together(group, lambda: _fill(TensorReader(path, manifest), local, updates), problem)
     _refresh(local)
     notices = [] if identity is None else identity.notices(manifest)
     if identity is not None and adopt:
@@ -117,10 +110,9 @@ def begin(source: Callable[[], TensorReader], local: LocalModel, updates: Update
     not there: they stay as they were drawn."""
 
     def fill() -> None:
-        with source() as reader:
-            if wrong := _misfits(reader.manifest, local, updates, drawn=is_lora):
-                raise CheckpointError("; ".join(wrong))
-            _fill(reader, local, updates)
+        reader = source()
+        _check(reader.manifest, local, updates, drawn=is_lora)
+        _fill(reader, local, updates)
 
     together(local.groups.everyone, fill, "the weights cannot be read. ")
     _refresh(local)
@@ -156,10 +148,9 @@ def choose(folder: Path, group: Group, remote: str = "") -> tuple[Found | None, 
             if fetched:
                 continue
         if found is None and (damaged or failed):
-            why = (
-                f"{folder}: no checkpoint is sound" if damaged else "no checkpoint could be fetched"
-            )
-            raise CheckpointError("\n  ".join((f"{why}.", *damaged, *failed)))
+            what = "is sound" if damaged else "could be fetched"
+            first = f"{folder}: no checkpoint {what}."
+            raise CheckpointError("\n  ".join((first, *damaged, *failed)))
         return found, damaged + failed
 
 
@@ -236,14 +227,9 @@ class ModelIdentity:
 
         A manifest without a shape, or without a record, is compared by what it has: its weights.
         """
-        there, here = _record(manifest), self.record
         if manifest.shape and (wrong := differing_sizes(manifest.shape, self.shape)):
             return wrong
-        wrong = [
-            f"{key}: {_short(there[key])} in the checkpoint, {_short(here[key])} in the run"
-            for key in ("pieces", "tied", "counts")
-            if key in there and there[key] != here[key]
-        ]
+        wrong = _differing(_record(manifest), self.record, ("pieces", "tied", "counts"))
         wrong = wrong or weight_differences(manifest, self.weights) + [
             f"has a weight {each.name[:80]!r}, the model none"
             for each in manifest.tensors
@@ -291,11 +277,7 @@ def changed_settings(manifest: Progress, run: Run) -> list[str]:
     was = manifest.config.get("run")
     old = _flat(was if isinstance(was, dict) else {})
     new = _flat(json.loads(json.dumps(asdict(run))))
-    return [
-        f"{key} was {_short(old[key])}, is {_short(value)}"
-        for key, value in new.items()
-        if key in old and old[key] != value and key.partition(".")[0] in _SETTINGS
-    ]
+    return _differing(old, new, [key for key in new if key.partition(".")[0] in _SETTINGS])
 
 
 # Of the keys of a run file, those that change what is trained.
@@ -326,10 +308,14 @@ def differing_sizes(there: Shape, here: Shape) -> list[str]:
     if "learned" not in (there.positions, here.positions):
         free.add("sequence")  # only learned positions are weights
     old, new = asdict(there), asdict(here)
+    return _differing(old, new, [key for key in old if key not in free])
+
+
+def _differing(there: Mapping[str, Any], here: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
     return [
-        f"{key}: {old[key]} in the checkpoint, {new[key]} in the run"
-        for key in old
-        if key not in free and old[key] != new[key]
+        f"{key}: {_short(there[key])} in the checkpoint, {_short(here[key])} in the run"
+        for key in keys
+        if key in there and there[key] != here[key]
     ]
 
 
@@ -351,39 +337,39 @@ def _record(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 # ---- its numbers, in this layout
 
 
-def _misfits(
+def _check(
     manifest: Manifest,
     local: LocalModel,
     updates: Updates,
     drawn: Callable[[str], bool] = lambda name: False,
-) -> list[str]:
-    """Why the checkpoint's tensors are not those of this rank's model and optimizer. Weights that are
-    `drawn` need not be there."""
+) -> None:
+    """Refuse tensors that are not those of this rank's model and optimizer. Weights that are `drawn`
+    need not be there."""
     own = {w.name: tuple(w.shape) for unit in local.every_unit for w in unit.order}
     wrong = weight_differences(manifest, {n: shape for n, shape in own.items() if not drawn(n)})
-    kinds, optimizer = _kinds(manifest), optimizer_name(updates)
-    if not kinds:
-        return wrong
-    if not {*kinds} <= {*KEPT.get(manifest.optimizer, ())}:
-        wrong.append(f"keeps {', '.join(kinds)} as the state of {manifest.optimizer or 'nothing'}")
-    if (manifest.optimizer != "SGD") != (manifest.updates is not None):
-        wrong.append(f"has {manifest.updates} updates by {manifest.optimizer}")
-    if optimizer and manifest.optimizer != optimizer:
-        wrong.append(f"keeps the state of {manifest.optimizer}, the run's optimizer is {optimizer}")
-    shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
-    weights = [weight for unit in local.units.values() for weight in unit.order]
-    for kind in KEPT.get(manifest.optimizer, ()):
-        names = [w.name for w in weights if kind in _kept(manifest.optimizer, bool(w.matrices))]
-        lost = [name for name in names if shapes.get((kind, name)) != own[name]]
-        wrong += [f"{kind} of {lost[0]} is missing or of another shape"] if lost else []
-    return wrong
+    if kinds := _kinds(manifest):
+        name, optimizer = manifest.optimizer, optimizer_name(updates)
+        if not {*kinds} <= {*KEPT.get(name, ())}:
+            wrong.append(f"keeps {', '.join(kinds)} as the state of {name or 'nothing'}")
+        if (name != "SGD") != (manifest.updates is not None):
+            wrong.append(f"has {manifest.updates} updates by {name}")
+        if optimizer and name != optimizer:
+            wrong.append(f"keeps the state of {name}, the run's optimizer is {optimizer}")
+        shapes = {(each.kind, each.name): each.shape for each in manifest.tensors}
+        weights = [weight for unit in local.units.values() for weight in unit.order]
+        for kind in KEPT.get(name, ()):
+            kept = [w.name for w in weights if kind in _kept(name, bool(w.matrices))]
+            lost = [weight for weight in kept if shapes.get((kind, weight)) != own[weight]]
+            wrong += [f"{kind} of {each} is missing or of another shape" for each in lost[:1]]
+    if wrong:
+        raise CheckpointError("; ".join(wrong))
 
 
 def _kept(optimizer: str, matrix: bool) -> list[str]:
@@ -408,11 +394,12 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
                 # A fused optimizer keeps its count where the numbers are, in float32.
                 step = torch.tensor(count, dtype=torch.float32, device=view.device)
                 update.state[view]["step"] = step
-    for unit in local.every_unit:
-        for entry in unit.entries():
-            if (WEIGHT, entry.weight.name) in reader.tensors:
-                for kind, own in kept_of(unit, entry, updates):
-                    own.copy_(reader.numbers(kind, entry))
+    with reader:
+        for unit in local.every_unit:
+            for entry in unit.entries():
+                if (WEIGHT, entry.weight.name) in reader.tensors:
+                    for kind, own in kept_of(unit, entry, updates):
+                        own.copy_(reader.numbers(kind, entry))
 
 
 class TensorReader:

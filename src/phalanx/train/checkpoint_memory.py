@@ -122,7 +122,14 @@ class MemoryCheckpoints:
             together(group, lambda: self._make_room(hidden, sizes))
             report = together(group, lambda: snapshot.write(hidden / file_of(group.rank)))
             reports = exchange(group, report)
-            self._copy(hidden, reports)
+            self._move(
+                hidden,
+                [
+                    (file.name, file.size, rank, keeper)
+                    for rank, keeper in self.keeper.items()
+                    for file in Manifest.decode(reports[rank], f"rank {rank}").files
+                ],
+            )
             # Old ones go when all hosts have the new one, so that all have one of the same step.
             together(group, lambda: commit(self.folder, hidden, reports, 2) if self.first else "")
         except RanksFailed as failed:
@@ -148,18 +155,6 @@ class MemoryCheckpoints:
                 f"{binary_text(needed)} are needed in {self.folder}, {binary_text(free)} are free"
             )
         make_hidden(hidden)
-
-    def _copy(self, hidden: Path, reports: Sequence[str]) -> None:
-        """Give each rank's file to the rank that keeps a copy of it."""
-        manifests = [Manifest.decode(text, f"rank {n}") for n, text in enumerate(reports)]
-        self._move(
-            hidden,
-            [
-                (file.name, file.size, rank, keeper)
-                for rank, keeper in self.keeper.items()
-                for file in manifests[rank].files
-            ],
-        )
 
     def _move(self, folder: Path, files: Sequence[tuple[str, int, int, int]]) -> None:
         """Move files of a folder between hosts, a chunk of each at a time: the name, the size, the rank

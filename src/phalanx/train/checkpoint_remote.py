@@ -79,10 +79,7 @@ class RemoteFolder:
             self.fs.rm_file(there(MANIFEST))  # of another course of the run
         self.fs.makedirs(there(), exist_ok=True)
         with ThreadPoolExecutor(FILES) as threads:
-            for _ in threads.map(
-                lambda file: self._put(path, file, there(file.name)), manifest.files
-            ):
-                pass
+            list(threads.map(lambda file: self._put(path, file, there(file.name)), manifest.files))
         self.fs.pipe_file(there(f"{MANIFEST}.writing"), text.encode())
         self.fs.mv(there(f"{MANIFEST}.writing"), there(MANIFEST))
 

@@ -133,15 +133,19 @@ def _held(folder: Path) -> Iterator[None]:
         if late:
             raise RunLocked(_outlived(folder))
 
-    with _opened(folder / RUN) as descriptor:
+    with ExitStack() as stack:
+        descriptor = stack.enter_context(_opened(folder / RUN))
         locks = True
         try:
             _lock(descriptor, refuse)
+            # Ranks that were forked have this descriptor too, so closing it would not do.
+            stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             locks = False
             _create(folder)
+            stack.callback((folder / HELD).unlink, missing_ok=True)
         # Written in place: a new file would be another lock.
         os.ftruncate(descriptor, 0)
         with suppress(OSError):  # a full disk: the lock holds, and only its message is poorer
@@ -150,14 +154,7 @@ def _held(folder: Path) -> Iterator[None]:
         if locks:
             with _opened(folder / RANKS) as ranks:
                 _lock(ranks, refuse_ranks)
-        try:
-            yield
-        finally:
-            if locks:
-                # Ranks that were forked have this descriptor too, so closing it would not do.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            else:
-                (folder / HELD).unlink(missing_ok=True)
+        yield
 
 
 @contextmanager
