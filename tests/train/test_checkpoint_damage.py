@@ -125,7 +125,7 @@ def test_when_none_is_sound_the_run_does_not_begin_anew_without_a_word(folder: P
 
 def test_a_manifest_is_a_value_and_reads_back(two: Path) -> None:
     text = (newest(two) / "manifest.json").read_text()
-    assert str(Manifest.parse(text, "here")) == text
+    assert str(Manifest.parse(text, Path("here"))) == text
 
 
 def test_a_checksum_is_that_of_the_bytes_in_the_file(two: Path) -> None:

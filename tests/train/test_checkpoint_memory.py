@@ -115,6 +115,19 @@ def test_what_is_damaged_in_memory_is_taken_from_the_copy_or_not_at_all(tmp_path
         assert launch(goes_on, 2, "dp2 zero1", tmp_path, 2, backend="threads") == there
 
 
+def test_a_file_that_cannot_be_read_keeps_no_other_rank_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(saves, 2, "dp2 zero1", tmp_path, 2, backend="threads")
+    shutil.rmtree(tmp_path / "host1")
+
+    def unreadable(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_memory.stored, "read_into", unreadable)
+    assert launch(goes_on, 2, "dp2 zero1", tmp_path, 2, backend="threads") == [None] * 2
+
+
 def test_where_there_is_no_room_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

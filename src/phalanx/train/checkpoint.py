@@ -314,7 +314,7 @@ def commit(
     become one: then it is there, and so is what was before."""
     parts = [Manifest.decode(text, f"rank {rank}") for rank, text in enumerate(reports)]
     text = str(Manifest.merged(parts))
-    Manifest.parse(text, str(hidden / MANIFEST))  # what cannot be read is not written
+    Manifest.parse(text, hidden)  # what cannot be read is not written
     write_text(hidden / MANIFEST, text, durable=True)
     path = folder / name_of(parts[0].step)
     replaced = path.with_name(f"{REMOVED}{path.name}")

@@ -36,32 +36,16 @@ from ..layout.files import write_text
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
 from ..parallel.model import is_lora
+from . import checkpoint_format as stored
 from .checkpoint import SAVING, Snapshot, commit, make_hidden, steps
-from .checkpoint_format import (
-    BYTES,
-    DTYPES,
-    NAMES,
-    WEIGHT,
-    Box,
-    CheckpointError,
-    HeaderEntry,
-    Manifest,
-    StoredFile,
-    StoredShard,
-    StoredTensor,
-    file_of,
-    read_header,
-    read_into,
-    read_manifest,
-    write_file,
-)
+from .checkpoint_format import DTYPES, WEIGHT, CheckpointError, read_into
 from .checkpoint_load import TensorReader, own_model
 from .folder import Folder, decoded
 from .lock import hold_run
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-Placed = tuple[str, HeaderEntry, int]  # the file, what it is, where it begins
+Placed = tuple[str, stored.HeaderEntry, int]  # the file, what it is, where it begins
 T = TypeVar("T")
 SHARD = 4 << 30  # bytes of a file
 # What belongs to a tokenizer, and how text is made with it.
@@ -75,7 +59,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") -> list[Path]:
     """Write a checkpoint as Hugging Face reads it, with the tokenizer of the folder that its run began
     from; the files."""
-    manifest = read_manifest(path)
+    manifest = stored.read_manifest(path)
     shape = manifest.shape
     if shape is None:
         raise CheckpointError(f"{path}: has no shape of its model, which config.json needs.")
@@ -123,7 +107,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
                     tensors |= {name.replace("*", str(e)): x for e, x in enumerate(whole.unbind())}
                     continue
                 tensors[name] = whole.mT.contiguous() if source.transposed else whole
-            write_file(out / file, tensors, {"format": "pt"})
+            stored.write_file(out / file, tensors, {"format": "pt"})
             files |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": files}
     copied, known = list[str](), dict[str, Any]()
@@ -131,12 +115,12 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         copied, known = _tokenizer(Path(begun), out)
     if shape.positions != "learned" and type(known.get("sequence")) is int:
         shape = replace(shape, sequence=known.pop("sequence"))  # not that of the run
-    stored = str(kind).removeprefix("torch.")
+    plain_kind = str(kind).removeprefix("torch.")
     if family:
-        config = config_of(shape, family, stored)
+        config = config_of(shape, family, plain_kind)
         config |= {name: known[name] for name in TOKENS if name in known}
     else:  # theirs as it was
-        config = {n: x for n, x in known.items() if n != "sequence"} | {"dtype": stored}
+        config = {n: x for n, x in known.items() if n != "sequence"} | {"dtype": plain_kind}
     for name, table in ((INDEX, index), (CONFIG, config)):
         write_text(out / name, json.dumps(table, indent=2) + "\n", durable=True)
     return [out / name for name in (*names, INDEX, CONFIG, *copied)]
@@ -149,7 +133,7 @@ def make_empty(out: Path) -> None:
         raise CheckpointError(f"{out} is not empty; choose a new folder.")
 
 
-def begun_with(manifest: Manifest) -> str:
+def begun_with(manifest: stored.Manifest) -> str:
     """The folder of the model of Hugging Face that the checkpoint's run began with, else empty."""
     run = manifest.config.get("run")
     begun = str(run.get("model", "")) if isinstance(run, dict) else ""
@@ -204,7 +188,7 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     Where their linear packs several of ours, its adapter has the ranks of all: their `a` one below
     another, their `b` in blocks, each in its own rows.
     """
-    manifest = read_manifest(path)
+    manifest = stored.read_manifest(path)
     shape = manifest.shape
     if shape is None or not shape.lora_r:
         raise CheckpointError(f"{path}: its run trained no LoRA; export it without --adapter.")
@@ -213,8 +197,7 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     with TensorReader(path, manifest) as reader:
 
         def factor(name: str, which: str) -> Tensor:
-            stored = reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"]
-            whole = reader.whole(stored)
+            whole = reader.whole(reader.tensors[WEIGHT, f"{name}.lora.{which}.weight"])
             return whole.to(DTYPES[dtype]) if dtype else whole
 
         parts = {each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters}
@@ -246,7 +229,7 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         "alpha_pattern": {module: n * shape.lora_alpha for module, n in more.items()},
     }
     make_empty(out)
-    write_file(out / ADAPTER, tensors, {"format": "pt"})
+    stored.write_file(out / ADAPTER, tensors, {"format": "pt"})
     write_text(out / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n", durable=True)
     return [out / ADAPTER, out / ADAPTER_CONFIG]
 
@@ -266,7 +249,7 @@ class HubReader(TensorReader):
         self.experts: dict[str, tuple[HubTensor, list[Placed]]] = {}
         super().__init__(source, self._manifest(folder, shape))
 
-    def _manifest(self, folder: Folder, shape: Shape) -> Manifest:
+    def _manifest(self, folder: Folder, shape: Shape) -> stored.Manifest:
         tensors, data = _tensors(folder), FAMILIES.get(shape.name)
         if data and data.further:
             blocks = tuple(f"{data.layers}.{n}." for n in range(shape.layers))
@@ -292,7 +275,7 @@ class HubReader(TensorReader):
         plain = dict(decoded_names(tensors, str(folder.path)))
         _refuse_others(folder, plain, wanted, shape)
         files = sorted({file for file, _, _ in tensors.values()})
-        stored = []
+        described = []
         for name, dims in ours.items():
             source, box = where[name], tuple((0, n) for n in dims)
             parts = [plain[each] for each in source.names(shape.experts)]
@@ -314,11 +297,13 @@ class HubReader(TensorReader):
                 else:
                     offset += first_row * math.prod(dims[1:]) * DTYPES[entry.dtype].itemsize
                 places = [_whole(name, box, files.index(file), offset)]
-            stored.append(StoredTensor(WEIGHT, name, entry.dtype, dims, tuple(places)))
-        named = tuple(StoredFile(file, (), 8) for file in files)
-        return Manifest(0, shape=shape, files=named, tensors=tuple(stored))
+            described.append(stored.StoredTensor(WEIGHT, name, entry.dtype, dims, tuple(places)))
+        named = tuple(stored.StoredFile(file, (), 8) for file in files)
+        return stored.Manifest(0, shape=shape, files=named, tensors=tuple(described))
 
-    def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:
+    def _rows(
+        self, tensor: stored.StoredTensor, part: list[stored.StoredShard], first: int, last: int
+    ) -> Tensor:
         if tensor.name in self.experts:
             return torch.stack([self._expert(tensor.name, e) for e in range(first, last)])
         if tensor.name not in self.columns:
@@ -332,10 +317,10 @@ class HubReader(TensorReader):
 
     def _expert(self, name: str, number: int) -> Tensor:
         """A weight of one expert. Rows of what theirs packs, as gate and up, alternate."""
-        (source, stored), names = self.experts[name], [each.name for each in self.manifest.files]
+        (source, places), names = self.experts[name], [each.name for each in self.manifest.files]
         parts = []
-        for file, entry, offset in stored:
-            slab = torch.empty(entry.shape[1:], dtype=(DTYPES | BYTES)[entry.dtype])
+        for file, entry, offset in places:
+            slab = torch.empty(entry.shape[1:], dtype=(DTYPES | stored.BYTES)[entry.dtype])
             at = offset + number * slab.nbytes
             read_into(self._file(names.index(file)), at, slab.view(-1))
             parts.append(slab)
@@ -352,10 +337,10 @@ def _dims_of(source: HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[in
     return (*dims[:-2], *dims[:-3:-1]) if source.transposed else tuple(dims)
 
 
-def _whole(key: str, box: Box, file: int = 0, offset: int = 0) -> StoredShard:
+def _whole(key: str, box: stored.Box, file: int = 0, offset: int = 0) -> stored.StoredShard:
     """A part of a tensor that one place of a file has, as if it began the first."""
     dims = tuple(b - a for a, b in box)
-    return StoredShard(key, box, dims, file, offset, 0, math.prod(dims))
+    return stored.StoredShard(key, box, dims, file, offset, 0, math.prod(dims))
 
 
 def _refuse_others(
@@ -404,7 +389,7 @@ def _tensors(folder: Folder) -> dict[str, Placed]:
         )
     tensors: dict[str, Placed] = {}
     for file in files:
-        for name, (entry, offset) in read_header(folder, file).items():
+        for name, (entry, offset) in stored.read_header(folder, file).items():
             if name in tensors:
                 folder.refuse(file, f"holds {name[:80]!r}, which {tensors[name][0]} has already.")
             # Old writers kept these tables; they are computed from the config.
@@ -420,9 +405,9 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
     sizes = [math.prod(each.shape) * DTYPES[each.dtype].itemsize for each in every]
     for number, run in enumerate(_shards(every, sizes)):
         tensors = {each.title: reader.whole(each) for each in run}
-        stored = tuple(replace(each, shards=(_whole(each.title, each.whole),)) for each in run)
-        manifest = Manifest(0, shape=reader.manifest.shape, config=config, tensors=stored)
-        reports.append(Snapshot(manifest, tensors).write(hidden / file_of(number)))
+        own = tuple(replace(each, shards=(_whole(each.title, each.whole),)) for each in run)
+        manifest = stored.Manifest(0, shape=reader.manifest.shape, config=config, tensors=own)
+        reports.append(Snapshot(manifest, tensors).write(hidden / stored.file_of(number)))
     commit(out, hidden, reports, 1)
     return steps(out)[0]
 
@@ -450,13 +435,16 @@ def decoded_names(tensors: Mapping[str, Placed], where: str) -> Iterator[tuple[s
             *rows, groups, width = entry.shape if len(entry.shape) > 1 else (0, 0)
             scales = tensors[plain + _SCALES][1]
             right = width == 16 and scales.shape == (*rows, groups) and len(rows) == 2
-            if not right or {entry.dtype, scales.dtype} != {*BYTES}:
+            if not right or {entry.dtype, scales.dtype} != {*stored.BYTES}:
                 raise CheckpointError(
                     f"{where}: {name} {list(entry.shape)} and its scales {list(scales.shape)} are no"
                     " mxfp4, which has (experts, rows, n, 16) and (experts, rows, n) bytes."
                 )
             shape = (rows[0], groups * 2 * width, rows[1])
-            yield plain, (file, replace(entry, dtype=NAMES[torch.bfloat16], shape=shape), offset)
+            yield (
+                plain,
+                (file, replace(entry, dtype=stored.NAMES[torch.bfloat16], shape=shape), offset),
+            )
         elif of == name or of + _BLOCKS not in tensors:
             yield name, (file, entry, offset)
 

@@ -235,11 +235,16 @@ class Manifest(Progress):
         return json.dumps({"sha256": _sum(body), "body": body}, default=_table)
 
     @classmethod
-    def parse(cls, text: str, where: str) -> Manifest:
+    def parse(cls, text: str, folder: Path) -> Manifest:
         """The manifest that a text is, if nothing in it contradicts anything else."""
-        manifest, where = cls.decode(text, where), f"{where}: body"
+        manifest, where = cls.decode(text, str(folder / MANIFEST)), folder / MANIFEST
         if problem := next(manifest.problems(), ""):
-            raise CheckpointError(f"{where}: {problem}")
+            raise CheckpointError(f"{where}: body: {problem}")
+        if folder.name.startswith("step-") and folder.name != name_of(manifest.step):
+            raise CheckpointError(
+                f"{where}: is of step {manifest.step} and lies in {folder.name}: it belongs to another"
+                " checkpoint."
+            )
         return manifest
 
     @classmethod
@@ -265,6 +270,7 @@ class Manifest(Progress):
                 shards = tuple(replace(s, file=s.file + len(files)) for s in tensor.shards)
                 tensors[tensor.title] = replace(known, shards=known.shards + shards)
             files += report.files
+        python, package = platform.python_version(), version("phalanx")
         optimizers = {report.optimizer for report in reports} - {""}
         updates = {report.updates for report in reports} - {None}
         if len(updates) > 1 or len(optimizers) > 1:
@@ -276,7 +282,7 @@ class Manifest(Progress):
             reports[0],
             optimizer=next(iter(optimizers), ""),
             updates=next(iter(updates), None),
-            versions=_versions(),
+            versions={"phalanx": package, "torch": str(torch.__version__), "python": python},
             files=tuple(files),
             tensors=tuple(tensors.values()),
         )
@@ -315,11 +321,6 @@ def _table(value: Any) -> dict[str, Any]:
 def _sum(body: object) -> str:
     text = json.dumps(body, sort_keys=True, separators=(",", ":"), default=_table)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _versions() -> dict[str, str]:
-    torch_version, python = str(torch.__version__), platform.python_version()
-    return {"phalanx": version("phalanx"), "torch": torch_version, "python": python}
 
 
 # ---- a file of numbers
@@ -497,19 +498,9 @@ def manifest_text(path: Path) -> str:
     return Folder(path, CheckpointError).text(MANIFEST, LIMIT)
 
 
-def parse_manifest(text: str, path: Path) -> Manifest:
-    manifest = Manifest.parse(text, str(path / MANIFEST))
-    if path.name.startswith("step-") and path.name != name_of(manifest.step):
-        raise CheckpointError(
-            f"{path / MANIFEST}: is of step {manifest.step} and lies in {path.name}: it belongs to"
-            " another checkpoint."
-        )
-    return manifest
-
-
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint's folder, checked in itself."""
-    return parse_manifest(manifest_text(path), path)
+    return Manifest.parse(manifest_text(path), path)
 
 
 def verify_checkpoint(path: Path) -> list[str]:

@@ -38,7 +38,6 @@ from .checkpoint_format import (
     StoredTensor,
     faults,
     manifest_text,
-    parse_manifest,
     raw_bytes,
     read_into,
     read_manifest,
@@ -173,7 +172,7 @@ def _sound(path: Path, group: Group) -> Manifest:
     text = broadcast_text(group, read)
 
     def examined() -> Manifest:
-        manifest = parse_manifest(text, path)
+        manifest = Manifest.parse(text, path)
         if wrong := faults(path, manifest, group.rank, group.size):
             raise CheckpointError("; ".join(wrong))
         return manifest

@@ -28,32 +28,10 @@ from ..layout.files import write_text
 from ..layout.numbers import binary_text
 from ..layout.run import Run
 from ..parallel.local import LocalModel
-from .checkpoint import (
-    SAVING,
-    RanksFailed,
-    Saver,
-    Updates,
-    box_of,
-    commit,
-    make_hidden,
-    prune,
-    steps,
-    together,
-    why,
-)
-from .checkpoint_format import (
-    CHUNK,
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    Progress,
-    damage,
-    file_of,
-    manifest_text,
-    name_of,
-    parse_manifest,
-    read_into,
-)
+from . import checkpoint
+from . import checkpoint_format as stored
+from .checkpoint import Updates, steps, why
+from .checkpoint_format import CheckpointError
 from .folder import Folder
 
 ROOT = Path("/dev/shm")
@@ -94,7 +72,7 @@ class MemoryCheckpoints:
 
     def __init__(self, folder: Path, host: str, local: LocalModel, updates: Updates) -> None:
         self.folder, self.local, self.group = folder, local, local.groups.everyone
-        self.saver = Saver(folder, local, updates)
+        self.saver = checkpoint.Saver(folder, local, updates)
         self.hosts: dict[str, list[int]] = {}
         for rank, each in enumerate(exchange(self.group, host)):
             self.hosts.setdefault(each, []).append(rank)
@@ -112,31 +90,34 @@ class MemoryCheckpoints:
         if self.first:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def save(self, progress: Progress) -> list[str]:
+    def save(self, progress: stored.Progress) -> list[str]:
         """Keep this step; what went wrong, on all ranks: then what was before is still there."""
-        hidden, group = self.folder / f"{SAVING}{progress.step:08}", self.group
+        hidden, group = self.folder / f"{checkpoint.SAVING}{progress.step:08}", self.group
         snapshot = self.saver.snapshot(progress)
         own = sum(x.nbytes for x in snapshot.tensors.values())
         sizes = [int(size) for size in exchange(group, str(own))]
         try:
-            together(group, lambda: self._make_room(hidden, sizes))
-            report = together(group, lambda: snapshot.write(hidden / file_of(group.rank)))
+            checkpoint.together(group, lambda: self._make_room(hidden, sizes))
+            report = checkpoint.together(
+                group, lambda: snapshot.write(hidden / stored.file_of(group.rank))
+            )
             reports = exchange(group, report)
             self._move(
                 hidden,
                 [
                     (file.name, file.size, rank, keeper)
                     for rank, keeper in self.keeper.items()
-                    for file in Manifest.decode(reports[rank], f"rank {rank}").files
+                    for file in stored.Manifest.decode(reports[rank], f"rank {rank}").files
                 ],
             )
             # Old ones go when all hosts have the new one, so that all have one of the same step.
-            together(group, lambda: commit(self.folder, hidden, reports, 2) if self.first else "")
-        except RanksFailed as failed:
+            rest = (self.folder, hidden, reports, 2)
+            checkpoint.together(group, lambda: checkpoint.commit(*rest) if self.first else "")
+        except checkpoint.RanksFailed as failed:
             return failed.errors
         with suppress(OSError):
             if self.first:
-                prune(self.folder, self.folder / name_of(progress.step), 1)
+                checkpoint.prune(self.folder, self.folder / stored.name_of(progress.step), 1)
         return []
 
     def _make_room(self, hidden: Path, sizes: Sequence[int]) -> None:
@@ -154,7 +135,7 @@ class MemoryCheckpoints:
             raise CheckpointError(
                 f"{binary_text(needed)} are needed in {self.folder}, {binary_text(free)} are free"
             )
-        make_hidden(hidden)
+        checkpoint.make_hidden(hidden)
 
     def _move(self, folder: Path, files: Sequence[tuple[str, int, int, int]]) -> None:
         """Move files of a folder between hosts, a chunk of each at a time: the name, the size, the rank
@@ -162,17 +143,17 @@ class MemoryCheckpoints:
         if not files:
             return
         me, world, error = self.group.rank, self.group.size, ""
-        for at in range(0, max(size for _, size, *_ in files), CHUNK):
+        for at in range(0, max(size for _, size, *_ in files), stored.CHUNK):
             sent, taken = [0] * world, [0] * world
             own, writes = [torch.empty(0, dtype=torch.uint8)], list[tuple[str, int]]()
             for name, size, source, target in sorted(files, key=lambda each: each[2:]):
-                count = max(0, min(CHUNK, size - at))
+                count = max(0, min(stored.CHUNK, size - at))
                 if source == me:
                     own.append(torch.zeros(count, dtype=torch.uint8))
                     sent[target] += count
                     try:
                         with (folder / name).open("rb") as file:
-                            read_into(file, at, own[-1])
+                            stored.read_into(file, at, own[-1])
                     except (CheckpointError, OSError) as wrong:  # all ranks go on to the last call
                         error = why(wrong)
                 if target == me:
@@ -189,9 +170,9 @@ class MemoryCheckpoints:
             except OSError as wrong:
                 error = why(wrong)
         if errors := errors_of(self.group, error):
-            raise RanksFailed("", errors)
+            raise checkpoint.RanksFailed("", errors)
 
-    def find(self, least: int = 0) -> tuple[Path, Manifest] | None:
+    def find(self, least: int = 0) -> tuple[Path, stored.Manifest] | None:
         """The newest step, from `least` on, of which all parts are in the memory of some host, with
         what this host's ranks need brought to it. None when a part is nowhere, or not what was written."""
         seen, texts = self._seen()
@@ -204,13 +185,13 @@ class MemoryCheckpoints:
         step, digest, _ = newest = max(whole, default=(-1, "", 0))
         if step < least:
             return None
-        path = self.folder / name_of(step)
+        path = self.folder / stored.name_of(step)
         root = next(n for n, table in enumerate(tables) if digest in {each[1] for each in table})
         text = broadcast_text(self.group, texts.get(digest, ""), root)
-        manifest = parse_manifest(text, path)
+        manifest = stored.Manifest.parse(text, path)
         try:
             self._bring(path, text, manifest, have[newest])
-        except RanksFailed:
+        except checkpoint.RanksFailed:
             return None
         return path, manifest
 
@@ -220,16 +201,18 @@ class MemoryCheckpoints:
         seen, texts = [], {}
         for path in steps(self.folder):
             with suppress(CheckpointError, OSError):
-                text = manifest_text(path)
-                manifest, folder = parse_manifest(text, path), Folder(path, CheckpointError)
+                text = stored.manifest_text(path)
+                manifest, folder = stored.Manifest.parse(text, path), Folder(path, CheckpointError)
                 own = range(self.ranks.index(self.group.rank), len(manifest.files), len(self.ranks))
-                sound = [n for n in own if not damage(folder, manifest, n)]
+                sound = [n for n in own if not stored.damage(folder, manifest, n)]
                 digest = hashlib.sha256(text.encode()).hexdigest()
                 seen.append((manifest.step, digest, len(manifest.files), sound))
                 texts[digest] = text
         return seen, texts
 
-    def _bring(self, path: Path, text: str, manifest: Manifest, have: dict[str, set[int]]) -> None:
+    def _bring(
+        self, path: Path, text: str, manifest: stored.Manifest, have: dict[str, set[int]]
+    ) -> None:
         """Bring files to hosts whose ranks need them and that have them not."""
         needs = [
             json.loads(each) for each in exchange(self.group, json.dumps(self._needs(manifest)))
@@ -238,9 +221,9 @@ class MemoryCheckpoints:
         def make() -> None:
             if self.first:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_text(path / MANIFEST, text)
+                write_text(path / stored.MANIFEST, text)
 
-        together(self.group, make)
+        checkpoint.together(self.group, make)
         wrong = []
         for number, file in enumerate(manifest.files):
             source = next(
@@ -253,11 +236,11 @@ class MemoryCheckpoints:
             ]
             self._move(path, [(file.name, file.size, source, target) for target in lack])
             if self.group.rank in lack:
-                wrong.append(damage(Folder(path, CheckpointError), manifest, number))
+                wrong.append(stored.damage(Folder(path, CheckpointError), manifest, number))
         if errors := errors_of(self.group, "; ".join(filter(None, wrong))):
-            raise RanksFailed("", errors)
+            raise checkpoint.RanksFailed("", errors)
 
-    def _needs(self, manifest: Manifest) -> list[int]:
+    def _needs(self, manifest: stored.Manifest) -> list[int]:
         """The files in which numbers of this rank are."""
         tensors: dict[str, list[int]] = {}
         for number, tensor in enumerate(manifest.tensors):
@@ -265,7 +248,7 @@ class MemoryCheckpoints:
         needs = set()
         for unit in self.local.every_unit:
             for entry in unit.entries():
-                box, row = box_of(entry), math.prod(entry.weight.local[1:])
+                box, row = checkpoint.box_of(entry), math.prod(entry.weight.local[1:])
                 # Rows are read whole.
                 start, stop = entry.start // row * row, -(-entry.stop // row) * row
                 for number in tensors.get(entry.weight.name, ()):

@@ -31,7 +31,6 @@ from .checkpoint_format import (
     StoredFile,
     manifest_text,
     name_of,
-    parse_manifest,
     step_of,
 )
 
@@ -71,7 +70,7 @@ class RemoteFolder:
     def upload(self, path: Path) -> None:
         """Make this checkpoint one there."""
         text = manifest_text(path)
-        manifest = parse_manifest(text, path)
+        manifest = Manifest.parse(text, path)
         there = partial(self._path, manifest.step)
         if self.fs.exists(there(MANIFEST)):
             if self.fs.cat_file(there(MANIFEST)) == text.encode():
@@ -111,7 +110,7 @@ class RemoteFolder:
         if len(raw) > LIMIT:
             raise CheckpointError(f"{where}: its manifest has more than {LIMIT:,} bytes.")
         path, text = folder / name_of(step), raw.decode(errors="replace")
-        manifest: Manifest = parse_manifest(text, path)
+        manifest: Manifest = Manifest.parse(text, path)
         hidden = make_hidden(folder / f"{SAVING}{step:08}")
         for file in manifest.files:
             with (
