@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.hang import PositionReader, Positions, RankState, diagnose, watcher
-from phalanx.hang.positions import DEVICE, OP, STEP, WAITS, Made, started_at
+from phalanx.hang import Positions, RankState, diagnose, watcher
+from phalanx.hang.positions import DEVICE, OP, STEP, WAITS, Made, PositionReader, started_at
 
 GROUP = ("tp", (0, 1, 2), 0)
 

@@ -227,14 +227,12 @@ class Watcher:
     def _with_stacks(self, states: list[RankState]) -> list[RankState]:
         begins = [r.reader.ask_for_stacks() for r in self.ranks]
         end = time.monotonic() + 0.5
-        stacks: list[list[str]] = []
-        while time.monotonic() < end:
+        while True:
             time.sleep(0.02)
             stacks = [r.reader.stack(b) for r, b in zip(self.ranks, begins, strict=True)]
-            answers = [s or st.state in "TDX" for s, st in zip(stacks, states, strict=True)]
-            if all(answers):
-                break
-        return [replace(s, stack=tuple(each)) for s, each in zip(states, stacks, strict=True)]
+            pairs = list(zip(states, stacks, strict=True))
+            if time.monotonic() > end or all(stack or s.state in "TDX" for s, stack in pairs):
+                return [replace(state, stack=tuple(stack)) for state, stack in pairs]
 
     # ---- other hosts
 
@@ -305,21 +303,18 @@ def _write_down(out: Path, found: Diagnosis) -> None:
 
     with suppress(OSError):
         write_text(out / FILE, "\n".join(found.full) + "\n")
-    record = {"event": "hang", **stamp(), "ranks": found.ranks}
-    line = json.dumps({**record, "text": found.text}) + "\n"
+    record = {"event": "hang", **stamp(), "ranks": found.ranks, "text": found.text}
     with suppress(OSError):
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
         with open_regular(out / "metrics.jsonl", flags) as file:
-            file.write(b"\n" + line.encode())
+            file.write(f"\n{json.dumps(record)}\n".encode())
 
 
 def _print(text: str) -> None:
     from ..layout.files import printable
 
-    lines = printable(text).splitlines()
     with suppress(OSError):
-        os.write(2, "".join(f"phalanx: {line}\n" for line in lines[:1]).encode())
-        os.write(2, "".join(f"  {line}\n" for line in lines[1:]).encode())
+        os.write(2, f"phalanx: {printable(text).strip()}".replace("\n", "\n  ").encode() + b"\n")
 
 
 # ---- from outside

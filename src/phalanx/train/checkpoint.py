@@ -108,9 +108,9 @@ class Saver:
             together(self.group, lambda: hidden if self.group.rank else make_hidden(hidden))
         except RanksFailed as failed:
             return (*before, self._decide(progress.step, failed.errors))
-        snapshot, file = self.snapshot(progress), hidden / file_of(self.group.rank)
+        file = hidden / file_of(self.group.rank)
         self.pending = _Pending(progress.step, hidden, self.asynchronous)
-        self.pending.begin(lambda: snapshot.write(file))
+        self.pending.begin(partial(write_own, file, *self.snapshot(progress)))
         return before if self.asynchronous else (*before, *self.finish())
 
     def poll(self) -> tuple[Saved, ...]:
@@ -151,8 +151,9 @@ class Saver:
             raise CheckpointError(f"{path} could not be saved, what was before stays. {error}")
         return Saved(step, path, error, "" if error else notice)
 
-    def snapshot(self, progress: Progress) -> Snapshot:
-        """This rank's own numbers on the host. They are copied unless training waits for the file."""
+    def snapshot(self, progress: Progress) -> tuple[Manifest, dict[str, Tensor]]:
+        """This rank's own numbers on the host, by the titles that they have in the manifest of what it
+        writes. They are copied unless training waits for the file."""
         numbers = {tensor.title: (tensor, own) for tensor, own in owned(self.local, self.updates)}
         device = self.local.pool.device
         tensors = {title: own for title, (_, own) in numbers.items()}
@@ -169,7 +170,7 @@ class Saver:
             updates=next(iter(counts), None),
             tensors=tuple(tensor for tensor, _ in numbers.values()),
         )
-        return Snapshot(manifest, tensors)
+        return manifest, tensors
 
     def _copied(self, title: str, numbers: Tensor) -> Tensor:
         if title not in self.buffers or self.buffers[title].shape != numbers.shape:
@@ -178,24 +179,17 @@ class Saver:
         return self.buffers[title].copy_(numbers, non_blocking=True)
 
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """Numbers on the host, by the titles that they have in the manifest of what one rank writes."""
-
-    manifest: Manifest
-    tensors: Mapping[str, Tensor]
-
-    def write(self, path: Path) -> str:
-        """Write them into a file; the manifest with where they are, as text. A rank that owns nothing
-        makes no file."""
-        if not self.tensors:
-            return str(self.manifest)
-        file, offsets = write_file(path, self.tensors)
-        placed = tuple(
-            replace(each, shards=(replace(each.shards[0], offset=offsets[each.title]),))
-            for each in self.manifest.tensors
-        )
-        return str(replace(self.manifest, files=(file,), tensors=placed))
+def write_own(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
+    """Write a rank's numbers into a file; its manifest with where they are, as text. A rank that owns
+    nothing makes no file."""
+    if not tensors:
+        return str(manifest)
+    file, offsets = write_file(path, tensors)
+    placed = tuple(
+        replace(each, shards=(replace(each.shards[0], offset=offsets[each.title]),))
+        for each in manifest.tensors
+    )
+    return str(replace(manifest, files=(file,), tensors=placed))
 
 
 class _Pending:

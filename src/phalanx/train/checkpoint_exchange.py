@@ -37,7 +37,7 @@ from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
 from ..parallel.model import is_lora
 from . import checkpoint_format as stored
-from .checkpoint import SAVING, Snapshot, commit, make_hidden, steps
+from .checkpoint import SAVING, commit, make_hidden, steps, write_own
 from .checkpoint_format import DTYPES, WEIGHT, CheckpointError, read_into
 from .checkpoint_load import TensorReader, own_model
 from .folder import Folder, decoded
@@ -407,7 +407,7 @@ def _write(reader: TensorReader, out: Path, config: Mapping[str, Any]) -> Path:
         tensors = {each.title: reader.whole(each) for each in run}
         own = tuple(replace(each, shards=(_whole(each.title, each.whole),)) for each in run)
         manifest = stored.Manifest(0, shape=reader.manifest.shape, config=config, tensors=own)
-        reports.append(Snapshot(manifest, tensors).write(hidden / stored.file_of(number)))
+        reports.append(write_own(hidden / stored.file_of(number), manifest, tensors))
     commit(out, hidden, reports, 1)
     return steps(out)[0]
 

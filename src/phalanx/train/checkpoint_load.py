@@ -336,7 +336,7 @@ def _record(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _short(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -401,20 +401,14 @@ def _fill(reader: TensorReader, local: LocalModel, updates: Updates) -> None:
                         own.copy_(reader.numbers(kind, entry))
 
 
-class TensorReader:
+class TensorReader(ExitStack):
     """The tensors of a checkpoint, read box by box. Its files have been verified before."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
+        super().__init__()
         self.folder, self.manifest = Folder(path, CheckpointError), manifest
         self.tensors = {(each.kind, each.name): each for each in manifest.tensors}
         self.files: dict[int, BinaryIO] = {}
-        self.stack = ExitStack()
-
-    def __enter__(self) -> TensorReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
 
     def whole(self, tensor: StoredTensor) -> Tensor:
         return self.box(tensor, tensor.whole)
@@ -475,7 +469,7 @@ class TensorReader:
     def _file(self, number: int) -> BinaryIO:
         if number not in self.files:
             opened = self.folder.open(self.manifest.files[number].name)
-            self.files[number] = self.stack.enter_context(opened)
+            self.files[number] = self.enter_context(opened)
         return self.files[number]
 
 

@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -93,14 +94,14 @@ class MemoryCheckpoints:
     def save(self, progress: stored.Progress) -> list[str]:
         """Keep this step; what went wrong, on all ranks: then what was before is still there."""
         hidden, group = self.folder / f"{checkpoint.SAVING}{progress.step:08}", self.group
-        snapshot = self.saver.snapshot(progress)
-        own = sum(x.nbytes for x in snapshot.tensors.values())
+        manifest, tensors = self.saver.snapshot(progress)
+        own = sum(x.nbytes for x in tensors.values())
         sizes = [int(size) for size in exchange(group, str(own))]
         try:
             checkpoint.together(group, lambda: self._make_room(hidden, sizes))
-            report = checkpoint.together(
-                group, lambda: snapshot.write(hidden / stored.file_of(group.rank))
-            )
+            file = hidden / stored.file_of(group.rank)
+            write = partial(checkpoint.write_own, file, manifest, tensors)
+            report = checkpoint.together(group, write)
             reports = exchange(group, report)
             self._move(
                 hidden,

@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -122,22 +122,11 @@ def unshared(folder: Path, owner: str, seconds: float = ENDING) -> str:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    def refuse(late: bool) -> None:
-        # Ranks that were forked from a launcher that is gone are given time to end.
-        owner = Owner.read(folder / RUN)
-        if late or not owner.gone:
-            raise RunLocked(_refusal(folder, owner))
-
-    def refuse_ranks(late: bool) -> None:
-        # Nobody else can have `.run.lock` now, so whoever has `.ranks.lock` has lost its launcher.
-        if late:
-            raise RunLocked(_outlived(folder))
-
     with ExitStack() as stack:
         descriptor = stack.enter_context(_opened(folder / RUN))
         locks = True
         try:
-            _lock(descriptor, refuse)
+            _lock(folder, RUN, descriptor)
             # Ranks that were forked have this descriptor too, so closing it would not do.
             stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
         except OSError as error:
@@ -153,7 +142,7 @@ def _held(folder: Path) -> Iterator[None]:
             os.fsync(descriptor)  # other hosts look whether they see it
         if locks:
             with _opened(folder / RANKS) as ranks:
-                _lock(ranks, refuse_ranks)
+                _lock(folder, RANKS, ranks)
         yield
 
 
@@ -166,14 +155,19 @@ def _opened(path: Path, flags: int = os.O_RDWR) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, refuse: Callable[[bool], None]) -> None:
-    """Take a lock. While another has it `refuse` is called, with whether the time is over."""
+def _lock(folder: Path, name: str, descriptor: int) -> None:
+    """Take a lock. Ranks whose launcher is gone are given time to end."""
     end = time.monotonic() + ENDING
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            refuse(time.monotonic() > end)
+            # Who has `.run.lock` knows that whoever has `.ranks.lock` has lost its launcher.
+            owner, late = Owner.read(folder / RUN), time.monotonic() > end
+            if name == RUN and (late or not owner.gone):
+                raise RunLocked(_refusal(folder, owner)) from None
+            if late:
+                raise RunLocked(_outlived(folder)) from None
         time.sleep(0.05)
 
 
