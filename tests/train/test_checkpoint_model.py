@@ -144,7 +144,7 @@ def test_a_shape_as_a_table_reads_back() -> None:
 
 def test_a_manifest_without_a_shape_is_compared_by_all_of_its_weights(saved: Path) -> None:
     manifest = read_manifest(steps(saved / "checkpoints")[0])
-    old = Manifest.parse(str(replace(manifest, shape=None, config={})), "old")
+    old = Manifest.parse(str(replace(manifest, shape=None, config={})), Path("old"))
     shape = manifest.progress.shape
     assert shape is not None
     same = ModelIdentity.of(build_model(shape), shape)

@@ -24,21 +24,8 @@ from ..comm.agree import errors_of, exchange
 from ..layout.files import sync_folder, write_text
 from ..parallel import Entry, Unit
 from ..parallel.local import LocalModel
-from .checkpoint_format import (
-    MANIFEST,
-    NAMES,
-    WEIGHT,
-    Box,
-    CheckpointError,
-    Manifest,
-    Progress,
-    StoredShard,
-    StoredTensor,
-    file_of,
-    name_of,
-    step_of,
-    write_file,
-)
+from . import checkpoint_format as stored
+from .checkpoint_format import MANIFEST, CheckpointError, Manifest, Progress, name_of, write_file
 from .optimizer import Update
 
 # Hidden names of what is not a checkpoint: begun, or about to be removed.
@@ -53,8 +40,8 @@ def steps(folder: Path) -> list[Path]:
     """The checkpoints of a run, the newest first; whether they are sound is not checked."""
     if not folder.is_dir():
         return []
-    paths = [p for p in folder.iterdir() if step_of(p.name) >= 0 and p.is_dir()]
-    return sorted(paths, key=lambda p: step_of(p.name), reverse=True)
+    paths = [p for p in folder.iterdir() if stored.step_of(p.name) >= 0 and p.is_dir()]
+    return sorted(paths, key=lambda p: stored.step_of(p.name), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -108,7 +95,7 @@ class Saver:
             together(self.group, lambda: hidden if self.group.rank else make_hidden(hidden))
         except RanksFailed as failed:
             return (*before, self._decide(progress.step, failed.errors))
-        file = hidden / file_of(self.group.rank)
+        file = hidden / stored.file_of(self.group.rank)
         self.pending = _Pending(progress.step, hidden, self.asynchronous)
         self.pending.begin(partial(write_own, file, *self.snapshot(progress)))
         return before if self.asynchronous else (*before, *self.finish())
@@ -238,7 +225,7 @@ def together(group: Group, work: Callable[[], T], what: str = "") -> T:
 # ---- which numbers a rank writes
 
 
-def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, Tensor]]:
+def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[stored.StoredTensor, Tensor]]:
     """The numbers that this rank writes, flat: those that no rank before it has. Each with the whole
     tensor that it is a shard of, as if it began the first file."""
     for unit in local.every_unit:
@@ -251,19 +238,20 @@ def owned(local: LocalModel, updates: Updates) -> Iterator[tuple[StoredTensor, T
                 continue
             for kind, own in kept_of(unit, entry, updates):
                 key = f"{kind}/{weight.name}"
-                shard = StoredShard(key, box, tuple(weight.local), 0, 0, entry.start, entry.stop)
-                dtype, shape = NAMES[own.dtype], tuple(weight.shape)
-                yield StoredTensor(kind, weight.name, dtype, shape, (shard,)), own
+                local_shape, numbers = tuple(weight.local), (entry.start, entry.stop)
+                shard = stored.StoredShard(key, box, local_shape, 0, 0, *numbers)
+                dtype, shape = stored.NAMES[own.dtype], tuple(weight.shape)
+                yield stored.StoredTensor(kind, weight.name, dtype, shape, (shard,)), own
 
 
-def box_of(entry: Entry) -> Box:
+def box_of(entry: Entry) -> stored.Box:
     return tuple((cut.start, cut.stop) for cut in entry.weight.cuts)
 
 
 def kept_of(unit: Unit, entry: Entry, updates: Updates) -> Iterator[tuple[str, Tensor]]:
     """What this rank keeps of an entry: the weights, and for each what the optimizer has."""
     length = entry.stop - entry.start
-    yield WEIGHT, unit.home[entry.offset : entry.offset + length]
+    yield stored.WEIGHT, unit.home[entry.offset : entry.offset + length]
     if unit.frozen:
         return
     update = updates[unit.number]

@@ -19,19 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..layout import Shape
-from ..layout.families import (
-    BALANCES,
-    CONFIG,
-    FAMILIES,
-    LIMIT,
-    HubTensor,
-    code_of,
-    config_of,
-    family_of,
-    hub_shape,
-    sources,
-)
+from ..layout import Shape, families
 from ..layout.files import write_text
 from ..layout.shape import HUB
 from ..parallel import Model, build_model, load_model
@@ -65,10 +53,10 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         raise CheckpointError(f"{path}: has no shape of its model, which config.json needs.")
     weights = {each.name: each for each in manifest.tensors if each.kind == WEIGHT}
     own = own_model(manifest)
-    if own.startswith(HUB) and code_of(own)[0]:
+    if own.startswith(HUB) and families.code_of(own)[0]:
         family, data = "", _tensors_of(load_model(own))
     else:
-        family = family_of(shape, family)
+        family = families.family_of(shape, family)
         # Sizes alone do not say what a model does.
         ours = {name: tuple(each.shape) for name, each in build_model(shape).weights.items()}
         if other := next((n for n, each in weights.items() if ours.get(n) != each.shape), ""):
@@ -77,7 +65,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
                 " Hugging Face has no name for."
             )
         dims = {name: len(each.shape) for name, each in weights.items() if not is_lora(name)}
-        data = sources(FAMILIES[family], dims)
+        data = families.sources(families.FAMILIES[family], dims)
     if dtype and dtype not in DTYPES:
         raise CheckpointError(f"dtype {dtype!r}: choose {', '.join(DTYPES)}.")
     make_empty(out)
@@ -86,7 +74,7 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     theirs = {source.name: source for source in data.values()}
     # Steps of a bias that balances are lost in 16 bits, and theirs is float32 whatever the rest is.
     wide = torch.promote_types(kind, torch.float32)
-    kinds = {name: wide if name.endswith(BALANCES) else kind for name in theirs}
+    kinds = {name: wide if name.endswith(families.BALANCES) else kind for name in theirs}
     sizes = [
         sum(math.prod(weights[each].shape) for each in source.packed) * kinds[name].itemsize
         for name, source in theirs.items()
@@ -117,13 +105,13 @@ def export_weights(path: Path, out: Path, *, family: str = "", dtype: str = "") 
         shape = replace(shape, sequence=known.pop("sequence"))  # not that of the run
     plain_kind = str(kind).removeprefix("torch.")
     if family:
-        config = config_of(shape, family, plain_kind)
+        config = families.config_of(shape, family, plain_kind)
         config |= {name: known[name] for name in TOKENS if name in known}
     else:  # theirs as it was
         config = {n: x for n, x in known.items() if n != "sequence"} | {"dtype": plain_kind}
-    for name, table in ((INDEX, index), (CONFIG, config)):
+    for name, table in ((INDEX, index), (families.CONFIG, config)):
         write_text(out / name, json.dumps(table, indent=2) + "\n", durable=True)
-    return [out / name for name in (*names, INDEX, CONFIG, *copied)]
+    return [out / name for name in (*names, INDEX, families.CONFIG, *copied)]
 
 
 def make_empty(out: Path) -> None:
@@ -151,23 +139,25 @@ def _merged(reader: TensorReader, name: str) -> Tensor:
     return (whole.to(wide) + shape.lora_alpha / shape.lora_r * (up @ down)).to(whole.dtype)
 
 
-def _tensors_of(model: Model) -> dict[str, HubTensor]:
+def _tensors_of(model: Model) -> dict[str, families.HubTensor]:
     """Where the weights of a model in transformers' own code are."""
     assert model.original is not None
-    return {name: HubTensor(theirs, (name,)) for name, theirs in model.original.files.items()}
+    return {
+        name: families.HubTensor(theirs, (name,)) for name, theirs in model.original.files.items()
+    }
 
 
 def _tokenizer(source: Path, out: Path) -> tuple[list[str], dict[str, Any]]:
     """Copy the tokenizer of a folder that is still there; what its configuration says beside sizes."""
-    if not (source / CONFIG).is_file():
+    if not (source / families.CONFIG).is_file():
         return [], {}
     folder = Folder(source, CheckpointError)
     copied = [name for name in TOKENIZER if (source / name).is_file()]
     for name in copied:
         with folder.open(name) as read, (out / name).open("xb") as written:
             shutil.copyfileobj(read, written)
-    known = folder.json(CONFIG, LIMIT)
-    return copied, known | {"sequence": hub_shape(str(source)).sequence}
+    known = folder.json(families.CONFIG, families.LIMIT)
+    return copied, known | {"sequence": families.hub_shape(str(source)).sequence}
 
 
 def _shards(items: Iterable[T], sizes: Iterable[int]) -> Iterator[list[T]]:
@@ -192,7 +182,7 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
     shape = manifest.shape
     if shape is None or not shape.lora_r:
         raise CheckpointError(f"{path}: its run trained no LoRA; export it without --adapter.")
-    data = FAMILIES[family_of(shape, family)]
+    data = families.FAMILIES[families.family_of(shape, family)]
     tensors, ranks = dict[str, Tensor](), dict[str, int]()
     with TensorReader(path, manifest) as reader:
 
@@ -202,7 +192,7 @@ def export_adapter(path: Path, out: Path, *, family: str = "", dtype: str = "") 
 
         parts = {each: "attn" if each.startswith("w") else "mlp" for each in shape.adapters}
         names = [f"layers.{n}.{parts[a]}.{a}" for n in range(shape.layers) for a in parts]
-        linears = sources(data, {f"{name}.weight": 2 for name in names}).values()
+        linears = families.sources(data, {f"{name}.weight": 2 for name in names}).values()
         for name, packed in dict.fromkeys((each.name, each.packed) for each in linears):
             module, *every = (each.removesuffix(".weight") for each in (name, *packed))
             own = [each for each in every if each in names]
@@ -242,15 +232,15 @@ class HubReader(TensorReader):
 
     def __init__(self, source: Path) -> None:
         folder = Folder(source, CheckpointError)
-        shape = hub_shape(str(source))
+        shape = families.hub_shape(str(source))
         # Of (in, out) matrices: the numbers of a row, and the first column of ours.
         self.columns: dict[str, tuple[int, int]] = {}
         # Of experts that theirs has in one tensor, or in two of mxfp4: which, and where.
-        self.experts: dict[str, tuple[HubTensor, list[Placed]]] = {}
+        self.experts: dict[str, tuple[families.HubTensor, list[Placed]]] = {}
         super().__init__(source, self._manifest(folder, shape))
 
     def _manifest(self, folder: Folder, shape: Shape) -> stored.Manifest:
-        tensors, data = _tensors(folder), FAMILIES.get(shape.name)
+        tensors, data = _tensors(folder), families.FAMILIES.get(shape.name)
         if data and data.further:
             blocks = tuple(f"{data.layers}.{n}." for n in range(shape.layers))
             behind = f"{data.layers}."
@@ -264,7 +254,7 @@ class HubReader(TensorReader):
                 # Saved without what is around the blocks: the names are shorter.
                 first = data.layers.partition(".")[0] + "."
                 tensors = {n if n == "lm_head.weight" else first + n: x for n, x in tensors.items()}
-            where = sources(data, {name: len(dims) for name, dims in ours.items()})
+            where = families.sources(data, {name: len(dims) for name, dims in ours.items()})
         shape = model.shape or shape
         wanted = {
             one: dims[1:] if "*" in each.name else dims
@@ -329,7 +319,7 @@ class HubReader(TensorReader):
         return whole[source.packed.index(name) :: len(source.packed)]
 
 
-def _dims_of(source: HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _dims_of(source: families.HubTensor, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Of a tensor of theirs that all experts have together, or one for each."""
     dims = list(ours[source.packed[0]])
     at = int(source.alternating)
@@ -368,7 +358,7 @@ def import_weights(source: Path, out: Path) -> Path:
             raise CheckpointError(f"{out} holds checkpoints; choose a new folder.")
         with hold_run(out):
             name = f"{HUB}{source.absolute()}"
-            own = {"model": {"own": name}} if code_of(name)[0] else {}
+            own = {"model": {"own": name}} if families.code_of(name)[0] else {}
             return _write(reader, out, {"run": {"model": name}, **own})
 
 
@@ -378,7 +368,7 @@ _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 def _tensors(folder: Folder) -> dict[str, Placed]:
     """Every tensor by name: the file it is in, what it is, and where it begins."""
     if (folder.path / INDEX).exists():
-        index = folder.json(INDEX, LIMIT).get("weight_map")
+        index = folder.json(INDEX, families.LIMIT).get("weight_map")
         index = decoded(_Index, {"weight_map": index}, str(folder.path / INDEX), folder.error)
         files = sorted(set(index.weight_map.values()))
     elif (folder.path / ONE).exists():

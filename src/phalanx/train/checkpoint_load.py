@@ -26,6 +26,7 @@ from ..layout.run import Run
 from ..parallel import Entry, Model
 from ..parallel.local import LocalModel
 from ..parallel.model import is_lora
+from . import checkpoint_format as stored
 from .checkpoint import RanksFailed, Updates, box_of, kept_of, optimizer_name, steps, together
 from .checkpoint_format import (
     DTYPES,
@@ -33,15 +34,8 @@ from .checkpoint_format import (
     Box,
     CheckpointError,
     Manifest,
-    Progress,
-    StoredShard,
     StoredTensor,
-    faults,
-    manifest_text,
-    raw_bytes,
     read_into,
-    read_manifest,
-    step_of,
 )
 from .checkpoint_memory import MemoryCheckpoints
 from .checkpoint_remote import fetch_newer
@@ -58,7 +52,7 @@ class Loaded:
     """Where a run goes on, what was passed over as damaged on the way there, and what a person should
     know of the model (`ModelIdentity.notices`)."""
 
-    progress: Progress
+    progress: stored.Progress
     path: Path
     damaged: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -84,8 +78,9 @@ def load(
     """
     group, found, damaged = local.groups.everyone, None, list[str]()
     if memory is not None:
-        there = str(next((step_of(p.name) for p in steps(folder)), 0)) if group.rank == 0 else ""
-        found = memory.find(int(broadcast_text(group, there)))
+        there = steps(folder)[:1] if group.rank == 0 else []
+        least = broadcast_text(group, str(stored.step_of(there[0].name) if there else 0))
+        found = memory.find(int(least))
     if found is None:
         found, damaged = choose(folder, group, remote)
     if found is None:
@@ -168,12 +163,12 @@ def _newest_sound(folder: Path, group: Group) -> tuple[Found | None, list[str]]:
 
 def _sound(path: Path, group: Group) -> Manifest:
     """The manifest of a checkpoint in which no rank finds anything wrong."""
-    read = together(group, lambda: manifest_text(path) if group.rank == 0 else "")
+    read = together(group, lambda: stored.manifest_text(path) if group.rank == 0 else "")
     text = broadcast_text(group, read)
 
     def examined() -> Manifest:
         manifest = Manifest.parse(text, path)
-        if wrong := faults(path, manifest, group.rank, group.size):
+        if wrong := stored.faults(path, manifest, group.rank, group.size):
             raise CheckpointError("; ".join(wrong))
         return manifest
 
@@ -185,7 +180,7 @@ def newest(folder: Path) -> tuple[Path, Manifest] | None:
     on from is chosen by `choose`, on all ranks."""
     for path in steps(folder):
         try:
-            return path, read_manifest(path)
+            return path, stored.read_manifest(path)
         except (CheckpointError, OSError):
             continue  # damaged, or removed by a run that goes on; `choose` says which
     return None
@@ -271,7 +266,7 @@ def refuse_other(path: Path, manifest: Manifest, identity: ModelIdentity) -> Non
         )
 
 
-def changed_settings(manifest: Progress, run: Run) -> list[str]:
+def changed_settings(manifest: stored.Progress, run: Run) -> list[str]:
     """What a run trains with, where that is not as its checkpoint was: each key with both values."""
     was = manifest.config.get("run")
     old = _flat(was if isinstance(was, dict) else {})
@@ -453,7 +448,9 @@ class TensorReader(ExitStack):
                 out[to.start + first : to.start + last, *at] = cut[:, *inside]
         return out
 
-    def _rows(self, tensor: StoredTensor, part: list[StoredShard], first: int, last: int) -> Tensor:
+    def _rows(
+        self, tensor: StoredTensor, part: list[stored.StoredShard], first: int, last: int
+    ) -> Tensor:
         """Rows of one part, from all the shards that have some of them."""
         dims = part[0].local[1:]
         row = math.prod(dims)
@@ -480,10 +477,10 @@ def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
 
 def hash_tensors(path: Path) -> dict[str, str]:
     """The SHA-256 of every whole tensor, by title: equal for equal tensors, however they are cut."""
-    manifest, sums = read_manifest(path), {}
+    manifest, sums = stored.read_manifest(path), {}
     with TensorReader(path, manifest) as reader:
         for tensor in manifest.tensors:
             digest = hashlib.sha256(f"{tensor.dtype}{list(tensor.shape)}".encode())
-            digest.update(raw_bytes(reader.whole(tensor)))
+            digest.update(stored.raw_bytes(reader.whole(tensor)))
             sums[tensor.title] = digest.hexdigest()
     return dict(sorted(sums.items()))

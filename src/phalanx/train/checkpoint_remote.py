@@ -20,19 +20,9 @@ from typing import BinaryIO
 from ..comm import Group
 from ..comm.agree import broadcast_text
 from ..layout.files import sync_folder, write_text
+from . import checkpoint_format as stored
 from .checkpoint import ASIDE, SAVING, Saved, make_hidden, why
-from .checkpoint_format import (
-    CHECKSUMS,
-    CHUNK,
-    LIMIT,
-    MANIFEST,
-    CheckpointError,
-    Manifest,
-    StoredFile,
-    manifest_text,
-    name_of,
-    step_of,
-)
+from .checkpoint_format import CHUNK, MANIFEST, CheckpointError, Manifest, name_of
 
 TRIES = 6  # of each upload
 WAIT = 1.0  # seconds after the first, twice as long after each further one
@@ -59,7 +49,7 @@ class RemoteFolder:
         folders: dict[int, set[str]] = {}
         for path in found:
             *_, folder, name = ["", *str(path).split("/")][-3:]
-            if (step := step_of(folder)) >= 0:
+            if (step := stored.step_of(folder)) >= 0:
                 folders.setdefault(step, set()).add(name)
         return dict(sorted(folders.items(), reverse=True))
 
@@ -69,7 +59,7 @@ class RemoteFolder:
 
     def upload(self, path: Path) -> None:
         """Make this checkpoint one there."""
-        text = manifest_text(path)
+        text = stored.manifest_text(path)
         manifest = Manifest.parse(text, path)
         there = partial(self._path, manifest.step)
         if self.fs.exists(there(MANIFEST)):
@@ -82,10 +72,9 @@ class RemoteFolder:
         self.fs.pipe_file(there(f"{MANIFEST}.writing"), text.encode())
         self.fs.mv(there(f"{MANIFEST}.writing"), there(MANIFEST))
 
-    def _put(self, path: Path, file: StoredFile, there: str) -> None:
+    def _put(self, path: Path, file: stored.StoredFile, there: str) -> None:
         with (path / file.name).open("rb") as own, self.fs.open(there, "wb") as out:
-            for block in _sound(own, file, str(path)):
-                out.write(block)
+            out.writelines(_sound(own, file, str(path)))
         if (size := self.fs.size(there)) != file.size:
             raise CheckpointError(f"{there}: has {size:,} bytes, {file.size:,} were uploaded.")
 
@@ -106,19 +95,16 @@ class RemoteFolder:
         """Make this checkpoint one here. One that has its name, and is damaged, is set aside."""
         where = f"{self.url}/{name_of(step)}"
         with self.fs.open(self._path(step, MANIFEST), "rb") as opened:
-            raw = opened.read(LIMIT + 1)
-        if len(raw) > LIMIT:
-            raise CheckpointError(f"{where}: its manifest has more than {LIMIT:,} bytes.")
+            raw = opened.read(stored.LIMIT + 1)
+        if len(raw) > stored.LIMIT:
+            raise CheckpointError(f"{where}: its manifest has more than {stored.LIMIT:,} bytes.")
         path, text = folder / name_of(step), raw.decode(errors="replace")
         manifest: Manifest = Manifest.parse(text, path)
         hidden = make_hidden(folder / f"{SAVING}{step:08}")
         for file in manifest.files:
-            with (
-                self.fs.open(self._path(step, file.name), "rb") as there,
-                (hidden / file.name).open("xb") as own,
-            ):
-                for block in _sound(there, file, where):
-                    own.write(block)
+            there = self.fs.open(self._path(step, file.name), "rb")
+            with there, (hidden / file.name).open("xb") as own:
+                own.writelines(_sound(there, file, where))
                 own.flush()
                 os.fsync(own.fileno())
         write_text(hidden / MANIFEST, text, durable=True)
@@ -134,19 +120,19 @@ def _free(path: Path) -> Path:
     return next(each for each in names if not each.exists())
 
 
-def _sound(file: BinaryIO, stored: StoredFile, where: str) -> Iterator[bytes]:
+def _sound(file: BinaryIO, written: stored.StoredFile, where: str) -> Iterator[bytes]:
     """The chunks of a file, each compared with its checksum."""
-    left = stored.size
-    for number, checksum in enumerate(stored.chunks):
-        block = b""
-        while len(block) < min(CHUNK, left) and (more := file.read(min(CHUNK, left) - len(block))):
+    left = written.size
+    for number, checksum in enumerate(written.chunks):
+        block, size = b"", min(CHUNK, left)
+        while len(block) < size and (more := file.read(size - len(block))):
             block += more
         left -= len(block)
-        digest = CHECKSUMS[stored.checksum]()
+        digest = stored.CHECKSUMS[written.checksum]()
         digest.update(block)
         if digest.hexdigest() != checksum:
             raise CheckpointError(
-                f"{where}/{stored.name}: its bytes from {number * CHUNK:,} on are not what was written."
+                f"{where}/{written.name}: its bytes from {number * CHUNK:,} on are not what was written."
             )
         yield block
 
@@ -193,7 +179,7 @@ class Uploader:
             threading.Thread(target=work, name="upload", daemon=True).start()
 
     def _upload(self, path: Path) -> None:
-        step = step_of(path.name)
+        step = stored.step_of(path.name)
 
         def work() -> None:
             self.folder = self.folder or RemoteFolder(self.url)
