@@ -676,7 +676,7 @@ def test_a_loss_scale_that_is_none_is_refused_with_its_manifest(scale: object) -
     from phalanx.train.checkpoint_format import CheckpointError, Manifest
 
     text = str(Manifest(1, state={"loss_scale": scale}))
-    with pytest.raises(CheckpointError, match=r"here: body: 'loss_scale' is .*belong there"):
-        Manifest.parse(text, "here")
+    with pytest.raises(CheckpointError, match=r"body: 'loss_scale' is .*belong there"):
+        Manifest.parse(text, Path("here"))
     good = str(Manifest(1, state={"loss_scale": [65536.0, 3]}))
-    assert Manifest.parse(good, "here").progress.state == {"loss_scale": [65536.0, 3]}
+    assert Manifest.parse(good, Path("here")).progress.state == {"loss_scale": [65536.0, 3]}
