@@ -312,11 +312,11 @@ LINES = {
     "parallel": 4373,
     "cost": 1252,
     "bench": 1140,
-    "train": 7576,
+    "train": 7406,
     "verify": 2235,
     "report": 932,
     "lab": 3588,
-    "hang": 1022,
+    "hang": 967,
     "cli": 5089,
     "api": 1514,
 }
