@@ -114,7 +114,7 @@ def held(world: World, text: str, shape: Shape, dropout: float = 0.0) -> int:
         bundle = {"x": x}  # which the executor keeps
         y = piece.forward(0, bundle, batch, keep=selected is None, selected=selected)["x"]
         del x, y
-        return int(live.bytes())
+        return int(live.now)
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA], ids=lambda s: s.name)

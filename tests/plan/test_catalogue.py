@@ -119,16 +119,6 @@ def test_devices_without_a_cluster_are_joined_by_their_own_fastest_link() -> Non
     assert pair.levels[0].bandwidth == pytest.approx(31.5e9, rel=1e-3)  # PCIe 4 x16
 
 
-def test_a_group_crosses_the_level_that_its_last_rank_lies_beyond() -> None:
-    llama = cluster("llama3")
-    crossed = {(8, 1): "server", (2, 4): "server", (2, 8): "rack", (16, 1): "rack", (2, 16): "pod",
-               (192, 16): "pod", (8, 3072): "cluster", (24_576, 1): "cluster"}  # fmt: skip
-    for (ranks, apart), name in crossed.items():
-        assert llama.level(ranks, apart).name == name
-    with pytest.raises(MachineError, match="do not fit"):
-        llama.level(2, 24_576)
-
-
 def test_the_hierarchy_gets_slower_and_larger_outward() -> None:
     for name in ("h100", "a100-80"):
         places = hierarchy(device(name))

@@ -52,7 +52,3 @@ class Live(TorchDispatchMode):
         """So many bytes more, or fewer."""
         self.now += size
         self.most = max(self.most, self.now)
-
-    def bytes(self) -> int:
-        """Bytes of the storages that are alive now."""
-        return self.now

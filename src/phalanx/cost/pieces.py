@@ -148,7 +148,6 @@ def _one_of_each(model: Model) -> Model:
 def _batch(
     model: Model, layout: Layout, rows: int, sequence: int, compute: torch.dtype
 ) -> dict[str, Tensor]:
-    """A microbatch as one rank holds it."""
     assert model.shape is not None
     if model.shape.kind == "mlp":
         return {"inputs": torch.empty(rows, model.shape.hidden, dtype=compute, device="meta")}

@@ -131,7 +131,6 @@ class Scales(Live):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on(self, operation: str) -> Iterator[None]:
-        """What runs inside belongs to this operation."""
         self._assign()
         before, self.page = self.page, self.pages.setdefault(operation, _Page())
         try:
@@ -274,7 +273,6 @@ def _form(out: Any) -> Any:
 
 
 def _made(form: Any, args: Any) -> Any:
-    """An output of that form, new on meta."""
     if form is _FIRST:
         return args[0]
     if isinstance(form, tuple):

@@ -79,7 +79,6 @@ class CostedRun:
         return Priced(self.run.case, (embed, block, head), self.hardware, profile)
 
     def choice(self, numbers: SoftwareProfile) -> Choice:
-        """What its step takes and holds."""
         return choice(self.priced(numbers))
 
     def step(self, numbers: SoftwareProfile) -> float:

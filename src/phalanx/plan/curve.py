@@ -68,7 +68,6 @@ class Curve:
     beyond: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """The time for S bytes."""
         start = steps(self.op, self.form, self.ranks) * self.latency
         passes = moved(self.op, self.form, self.ranks)
         if not self.bend or size <= self.bend:
@@ -77,5 +76,4 @@ class Curve:
         return start + near + passes * (size - self.bend) / self.beyond
 
     def bus(self, size: float) -> float:
-        """Bus bandwidth at S bytes."""
         return bus_factor(self.op, self.ranks) * size / self.seconds(size)

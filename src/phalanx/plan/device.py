@@ -63,7 +63,6 @@ class Memory:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second."""
         return (self.bus_bits / 8 * self.gbit_per_pin or self.gb_s) * 1e9
 
     @property
@@ -143,7 +142,6 @@ def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
 
 @cache
 def devices() -> dict[str, Device]:
-    """The whole catalogue, by name."""
     paths = sorted(path for path in MACHINES.glob("*.toml") if path.stem not in _OTHERS)
     found = (parse(Device, p.read_text(encoding="utf-8"), p.name, MachineFileError) for p in paths)
     return {

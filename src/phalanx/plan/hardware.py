@@ -158,8 +158,6 @@ def _left(faded: Mapping[int, float], units: float) -> float:
 
 
 class NetworkTimes(Protocol):
-    """What messages cost, in seconds."""
-
     def seconds(self, op: str, size: float, ranks: float, apart: float) -> float: ...
 
 

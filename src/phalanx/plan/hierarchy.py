@@ -19,58 +19,35 @@ class Place:
 
     @property
     def to_read(self) -> float:
-        """Seconds to read all of it once."""
         return self.bytes / self.bandwidth
 
 
 def hierarchy(device: Device) -> tuple[Place, ...]:
     """The levels from the inside out; those that its data file does not tell are left out."""
-    memory = device.memory
+    memory, chip = device.memory, device.chip
     how = f"{memory.bus_bits} bits x {memory.gbit_per_pin} Gbit/s" if memory.bus_bits else "stated"
-    return (
-        *_inside(device),
-        Place(memory.kind, memory.bytes, memory.bandwidth, how),
-        *_outside(device),
-    )
-
-
-def _inside(device: Device) -> list[Place]:
-    chip = device.chip
-    if chip is None:
-        return []
-    found = []
-    cycles = chip.units * chip.clock_ghz * 1e9
-    for name, kib, per_cycle in (
-        ("registers", chip.registers_kib, chip.register_bytes_per_cycle),
-        ("L1 / shared", chip.l1_kib, chip.l1_bytes_per_cycle),
-    ):
-        if kib and per_cycle:
-            how = f"{chip.units} x {kib} KiB; {per_cycle} bytes a cycle at {chip.clock_ghz} GHz"
-            found.append(Place(name, chip.units * kib * 1024.0, cycles * per_cycle, how))
-    if chip.l2_mib and chip.l2_gb_s:
+    found = [Place(memory.kind, memory.bytes, memory.bandwidth, how)]
+    if chip and chip.l2_mib and chip.l2_gb_s:
         how = device.source("chip.l2_gb_s").split(":")[0]
-        found.append(Place("L2", chip.l2_mib * 2.0**20, chip.l2_gb_s * 1e9, how))
-    return found
-
-
-def _outside(device: Device) -> list[Place]:
+        found.insert(0, Place("L2", chip.l2_mib * 2.0**20, chip.l2_gb_s * 1e9, how))
+    if chip:
+        cycles, at = chip.units * chip.clock_ghz * 1e9, f"a cycle at {chip.clock_ghz} GHz"
+        for name, kib, per_cycle in (
+            ("L1 / shared", chip.l1_kib, chip.l1_bytes_per_cycle),
+            ("registers", chip.registers_kib, chip.register_bytes_per_cycle),
+        ):
+            if kib and per_cycle:
+                how = f"{chip.units} x {kib} KiB; {per_cycle} bytes {at}"
+                found.insert(0, Place(name, chip.units * kib * 1024.0, cycles * per_cycle, how))
     family = next((c for c in clusters().values() if c.device == device.name), None)
     if family is None:
-        return [
-            Place(link(name).title, 0.0, link(name).both, "both directions")
-            for name in device.links[:1]
-        ]
-    found, joined = [], 1
+        ways = map(link, device.links[:1])
+        return (*found, *(Place(way.title, 0.0, way.both, "both directions") for way in ways))
+    joined = 1
     for level in family.levels:
         joined *= level.size
-        through = link(level.link)
+        name = f"{level.name}, {link(level.link).title.split(',')[0]}"
         how = f"{joined} devices, " if level.size else ""
-        found.append(
-            Place(
-                f"{level.name}, {through.title.split(',')[0]}",
-                joined * device.memory.bytes if level.size else 0.0,
-                2 * level.bandwidth,
-                f"{how}both directions; {level.bandwidth / 1e9:.4g} GB/s in one",
-            )
-        )
-    return found
+        how += f"both directions; {level.bandwidth / 1e9:.4g} GB/s in one"
+        found.append(Place(name, joined * device.memory.bytes, 2 * level.bandwidth, how))
+    return tuple(found)

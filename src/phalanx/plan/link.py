@@ -26,7 +26,6 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second in one direction."""
         return self.lanes * self.gbit / 8 * self.efficiency * 1e9
 
     @property
@@ -71,18 +70,6 @@ class Cluster:
     def kind(self) -> Device:
         return device(self.device)
 
-    def level(self, ranks: int, apart: int = 1) -> Level:
-        """The outermost level that a group of `ranks`, each `apart` from the next, has to cross."""
-        inside = 1
-        for level in self.levels:
-            inside *= level.size
-            # A group that starts at 0 stays inside as long as its last rank does.
-            if (ranks - 1) * apart < inside:
-                return level
-        raise MachineError(
-            f"{self.name} has {self.size} devices; {ranks} of them {apart} apart do not fit."
-        )
-
     def totals(self) -> dict[str, float]:
         """What all devices have together: cores, matrix cores, bytes of memory, FLOP/s of bf16."""
         kind, chip = self.kind, self.kind.chip
@@ -97,12 +84,10 @@ class Cluster:
 
 @cache
 def links() -> dict[str, Link]:
-    """Every link of the catalogue, by name."""
     return catalogue(Link, MACHINES / "links.toml")
 
 
 def link(name: str) -> Link:
-    """The link of that name."""
     if name not in links():
         raise MachineError(no_such("link", name, links(), cutoff=0.0))
     return links()[name]
@@ -139,7 +124,6 @@ def joined(name: str, count: int) -> Cluster:
 
 
 def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:
-    """The levels of the first `count` devices."""
     made, left = [], count
     for level in whole.levels:
         size = min(level.size or left, left)

@@ -7,7 +7,8 @@ and `simulate` shares the cores among those that are at work.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..layout.choices import BF16, DTYPES, FP16, FP32, TF32
@@ -26,7 +27,7 @@ class MeasuredRates:
     """What one device computes, by its machine file."""
 
     machine: Machine
-    known: Mapping[str, tuple[Rate, ...]]  # by dtype
+    known: Mapping[str, Sequence[Rate]]  # by dtype
     _known_rates: dict[tuple[str, float, float, float], float] = field(
         default_factory=dict, compare=False
     )
@@ -49,7 +50,7 @@ class MeasuredRates:
             weight += 1.0 / far
         return math.exp(total / weight)
 
-    def rates(self, dtype: str) -> tuple[Rate, ...]:
+    def rates(self, dtype: str) -> Sequence[Rate]:
         found = self.known.get(dtype) or self.known.get(_NEAR.get(dtype, ""), ())
         if not found:
             raise MachineError(
@@ -107,9 +108,9 @@ def hardware_of_machine(machine: Machine, ranks: int = 0, backend: str = "") -> 
         raise MachineError(
             f"{machine.name} has {machine.count} devices, not {ranks}; ask for {machine.count}."
         )
-    known: dict[str, tuple[Rate, ...]] = {}
+    known: dict[str, list[Rate]] = defaultdict(list)
     for rate in machine.rates:
-        known[rate.dtype] = (*known.get(rate.dtype, ()), rate)
+        known[rate.dtype].append(rate)
     return Hardware(
         name=machine.name,
         ranks=ranks,

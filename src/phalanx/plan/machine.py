@@ -75,7 +75,6 @@ class Machine:
         return load(cls, path, "machine file", MachineFileError)
 
     def text(self) -> str:
-        """The file: `parse` reads it back."""
         return dump(self, short=True)
 
     @property

@@ -42,15 +42,10 @@ def _groups(matrices: Matrices, x: Layout) -> list[tuple[tuple[tuple[int, int], 
     """Those that are owned together, by how many ranks, and over how many they are sharded: of dense
     weights all ranks of a stage, of experts those that have the same."""
     dense, routed = matrices
-    stage, most = x.ranks // x.pp, -(-len(routed) // x.ep)
-    return [
-        (these, ranks, shards)
-        for these, ranks, shards in (
-            (dense, stage, x.shards),
-            (routed[:most], stage // x.ep, x.shards // x.ep if x.zero else 1),
-        )
-        if these
-    ]
+    stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.ep)]
+    shards = x.shards // x.ep if x.zero else 1
+    groups = [(dense, stage, x.shards), (own, stage // x.ep, shards)]
+    return [group for group in groups if group[0]]
 
 
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:

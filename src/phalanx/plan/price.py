@@ -66,7 +66,6 @@ class Case:
 
     @property
     def tokens(self) -> float:
-        """Of one step."""
         x = self.layout
         return self.rows * x.microbatches * x.data * self.sequence
 

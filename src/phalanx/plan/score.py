@@ -91,7 +91,6 @@ class ScoredRow:
 
     @property
     def predicted_per_token(self) -> float:
-        """Held out, where it was."""
         return (self.held or self.step) / self.case.tokens
 
     def within(self, held: float, limit: float = 1.0) -> bool:
@@ -100,12 +99,10 @@ class ScoredRow:
 
     @property
     def fits(self) -> bool:
-        """Whether it is expected to run."""
         return self.within(self.memory)
 
     @property
     def picked(self) -> bool:
-        """Whether a search would look at it."""
         return self.within(self.memory, LIMIT)
 
     def plain(self) -> dict[str, Any]:

@@ -69,6 +69,7 @@ class Screened:
     def _join(self) -> None:
         self.step = np.concatenate([b.step.ravel() for b in self.found])
         self.bytes = np.concatenate([b.bytes.ravel() for b in self.found])
+        self.ends = np.concatenate([b.ends.ravel() for b in self.found])
         for i, seconds in self.followed.items():
             self.step[i] = max(self.step[i], seconds)
 
@@ -77,13 +78,10 @@ class Screened:
 
     def at(self, i: int) -> tuple[Options, tuple[int, int, int, int]]:
         """The options of a candidate, and which of them it takes."""
-        o = self._grid(i)
+        o = int(np.searchsorted(self.starts, i, side="right")) - 1
         x = self.space.options[o]
         z, c, p, q = (int(n) for n in np.unravel_index(i - self.starts[o], x.sizes))
         return x, (z, c, p, q)
-
-    def _grid(self, i: int) -> int:
-        return int(np.searchsorted(self.starts, i, side="right")) - 1
 
     def layout(self, i: int) -> Layout:
         x, at = self.at(i)
@@ -123,8 +121,7 @@ class Screened:
     def follow(self, i: int) -> float:
         """The bound of a candidate of which the pieces are costed, by its own schedule as well."""
         if i not in self.followed:
-            (x, at), around = self.at(i), self.found[self._grid(i)].ends
-            self.followed[i] = followed(self.space, x, at, self.pricer) + float(around[at])
+            self.followed[i] = followed(self.space, *self.at(i), self.pricer) + float(self.ends[i])
             self.step[i] = max(self.step[i], self.followed[i])
         return float(self.step[i])
 

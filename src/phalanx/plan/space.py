@@ -107,8 +107,6 @@ class Options:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched for a request."""
-
     request: Request
     recomputes: tuple[str, ...] = ("none", "selective", "all")
     offload: tuple[str, ...] = ()
@@ -136,14 +134,13 @@ class Space:
 
     @cached_property
     def options(self) -> tuple[Options, ...]:
-        """The choices of every grid."""
         return tuple(
             Options(
                 grid,
                 tuple(self._zeros(grid, max(counts))),
                 counts,
                 pipelines(self.request.shape, grid.pp),
-                tuple(self._inners(grid)),
+                self._inners(grid),
             )
             for grid in self._grids()
             if (counts := tuple(self._counts(grid)))
@@ -154,7 +151,6 @@ class Space:
         return -(-self.request.batch // grid.data) / count
 
     def layout(self, x: Options, z: int, c: int, p: int, q: int) -> Layout:
-        """The layout of one candidate."""
         zero, pipe, inner = x.zeros[z], x.pipelines[p], x.inners[q]
         return Layout(
             mesh=x.grid.mesh(zero.shards), seq=inner.seq, zero=zero.stage,
@@ -233,11 +229,10 @@ class Space:
             if grid.pp > 1 or count > 1:
                 yield Zero(3, shard, "step")
 
-    def _inners(self, grid: Grid) -> Iterator[Inner]:
+    def _inners(self, grid: Grid) -> tuple[Inner, ...]:
         seqs = (True, False) if grid.tp > 1 and self.request.shape.kind == "decoder" else (False,)
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
-        for seq, recompute in product(seqs, self.recomputes):
-            yield Inner(seq, recompute)
+        return tuple(Inner(seq, recompute) for seq, recompute in product(seqs, self.recomputes))
 
 
 def divisors(n: int) -> list[int]:

@@ -72,7 +72,6 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
         return self.batch * self.sequence
 
     @property
@@ -128,7 +127,6 @@ class Pricer:
 
     @property
     def costed(self) -> int:
-        """How many cuts have been costed."""
         return len(self._pieces)
 
     def cost(self, cuts: Iterable[Layout]) -> None:

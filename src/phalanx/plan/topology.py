@@ -40,12 +40,10 @@ class Topology:
         return tuple(name for name in self.names if name.startswith("GPU"))
 
     def between(self, a: str, b: str) -> str:
-        """The kind of link between two of the names."""
         return self.links[self.names.index(a)][self.names.index(b)]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that join devices, the nearest first."""
         devices = range(len(self.devices))
         found = {self.links[i][j] for i in devices for j in devices if i != j}
         return tuple(sorted(found, key=lambda kind: (_far(kind), kind)))
@@ -124,7 +122,9 @@ def parse_topology(text: str) -> Topology:
             f"this is not what nvidia-smi topo -m prints: no line begins with GPU0 as a column."
             f" It begins {first[:60]!r}."
         )
-    names = _names(lines[start])
+    # Up to `CPU Affinity`, whose rows differ by their position. No other cell has a blank in it, so it
+    # does not matter whether tabs or a terminal's blanks part them.
+    names = tuple(re.split(r"\bCPU\b", lines[start])[0].split())
     rows: list[tuple[str, ...]] = []
     rest: list[list[str]] = []
     for number, line in enumerate(lines[start + 1 : start + 1 + len(names)], start + 2):
@@ -140,13 +140,6 @@ def parse_topology(text: str) -> Topology:
         tuple(int(c[1]) if len(c) > 1 and c[1].isdigit() else None for c in rest[:devices]),
         tuple(re.findall(r"^\s*(NIC\d+):\s*(\S+)", "\n".join(lines), re.M)),
     )
-
-
-def _names(line: str) -> tuple[str, ...]:
-    """The columns' names up to `CPU Affinity`, whose rows differ by their position. No other cell
-    has a blank in it, so it does not matter whether tabs or a terminal's blanks part them."""
-    cells = line.split()
-    return tuple(cells[: cells.index("CPU")] if "CPU" in cells else cells)
 
 
 def _row(cells: list[str], names: tuple[str, ...], place: int, number: int) -> tuple[str, ...]:
