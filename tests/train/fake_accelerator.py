@@ -27,11 +27,10 @@ from phalanx.layout import Layout, Shape
 from phalanx.models import kernels
 from phalanx.parallel import Precision, build_model, context, local, microbatches, pieces
 from phalanx.parallel.local import build_local
-from phalanx.train.executor import Executor
+from phalanx.train.executor import Executor, Trainer
 from phalanx.train.muon import Muon
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.program import program_of
-from phalanx.train.steps import Trainer
 from phalanx.verify import batch_of
 
 SHAPE = Shape(

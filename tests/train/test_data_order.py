@@ -161,11 +161,11 @@ def test_a_run_that_goes_on_with_another_batch_size_takes_the_sequences_that_com
     stacked = Batches._stacked
 
     def recorded(
-        self: Batches, cuts: Sequence[Sequences], taken: Sequence[tuple[int, int] | None]
+        self: Batches, taken: Sequence[tuple[Sequences, int] | None]
     ) -> dict[str, torch.Tensor]:
-        if cuts[0].stream is self.corpora[0].train:
-            seen.extend(place[1] for place in taken if place)
-        return stacked(self, cuts, taken)
+        train = self.corpora[0].train
+        seen.extend(place[1] for place in taken if place and place[0].stream is train)
+        return stacked(self, taken)
 
     monkeypatch.setattr(Batches, "_stacked", recorded)
     out = tmp_path / "run"

@@ -21,8 +21,7 @@ from phalanx.layout import Layout
 from phalanx.parallel import Precision, build_model, microbatches
 from phalanx.parallel.local import build_local
 from phalanx.program import Program, ProgramError, Recorded, check
-from phalanx.train.executor import Executor, StepResult
-from phalanx.train.moments import StepClock
+from phalanx.train.executor import Executor, StepClock, StepResult
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.precision import LossScale, precision_of
 from phalanx.train.program import program_of

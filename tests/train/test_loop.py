@@ -23,9 +23,9 @@ from phalanx.program import Sizes, Timeline, build
 from phalanx.program.build import forward_only
 from phalanx.program.memory import peaks
 from phalanx.train import loop
-from phalanx.train.learning_rate import learning_rate
 from phalanx.train.log import Journal
 from phalanx.train.loop import TrainError
+from phalanx.train.optimizer import learning_rate
 from phalanx.train.rank import Rank
 
 LAYOUTS = [

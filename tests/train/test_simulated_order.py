@@ -28,8 +28,7 @@ from phalanx.parallel.groups import Groups, UnitGroups, open_groups
 from phalanx.parallel.local import build_local
 from phalanx.parallel.pieces import CopyLane
 from phalanx.program import Costs, Op, Program, Span, Timeline, ops, simulate
-from phalanx.train.executor import Executor
-from phalanx.train.moments import StepClock
+from phalanx.train.executor import Executor, StepClock
 from phalanx.train.optimizer import AdamW
 from phalanx.train.program import program_of
 from phalanx.verify import SHAPES, batch_of

@@ -25,10 +25,9 @@ from phalanx.layout import Layout, Shape
 from phalanx.models import Dropout
 from phalanx.parallel import Model, Precision, build_model, local, model
 from phalanx.program import Op
-from phalanx.train.executor import Executor
+from phalanx.train.executor import Executor, Validator
 from phalanx.train.optimizer import AdamW, Sgd
 from phalanx.train.precision import LossScale
-from phalanx.train.steps import Validator
 from phalanx.verify import (
     SHAPES,
     Verdict,

@@ -4,15 +4,19 @@ It issues operations in the order of the list, from one thread, and decides noth
 compute lane run where they stand; the others (gathers, reductions, messages) are begun where they
 stand and run beside. Before an operation starts, those on other lanes that it needs are waited for:
 these are the edges that `program/state.py` gives, the same that `simulate` reads.
+
+A run's own executor is `Trainer`: it agrees on more than the norm, and knows what was not finite first.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..comm import CommError, Group, Work
 from ..hang.positions import DEVICE, OP, WAITS, WORDS, Positions
+from ..models import Router
 from ..parallel import Unit, count_valid
 from ..parallel.batch import SHARE, count_tokens
 from ..parallel.data import Then, Together
@@ -30,7 +35,6 @@ from ..parallel.recompute import Selected
 from ..program import Op, Program, ProgramError, Span, Timeline, ops
 from ..program.graph import lane
 from ..program.state import INPUT, State, restarts
-from .moments import StepClock
 from .muon import MuonUpdate
 from .optimizer import Optimizer, Scale, Update
 from .precision import LossScale
@@ -92,6 +96,7 @@ class Executor:
             for op, needs in state.walk()
         }
         self.updates = {n: optimizer.of(u) for n, u in local.units.items()} if optimizer else {}
+        self.trains = any(op.kind in ops.PROPAGATES for op in self.row)
         self.shares = any(SHARE in piece.takes for piece in local.pieces.values())
         self.clip, self.scaling, self.clock = clip, scaling, StepClock(local.pool.device)
         self.out, self.back = CopyLane(local.pool.device), CopyLane(local.pool.device)
@@ -127,6 +132,7 @@ class Executor:
         self.lr = lr
         self.inputs: dict[Key, Bundle] = {}  # what a forward is waiting for
         self.gradients: dict[Key, Bundle] = {}  # what a backward is waiting for
+        self.arrivals = {ops.FORWARD: self.inputs, ops.BACKWARD: self.gradients}
         self.segments: dict[Key, Bundle] = {}  # inputs kept for recomputation
         self.selected: dict[Key, Selected] = {}  # what else is kept, for recomputing a part
         self.away: dict[Key, tuple[Any, ...]] = {}  # both in boxes, where they are on the host
@@ -207,7 +213,7 @@ class Executor:
         kept = {(p, m): k for p, piece in pieces.items() for m, k in piece.kept.items()}
         copied = {(o.piece, o.index) for o in self.under_way if o.kind in (ops.OFFLOAD, ops.RELOAD)}
         away = {key for key, k in kept.items() if any(box.tensor is None for box in k.boxes)}
-        there = {**state.kept, **state.away} if self._trains else {}
+        there = {**state.kept, **state.away} if self.trains else {}
         # The first piece has no input to keep.
         there = {k: what for k, what in there.items() if what != INPUT or not pieces[k[0]].first}
         parts = {key for key, what in there.items() if what == ops.SELECTED}
@@ -294,7 +300,7 @@ class Executor:
         if taken and (p, m) in self.restarting:
             self.segments[p, m] = taken
         again = self.again.get((p, m))
-        keep = self._trains and again is None
+        keep = self.trains and again is None
         if again and again.kind == ops.RECOMPUTE_PART:
             self.selected[p, m] = deque()
         selected = self.selected.get((p, m))
@@ -303,10 +309,6 @@ class Executor:
             self._add_loss(out["x"])
         else:
             self._pass_on(ops.FORWARD, p, p + 1, m, out)
-
-    @cached_property
-    def _trains(self) -> bool:
-        return any(op.kind in ops.PROPAGATES for op in self.row)
 
     def _add_loss(self, y: Tensor) -> None:
         # Every rank of tp computes the same loss; one of them counts it.
@@ -364,7 +366,7 @@ class Executor:
 
     def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
         if to in self.local.pieces:
-            self._arrivals(way)[to, m] = bundle
+            self.arrivals[way][to, m] = bundle
         else:
             self.outgoing[way, p, m] = bundle
 
@@ -381,9 +383,6 @@ class Executor:
         return self.local.exchange.begin(op.piece, op.index, bundle, gradient=gradient)
 
     # ---- messages between stages
-
-    def _arrivals(self, way: str) -> dict[Key, Bundle]:
-        return self.inputs if way == ops.FORWARD else self.gradients
 
     def _edge(self, op: Op) -> tuple[str, Group, Bundle]:
         """Which way a message goes, over which group, and what its tensors are like."""
@@ -406,7 +405,7 @@ class Executor:
 
     def _receive(self, op: Op) -> Work:
         way, group, edge = self._edge(op)
-        self._arrivals(way)[op.piece, op.index] = edge
+        self.arrivals[way][op.piece, op.index] = edge
         at = self.program.host[op.peer]
         return Together([group.receive(x, at, wait=False) for x in edge.values()])
 
@@ -457,6 +456,110 @@ class Executor:
         return [self.updates[n] for n in units if n in self.updates]
 
 
+class Trainer(Executor):
+    """An executor that trains, with the norm, the loss of all ranks and whether any wants to stop.
+
+    A loss that is not finite spoils the step as a gradient does: no rank updates anything.
+    """
+
+    wants_to_stop: Callable[[], bool] = staticmethod(lambda: False)
+    ranges: Callable[[str], Any] = nullcontext
+
+    def step(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        self.sums_of: dict[tuple[str, int], Tensor] = {}  # of all that pieces put out, by way
+        self.sums: tuple[Tensor, ...] = ()
+        result = super().step(batches, lr)
+        self.total, self.stops = self.read.get("total", 0.0), bool(self.read.get("stops"))
+        return result
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return super()._numbers() | dict(zip(("total", "stops"), self.sums, strict=False))
+
+    def _perform(self, op: Op) -> None:
+        if self.ranges is nullcontext:
+            super()._perform(op)
+            return
+        with self.ranges(str(op)):
+            super()._perform(op)
+
+    def _summed_too(self) -> Sequence[Tensor]:
+        return self.loss, torch.full_like(self.loss, float(self.wants_to_stop()))
+
+    def _use_sums(self, sums: Tensor) -> None:
+        total = sums[:1] / self.count.clamp(min=1.0)
+        self.sums = total, sums[1:]
+        assert self.norm is not None
+        self.norm = self.norm.where(total.isfinite(), math.nan)
+
+    # ---- where numbers stopped being finite
+
+    def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Bundle) -> None:
+        for x in bundle.values():
+            self._watch(way, p, x)
+        super()._pass_on(way, p, to, m, bundle)
+
+    def _add_loss(self, y: Tensor) -> None:
+        self._watch(ops.FORWARD, self.program.pieces - 1, y)
+        super()._add_loss(y)
+
+    def _watch(self, way: str, piece: int, x: Tensor) -> None:
+        # A sum is finite only if all its terms are. It is read after a bad step and never before: a
+        # number that is bad once could not be found by computing the step again.
+        total = x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32))
+        known = self.sums_of.get((way, piece))
+        self.sums_of[way, piece] = total if known is None else known + total
+
+    def first_bad(self, names: Sequence[str]) -> tuple[int, str] | None:
+        """What was the first that was not finite in the step just done, of what this rank made: how far
+        along the step, and what it is, by the pieces' names. A gradient that ranks have summed is
+        nobody's own."""
+        pieces, units = self.program.pieces, self.local.units
+        bad = {key for key, total in self.sums_of.items() if not math.isfinite(float(total))}
+        causes = [(p, f"the output of piece {names[p]}") for way, p in bad if way == ops.FORWARD]
+        gradients = [(p, 1) for way, p in bad if way == ops.BACKWARD]
+        summed = (units[n] for n, norms in self.norms.items() if not norms.isfinite().all())
+        gradients += ((u.piece, u.groups.reduce.size * u.groups.replica.size) for u in summed)
+        for p, ranks in gradients:  # backward begins at the last piece
+            several = f", a sum over {ranks} ranks of which any may have made it,"
+            text = f"the gradient of piece {names[p]}{several if ranks > 1 else ''}"
+            causes.append((3 * pieces - 2 * p + (ranks > 1), text))
+        return min(causes, default=None)
+
+
+class Validator(Executor):
+    """Forward only: the loss of a batch over all ranks."""
+
+    def __init__(self, local: LocalModel, program: Program, rank: int) -> None:
+        super().__init__(local, program, rank, None)
+
+    def mean_loss(self, batches: Iterable[Sequence[Batch]]) -> float | None:
+        """The mean loss over all valid targets of these batches and all ranks; None without any."""
+        losses, targets = 0.0, 0.0
+        device, routers = self.local.groups.everyone.device, dict(self._routers())
+        for router in routers.values():
+            router.tally = torch.zeros(router.experts, dtype=torch.int64, device=device)
+        for own in batches:
+            loss, count = self.loss_of(own)
+            losses, targets = losses + loss, targets + count
+        # By piece, how often this rank's tokens chose each expert.
+        self.chosen = {n: x.tally for n, x in routers.items() if x.tally is not None}
+        for router in routers.values():
+            router.tally = None
+        return losses / targets if targets else None
+
+    def _routers(self) -> Iterator[tuple[int, Router]]:
+        for number, piece in self.local.pieces.items():
+            yield from ((number, x) for x in piece.module.modules() if isinstance(x, Router))
+
+    def loss_of(self, batches: Sequence[Batch]) -> tuple[float, float]:
+        """The sum of the losses and the count of the targets, over all ranks."""
+        result = self.step(batches, 0.0)
+        group = self.local.groups.everyone
+        total = torch.tensor([result.loss], dtype=torch.float64, device=group.device)
+        group.all_reduce(total)
+        return float(total), result.count
+
+
 def _norms(unit: Unit) -> Tensor:
     """Norms of short runs of the gradient's numbers that this rank counts.
 
@@ -474,3 +577,28 @@ def _norms(unit: Unit) -> Tensor:
             parts = [x[:whole].view(-1, _SHORT), x[whole:].view(1, -1)]
         norms += (torch.linalg.vector_norm(p, dim=-1, dtype=wide) for p in parts if p.numel())
     return torch.cat([norm if norm.dim() == 1 else norm.flatten() for norm in norms])
+
+
+class StepClock:
+    """When the operations of a step begin and end. Moments are seconds, as `time.perf_counter` counts;
+    on a GPU they are events in the stream that computes, counted from one that stands where the step
+    begins. An event has a time once the device has come past it, so times are asked for after the
+    step, when its numbers have been read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.events = device, device.type == "cuda"
+
+    def begin(self) -> None:
+        # The device is idle: the numbers of the step before have been read.
+        self.begun, self.at = self.moment(), time.perf_counter()
+
+    def moment(self) -> Any:
+        if not self.events:
+            return time.perf_counter()
+        made: Any = torch.cuda.Event  # its stubs are not typed
+        event = made(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def seconds(self, moment: Any) -> float:
+        return self.at + self.begun.elapsed_time(moment) / 1e3 if self.events else float(moment)

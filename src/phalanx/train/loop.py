@@ -37,9 +37,9 @@ from .checkpoint_load import begin, changed_settings, load
 from .checkpoint_memory import MemoryCheckpoints, memory_folder
 from .checkpoint_remote import Uploader
 from .executor import StepResult
-from .learning_rate import learning_rate
 from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
 from .log import RunLog, memory_of, rank_log
+from .optimizer import learning_rate
 from .program import shape_of
 from .rank import Rank
 from .stragglers import OwnTime, Stragglers
@@ -210,7 +210,12 @@ class _Loop:
             self.uploader = Uploader(kept.remote, kept.keep)
         self.memory: MemoryCheckpoints | None = None
         if rank.run.train.in_memory:
-            self._open_memory()
+            folder = memory_folder(rank.run)  # on every host, if something there outlives the ranks
+            if errors_of(self.everyone, "" if folder else "none"):
+                text = "no checkpoints in memory: they need ranks that are processes, or torchrun's"
+                self.log.notice("not kept", text)
+            elif folder:
+                self.memory = MemoryCheckpoints(folder, host(), rank.local, rank.updates)
         self.bad = 0
         self.own = OwnTime()
         self.stragglers = Stragglers(rank.run.hang.straggler, rank.program.owner)
@@ -268,47 +273,39 @@ class _Loop:
             self.log.event("end", step=done, loss=self.loss, validation=self.validation)
         return Outcome(done, self.loss, self.validation, stopped, self.unsaved)
 
-    def _open_memory(self) -> None:
-        """Keep checkpoints in memory, if something outlives the ranks on every host."""
-        folder = memory_folder(self.run_)
-        if errors_of(self.everyone, "" if folder else "none"):
-            text = "no checkpoints in memory: they need ranks that are processes, or torchrun's"
-            self.log.notice("not kept", text)
-        elif folder:
-            self.memory = MemoryCheckpoints(folder, host(), self.rank.local, self.rank.updates)
-
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
+        run, rank, local, kept = self.run_, self.rank, self.rank.local, self.run_.checkpoint
         loaded = load(
-            self.run_.checkpoints,
-            self.rank.local,
-            self.rank.updates,
-            identity=self.rank.identity,
-            adopt=self.run_.checkpoint.adopt,
-            remote=self.run_.checkpoint.remote,
+            run.checkpoints,
+            local,
+            rank.updates,
+            identity=rank.identity,
+            adopt=kept.adopt,
+            remote=kept.remote,
             memory=self.memory,
         )
-        if loaded and self.uploader and loaded.path.parent == self.run_.checkpoints:
+        if loaded and self.uploader and loaded.path.parent == run.checkpoints:
             self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
-        if loaded is None:
-            if hub := self.run_.hub:
-                self.rank.local.draw(self.run_.seed, is_lora)
-                begin(partial(HubReader, Path(hub)), self.rank.local, self.rank.updates)
-                self.log.notice("model", f"the weights are those of {hub}")
-            else:
-                self.rank.local.draw(self.run_.seed)
+        if loaded is None and (hub := run.hub):
+            local.draw(run.seed, is_lora)
+            begin(partial(HubReader, Path(hub)), local, rank.updates)
+            self.log.notice("model", f"the weights are those of {hub}")
             return 0
-        at, batches = loaded.progress, self.rank.batches
-        if at.seed != self.run_.seed:
+        if loaded is None:
+            local.draw(run.seed)
+            return 0
+        at, batches = loaded.progress, rank.batches
+        if at.seed != run.seed:
             raise TrainError(
-                f"{loaded.path} was begun with seed = {at.seed}, the run says {self.run_.seed}."
+                f"{loaded.path} was begun with seed = {at.seed}, the run says {run.seed}."
                 f" Write seed = {at.seed}, or another `out`."
             )
-        self.rank.batches = batches.resumed(at.step, at.cursor)
-        scaling, kept = self.trainer.scaling, at.state.get("loss_scale")
-        if scaling and kept is not None:
-            scaling.scale, scaling.steady = kept  # the manifest's reader has checked both
-        settings = changed_settings(at, self.run_)
+        rank.batches = batches.resumed(at.step, at.cursor)
+        scaling, scale = self.trainer.scaling, at.state.get("loss_scale")
+        if scaling and scale is not None:
+            scaling.scale, scaling.steady = scale  # the manifest's reader has checked both
+        settings = changed_settings(at, run)
         notices = {"damaged": loaded.damaged, "model": loaded.notices, "settings": settings}
         for event, texts in notices.items():
             for text in texts:

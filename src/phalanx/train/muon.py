@@ -131,6 +131,7 @@ class MuonUpdate(Update):
         self.muon, self.name = optimizer, optimizer.name
         runs = (slice(s.start, s.stop) for s in segments if s.matrices)
         self.matrix_runs = [(run, unit.home[run]) for run in runs]
+        self.every_run = [*self.runs, *self.matrix_runs]
         self.device = unit.pool.device
         wide = self.device.type == "cpu" or unit.home.dtype == torch.float64
         self.dtype = unit.home.dtype if wide else torch.bfloat16
@@ -159,10 +160,6 @@ class MuonUpdate(Update):
                 inside = slice(at.start + shift, at.stop + shift)
                 parts.append(MatrixPart(matrix, place, inside, at))
         return parts
-
-    @property
-    def every_run(self) -> list[tuple[slice, Tensor]]:
-        return [*self.runs, *self.matrix_runs]
 
     # ---- to the owners
 

@@ -6,6 +6,7 @@ of every start, on every rank. The state has torch's own names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..layout.run import OptimizerChoice
 from ..parallel import Unit
 from ..parallel.data import Segment
 
@@ -62,6 +64,7 @@ class Update:
     ) -> None:
         self.unit, self.optimizer, self.name = unit, optimizer, optimizer.name
         self.runs: list[tuple[slice, Tensor]] = []
+        self.every_run = self.runs  # all that have a state
         self.state: dict[Tensor, State] = {}
         # What is updated alike, in one call.
         self.alike: dict[tuple[float, float], list[tuple[slice, Tensor]]] = {}
@@ -70,11 +73,6 @@ class Update:
             self.runs.append((run, unit.home[run]))
             decay = optimizer.decay if segment.decay else 0.0
             self.alike.setdefault((decay, segment.rate), []).append(self.runs[-1])
-
-    @property
-    def every_run(self) -> list[tuple[slice, Tensor]]:
-        """All runs that have a state."""
-        return self.runs
 
     def __call__(self, lr: float, scale: Scale | None = None) -> None:
         """One step with the unit's gradient, scaled; the gradient is spent."""
@@ -172,3 +170,24 @@ class Sgd:
             runs, gradients, kept, momentum=self.momentum, dampening=0.0,
             nesterov=False, is_first_step=False, **common,
         )  # fmt: skip
+
+
+def learning_rate(choice: OptimizerChoice, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of a run of `steps`: a pure function, so that to go on after a
+    stop is an integer.
+
+    It rises in equal parts, the first step with one of them, and ends at `min_lr` with the last.
+    """
+    if step < choice.warmup_steps:
+        return choice.lr * (step + 1) / choice.warmup_steps
+    start = choice.warmup_steps
+    if choice.schedule == "constant":
+        return choice.lr
+    if choice.schedule == "wsd":
+        # Hu et al. 2024: level, then a short fall; a tenth of the run, where nothing is said.
+        start = max(start, steps - (choice.decay_steps or -(-steps // 10)))
+    done = (step - start + 1) / max(1, steps - start)
+    done = min(1.0, max(0.0, done))
+    falls = (1 + math.cos(math.pi * done)) / 2 if choice.schedule == "cosine" else 1 - done
+    lowest = choice.lr / 10 if choice.min_lr is None else choice.min_lr
+    return lowest + (choice.lr - lowest) * falls

@@ -57,30 +57,25 @@ def shape_of(run: Run) -> Shape:
 
 def program_of(model: Model, layout: Layout, *, agree: bool, whole: bool = False) -> Program:
     """The checked program of a layout for this model. `whole`: see `Optimizer`."""
-    program = _built(cut_blocks(model, layout), layout, agree=agree, whole=whole)
-    check(program)
-    return program
+    return _checked(cut_blocks(model, layout), layout, agree=agree, whole=whole)
 
 
-def _with_matrices(model: Model) -> set[int]:
-    """The units with matrices that are trained, by the numbers of their pieces."""
-    names = (name for name in model.weights if name not in model.frozen)
-    shapes = {name: tuple(model.weights[name].shape) for name in names}
-    found = (name for name, shape in shapes.items() if model.rules.matrices(name, shape))
-    return {model.unit_of[name] % len(model.pieces) for name in found}
-
-
-def _built(model: Model, layout: Layout, *, whole: bool, **how: Any) -> Program:
-    return build(
+def _checked(model: Model, layout: Layout, *, whole: bool, **how: Any) -> Program:
+    trained = (name for name in model.weights if whole and name not in model.frozen)
+    shapes = {name: tuple(model.weights[name].shape) for name in trained}
+    matrices = (name for name, shape in shapes.items() if model.rules.matrices(name, shape))
+    program = build(
         layout,
         model_stages(model, layout),
         model.tied,
         parts=partial_units(model, layout),
         frozen=model.frozen_units,
         experts=expert_pieces(model),
-        whole=_with_matrices(model) if whole else (),
+        whole={model.unit_of[name] % len(model.pieces) for name in matrices},
         **how,
     )
+    check(program)
+    return program
 
 
 def fitting_program(
@@ -98,6 +93,4 @@ def fitting_program(
     plain = program_of(model, replace(layout, recompute="none"), agree=True, whole=whole)
     sizes = sizes_of(make, layout, plain, batch, precision)
     most = limit(max(peak.total for peak in peaks(plain, sizes)))
-    program = _built(model, layout, agree=True, whole=whole, sizes=sizes, limit=most)
-    check(program)
-    return program
+    return _checked(model, layout, agree=True, whole=whole, sizes=sizes, limit=most)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,14 +27,14 @@ from .agreement import facts_of
 from .checkpoint_load import ModelIdentity
 from .data.batches import Batches
 from .data.token_files import open_corpus
+from .executor import Trainer, Validator
 from .muon import Muon
-from .optimizer import AdamW, Optimizer, Sgd, Update
-from .peak import measured_peak
+from .optimizer import AdamW, Optimizer, Sgd
 from .precision import LossScale, precision_of
 from .program import fitting_program, maker_of, program_of, shape_of
-from .steps import Trainer, Validator
 
 GIB = float(1 << 30)
+WINDOWS, SECONDS = 5, 0.06  # of measuring a device's peak
 
 
 def optimizer_of(run: Run) -> Optimizer:
@@ -94,21 +93,14 @@ class Rank:
             program = None if fits else program_of(self.model, layout, agree=True, whole=whole)
             facts |= facts_of(run, layout, self.shape, self.batches, self.model, program)
         self.program: Program = program or self._fitting_program()
+        seed = run.seed if drawn and not run.hub else None
         self.local: LocalModel = build_local(
-            world,
-            layout,
-            self.model,
-            self.program,
-            seed=run.seed if drawn and not run.hub else None,
-            precision=self.precision,
+            world, layout, self.model, self.program, seed=seed, precision=self.precision
         )
+        self.rows = share(self.batches.size, layout.data, self.local.coordinates["data"])
+        clip, scaling = run.optimizer.clip, LossScale() if layout.precision == FP16 else None
         self.trainer = Trainer(
-            self.local,
-            self.program,
-            world.rank,
-            self.optimizer,
-            clip=run.optimizer.clip,
-            scaling=LossScale() if layout.precision == FP16 else None,
+            self.local, self.program, world.rank, self.optimizer, clip=clip, scaling=scaling
         )
         self.updates = self.trainer.updates
         self.validator = Validator(self.local, forward_only(self.program, layout), world.rank)
@@ -126,32 +118,25 @@ class Rank:
 
     def _fitting_program(self) -> Program:
         # One program for all ranks, so the least of their limits.
-        group = self.world.split("limit", [range(self.world.size)])
-        limit = torch.tensor(
-            [memory_limit(self.run, self.world)], dtype=torch.float64, device=group.device
-        )
-        group.all_reduce(limit, "min")
-        rows = self.batches.batch(0)
+        group, own = self.world.split("limit", [range(self.world.size)]), self.run
+        least = torch.tensor([memory_limit(own, self.world)], dtype=torch.float64).to(group.device)
+        group.all_reduce(least, "min")
+        make, rows, whole = maker_of(own), self.batches.batch(0), self.optimizer.whole_matrices
         return fitting_program(
-            maker_of(self.run),
-            self.layout,
-            rows,
-            self.precision,
-            lambda most: float(limit),
-            whole=self.optimizer.whole_matrices,
+            make, self.layout, rows, self.precision, lambda most: float(least), whole=whole
         )
 
     # ---- data
 
     def batch(self, step: int) -> list[dict[str, Tensor]]:
         """This rank's microbatches of a step; only its own rows are read."""
-        return self._cut(self.batches.batch(step, self._rows))
+        return self._cut(self.batches.batch(step, self.rows))
 
     def validation(self) -> float | None:
         """The loss per token of the held-out part, or of as many batches of it as the run says."""
         count = min(self.run.validation.batches, self.batches.validations)
         return self.validator.mean_loss(
-            self._cut(self.batches.validation(index, self._rows)) for index in range(count)
+            self._cut(self.batches.validation(index, self.rows)) for index in range(count)
         )
 
     def expert_tokens(self) -> list[list[int]]:
@@ -178,18 +163,27 @@ class Rank:
     def peak(self) -> tuple[float, str]:
         """FLOP/s of all ranks together, and where that is from."""
         file, precision = self.run.machine, self.layout.precision
-        if file and (known := _peak(Machine.load(file), precision)):
-            return known * self.world.size, f"{file} for each rank"
+        if file:
+            machine = Machine.load(file)
+            known = (
+                machine.entry.peak(precision) if machine.entry else 0.0
+            )  # as its maker states it
+            best = machine.best(precision)  # the fastest product that was measured
+            if known := known or (best.flops if best else 0.0):
+                return known * self.world.size, f"{file} for each rank"
         device = self.world.device
         entry = device_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if entry is not None and (known := entry.peak(precision)):
             return known * self.world.size / self.world.sharing, f"{entry.name} as its maker states"
-        return measured_peak(self.local.groups.everyone, self.precision.compute), "measured"
+        return _measured_peak(self.local.groups.everyone, self.precision.compute), "measured"
 
     def memory(self) -> dict[str, dict[str, float]]:
         """Bytes by kind on this rank: as the program promises, and as it was."""
         units = self.local.every_unit
-        state = {n: _state(update) for n, update in self.updates.items()}
+        kept = {
+            n: (x for s in u.state.values() for x in s.values()) for n, u in self.updates.items()
+        }
+        state = {n: sum(x.nbytes for x in each if x.dim()) for n, each in kept.items()}
         row = self.program.owner[self.world.rank]
         kinds = peaks(self.program, _sizes(units, state, self.program.pieces))[row].kinds
         promised = {kind: kinds.get(kind, 0.0) for kind in ("weights", "optimizer")}
@@ -203,16 +197,34 @@ class Rank:
         return {"promised": promised | {"gathered and gradients": both}, "measured": measured}
 
 
-def _peak(machine: Machine, precision: str) -> float:
-    """FLOP/s of one device: as its maker states it, else the fastest product that was measured; 0 if
-    neither is known in this precision."""
-    known = machine.entry.peak(precision) if machine.entry else 0.0
-    best = machine.best(precision)
-    return known or (best.flops if best else 0.0)
+def _measured_peak(group: Group, dtype: torch.dtype) -> float:
+    """FLOP/s of all ranks of a group together, each multiplying at the same time as the others.
 
+    Together, because ranks on one CPU share its cores: a window is longer than a turn of theirs.
+    The best of a few windows, since a peak is a ceiling.
+    """
+    size = 8192 if group.device.type == "cuda" else 512
+    a, b = (torch.randn(size, size, device=group.device).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, device=group.device, dtype=dtype)
+    torch.mm(a, b, out=out)
 
-def _state(update: Update) -> int:
-    return sum(x.nbytes for kept in update.state.values() for x in kept.values() if x.dim())
+    def settle() -> None:
+        if group.device.type == "cuda":
+            torch.cuda.synchronize(group.device)
+
+    rates = list[float]()
+    for _ in range(WINDOWS):
+        settle()
+        group.barrier()
+        begun, count = time.perf_counter(), 0
+        while (spent := time.perf_counter() - begun) < SECONDS:
+            torch.mm(a, b, out=out)
+            settle()
+            count += 1
+        rates.append(2.0 * count * size**3 / spent)
+    rate = torch.tensor([max(rates)], dtype=torch.float64, device=group.device)
+    group.all_reduce(rate)
+    return float(rate)
 
 
 def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Sizes:

@@ -17,6 +17,7 @@ from ..program import Span, ops
 
 DATA = "loading data"
 NAMES = (DATA, *(kind.name for kind in ops.KINDS.values()))
+Interval = tuple[float, float]  # from when to when
 _ENOUGH = 1.0  # seconds beyond the factor, added up, that are worth a line
 _EARLIER = 20  # lines of the log that a rank without peers is compared with
 
@@ -44,11 +45,7 @@ class OwnTime:
         self.parts = dict.fromkeys(NAMES, 0.0)
 
     def add(
-        self,
-        seconds: float,
-        data: float,
-        spans: Iterable[Span],
-        waits: Sequence[tuple[float, float]],
+        self, seconds: float, data: float, spans: Iterable[Span], waits: Sequence[Interval]
     ) -> None:
         """A step: its seconds, those of reading its data, its operations, and when it waited."""
         self.steps += 1

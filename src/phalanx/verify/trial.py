@@ -20,12 +20,11 @@ from ..parallel.pieces import Bundle
 from ..parallel.tensor import Weight
 from ..program import Op, Program, Timeline
 from ..program.build import forward_only
-from ..train.executor import Executor
+from ..train.executor import Executor, Validator
 from ..train.muon import Muon
 from ..train.optimizer import AdamW, Optimizer, Sgd
 from ..train.precision import LossScale
 from ..train.program import fitting_program, program_of
-from ..train.steps import Validator
 from .reference import Mismatch, Trace, TracedStep, project, routers, validation_of
 
 Batch = Mapping[str, Tensor]

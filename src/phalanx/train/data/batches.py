@@ -63,7 +63,8 @@ class Batches:
     def __post_init__(self) -> None:
         if self.sequence < 1 or self.size < 1:
             raise DataError(f"sequence={self.sequence}, size={self.size}: both are 1 or more.")
-        for corpus, cut in zip(self.corpora, self._train, strict=True):
+        for cut in self._train:
+            corpus = cut.corpus
             if corpus.train.size < 2:
                 raise DataError(
                     f"{corpus.name}: {corpus.train.size} tokens to train on; 2 are needed."
@@ -84,7 +85,8 @@ class Batches:
         """What the corpora are called, with their weights where there are several."""
         if len(self.corpora) == 1:
             return self.corpora[0].name
-        return ", ".join(f"{c.name}:{w}" for c, w in zip(self.corpora, self._weights, strict=True))
+        pairs = zip(self.corpora, self._weights, strict=True)
+        return ", ".join(f"{corpus.name}:{weight}" for corpus, weight in pairs)
 
     @property
     def fingerprint(self) -> str:
@@ -96,17 +98,15 @@ class Batches:
 
     @cached_property
     def _train(self) -> tuple[Sequences, ...]:
-        return tuple(_cut(c.train, self.sequence, self.packing) for c in self.corpora)
+        return tuple(_cut(c, c.train, self.sequence, self.packing) for c in self.corpora)
 
     @cached_property
     def _validation(self) -> tuple[Sequences, ...]:
-        return tuple(_cut(c.validation, self.sequence, self.packing) for c in self.corpora)
+        return tuple(_cut(c, c.validation, self.sequence, self.packing) for c in self.corpora)
 
     @cached_property
     def _weights(self) -> tuple[int, ...]:
-        return tuple(
-            c.weight or cut.count for c, cut in zip(self.corpora, self._train, strict=True)
-        )
+        return tuple(cut.corpus.weight or cut.count for cut in self._train)
 
     @property
     def sequences(self) -> int:
@@ -116,8 +116,7 @@ class Batches:
     @property
     def notices(self) -> list[str]:
         """What of the documents is not trained on, a sentence for each corpus."""
-        pairs = zip(self.corpora, self._train, strict=True)
-        return [f"{corpus.name}: {cut.notice}" for corpus, cut in pairs if cut.notice]
+        return [f"{cut.corpus.name}: {cut.notice}" for cut in self._train if cut.notice]
 
     def cursor(self, step: int) -> int:
         """How many sequences the steps before this one have taken."""
@@ -135,10 +134,10 @@ class Batches:
         taken = []
         for row in range(*(rows or slice(None)).indices(self.size)):
             which, index = shared_out(first + row, self._weights)
-            total = self._train[which].count
-            epoch, index = divmod(index, total)
-            taken.append((which, Permutation(total, self.seed, epoch)[index]))
-        return self._stacked(self._train, taken)
+            cut = self._train[which]
+            epoch, index = divmod(index, cut.count)
+            taken.append((cut, Permutation(cut.count, self.seed, epoch)[index]))
+        return self._stacked(taken)
 
     @property
     def validations(self) -> int:
@@ -154,10 +153,12 @@ class Batches:
                 " a corpus of few documents may have none held out."
             )
         counts = tuple(cut.count for cut in self._validation)
-        chosen = range(*(rows or slice(None)).indices(self.size))
-        numbers = [index * self.size + row for row in chosen]
-        taken = [shared_out(n, counts) if n < sum(counts) else None for n in numbers]
-        return self._stacked(self._validation, taken)
+        taken: list[tuple[Sequences, int] | None] = []
+        for row in range(*(rows or slice(None)).indices(self.size)):
+            number = index * self.size + row
+            which, own = shared_out(number, counts) if number < sum(counts) else (0, -1)
+            taken.append((self._validation[which], own) if own >= 0 else None)
+        return self._stacked(taken)
 
     def bits_per_byte(self, loss: float) -> float | None:
         """A loss in nats per token as bits per byte of text, where the bytes are known."""
@@ -165,7 +166,7 @@ class Batches:
         size = sum(tokens * (known or math.nan) for tokens, known in held)
         return loss / math.log(2) / (size / sum(n for n, _ in held)) if size > 0 else None
 
-    def _stacked(self, cuts: Sequence[Sequences], taken: Sequence[tuple[int, int] | None]) -> Batch:
+    def _stacked(self, taken: Sequence[tuple[Sequences, int] | None]) -> Batch:
         import torch  # a corpus is opened and shown without it
 
         shape = (len(taken), self.sequence)  # of each array: (sequences, time)
@@ -177,15 +178,12 @@ class Batches:
         }
         for row, place in enumerate(taken):
             if place is not None:
-                which, number = place
-                self._fill(which, cuts[which], number, {n: x[row] for n, x in arrays.items()})
+                self._fill(*place, {name: x[row] for name, x in arrays.items()})
         if not self.masks:
             del arrays["documents"]
         return {name: torch.from_numpy(x) for name, x in arrays.items()}
 
-    def _fill(
-        self, which: int, cut: Sequences, number: int, row: dict[str, NDArray[np.int64]]
-    ) -> None:
+    def _fill(self, cut: Sequences, number: int, row: dict[str, NDArray[np.int64]]) -> None:
         at = 0
         for start, end in cut.runs(number):
             # With the token that follows the last one, if there is one in the run's document.
@@ -194,12 +192,11 @@ class Batches:
                 continue
             tokens, documents = cut.stream.read(start, stop)
             least, most = int(tokens.min()), int(tokens.max())
-            corpus = self.corpora[which]
-            limit = self.vocab or corpus.vocab or 1 << 31
+            limit = self.vocab or cut.corpus.vocab or 1 << 31
             if least < 0 or most >= limit:
                 raise DataError(
-                    f"{corpus.name} holds the token {least if least < 0 else most}; the vocabulary"
-                    f" is 0 to {limit - 1}."
+                    f"{cut.corpus.name} holds the token {least if least < 0 else most}; the"
+                    f" vocabulary is 0 to {limit - 1}."
                 )
             held = min(self.sequence - at, len(tokens))
             follows = np.where(cut.stream.read_answers(start, stop)[1:], tokens[1:], IGNORED)
@@ -226,6 +223,7 @@ class Sequences:
     """A stream in `count` sequences. Where `chosen` is given, these are its documents, and sequence n
     has those from `edges[n]` to `edges[n + 1]`; else it is cut wherever a sequence ends."""
 
+    corpus: Corpus
     stream: Stream
     sequence: int
     count: int
@@ -244,12 +242,12 @@ class Sequences:
 
 
 @lru_cache(maxsize=64)  # a run that goes on makes its batches anew
-def _cut(stream: Stream, sequence: int, packing: str) -> Sequences:
+def _cut(corpus: Corpus, stream: Stream, sequence: int, packing: str) -> Sequences:
     packing = packing or ("wrapped" if stream.answers is None else "bfd")
     if packing == "wrapped":
         # The last token of a stream has nothing after it, so it begins no sequence.
         count = -(-max(1, stream.size - 1) // sequence) if stream.size else 0
-        return Sequences(stream, sequence, count)
+        return Sequences(corpus, stream, sequence, count)
     lengths = np.diff(stream.starts)
     kept = lengths > 1  # a single token predicts nothing
     longer = np.flatnonzero(lengths > sequence)
@@ -271,7 +269,7 @@ def _cut(stream: Stream, sequence: int, packing: str) -> Sequences:
         rows = best_fit(np.minimum(lengths[documents], sequence).tolist(), sequence)
     edges = np.cumsum([0, *map(len, rows)])
     order = np.fromiter((n for row in rows for n in row), np.int64, len(documents))
-    return Sequences(stream, sequence, len(rows), documents[order], edges, notice)
+    return Sequences(corpus, stream, sequence, len(rows), documents[order], edges, notice)
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:

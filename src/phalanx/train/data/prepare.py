@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -33,7 +33,20 @@ from ...layout.files import write_text
 from ..folder import Folder, count, decoded
 from .rows import BadRow, Form, Rows, form_of, place, read_rows
 from .sources import BadFile, Source, SourceBlock, blocks, find_sources
-from .token_files import ANSWERS, DTYPES, INDEX, SPLITS, DataError, dtype_for, held_out, write_index
+from .token_files import (
+    ANSWERS,
+    DTYPES,
+    FORMAT,
+    INDEX,
+    SPLITS,
+    VERSION,
+    DataError,
+    Index,
+    Split,
+    Splits,
+    dtype_for,
+    held_out,
+)
 from .vocabulary import Encoded, Vocabulary
 
 PROGRESS = "progress.json"
@@ -86,36 +99,37 @@ def prepare(
     done = _begun(out, _key(sources, vocabulary, share, form), str(form))
     if (out / INDEX).exists():
         return done
-    total = sum(each.size for each in sources)
-    workers = workers or len(os.sched_getaffinity(0))
-    before = [0, *np.cumsum([each.size for each in sources]).tolist()]
+    before = [0, *accumulate(each.size for each in sources)]
+    total, workers = before[-1], workers or len(os.sched_getaffinity(0))
     worker = partial(_part_of, vocabulary, form, share)
     with ExitStack() as stack:
-        writer = _Writer(out, done, vocabulary, form, stack, skip=skip)
+        width = DTYPES[dtype_for(vocabulary.size)].itemsize
+        writer = _Writer(out, done, width, stack, chat=form.chat, skip=skip)
         tasks = _tasks(sources, done, form)
         for task, part in _results(tasks, worker, min(workers, 1 + total // WORTH), stack):
             writer.add(task, part)
-            behind = task.block.behind if task.block else sources[task.source].size
-            progress(min(before[task.source] + behind, total), total)
+            at, _, block = task
+            behind = sources[at].size if isinstance(block, str) else block.behind
+            progress(min(before[at] + behind, total), total)
         writer.mark()
         done = writer.done
     if not done.tokens[0]:
-        raise DataError(_nothing(source, share, done, out))
-    write_index(out, vocabulary.size, vocabulary.name, vocabulary.end, done.text, answers=form.chat)
+        if done.skipped:
+            with (out / SKIPPED).open(encoding="utf-8") as file:
+                why = f": {done.skipped:,} places cannot be read. {file.readline().rstrip()}."
+        else:
+            why = f" once {share:.0%} of it is held out: {done.empty:,} rows are empty"
+            why += f", {done.unanswered:,} without an answer." if done.unanswered else "."
+        raise DataError(f"{source} has nothing to train on{why}")
+    folder, sums = Folder(out, DataError), list[Split]()
+    for name, *counts in zip(SPLITS, done.tokens, done.documents, done.text, strict=True):
+        files = [f"{name}.tokens", f"{name}.documents", f"{name}.{ANSWERS}"][: 2 + form.chat]
+        tokens, documents, *answers = map(folder.sha256, files)
+        sums.append(Split(tokens, documents, *counts, answers_sha256="".join(answers)))
+    dtype, size = dtype_for(vocabulary.size), vocabulary.size
+    index = Index(FORMAT, VERSION, vocabulary.name, Splits(*sums), dtype, size, vocabulary.end)
+    write_text(out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
     return done
-
-
-def _nothing(source: Path, share: float, done: Prepared, out: Path) -> str:
-    """Why there is nothing to train on."""
-    if not done.skipped:
-        left = f", {done.unanswered:,} without an answer" if done.unanswered else ""
-        return (
-            f"{source} has nothing to train on once {share:.0%} of it is held out: {done.empty:,}"
-            f" rows are empty{left}."
-        )
-    with (out / SKIPPED).open(encoding="utf-8") as file:
-        first = file.readline().rstrip()
-    return f"{source} has nothing to train on: {done.skipped:,} places cannot be read. {first}."
 
 
 def _key(sources: list[Source], vocabulary: Vocabulary, share: float, form: Form) -> str:
@@ -148,16 +162,11 @@ def _begun(out: Path, mark: str, form: str) -> Prepared:
 # ---- blocks to tokens
 
 
-class _Task(NamedTuple):
-    """SourceBlock `number` of a source, or why the rest of that cannot be read."""
-
-    source: int
-    number: int
-    block: SourceBlock | None
-    fault: str = ""
+# The number of a source, that of a block in it, and the block, or why the rest cannot be read.
+Task = tuple[int, int, SourceBlock | str]
 
 
-def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[_Task]:
+def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[Task]:
     """All that is not done yet."""
     for index, source in enumerate(sources[done.source :], done.source):
         skip, number = done.block if index == done.source else 0, 0
@@ -165,10 +174,10 @@ def _tasks(sources: Sequence[Source], done: Prepared, form: Form) -> Iterator[_T
             for block in blocks(source, form.columns, alone=len(sources) == 1):
                 number += 1
                 if number > skip:
-                    yield _Task(index, number, block)
+                    yield index, number, block
         except BadFile as error:
             if number + 1 > skip:
-                yield _Task(index, number + 1, None, str(error))
+                yield index, number + 1, str(error)
 
 
 class TokenPart(NamedTuple):
@@ -184,20 +193,20 @@ class TokenPart(NamedTuple):
     unanswered: int = 0
 
 
-Worker = Callable[[_Task], TokenPart]
+Worker = Callable[[Task], TokenPart]
 
 
-def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: _Task) -> TokenPart:
+def _part_of(vocabulary: Vocabulary, form: Form, share: float, task: Task) -> TokenPart:
     """The tokens of a block, in this process or another."""
-    if task.block is None:
-        return TokenPart(faults=(task.fault,))
-    block, rows = task.block, read_rows(task.block, form)
-    made = (
-        _encoded_chats(vocabulary, block, rows)
-        if form.chat
-        else vocabulary.encode(rows.raw, rows.lengths)
-    )
-    text = np.zeros(len(rows.numbers), np.int64) if form.chat else rows.lengths
+    block = task[-1]
+    if isinstance(block, str):
+        return TokenPart(faults=(block,))
+    rows = read_rows(block, form)
+    if form.chat:
+        made = _encoded_chats(vocabulary, block, rows)
+        text = np.zeros(len(rows.numbers), np.int64)
+    else:
+        made, text = vocabulary.encode(rows.raw, rows.lengths), rows.lengths
     if block.source.split is None:
         held = held_out((f"{block.source.name}:{n}" for n in rows.numbers), share)
     else:
@@ -250,8 +259,8 @@ def _parted(
 
 
 def _results(
-    tasks: Iterable[_Task], worker: Worker, workers: int, stack: ExitStack
-) -> Iterator[tuple[_Task, TokenPart]]:
+    tasks: Iterable[Task], worker: Worker, workers: int, stack: ExitStack
+) -> Iterator[tuple[Task, TokenPart]]:
     """The parts of all tasks, in their order."""
     if workers == 1:
         yield from ((task, worker(task)) for task in tasks)
@@ -260,7 +269,7 @@ def _results(
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, _begin, (worker,))
     stack.callback(pool.shutdown, cancel_futures=True)
-    waiting: deque[tuple[_Task, Future[TokenPart]]] = deque()
+    waiting: deque[tuple[Task, Future[TokenPart]]] = deque()
     try:
         for task in tasks:
             waiting.append((task, pool.submit(_work, task)))
@@ -276,7 +285,7 @@ def _results(
         ) from None
 
 
-_worker: Worker | None = None  # of this process, if it was started to make tokens
+_worker: Worker  # of this process, if it was started to make tokens
 
 
 def _begin(worker: Worker) -> None:
@@ -294,8 +303,7 @@ def _begin(worker: Worker) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _work(task: _Task) -> TokenPart:
-    assert _worker is not None
+def _work(task: Task) -> TokenPart:
     return _worker(task)
 
 
@@ -306,17 +314,9 @@ class _Writer:
     """The output files, as far as progress tells, and from there on; `stack` closes them."""
 
     def __init__(
-        self,
-        out: Path,
-        done: Prepared,
-        vocabulary: Vocabulary,
-        form: Form,
-        stack: ExitStack,
-        *,
-        skip: bool,
+        self, out: Path, done: Prepared, width: int, stack: ExitStack, *, chat: bool, skip: bool
     ) -> None:
-        self.out, self.done, self.skip, self.stack = out, done, skip, stack
-        self.width = DTYPES[dtype_for(vocabulary.size)].itemsize
+        self.out, self.done, self.width, self.stack, self.skip = out, done, width, stack, skip
         self.marked = done.read
         self.files: dict[str, BinaryIO] = {}
         for name, tokens, documents in zip(SPLITS, done.tokens, done.documents, strict=True):
@@ -324,7 +324,7 @@ class _Writer:
             self._cut(f"{name}.documents", 8 * (documents + 1) if documents else 0)
             if not documents:
                 self.files[f"{name}.documents"].write(np.zeros(1, "<i8").tobytes())
-            if form.chat:
+            if chat:
                 self._cut(f"{name}.{ANSWERS}", tokens)
         self._cut(SKIPPED, done.named)
 
@@ -340,7 +340,7 @@ class _Writer:
         file.truncate(size)
         file.seek(size)
 
-    def add(self, task: _Task, part: TokenPart) -> None:
+    def add(self, task: Task, part: TokenPart) -> None:
         """Append documents, each to its part; now and then mark the progress."""
         if part.faults and not self.skip:
             raise DataError(f"{part.faults[0]}. With --on-bad skip it is left out, and named.")
@@ -360,8 +360,8 @@ class _Writer:
         pairs: Any = {name: tuple(both) for name, both in sums.items()}
         self.done = replace(
             done,
-            source=task.source,
-            block=task.number,
+            source=task[0],
+            block=task[1],
             read=done.read + sum(map(len, part.tokens)),
             answers=done.answers + sum(each.count(1) for each in part.answers),
             skipped=done.skipped + len(part.faults),

@@ -99,14 +99,15 @@ def _form(row: Any, name: str, where: str) -> Form | None:
         raise BadRow(f"{where}: has no {name!r}; it has {_names(row)}. Use --field")
     if name:
         return Form(name, not isinstance(row[name], str)) if row[name] else None
-    known = [each for each in (TEXT, MESSAGES, SHAREGPT) if row.get(each)]
-    if len(known) > 1:
-        raise DataError(f"{where}: has {' and '.join(known)}. Say which by --field.")
-    if known:
-        return Form(known[0], known[0] != TEXT)
+    known = [each for each in (TEXT, MESSAGES, SHAREGPT) if each in row]
+    there = [each for each in known if row[each]]
+    if len(there) > 1:
+        raise DataError(f"{where}: has {' and '.join(there)}. Say which by --field.")
+    if there:
+        return Form(there[0], there[0] != TEXT)
     if all(each in row for each in PAIR):
         return Form("", True)
-    if any(each in row for each in (TEXT, MESSAGES, SHAREGPT)):
+    if known:
         return None
     raise BadRow(
         f"{where}: has {_names(row)}, and no text, messages, conversations or prompt with"
@@ -286,7 +287,11 @@ def _named(row: Any, name: str) -> Any:
 
 
 def _add_chat(row: Any, number: int, name: str, rows: Rows) -> None:
-    messages = _messages(_named(row, name)) if name else _pair(row)
+    if name:
+        messages = _messages(_named(row, name))
+    else:  # a prompt and its completion, each a text or messages
+        prompt, completion = (_named(row, each) for each in PAIR)
+        messages = _turn(prompt, "user", PAIR[0]) + _turn(completion, ASSISTANT, PAIR[1])
     if not messages:
         rows.empty += 1
     elif not any(answers(n, message) for n, message in enumerate(messages)):
@@ -301,12 +306,6 @@ def answers(number: int, message: Message) -> bool:
     said = any(message.get(each) for each in ("content", "tool_calls", "reasoning_content"))
     own = message["role"] == ASSISTANT and message.get("weight", 1) != 0
     return number > 0 and own and bool(said)
-
-
-def _pair(row: Any) -> list[Message]:
-    """A prompt and its completion, each a text or messages."""
-    prompt, completion = (_named(row, name) for name in PAIR)
-    return [*_turn(prompt, "user", PAIR[0]), *_turn(completion, ASSISTANT, PAIR[1])]
 
 
 def _turn(value: Any, role: str, name: str) -> list[Message]:

@@ -33,7 +33,8 @@ _SAVED = ("state.json", "dataset_info.json")  # of a folder that datasets has sa
 _SPLITS = "dataset_dict.json"
 _LIMIT = 64 << 20  # bytes of a description
 _PACKED = (".gz", ".zst")
-_TABLES = (".csv", ".tsv", ".xls", ".xlsx")
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_NOT_READ = (".csv", ".tsv", ".xls", ".xlsx")
 
 
 class BadFile(ValueError):
@@ -130,11 +131,9 @@ def _source(path: Path, root: Path, split: int | None = None) -> Source:
         raise DataError(f"{path}: is a link out of its folder; put the file itself there.")
     if not path.is_file():
         raise DataError(f"{path}: is not a regular file.")
-    status, inner = path.stat(), path.suffix
-    if inner in _PACKED:
-        inner = path.with_suffix("").suffix
+    status, plain = path.stat(), path.with_suffix("") if path.suffix in _PACKED else path
     kinds = {".jsonl": "lines", ".ndjson": "lines", ".json": "array"}
-    kind = kinds.get(inner) or {".parquet": "parquet", ".arrow": "arrow"}.get(path.suffix, "text")
+    kind = kinds.get(plain.suffix) or _TABLES.get(path.suffix, "text")
     name = path.relative_to(root).as_posix()
     return Source(path, name, status.st_size, status.st_mtime_ns, kind, split)
 
@@ -147,9 +146,9 @@ def blocks(
     A long plain text is cut at line ends into documents of about a MiB; one that is the whole source
     (`alone`) into about 64, so that some of it can be held out.
     """
-    if source.path.suffix in _TABLES:
+    if source.path.suffix in _NOT_READ:
         raise BadFile(str(source.path), "is a table that is not read; make it .jsonl or .parquet")
-    if source.kind in ("parquet", "arrow"):
+    if source.kind in _TABLES.values():
         yield from _tables(source, columns)
         return
     with _opened(source.path) as (file, raw):
@@ -259,7 +258,7 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
     """The elements of a JSON array. A file of this name may also hold lines of JSON."""
     reader = codecs.getreader("utf-8-sig")(file)
     decoder, number, batch, size = json.JSONDecoder(), 0, list[Any](), 0
-    text = at = None
+    place, wrong = str(source.path), None
     try:
         text = reader.read(BLOCK).lstrip()
         if text[:1] == "{":
@@ -268,14 +267,15 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
                 json.loads(file.readline(LINE))
             except ValueError:
                 why = "is one object of JSON over many lines; write an array of objects, or lines"
-                raise BadFile(str(source.path), why) from None
+                raise BadFile(place, why) from None
             file.seek(0)
             yield from _lines(source, file, raw)
             return
         if text[:1] != "[":
-            raise BadFile(str(source.path), "is no JSON array; objects in [ ] or lines are read")
+            raise BadFile(place, "is no JSON array; objects in [ ] or lines are read")
         at, ended = 1, False
         while True:
+            place = f"{source.path}, element {number}"
             while at < len(text) and text[at] in " \t\r\n,":
                 at += 1
             if text[at : at + 1] == "]":
@@ -289,25 +289,23 @@ def _objects(source: Source, file: BinaryIO, raw: BinaryIO) -> Iterator[SourceBl
                 more = reader.read(max(BLOCK, len(text) - at))
                 text, at, ended = text[at:] + more, 0, not more
                 if len(text) > LINE:
-                    place = f"{source.path}, element {number}"
                     raise BadFile(place, f"has no end within {LINE:,} characters, or is not JSON")
                 continue
             if stop >= len(text):
-                raise BadFile(f"{source.path}, element {number}", "is not JSON, or is cut")
+                raise BadFile(place, "is not JSON, or is cut")
             batch.append(value)
             size, at, number = size + stop - at, stop, number + 1
             if size >= BLOCK:
                 yield SourceBlock(source, number - len(batch), batch, raw.tell())
                 batch, size = [], 0
+    except BadFile as error:
+        wrong = error
     except (ValueError, RecursionError) as error:
-        if batch:
-            yield SourceBlock(source, number - len(batch), batch, raw.tell())
-        if isinstance(error, BadFile):
-            raise
-        place = str(source.path) if at is None else f"{source.path}, element {number}"
-        raise BadFile(place, f"is not JSON: {error}") from None
+        wrong = BadFile(place, f"is not JSON: {error}")
     if batch:
         yield SourceBlock(source, number - len(batch), batch, raw.tell())
+    if wrong:
+        raise wrong from None
 
 
 # ---- tables

@@ -9,7 +9,6 @@ Tokens are mapped and not read. Text becomes tokens in `prepare.py`; sequences a
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import struct
@@ -24,7 +23,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...layout.codec import key
-from ...layout.files import write_text
 from ..folder import Folder, count, decoded
 
 HELD_OUT = 0.05
@@ -165,6 +163,10 @@ def refuse_cut(mapped: NDArray[Any]) -> None:
         )
 
 
+def _rises(offsets: NDArray[np.int64], last: int) -> bool:
+    return offsets[0] == 0 and offsets[-1] == last and not (np.diff(offsets) < 0).any()
+
+
 def held_out(names: Iterable[str], share: float) -> NDArray[np.bool_]:
     """Whether the document of each name is held out: the same answer wherever it lies."""
     # Compared as bytes: the first eight of a digest are a number below 2**64, and so is this.
@@ -233,32 +235,6 @@ def dtype_for(vocab: int) -> str:
     return next((name for name, bits in (("u1", 8), ("u2", 16)) if vocab <= 1 << bits), "u4")
 
 
-def write_index(
-    path: Path,
-    vocab: int,
-    tokenizer: str,
-    end: int | None,
-    text_bytes: Sequence[int],
-    *,
-    answers: bool = False,
-) -> None:
-    """Close a folder whose tokens and offsets are written: count, checksum, say what they are."""
-    folder, dtype = Folder(path, DataError), dtype_for(vocab)
-    splits = [
-        Split(
-            folder.sha256(f"{name}.tokens"),
-            folder.sha256(f"{name}.documents"),
-            (path / f"{name}.tokens").stat().st_size // DTYPES[dtype].itemsize,
-            (path / f"{name}.documents").stat().st_size // 8 - 1,
-            text,
-            folder.sha256(f"{name}.{ANSWERS}") if answers else "",
-        )
-        for name, text in zip(SPLITS, text_bytes, strict=True)
-    ]
-    index = Index(FORMAT, VERSION, tokenizer, Splits(*splits), dtype, vocab, end)
-    write_text(path / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
-
-
 def open_prepared(path: Path) -> Corpus:
     """The corpus of a prepared folder. Sizes and offsets are checked here, checksums by
     `verify_prepared`."""
@@ -284,7 +260,7 @@ def _stream(folder: Folder, index: Index, name: str) -> Stream:
     split: Split = getattr(index.splits, name)
     tokens = map_file(folder, f"{name}.tokens", DTYPES[index.dtype], split.tokens)
     starts = map_file(folder, f"{name}.documents", np.dtype("<i8"), split.documents + 1)
-    if starts[0] != 0 or starts[-1] != len(tokens) or bool((np.diff(starts) < 0).any()):
+    if not _rises(starts, len(tokens)):
         folder.refuse(
             f"{name}.documents",
             f"the documents' offsets must rise from 0 to {len(tokens):,}, the number of tokens.",
@@ -335,8 +311,8 @@ def _bin(path: Path) -> tuple[Tokens, str]:
         return map_file(folder, path.name, dtype, count, HEADER), mark
     dtype = np.dtype(RAW.get(path.suffix, "<u2"))
     if size % dtype.itemsize or not size:
-        what = "an even number" if dtype.itemsize == 2 else f"a multiple of {dtype.itemsize}"
-        folder.refuse(path.name, f"has {size:,} bytes; {dtype} tokens are {what}.")
+        what = f"has {size:,} bytes; {dtype} tokens are a multiple of {dtype.itemsize}."
+        folder.refuse(path.name, what)
     tokens = map_file(folder, path.name, dtype, size // dtype.itemsize)
     high, low = tokens[1 : 1 << 15 : 2], tokens[: 1 << 15 : 2]
     halves = len(high) >= 16 and int(high.max()) < 8 and int(low.max()) >= 256
@@ -387,8 +363,7 @@ def _open_megatron(path: Path, share: float) -> Corpus:
     tokens = map_file(folder, f"{path.stem}.bin", dtype, int(offsets[-1]))
     if bool((pointers != offsets[:-1] * dtype.itemsize).any()):
         folder.refuse(name, "its sequences do not follow one another in the file.")
-    right = documents[0] == 0 and documents[-1] == sequences
-    if not right or bool((np.diff(documents) < 0).any()):
+    if not _rises(documents, sequences):
         folder.refuse(name, f"its documents must rise from 0 to {sequences:,} sequences.")
     mark = hashlib.sha256(content).hexdigest()
     return Corpus(str(path), *_split(tokens, offsets[documents], share), 0, mark)

@@ -175,18 +175,15 @@ class Tokenizer:
         except Exception as error:
             raise DataError(f"{self.folder}: transformers cannot read it: {error}.") from None
         if not isinstance(made.chat_template, str):
-            several = isinstance(made.chat_template, dict)
-            what = "has several chat templates" if several else "has no chat template"
+            what = "several chat templates" if made.chat_template else "no chat template"
             raise DataError(
-                f"{self.folder}: {what}. Put the one to train with there as {TEMPLATE}."
+                f"{self.folder}: has {what}. Put the one to train with there as {TEMPLATE}."
             )
         return made
 
-    def _written(self, messages: list[Message], tools: Any, **how: Any) -> str:
-        text: str = self._chat_template.apply_chat_template(
-            messages, tools=tools, tokenize=False, **how
-        )
-        return text
+    def _written(self, messages: list[Message], tools: Any, **how: Any) -> Any:
+        made = self._chat_template
+        return made.apply_chat_template(messages, tools=tools, **{"tokenize": False} | how)
 
     def _spans(self, messages: list[Message], tools: Any) -> tuple[str, list[tuple[int, int]]]:
         """A chat as text, and from where to where its answers are."""
@@ -208,13 +205,8 @@ class Tokenizer:
     def _marked(self, messages: list[Message], tools: Any) -> Encoded:
         if any(message.get("weight", 1) == 0 for message in messages):
             raise BadRow("one of its messages has weight 0, and the template marks all answers")
-        made = self._chat_template.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
+        how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        made = self._written(messages, tools, **how)
         return self._of(made["input_ids"], made["assistant_masks"])
 
 
