@@ -121,11 +121,13 @@ def prepare(
             why = f" once {share:.0%} of it is held out: {done.empty:,} rows are empty"
             why += f", {done.unanswered:,} without an answer." if done.unanswered else "."
         raise DataError(f"{source} has nothing to train on{why}")
-    folder, sums = Folder(out, DataError), list[Split]()
-    for name, *counts in zip(SPLITS, done.tokens, done.documents, done.text, strict=True):
-        files = [f"{name}.tokens", f"{name}.documents", f"{name}.{ANSWERS}"][: 2 + form.chat]
-        tokens, documents, *answers = map(folder.sha256, files)
-        sums.append(Split(tokens, documents, *counts, answers_sha256="".join(answers)))
+    sha256, sums = Folder(out, DataError).sha256, list[Split]()
+    for name, tokens, documents, text in zip(
+        SPLITS, done.tokens, done.documents, done.text, strict=True
+    ):
+        answers = sha256(f"{name}.{ANSWERS}") if form.chat else ""
+        both = sha256(f"{name}.tokens"), sha256(f"{name}.documents")
+        sums.append(Split(*both, tokens, documents, text, answers))
     dtype, size = dtype_for(vocabulary.size), vocabulary.size
     index = Index(FORMAT, VERSION, vocabulary.name, Splits(*sums), dtype, size, vocabulary.end)
     write_text(out / INDEX, json.dumps(asdict(index), indent=1) + "\n", durable=True)
