@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..comm import World, agreement
+from ..comm import Group, World, agreement
 from ..comm.agree import exchange
 from ..cost import step_flops
 from ..layout import Layout, LayoutError, Shape
@@ -149,10 +150,6 @@ class Rank:
                 before = layers.setdefault(int(number), [0] * len(counts))
                 before[:] = (a + b for a, b in zip(before, counts, strict=True))
         return [[count // same for count in layers[number]] for number in sorted(layers)]
-
-    @cached_property
-    def _rows(self) -> slice:
-        return share(self.batches.size, self.layout.data, self.local.coordinates["data"])
 
     def _cut(self, rows: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         own = microbatches(rows, self.layout, None, self.local.coordinates["cp"])
