@@ -312,7 +312,7 @@ LINES = {
     "parallel": 4373,
     "cost": 1245,
     "bench": 1140,
-    "train": 7406,
+    "train": 7286,
     "verify": 2235,
     "report": 932,
     "lab": 3588,
