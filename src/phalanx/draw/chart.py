@@ -158,7 +158,7 @@ def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> tuple[list[Htm
     """Lines down the plot, and how many lines of words stand above it: words that find no room in
     four are shown under the mouse only."""
     free = [-math.inf] * 4  # where the words of each line end
-    drawn: list[tuple[float, str, int, float]] = []
+    lines, out = list[tuple[float, int, str]](), list[Html]()
     for at, words in sorted(marks):
         x, wide = across.at(at), LETTER * len(words)
         fits = x + 3 + wide < across.end + 20
@@ -166,13 +166,12 @@ def _marks(marks: Sequence[tuple[float, str]], across: _Scale) -> tuple[list[Htm
         row = next((i for i, end in enumerate(free) if end + 8 < start), len(free))
         if row < len(free):
             free[row] = start + wide
-        drawn.append((x, words, row, start))
-    rows = sum(end > 0 for end in free)
-    bottom, out = _TOP + 14 * rows + _HEIGHT, list[Html]()
-    for x, words, row, start in drawn:
-        out.append(line(x, _TOP + 14 * min(row, rows) - 10, x, bottom, "mark", words))
-        if row < len(free):
             out.append(label(start, _TOP + 14 * row, words, "soft"))
+        lines.append((x, row, words))
+    rows = sum(end > 0 for end in free)
+    bottom = _TOP + 14 * rows + _HEIGHT
+    for x, row, words in lines:
+        out.append(line(x, _TOP + 14 * min(row, rows) - 10, x, bottom, "mark", words))
     return out, rows
 
 

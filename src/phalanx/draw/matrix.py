@@ -38,12 +38,9 @@ def matrix_svg(
         body.append(tag("text", name, x=x, y=y - 6, transform=turned))
         for j, other in enumerate(names[: i + 1]):
             x, found = margin + j * size, cell(name, other)
-            if found is None:
-                body.append(box(x, y, size - 2, size - 2, cls="idle", rx=3))
-                continue
-            look = {"cls": "op", "rx": 3, "fill": found.fill}
-            body.append(box(x, y, size - 2, size - 2, tip=found.tip, **look))
-            if LETTER * len(found.text) <= size - 2:
+            look = {"cls": "op", "fill": found.fill, "tip": found.tip} if found else {"cls": "idle"}
+            body.append(box(x, y, size - 2, size - 2, rx=3, **look))
+            if found and LETTER * len(found.text) <= size - 2:
                 middle = x + size / 2 - 1
                 body.append(label(middle, y + size / 2 + 3, found.text, "cell", "#000000"))
     wide = max(width, margin + len(names) * size + 40)

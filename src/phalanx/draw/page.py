@@ -95,31 +95,20 @@ def _data(picture: Picture) -> dict[str, object]:
         kind: {"fill": p.fill, "light": tinted(p.fill, 1), "ink": p.ink}
         for kind, p in PAINTS.items()
     }
-    return {
-        "start": picture.start,
-        "end": picture.end,
-        "clock": picture.clock,
-        "unit": picture.unit,
-        "names": list(picture.names) if picture.other else [],
-        "tracks": tracks,
-        "colours": colours,
-        "memory": _memory(picture),
-    }
+    # For each rank: the kinds that it holds and [time, amounts...] wherever they change.
+    memory = []
+    for source, timeline in enumerate(picture.timelines):
+        for rank, points in (timeline.memory or {}).items():
+            kinds = sorted({k for _, held in points for k, amount in held.items() if amount > 0})
+            amounts = [[time, *(held.get(k, 0.0) for k in kinds)] for time, held in points]
+            if kinds:
+                memory.append({"rank": rank, "source": source, "kinds": kinds, "points": amounts})
+    names = list(picture.names) if picture.other else []
+    own = {name: getattr(picture, name) for name in ("start", "end", "clock", "unit")}
+    return own | {"names": names, "tracks": tracks, "colours": colours, "memory": memory}
 
 
 def _span(picture: Picture, rank: int, span: Span) -> list[object]:
     op, tint = span.op, round(picture.tint(rank, span.op), 3)
     words = [op.kind, str(op), picture.explain(op)]
     return [span.start, span.end, *words, tint, list(picture.names_of(op))]
-
-
-def _memory(picture: Picture) -> list[dict[str, object]]:
-    """For each rank: the kinds that it holds and [time, amounts...] wherever they change."""
-    charts: list[dict[str, object]] = []
-    for source, timeline in enumerate(picture.timelines):
-        for rank, points in (timeline.memory or {}).items():
-            kinds = sorted({k for _, held in points for k, amount in held.items() if amount > 0})
-            amounts = [[time, *(held.get(k, 0.0) for k in kinds)] for time, held in points]
-            if kinds:
-                charts.append({"rank": rank, "source": source, "kinds": kinds, "points": amounts})
-    return charts

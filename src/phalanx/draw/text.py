@@ -38,12 +38,12 @@ def text(picture: Picture, *, width: int = 80, colour: bool = False) -> str:
     scale = _scale(picture, room)
     columns = max(1, math.ceil((picture.end - picture.start) * scale - 1e-6))
     band = _band(picture, scale, room, columns)
-    rows = [_cells(track, picture.start, scale) for track in tracks]
+    rows = [(track, _cells(track, picture.start, scale)) for track in tracks]
     lines = wrapped(picture.title, width)
     for left in range(0, columns, band):
         right = min(columns, left + band)
         lines += ["", " " * margin + _axis(picture, scale, left, right)]
-        for track, cells in zip(tracks, rows, strict=True):
+        for track, cells in rows:
             label = track.label[: margin - 1].ljust(margin)
             lines.append(label + _row(picture, track, cells, (left, right), colour))
     lines += ["", *wrapped(_legend(picture, scale), width)]
@@ -162,13 +162,11 @@ def _axis(picture: Picture, scale: float, left: int, right: int) -> str:
 
 def _legend(picture: Picture, scale: float) -> str:
     # The kinds of which some operation has only its letter.
-    narrow = {
-        s.op.kind
-        for track in picture.tracks
-        for s in track.spans
-        if KINDS[s.op.kind].lane == ops.COMPUTE
-        and (s.end - s.start) * scale < len(f"{s.op.kind}{s.op.index}") - 0.5
-    }
+    narrow = set()
+    for span in (span for track in picture.tracks for span in track.spans):
+        short = (span.end - span.start) * scale < len(f"{span.op.kind}{span.op.index}") - 0.5
+        if short and KINDS[span.op.kind].lane == ops.COMPUTE:
+            narrow.add(span.op.kind)
     words = [f"{k} {LEGEND[k]}" for k in picture.kinds if k != ops.SEND]
     if letters := [k.lower() for k in picture.kinds if k in narrow]:
         words.append(f"{' '.join(letters)} the same, too narrow for a number")
