@@ -25,7 +25,6 @@ Hook = Callable[[int, Tensor], Tensor]
 
 
 def same(layer: int, x: Tensor) -> Tensor:
-    """Nothing is done between two layers."""
     return x
 
 

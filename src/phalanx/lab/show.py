@@ -264,8 +264,8 @@ def _summary(trials: Sequence[LabTrial], ways: Html) -> Html:
         rows.append((name, chapter.memory, chapter.sends, measured, chapter.when))
     head = ("strategy", "memory of a rank", "bytes that a rank sends in a step", "measured", "when")
     body = table(head, rows, left=True)
-    parts = [tag("h2", "strategies"), ways, tag("p", legend), tag("div", body, cls="wrap")]
-    return tag("section", *parts, id="strategies")
+    wrap = tag("div", body, cls="wrap")
+    return tag("section", tag("h2", "strategies"), ways, tag("p", legend), wrap, id="strategies")
 
 
 def _folded(title: str, *body: Html) -> Html:

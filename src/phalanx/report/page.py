@@ -90,17 +90,16 @@ class _Journal:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: words, a picture under the name of its file, and more below it."""
+    """A part of the page: words, and a picture under the name of its file."""
 
     title: str
     words: Html = Html("")
     name: str = ""
     draw: Draw | None = None
-    below: Html = Html("")
 
     @property
     def html(self) -> Html:
-        return Html(self.words + (figure(self.draw) if self.draw else "") + self.below)
+        return Html(self.words + (figure(self.draw) if self.draw else ""))
 
 
 @dataclass(frozen=True)
@@ -179,11 +178,9 @@ def _points(
 
 
 def _marks(journal: _Journal) -> list[tuple[float, str]]:
-    marks = [
-        (number(start, "step"), f"{'restart' if n else 'start'}: {_layout(start)}")
-        for n, start in enumerate(journal.starts)
-    ]
-    return [(step, text) for step, text in marks if math.isfinite(step)]
+    named = ((f"{'restart' if n else 'start'}: ", s) for n, s in enumerate(journal.starts))
+    marks = [(number(start, "step"), word + _layout(start)) for word, start in named]
+    return [(step, words) for step, words in marks if math.isfinite(step)]
 
 
 def _layout(start: Record) -> str:
@@ -195,9 +192,8 @@ def _summary(journal: _Journal) -> Html:
     model = last.get("model")
     name = model.get("name", "") if isinstance(model, dict) else ""
     parameters = number(last, "parameters")
-    ended = "ended" if journal.of("end") and journal.records[-1]["event"] == "end" else "not ended"
-    if journal.records[-1]["event"] == "stop":
-        ended = "stopped, can be resumed"
+    words = {"end": "ended", "stop": "stopped, can be resumed"}
+    ended = words.get(journal.records[-1]["event"], "not ended")
     at = number(steps[-1], "step") if steps else number(last, "step")
     lines = [
         f"{name}, {parameters:,.0f} parameters, on {last.get('data')}; step {at:.0f} of"
@@ -280,7 +276,7 @@ def _memory(journal: _Journal) -> Section:
         " measured. Activations are not included. The most that one rank used for everything,"
         f" its process included: {_size(most)}."
     )
-    return Section("Memory", paragraphs([note]), below=table(head, rows))
+    return Section("Memory", Html(paragraphs([note]) + table(head, rows)))
 
 
 def _size(count: float) -> str:
@@ -323,10 +319,9 @@ def _words(record: Record) -> Iterator[str]:
 def _configuration(folder: Path) -> Html:
     path = folder / "run.toml"
     try:
-        text = read_text(path, "run file", ReportError) if path.is_file() else ""
+        return tag("pre", read_text(path, "run file", ReportError) if path.is_file() else "")
     except ReportError as error:
         return paragraphs([str(error)])
-    return tag("pre", text)
 
 
 def _versions(journal: _Journal) -> Html:
