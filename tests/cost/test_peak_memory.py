@@ -125,12 +125,12 @@ def _state(update: Any) -> int:
 def promised(program: Program, sizes: Sizes, row: int) -> Held:
     now: dict[str, float] = {}
     flat = passing = 0.0
-    for _, change in changes(program, sizes, row):
-        for kind, amount in change.takes:
+    for _, takes, gives in changes(program, sizes, row):
+        for kind, amount in takes:
             now[kind] = now.get(kind, 0.0) + amount
         flat = max(flat, sum(now.get(kind, 0.0) for kind in FLAT))
         passing = max(passing, sum(now.get(kind, 0.0) for kind in PASSING))
-        for kind, amount in change.gives:
+        for kind, amount in gives:
             now[kind] -= amount
     total = peaks(program, sizes)[row].total
     return Held(now["weights"], now["optimizer"], flat, passing, total)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.layout import Run, Shape
-from phalanx.layout.codec import FileError, dump, key, load, parse, schema, table
+from phalanx.layout.codec import FileError, dump, key, load, parse, schema
 from phalanx.plan import Machine
 from phalanx.plan.profile import SoftwareProfile
 
@@ -37,7 +37,7 @@ class Engine:
 @dataclass(frozen=True)
 class Car:
     name: str
-    engine: Engine = table(Engine, "what drives it")
+    engine: Engine = key(Engine(), "what drives it")
     wheels: tuple[Wheel, ...] = ()
     range: tuple[float, float] = key((0.0, 1.0), minimum=0, maximum=9)
     gears: tuple[int, ...] = key((), minimum=1)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.layout import Layout, Shape, legal
-from phalanx.layout.codec import every_key
+from phalanx.layout.codec import every_key, schema
 from phalanx.layout.recipe import recipe
-from phalanx.layout.run import Run, RunError, run_schema
+from phalanx.layout.run import Run, RunError
 
 WRONG: dict[str, tuple[str, str, str]] = {  # what the file says, the place and value told, way out
     "no such key": ("batchsize = 3", "line 1: batchsize = 3", "'batch'"),
@@ -196,7 +196,7 @@ def test_an_argument_wins_over_the_file_and_needs_no_quotes() -> None:
 
 
 def test_the_schema_names_every_key_with_its_default_and_bounds() -> None:
-    said = run_schema()
+    said = schema(Run, "phalanx run file")
 
     def keys(table: dict[str, object], prefix: str = "") -> list[str]:
         found = []

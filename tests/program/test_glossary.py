@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.layout import Layout, LayoutError, Shape, run_schema
+from phalanx.layout import Layout, LayoutError, Run, Shape
+from phalanx.layout.codec import schema
 from phalanx.program.ops import KINDS
 from phalanx.program.program import Op
 
@@ -54,7 +55,7 @@ def test_the_glossary_has_the_terms_that_users_of_other_libraries_search_for() -
 
 def test_what_the_glossary_says_of_other_names_are_layouts_and_keys() -> None:
     section = TEXT.split("## Names that you may search for")[1]
-    keys = set(re.findall(r'"(\w+)":', json.dumps(run_schema())))
+    keys = set(re.findall(r'"(\w+)":', json.dumps(schema(Run))))
     fields = {*Shape.__dataclass_fields__}
     for words in re.findall(r"`([^`]+)`", "".join(row.split("|")[2] for row in rows(section))):
         if words.startswith("phalanx ") or words in keys | fields or words in VERBS:

@@ -213,11 +213,6 @@ def test_a_part_of_each_block_is_recomputed_before_its_backward() -> None:
         assert split.rows[1].index(op) + 1 == split.rows[1].index(Op("I", 1, op.index))
 
 
-def test_an_unknown_recomputation_is_refused() -> None:
-    with pytest.raises(ProgramError, match="no recomputation 'half'"):
-        recompute(_one(), LINE, "half")
-
-
 def _sizes(pieces: int, kept: float = 10, entry: float = 1) -> Sizes:
     return Sizes(kept=(kept,) * pieces, input=(entry,) * pieces)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..hang.watcher import FILE as HANG
 from ..layout import Layout, LayoutError, Shape
+from ..layout.codec import schema
 from ..layout.environment import (
     EnvironmentMistake,
     Rendezvous,
@@ -23,7 +24,7 @@ from ..layout.environment import (
     rendezvous,
 )
 from ..layout.mesh import RANKS
-from ..layout.run import PYTHON, Run, RunError, misfits, run_schema
+from ..layout.run import PYTHON, Run, RunError, misfits
 from ..plan import Machine
 from .before import refuse_before
 from .usage import Parser, UsageError, complain, print_json, progress, say, whole
@@ -65,7 +66,7 @@ def run(argv: list[str]) -> int:
     add("--json", help="print the result as JSON, and nothing else")
     args = parser.read(argv, intermixed=True)
     if args.schema:
-        print_json(run_schema())
+        print_json(schema(Run, "phalanx run file"))
         return 0
     try:
         config, notice = _run_of(args)

@@ -83,31 +83,22 @@ def key(
     return field(default=default, metadata=bounds | more)
 
 
-def table(cls: type[T], description: str) -> T:
-    """A field that is a table of keys, all with defaults."""
-    made: T = field(default=cls(), metadata={"description": description})
-    return made
-
-
 class _Key(NamedTuple):
     attribute: str
     type: Any
     default: Any  # MISSING: a file must have it
+    description: str
     limits: Mapping[str, Any]
-
-    @property
-    def description(self) -> str:
-        text: str = self.limits.get("description", "")
-        return text
 
 
 @cache  # a manifest has many thousand tables of one class
 def _keys(cls: Any) -> dict[str, _Key]:
-    hints = get_type_hints(cls)
-    made = {}
+    hints, made = get_type_hints(cls), {}
     for f in fields(cls):
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        made[f.metadata.get("name") or f.name] = _Key(f.name, hints[f.name], default, f.metadata)
+        description = f.metadata.get("description", "")
+        one = _Key(f.name, hints[f.name], default, description, f.metadata)
+        made[f.metadata.get("name") or f.name] = one
     return made
 
 
@@ -121,13 +112,19 @@ def every_key(cls: Any, prefix: str = "") -> Iterator[str]:
 # ---- from text to a value
 
 
-def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
-    """The value of a user's file; `what` is how an error names the kind of file."""
+def text_of(path: str | Path, what: str, error: type[FileError], way_out: str) -> str:
+    """The text of a user's file; `what` is how an error names the kind of file."""
 
     def refuse(why: str) -> FileError:
-        return error(str(path), [Mistake("", why.rstrip("."), "Name a file that can be read")])
+        return error(str(path), [Mistake("", why.rstrip("."), way_out)])
 
-    return parse(cls, read_text(path, what, refuse), str(path), error, **given)
+    return read_text(path, what, refuse)
+
+
+def load(cls: type[T], path: str | Path, what: str, error: type[FileError], **given: Any) -> T:
+    """The value of a user's file."""
+    text = text_of(path, what, error, "Name a file that can be read")
+    return parse(cls, text, str(path), error, **given)
 
 
 def parse(cls: type[T], text: str, file: str, error: type[FileError], **given: Any) -> T:
@@ -172,7 +169,6 @@ class Reader:
         self._pointers = pointers or {}
         self._arguments: dict[str, str] = {}
         self._mistakes: list[Mistake] = []
-        self._more = 0
         try:
             self.given = parse_toml(text, "this", ValueError)
         except ValueError as error:
@@ -183,9 +179,10 @@ class Reader:
 
     @property
     def mistakes(self) -> list[Mistake]:
-        what = f"{self._more:,} more mistakes"
-        more = Mistake(self._file, what, "Mend the first ones first")
-        return [*self._mistakes, more] if self._more else self._mistakes
+        if (more := len(self._mistakes) - SHOWN) <= 0:
+            return self._mistakes
+        last = Mistake(self._file, f"{more:,} more mistakes", "Mend the first ones first")
+        return [*self._mistakes[:SHOWN], last]
 
     def _refused(self, place: str, text: str, way_out: str) -> None:
         """A mistake in words that may end with a way out of their own."""
@@ -195,14 +192,11 @@ class Reader:
     def _override(self, argument: str) -> None:
         name, equals, text = argument.partition("=")
         path = name.strip().split(".")
-        if not equals or not all(re.fullmatch(r"[\w-]+", part) for part in path):
+        named = len(path) <= DEPTH and all(re.fullmatch(r"[\w-]+", part) for part in path)
+        if not equals or not named:
             what = f"{_cut(argument, 60)!r} sets nothing"
             way_out = "Write key=value, as in steps=100 or optimizer.lr=3e-4"
             self._mistakes.append(Mistake("argument", what, way_out))
-            return
-        if len(path) > DEPTH:
-            what = f"a key of {len(path)} parts; there is none of more than two"
-            self._mistakes.append(Mistake("argument", what, "Write key=value, as in steps=100"))
             return
         inner = self.given
         for part in path[:-1]:
@@ -210,9 +204,12 @@ class Reader:
                 inner[part] = {}
             inner = inner[part]
         try:
-            inner[path[-1]] = _argument_value(text.strip())
+            inner[path[-1]] = parse_toml(f"{path[-1]} = {text}", name[:60], ValueError)[path[-1]]
         except ValueError as error:
-            self._refused("argument", f"{name[:60]}: {error}", "Write less")
+            if "is not TOML" in str(error):  # nobody wants to quote in a shell
+                inner[path[-1]] = text.strip()
+            else:
+                self._refused("argument", str(error), "Write less")
         self._arguments[".".join(path)] = f"argument {_cut(argument, 100)!r}"
 
     def place(self, path: str) -> str:
@@ -252,10 +249,7 @@ class Reader:
         return lines
 
     def _wrong(self, path: str, what: str, way_out: str) -> Any:
-        if len(self._mistakes) < SHOWN:
-            self._mistakes.append(Mistake(self.place(path), what, way_out))
-        else:
-            self._more += 1
+        self._mistakes.append(Mistake(self.place(path), what, way_out))
         return _WRONG
 
     def table(self, cls: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
@@ -263,15 +257,13 @@ class Reader:
         mistakes say why."""
         known = _keys(cls)
         values: dict[str, Any] = {}
-        before = len(self._mistakes) + self._more
+        before = len(self._mistakes)
         for name, value in given.items():
             if name in known:
                 read = self._value(known[name].type, value, prefix + name, known[name].limits)
                 values |= {} if read is _WRONG else {known[name].attribute: read}
-            elif len(self._mistakes) < SHOWN:
-                self._unknown(cls, prefix + name, value)
             else:
-                self._more += 1
+                self._unknown(cls, prefix + name, value)
         required = {name: one for name, one in known.items() if one.default is MISSING}
         for name, one in required.items():
             if name not in given:
@@ -282,7 +274,7 @@ class Reader:
         try:
             return cls(**values)
         except FileError as error:  # values that are each right, and do not fit together
-            alone = before == len(self._mistakes) + self._more
+            alone = before == len(self._mistakes)
             for mistake in error.mistakes if alone else ():
                 self._wrong(prefix + mistake.place, prefix + mistake.what, mistake.way_out)
             return _WRONG
@@ -322,34 +314,23 @@ class Reader:
         prefix, _, last = path.rpartition(".")
         names = [f"{prefix}.{name}".lstrip(".") for name in _keys(cls)]
         leaves = {name.rpartition(".")[2]: name for name in reversed([*every_key(self._root)])}
-        near = difflib.get_close_matches(path, names, 1, 0.6)
-        near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
-        near = [leaves[last]] if last in leaves else near
+        near = [leaves[last]] if last in leaves else []
+        if not near and len(self._mistakes) < SHOWN:  # it is slow, and others are not shown
+            near = difflib.get_close_matches(path, names, 1, 0.6)
+            near = near or [leaves[n] for n in difflib.get_close_matches(last, leaves, 1, 0.6)]
         way_out = f"Did you mean {near[0]!r}?" if near else f"Keys here are {', '.join(names)}"
         for name in (last.lower(), path):
             way_out = self._pointers.get(name, way_out)
         self._wrong(path, f"{path} = {_shown(value)}: there is no key {path!r}", way_out)
 
 
-def _argument_value(text: str) -> Any:
-    """A value as TOML reads it, or else the text itself: nobody wants to quote in a shell."""
-    if re.fullmatch(r"[+-]?[0-9_]{20,}", text):
-        raise ValueError("it is a whole number beyond 64 bits. Write less")
-    try:
-        return parse_toml(f"x = {text}", "this", ValueError)["x"]
-    except ValueError as error:
-        if "is not TOML" not in str(error):
-            raise
-        return text
-
-
 def out_of_bounds(value: Any) -> list[Mistake]:
     """What is wrong with the fields of an instance that a program made, each by itself."""
-    each = (
-        (name, _problem(getattr(value, one.attribute), name, one.limits))
-        for name, one in _keys(value.__class__).items()
-    )
-    return [Mistake(name, *problem) for name, problem in each if problem]
+    mistakes = []
+    for name, one in _keys(value.__class__).items():
+        if problem := _problem(getattr(value, one.attribute), name, one.limits):
+            mistakes.append(Mistake(name, *problem))
+    return mistakes
 
 
 def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -430,26 +411,28 @@ def _kind(value: Any) -> str:
         return f"a list of {len(value)}"
     if isinstance(value, float) and not math.isfinite(value):
         return "no finite number"
-    return _KINDS[type(value)][0] if type(value) in _KINDS else "a date"
+    return _KINDS.get(type(value), ("a date",))[0]
 
 
 # ---- from a value to text
 
 
 def dump(value: Any, *, short: bool = False) -> str:
-    """The TOML file that reads back as this value, with what each key means.
-
-    A short one has no comments and no keys that have their default, and floats have six digits:
-    more than any clock gives.
-    """
+    """The TOML file that reads back as this value, with what each key means. A short one has no comments
+    and no keys that have their default, and floats have six digits: more than any clock gives."""
     return "\n".join(_dumped(value, "", short)).strip() + "\n"
 
 
 def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
     """Plain keys first, then tables, then lists of tables: the order that TOML demands."""
     tables = []
-    for name, item, description in _items(value, short):
-        comment = f"  # {description}" if description else ""
+    keys = {} if isinstance(value, Mapping) else _keys(value.__class__)
+    items = {n: getattr(value, one.attribute) for n, one in keys.items()} if keys else value
+    for name, item in items.items():
+        if short and name in keys and item in (None, keys[name].default):
+            continue
+        described = name in keys and keys[name].description and not short
+        comment = f"  # {keys[name].description}" if described else ""
         first = item[0] if isinstance(item, tuple) and item else item
         if is_dataclass(first) or (isinstance(item, Mapping) and item):
             tables.append((_quoted(name), item, comment))
@@ -461,19 +444,6 @@ def _dumped(value: Any, path: str, short: bool) -> Iterator[str]:
         for one in item if isinstance(item, tuple) else (item,):
             head = f"[[{inner}]]" if one is not item else f"[{inner}]{comment}"
             yield from ("", head, *_dumped(one, inner, short))
-
-
-def _items(value: Any, short: bool) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and description of what is printed of a table."""
-    if isinstance(value, Mapping):
-        yield from ((name, item, "") for name, item in value.items())
-        return
-    for name, one in _keys(value.__class__).items():
-        item = getattr(value, one.attribute)
-        if not short:
-            yield name, item, one.description
-        elif item is not None and item != one.default:
-            yield name, item, ""
 
 
 def _quoted(name: str) -> str:
@@ -497,25 +467,22 @@ def toml_value(value: Any, short: bool = False) -> str:
 
 def schema(cls: Any, title: str = "") -> dict[str, Any]:
     """The JSON Schema of a file's keys."""
-    keys = _keys(cls)
-    made: dict[str, Any] = {"type": "object", "additionalProperties": False}
-    made["properties"] = {name: _property(one) for name, one in keys.items()}
-    if required := [name for name, one in keys.items() if one.default is MISSING]:
-        made["required"] = required
-    if title:
-        made = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **made}
-    return made
-
-
-def _property(one: _Key) -> dict[str, Any]:
-    limits = {json_name: one.limits.get(ours) for ours, json_name in _BOUNDS.items()}
-    made = _typed(one.type, {name: bound for name, bound in limits.items() if bound is not None})
-    made["description"] = one.description
-    if one.limits.get("choices"):
-        made["enum"] = list(one.limits["choices"])
-    if one.default is not MISSING and not is_dataclass(one.type):
-        made["default"] = list(one.default) if isinstance(one.default, tuple) else one.default
-    return made
+    properties, required = {}, []
+    for name, one in _keys(cls).items():
+        limits = {json_name: one.limits.get(ours) for ours, json_name in _BOUNDS.items()}
+        properties[name] = _typed(one.type, {k: x for k, x in limits.items() if x is not None})
+        properties[name]["description"] = one.description
+        if one.limits.get("choices"):
+            properties[name]["enum"] = list(one.limits["choices"])
+        if one.default is MISSING:
+            required.append(name)
+        elif not is_dataclass(one.type):
+            plain = list(one.default) if isinstance(one.default, tuple) else one.default
+            properties[name]["default"] = plain
+    made = {"type": "object", "additionalProperties": False, "properties": properties}
+    made |= {"required": required} if required else {}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title}
+    return head | made if title else made
 
 
 def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .choices import ACCUM, OPTIMIZERS, PRECISIONS
-from .codec import FileError, Mistake, Reader, dump, key, schema, table
+from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text
 from .layout import Layout
@@ -232,16 +232,16 @@ class Run:
     memory: float = key(
         0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU", minimum=0
     )
-    lora: LoraChoice = table(LoraChoice, "LoRA: adapters are trained, and nothing else")
-    optimizer: OptimizerChoice = table(OptimizerChoice, "optimizer and learning-rate schedule")
-    checkpoint: Checkpoints = table(Checkpoints, "when checkpoints are saved, and where")
-    train: Training = table(Training, "what happens when ranks fail or are missing")
-    network: Networking = table(Networking, "how hosts reach each other")
-    metrics: Metrics = table(Metrics, "what is logged")
-    validation: Validation = table(Validation, "the loss on the validation split")
-    profile: Profiling = table(Profiling, "a trace of some steps")
-    prepare: Preparing = table(Preparing, "how text is read where `model` has a tokenizer")
-    hang: Hangs = table(Hangs, "when a run is taken to hang, and which ranks are reported as slow")
+    lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
+    optimizer: OptimizerChoice = key(OptimizerChoice(), "optimizer and learning-rate schedule")
+    checkpoint: Checkpoints = key(Checkpoints(), "when checkpoints are saved, and where")
+    train: Training = key(Training(), "what happens when ranks fail or are missing")
+    network: Networking = key(Networking(), "how hosts reach each other")
+    metrics: Metrics = key(Metrics(), "what is logged")
+    validation: Validation = key(Validation(), "the loss on the validation split")
+    profile: Profiling = key(Profiling(), "a trace of some steps")
+    prepare: Preparing = key(Preparing(), "how text is read where `model` has a tokenizer")
+    hang: Hangs = key(Hangs(), "when a run is taken to hang, and which ranks are reported as slow")
 
     @classmethod
     def parse(
@@ -268,13 +268,9 @@ class Run:
     @classmethod
     def load(cls, path: str, overrides: tuple[str, ...] = (), adopt: Adopt | None = None) -> Run:
         """The run of a file; without one (an empty path) that of the arguments alone."""
-        if not path:
-            return cls.parse("", "run", overrides, adopt)
-
-        def refuse(why: str) -> RunError:
-            return RunError(path, [Mistake("", why.rstrip("."), _WRITE_ONE)])
-
-        return cls.parse(read_text(path, "run file", refuse), path, overrides, adopt)
+        write_one = "`phalanx train --print-config` prints one to begin with"
+        text = text_of(path, "run file", RunError, write_one) if path else ""
+        return cls.parse(text, path or "run", overrides, adopt)
 
     def __str__(self) -> str:
         return dump(self)
@@ -335,16 +331,14 @@ class Run:
         layout = Layout.parse(self.layout)
         layout = replace(layout, precision=self.precision or layout.precision)
         batch = self.batch or (shape.batch if shape else 0)
-        if not batch:
-            return layout
-        divided = self.divided(layout, batch)
+        divided = self.divided(layout, batch) if batch else layout
         count = written.get("microbatches", divided.microbatches)
-        if self.microbatch and count != divided.microbatches:
-            what = (
-                f"microbatch = {self.microbatch} cuts batch = {batch} over dp{layout.dp} into"
-                f" {divided.microbatches} microbatches, and layout = {self.layout!r} into {count}"
+        if batch and self.microbatch and count != divided.microbatches:
+            cut = f"microbatch = {self.microbatch} cuts batch = {batch} over dp{layout.dp}"
+            what = f"{cut} into {divided.microbatches} microbatches, and layout = {self.layout!r}"
+            raise RunError(
+                "run", [Mistake("microbatch", f"{what} into {count}", "Write one of them")]
             )
-            raise RunError("run", [Mistake("microbatch", what, "Write one of them")])
         return divided
 
     @property
@@ -365,16 +359,15 @@ class Run:
         """The layout with as many microbatches as `microbatch` makes of a batch."""
         if not self.microbatch:
             return layout
-        count, rest = divmod(batch, layout.dp * self.microbatch)
+        dp = layout.dp
+        count, rest = divmod(batch, dp * self.microbatch)
         if rest or not count:
-            dp = layout.dp
-            what = (
-                f"microbatch = {self.microbatch} on each of dp{dp} does not divide batch = {batch}"
-            )
+            what = f"microbatch = {self.microbatch} on each of dp{dp}"
             fits = [n for n in range(1, min(batch // dp, 4096) + 1) if batch % (dp * n) == 0]
             fits = sorted(sorted(fits, key=lambda n: abs(n - self.microbatch))[:3])
-            way_out = " or ".join(map(str, fits)) or f"a batch that {dp} divides"
-            raise RunError("run", [Mistake("microbatch", what, f"Write {way_out}")])
+            way_out = f"Write {' or '.join(map(str, fits)) or f'a batch that {dp} divides'}"
+            mistake = Mistake("microbatch", f"{what} does not divide batch = {batch}", way_out)
+            raise RunError("run", [mistake])
         return replace(layout, microbatches=count)
 
     def tokens(self, shape: Shape) -> int:
@@ -401,23 +394,17 @@ _TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.target
 ALL_LINEAR = "all-linear"  # as peft writes it
 _PEFT = {f"{name}_proj": f"w{name}" for name in "qkvo"}
 _PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
-# Keys of earlier versions.
-_RENAMED = {
-    "masks": "document_masks",
-    "optimizer.kind": "optimizer.name",
-    "optimizer.warmup": "optimizer.warmup_steps",
-    "optimizer.fall": "optimizer.decay_steps",
-    "optimizer.least": "optimizer.min_lr, which is a learning rate and no longer a part of lr",
-    "optimizer.decay": "optimizer.weight_decay",
-}
-# What PyTorch, torchtitan, nanoGPT, Megatron, DeepSpeed and transformers call it.
+# What earlier versions, PyTorch, torchtitan, nanoGPT, Megatron, DeepSpeed and transformers call it.
 _OTHERS = {
-    "optimizer.lr": ("learning_rate", "max_lr"),
-    "optimizer.min_lr": ("min_lr_factor", "min_lr_ratio"),
+    "document_masks": ("masks",), "optimizer.name": ("optimizer.kind",),
+    "optimizer.lr": ("learning_rate", "max_lr"), "optimizer.weight_decay": ("optimizer.decay",),
+    "optimizer.min_lr, which is a learning rate": ("min_lr_factor", "min_lr_ratio", "optimizer.least"),
     "optimizer.clip": ("grad_clip", "clip_grad", "max_norm", "max_grad_norm", "gradient_clipping"),
     "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
-    "optimizer.warmup_steps": ("warmup_iters", "lr_warmup_iters", "warmup_ratio"),
-    "optimizer.decay_steps": ("decay_ratio", "lr_decay_iters", "lr_decay_style"),
+    "optimizer.warmup_steps": (
+        "warmup_iters", "lr_warmup_iters", "warmup_ratio", "optimizer.warmup",
+    ),
+    "optimizer.decay_steps": ("decay_ratio", "lr_decay_iters", "lr_decay_style", "optimizer.fall"),
     'data="a:0.7, b:0.3"': (
         "dataset", "datasets", "data_path", "dataset_path", "train_data", "train_file", "data_dir",
     ),
@@ -460,10 +447,7 @@ _OTHERS = {
     ),
     'layout="offload:activations"': ("offload", "cpu_offload"),
 }  # fmt: skip
-_POINTERS = {old: f"It is now {new}" for old, new in _RENAMED.items()} | {
-    other: f"Write {ours}" for ours, others in _OTHERS.items() for other in others
-}
-_WRITE_ONE = "`phalanx train --print-config` prints one to begin with"
+_POINTERS = {other: f"Write {ours}" for ours, others in _OTHERS.items() for other in others}
 
 
 def run_file(name: str) -> Run | None:
@@ -478,11 +462,6 @@ def shape_named(name: str) -> Shape:
     """The shape of a name, or of the model of a run file, with what the run trains of it."""
     run = run_file(name)
     return run.shape if run else Shape.load(name)
-
-
-def run_schema() -> dict[str, Any]:
-    """The JSON Schema of the run file."""
-    return schema(Run, "phalanx run file")
 
 
 def misfits(run: Run, shape: Shape, layout: Layout | None) -> Iterator[Mistake]:
@@ -504,8 +483,8 @@ def _misfits(run: Run) -> Iterator[Mistake]:
     """What does not fit together, though each key by itself is right. `place` is a key."""
     yield from _plan(run)
     yield from _files(run)
-    for place in ("lora.r", "freeze") if run.own else ():
-        if run.lora.r if place == "lora.r" else run.freeze:
+    for place, value in (("lora.r", run.lora.r), ("freeze", run.freeze)) if run.own else ():
+        if value:
             what = f"{place} with model = {run.own!r}, no built-in decoder"
             yield Mistake(place, what, "Leave it out; your own class may use requires_grad_(False)")
     shape = None
@@ -546,7 +525,8 @@ def _layout(run: Run, shape: Shape | None) -> Iterator[Mistake]:
 def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if shape.kind != "decoder":
         what = f"model = {run.model!r} is no decoder, and the data is text"
-        yield Mistake("model", what, f"Choose one of {', '.join(_decoders())}")
+        decoders = [name for name in Shape.names() if Shape.load(name).kind == "decoder"]
+        yield Mistake("model", what, f"Choose one of {', '.join(decoders)}")
         return
     if shape.positions == "learned" and run.sequence > shape.sequence:
         what = f"sequence = {run.sequence}: {shape.name} has learned {shape.sequence} positions"
@@ -555,10 +535,6 @@ def _tokens(run: Run, shape: Shape) -> Iterator[Mistake]:
     if PYTHON in named and not run.hub and shape.vocab < BYTES:
         what = f"model = {run.model!r} has a vocabulary of {shape.vocab}, and bytes are {BYTES}"
         yield Mistake("model", what, f"Give it vocab = {BYTES} or more")
-
-
-def _decoders() -> list[str]:
-    return [name for name in Shape.names() if Shape.load(name).kind == "decoder"]
 
 
 def _plan(run: Run) -> Iterator[Mistake]:
@@ -573,9 +549,8 @@ def _plan(run: Run) -> Iterator[Mistake]:
         way_out = f"Write decay_steps = {run.steps - o.warmup_steps} or less"
         yield Mistake("optimizer.decay_steps", what, way_out)
     if o.decay_steps and o.schedule != "wsd":
-        what = (
-            f"optimizer.decay_steps = {o.decay_steps} has no effect with schedule = {o.schedule!r}"
-        )
+        what = f"optimizer.decay_steps = {o.decay_steps} has no effect"
+        what += f" with schedule = {o.schedule!r}"
         yield Mistake("optimizer.decay_steps", what, 'Leave it out, or write schedule = "wsd"')
     if o.min_lr is not None and o.min_lr > o.lr:
         what = f"optimizer.min_lr = {o.min_lr:g} is more than lr = {o.lr:g}"
@@ -598,11 +573,8 @@ def _files(run: Run) -> Iterator[Mistake]:
             what = f"data = {path!r} is not there"
             yield Mistake("data", what, 'Write data = "python" for the built-in text, or a path')
     if len({weight > 0 for _, weight in run.sources}) != 1:
-        what = (
-            "data names a source without a weight beside one with"
-            if run.sources
-            else "data names nothing"
-        )
+        beside = "a source without a weight beside one with"
+        what = f"data names {beside if run.sources else 'nothing'}"
         yield Mistake("data", what, 'Write data = "a:0.7, b:0.3", or none for all in full')
     for name in ("tensorboard", "wandb", "trackio"):
         if getattr(run.metrics, name) and importlib.util.find_spec(name) is None:
@@ -629,21 +601,18 @@ def _files(run: Run) -> Iterator[Mistake]:
 
 def _remote(url: str) -> Iterator[Mistake]:
     """Why nothing can be uploaded to a URL."""
-    what = f"checkpoint.remote = {url!r}"
-    if "://" not in url:
-        yield Mistake(
-            "checkpoint.remote", f"{what} is no URL", "Write s3://bucket/run, or leave it out"
-        )
+    place = "checkpoint.remote"
+    what, (scheme, separator, _) = f"{place} = {url!r}", url.partition("://")
+    if not separator:
+        yield Mistake(place, f"{what} is no URL", "Write s3://bucket/run, or leave it out")
     elif importlib.util.find_spec("fsspec") is None:
         what += " needs fsspec, which is not installed"
-        yield Mistake("checkpoint.remote", what, "pip install 'phalanx[remote]'")
+        yield Mistake(place, what, "pip install 'phalanx[remote]'")
     else:
         try:
-            importlib.import_module("fsspec").get_filesystem_class(url.partition("://")[0])
+            importlib.import_module("fsspec").get_filesystem_class(scheme)
         except (ImportError, ValueError) as error:
-            yield Mistake(
-                "checkpoint.remote", f"{what}: {str(error).rstrip('.')}", "Or another URL"
-            )
+            yield Mistake(place, f"{what}: {str(error).rstrip('.')}", "Or another URL")
 
 
 def _folder(name: str, folder: str) -> Iterator[Mistake]:

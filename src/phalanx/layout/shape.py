@@ -22,13 +22,7 @@ _FOLDER = Path(__file__).parent / "shapes"
 # Names under which the shapes that ship with phalanx are published.
 _LLAMA = re.compile(r"(?:meta-)?llama-?3(?:\.[12])?-?(1b|8b|70b|405b)(?:-instruct)?")
 _BLOCKS = re.compile(r"layers(?:\.([0-9]{1,5})(?:-([0-9]{1,5}))?)?")  # layers.0-3
-_PUBLISHED = {
-    "gpt2": "124m",
-    "gpt-2": "124m",
-    "gpt2-small": "124m",
-    "gpt2-124m": "124m",
-    "1t": "1t-gpt",
-}
+_PUBLISHED = dict.fromkeys(("gpt2", "gpt-2", "gpt2-small", "gpt2-124m"), "124m") | {"1t": "1t-gpt"}
 
 
 class ShapeError(FileError, LayoutError):
@@ -150,23 +144,21 @@ class Shape:
         yield from self._unlike_latents()
         if not self.experts:
             return
-        each, groups = self.experts // self.expert_groups, self.expert_groups
+        groups, chosen = self.expert_groups, self.top_groups
+        each = self.experts // groups
         if groups > 1 and (self.experts % groups or each < 2):
             what = f"experts = {self.experts} are no {groups} equal groups of two or more"
             yield Mistake("expert_groups", what, "Write a divisor of experts that leaves two")
-        elif self.top_groups > groups or (groups > 1 and self.top_k > each * self.top_groups):
-            what = (
-                f"top_groups = {self.top_groups} of {groups} have {each * self.top_groups} experts"
-            )
+        elif chosen > groups or (groups > 1 and self.top_k > each * chosen):
+            what = f"top_groups = {chosen} of {groups} have {each * chosen} experts"
             yield Mistake("top_groups", what, f"Write so many that there are top_k = {self.top_k}")
         if self.top_k > self.experts:
             what = f"top_k = {self.top_k} is more than experts = {self.experts}"
             yield Mistake("top_k", what, f"Write at most {self.experts}")
         if self.dense_layers >= self.layers:
-            what = (
-                f"dense_layers = {self.dense_layers} leaves no block of {self.layers} for experts"
-            )
-            yield Mistake("dense_layers", what, f"Write at most {self.layers - 1}, or experts = 0")
+            what = f"dense_layers = {self.dense_layers} leaves no block of {self.layers}"
+            way_out = f"Write at most {self.layers - 1}, or experts = 0"
+            yield Mistake("dense_layers", f"{what} for experts", way_out)
         if self.kind == "mlp" or not self.gated:
             what = "experts are gated MLPs, in a decoder"
             yield Mistake("experts", what, "Leave out kind and gated, or experts")
@@ -244,8 +236,7 @@ class Shape:
 
     def routed_cost(self, piece: int) -> int:
         """Forward work of a piece's routed experts for one sequence; see `cost`."""
-        each = self._feed_forward(self.expert_ffn) * self.sequence
-        return self.top_k * each if self.sparse(piece) else 0
+        return self.routed(piece) // max(1, self.experts) * self.top_k * self.sequence
 
     def parameters(self, piece: int, *, active: bool = False) -> int:
         """Numbers in the weights of one piece; a tied output weight is counted with the embedding.
@@ -331,9 +322,8 @@ class Shape:
         if self.kind == "mlp":
             return [("weight", self.hidden, self.hidden, 1)]
         sparse = self.sparse(piece)
-        count, width = (
-            (self.top_k + self.shared_experts, self.expert_ffn) if sparse else (1, self.ffn)
-        )
+        count = self.top_k + self.shared_experts if sparse else 1
+        width = self.expert_ffn if sparse else self.ffn
         return [
             *[("router", self.hidden, self.experts, 1)] * sparse,
             *[(*product, 1) for product in self._projections()],
@@ -355,10 +345,8 @@ class Shape:
         return dense, [(a, b) for _, a, b in of_experts] * self.experts
 
     def cost(self, piece: int) -> int:
-        """Forward work of a piece for one sequence, in multiply-adds: what stages are balanced by.
-
-        A lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal.
-        """
+        """Forward work of a piece for one sequence, in multiply-adds: what stages are balanced by. A
+        lookup is nothing, the head multiplies by the whole vocabulary, attention counts causal."""
         if self.kind == "mlp":
             return self.parameters(piece)
         if piece == 0:
@@ -382,22 +370,16 @@ class Shape:
             return hub_shape(name.removeprefix(HUB))
         if name.endswith(".toml"):
             return load(cls, name, "shape", ShapeError, name=Path(name).stem)
-        known = cls._known(name)
-        if known:
-            path = _FOLDER / f"{known}.toml"
-            return cls.parse(path.read_text(encoding="utf-8"), known)
-        raise LayoutError(
-            f"{no_such('shape', name, cls.names(), 0.3)} Shapes are {', '.join(cls.names())};"
-            " or name a .toml file with the same keys, or hf:FOLDER."
-        )
-
-    @classmethod
-    def _known(cls, name: str) -> str:
-        """The shape that a name means: in capitals too, and as it is published (Llama-3-8B: 8b)."""
+        # In capitals too, and as it is published (Llama-3-8B is 8b).
         plain = name.rpartition("/")[2].lower().replace("_", "-")
         llama = _LLAMA.fullmatch(plain)
         known = llama[1] if llama else _PUBLISHED.get(plain, plain)
-        return known if known in cls.names() else ""
+        if known not in cls.names():
+            raise LayoutError(
+                f"{no_such('shape', name, cls.names(), 0.3)} Shapes are {', '.join(cls.names())};"
+                " or name a .toml file with the same keys, or hf:FOLDER."
+            )
+        return cls.parse((_FOLDER / f"{known}.toml").read_text(encoding="utf-8"), known)
 
     @classmethod
     def parse(cls, text: str, name: str) -> Shape:

@@ -3,12 +3,12 @@
 from .build import build
 from .check import Proof, check, faults
 from .load import AttentionLoad, Load, MessageLoad, PieceCost, Product, at_rows, joined
-from .memory import Peak, Sizes
+from .memory import Sizes
 from .ops import KINDS, Kind
 from .program import Op, Program, ProgramError
 from .recorded import Recorded
 from .schedules import SCHEDULES, schedule
-from .search import bound, search
+from .search import search
 from .simulate import Costs, repeat, simulate
 from .timeline import Span, Timeline
 
@@ -21,7 +21,6 @@ __all__ = [
     "Load",
     "MessageLoad",
     "Op",
-    "Peak",
     "Product",
     "Program",
     "ProgramError",
@@ -33,7 +32,6 @@ __all__ = [
     "PieceCost",
     "at_rows",
     "joined",
-    "bound",
     "build",
     "check",
     "faults",

@@ -7,23 +7,9 @@ from dataclasses import replace
 
 from ..layout import Layout
 from ..layout.choices import traits
+from . import passes
 from .memory import Sizes
 from .ops import BACKWARDS, COUNT, COUNT_ROUTES, FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT
-from .passes import (
-    exchange,
-    expand,
-    finish,
-    gather,
-    matrices,
-    messages,
-    offload_activations,
-    overlap,
-    recompute,
-    recompute_to_fit,
-    reduce,
-    sum_parts,
-    tie,
-)
 from .program import Op, Program, ProgramError, uncollected
 from .schedules import refuse_vast, schedule
 from .search import search
@@ -55,38 +41,43 @@ def build(
     schedule orders for these costs, each rank keeping at most `held` microbatches."""
     refuse_vast(max((stage.stop for stage in stages), default=0) * layout.microbatches)
     if traits(layout.schedule).searched:
-        costs = _stage_costs(
-            costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1}), stages
-        )
-        order = search(layout.pp, layout.microbatches, layout.chunks, costs, held)
+        costs = costs or Costs({FORWARD: 1, INPUT_GRADIENT: 1, WEIGHT_GRADIENT: 1})
+        whole_stages = _stage_costs(costs, stages)
+        order = search(layout.pp, layout.microbatches, layout.chunks, whole_stages, held)
     else:
         order = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-    program = expand(Program(order.rows, layout.mesh), stages, tied, frozen)
+    program = passes.expand(Program(order.rows, layout.mesh), stages, tied, frozen)
 
-    def beside(program: Program) -> Program:
-        first = traits(layout.schedule).forward_first
-        chosen = experts and (layout.overlap or first)
-        return overlap(program, stages, experts, forward_first=first) if chosen else program
+    first, each = traits(layout.schedule).forward_first, layout.reduce == "micro"
+    replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
 
     def rest(program: Program) -> Program:
-        program = sum_parts(_placed(layout, beside(program), experts, overlaps), parts)
-        return matrices(finish(program, agree=agree), whole)
+        """What follows from the order of computing."""
+        if experts and (layout.overlap or first):
+            program = passes.overlap(program, stages, experts, forward_first=first)
+        if "activations" in layout.offload:
+            program = passes.offload_activations(program)
+        program = _fed(layout, program, experts)
+        at_end = not (overlaps or each)
+        program = passes.reduce(program, each_microbatch=each, replicas=replicas, at_end=at_end)
+        program = passes.sum_parts(passes.tie(program), parts)
+        return passes.matrices(passes.finish(program, agree=agree), whole)
 
     if layout.recompute != "fit":
         # A compiled backward computes again by itself what its graph did not keep.
         inside = layout.compile and layout.recompute == "selective"
         mode = "none" if inside else layout.recompute
-        return rest(recompute(program, stages, mode, experts))
+        return rest(passes.recompute(program, stages, mode, experts))
     if sizes is None:
         raise ProgramError("recompute:fit needs the bytes that pieces keep and a memory limit.")
-    return rest(recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
+    return rest(passes.recompute_to_fit(program, sizes, [limit] * len(program.rows), rest))
 
 
 def _fed(layout: Layout, program: Program, experts: Collection[int]) -> Program:
     """What brings an operation its input and its weights: exchanges, messages and gathers."""
-    program = messages(exchange(program, experts))
+    program = passes.messages(passes.exchange(program, experts))
     if layout.zero or "weights" in layout.offload:
-        program = gather(
+        program = passes.gather(
             program,
             each_use=layout.gather == "micro",
             drop=layout.zero == 3 or "weights" in layout.offload,
@@ -102,19 +93,6 @@ def forward_only(program: Program, layout: Layout) -> Program:
     experts = {op.piece for row in program.rows for op in row if op.kind == COUNT_ROUTES}
     bare = _fed(layout, bare, experts)
     return bare.with_rows((Op(COUNT), *row) for row in bare.rows)
-
-
-def _placed(layout: Layout, program: Program, experts: Collection[int], overlaps: bool) -> Program:
-    """What follows from the order of computing."""
-    if "activations" in layout.offload:
-        program = offload_activations(program)
-    program = _fed(layout, program, experts)
-    replicas = layout.shards > 1 and layout.mesh.of("dp.replicate") > 1
-    each = layout.reduce == "micro"
-    program = reduce(
-        program, each_microbatch=each, replicas=replicas, at_end=not (overlaps or each)
-    )
-    return tie(program)
 
 
 def _stage_costs(costs: Costs, stages: Sequence[range]) -> Costs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from . import ops
 from .graph import Graph, graph, group_axes, possible
@@ -44,33 +45,26 @@ def check(program: Program, sizes: Sizes | None = None) -> Proof:
 
 def held(program: Program) -> tuple[float, ...]:
     """The most microbatches between forward and (last) backward on each row."""
-    problems = []
+    most = []
     for row in program.rows:
         share = 1 / max(1, len({op.piece for op in row if op.kind == ops.FORWARD}))
-        now = most = 0
-        for op in row:
-            now += (op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES)
-            most = max(most, now)
-        problems.append(round(most * share, 9))
-    return tuple(problems)
+        steps = ((op.kind == ops.FORWARD) - (op.kind in ops.CONTRIBUTES) for op in row)
+        most.append(round(max(accumulate(steps, initial=0)) * share, 9))
+    return tuple(most)
 
 
 @uncollected()
 def faults(program: Program, walked: Sequence[State] = ()) -> tuple[str, ...]:
     """Everything that is wrong with a program; the first cause first. `walked` are the states of its
     rows, of which none has begun."""
-    problems = [*_one_line(program), *_names(program), *_homes(program)]
-    if problems:
+    if problems := [*_one_line(program), *_names(program), *_homes(program)]:
         return tuple(problems)
     states = walked or [State(program, number) for number in range(len(program.rows))]
     weights = [list(_weights(program, number, now)) for number, now in enumerate(states)]
     made = graph(program, states)
-    problems += _needs(made)
-    problems += _groups(made)
-    problems += _collectives(made)
+    problems = [*_needs(made), *_groups(made), *_collectives(made)]
     for number in range(len(program.rows)):
-        problems += _left_over(program, number)
-        problems += weights[number]
+        problems += [*_left_over(program, number), *weights[number]]
     problems += _ties(program)
     return tuple(dict.fromkeys(problems)) or tuple(_deadlock(made))
 
@@ -112,10 +106,8 @@ def _names(program: Program) -> Iterator[str]:
                 yield f"{who}: {op} stands {count} times; each operation stands once."
             if op.kind in ops.ON_STEP:
                 continue
-            host = homes.get(op.piece)
-            tied = op.kind in ops.ON_UNIT and any(
-                homes.get(p) == number for p in program.users(op.piece)
-            )
+            host, users = homes.get(op.piece), program.users(op.piece)
+            tied = op.kind in ops.ON_UNIT and any(homes.get(p) == number for p in users)
             if host is None and not tied:
                 yield f"{who}: {op} names piece {op.piece}, of which no rank has a forward."
             elif host is not None and host != number and not tied:
@@ -149,10 +141,9 @@ def _needs(made: Graph) -> Iterator[str]:
     for i, what in made.lacks:
         row, op = made.ops[i]
         yield f"{_rank(made.program, row)}: {op} needs {what}, which is not there."
-    for i, before in enumerate(made.before):
-        for j in before:
-            if j > i and made.ops[j][0] == made.ops[i][0]:
-                row, op = made.ops[i]
+    for i, (row, op) in enumerate(made.ops):
+        for j in made.before[i]:
+            if j > i and made.ops[j][0] == row:
                 yield f"{_rank(made.program, row)}: {op} stands before {made.ops[j][1]}, which it needs."
 
 
@@ -197,10 +188,8 @@ def _collectives(made: Graph) -> Iterator[str]:
         for op in sorted(mine):
             for other in program.members(row, group_axes(op, program)):
                 if op not in calls[other]:
-                    yield (
-                        f"{_rank(program, row)}: {op} is a call that {_rank(program, other)} of its"
-                        " group never makes."
-                    )
+                    never = f"{_rank(program, other)} of its group never makes"
+                    yield f"{_rank(program, row)}: {op} is a call that {never}."
 
 
 def _left_over(program: Program, number: int) -> Iterator[str]:
@@ -221,10 +210,9 @@ def _left_over(program: Program, number: int) -> Iterator[str]:
         unused = not back and (kind in ops.RECOMPUTES or (piece, m) not in again)
         if unused and kind in (*ops.RECOMPUTES, ops.RELOAD):
             yield f"{who}: {op} brings back what no backward uses."
-        if kind == ops.RECEIVE:
-            used = (ops.FORWARD, piece, m) in named if of == ops.FORWARD else back
-            if not used:
-                yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
+        used = (ops.FORWARD, piece, m) in named if of == ops.FORWARD else back
+        if kind == ops.RECEIVE and not used:
+            yield f"{who}: {op} receives what no {piece}{op.of}{m} uses."
         if kind == ops.OFFLOAD and (ops.RELOAD, piece, m) not in named:
             yield f"{who}: {op} moves out what {Op(ops.RELOAD, piece, m)} never brings back."
         if kind in (ops.FORWARD, *ops.PROPAGATES):

@@ -75,14 +75,12 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
             waits: list[int] = []
             for need in needs:
                 if not isinstance(need, Op):
-                    made.lacks.append((i, need.what))
+                    made.lacks.append((i, need))
                     continue
                 j = base + state.at[need]
                 if j >= i:
                     first.append(j)
-                elif (
-                    lanes[j] != COMPUTE
-                ):  # else the last computation, which is added below, says it
+                elif lanes[j] != COMPUTE:  # else the last computation, added below, says it
                     first.append(j)
                     waits.append(j)
             if where in last:
@@ -106,18 +104,14 @@ def _pair(made: Graph) -> None:
     seen: Counter[tuple[str, str]] = Counter()
     events, event = made.events, made.event
     for i, (row, op) in enumerate(made.ops):
+        number = len(events)
         if op[3]:
             # Both ends count their messages on the flow; equal counts meet.
             end = (made.lanes[i], op[0])
-            key: tuple[object, ...] = (made.lanes[i], seen[end])
+            number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
         elif op[0] in ops.COLLECTIVES:
-            key = (op[:3], _group(made.program, row, op))
-        else:
-            event.append(len(events))
-            events.append([i])
-            continue
-        number = joint.setdefault(key, len(events))
+            number = joint.setdefault((op[:3], _group(made.program, row, op)), number)
         if number == len(events):
             events.append([])
         events[number].append(i)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial, reduce
+from operator import add
 from typing import Any
 
 
@@ -115,22 +116,14 @@ class PieceCost:
 def joined(parts: Sequence[PieceCost]) -> PieceCost:
     """Parts of a block as one piece, without what travels between them. What comes and goes is the least
     of theirs: who has a bound of this has one of each."""
-    first, *rest = parts
-    for part in rest:
-        sums = {n: getattr(first, n) + getattr(part, n) for n in _names(PieceCost)}
-        sums |= {"temporary": min(first.temporary, part.temporary), "edge": part.edge}
-        first = PieceCost(**sums)
-    return first
+    sums = {n: reduce(add, (getattr(part, n) for part in parts)) for n in _names(PieceCost)}
+    sums |= {"temporary": min(part.temporary for part in parts), "edge": parts[-1].edge}
+    return PieceCost(**sums)
 
 
 def at_rows(one: PieceCost, two: PieceCost) -> Callable[[float], PieceCost]:
     """The piece for any number of rows, from costings at one row and at two."""
-
-    def costed(rows: float) -> PieceCost:
-        cost: PieceCost = _line(one, two, rows)
-        return cost
-
-    return costed
+    return partial(_line, one, two)
 
 
 def _line(a: Any, b: Any, rows: float) -> Any:
@@ -141,8 +134,7 @@ def _line(a: Any, b: Any, rows: float) -> Any:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return tuple(_line(x, y, rows) for x, y in zip(a, b, strict=True))
     kind: Any = type(a)
-    names = _names(kind)
-    return kind(*(_line(getattr(a, n), getattr(b, n), rows) for n in names))
+    return kind(*(_line(getattr(a, n), getattr(b, n), rows) for n in _names(kind)))
 
 
 @cache

@@ -56,14 +56,6 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class MemoryChange:
-    """What an operation takes when it starts and gives back when it ends, by kind in bytes."""
-
-    takes: tuple[tuple[str, float], ...] = ()
-    gives: tuple[tuple[str, float], ...] = ()
-
-
-@dataclass(frozen=True)
 class Peak:
     """The most that a rank holds: of everything together, and of each kind by itself."""
 
@@ -94,27 +86,27 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
     }
 
 
-Followed = Sequence[Step]
-
-
-def follow(program: Program, sizes: Sizes, row: int) -> Followed:
+def follow(program: Program, sizes: Sizes, row: int) -> list[Step]:
     """What each operation of a row takes and gives back, buffer by buffer. Of the sizes it matters
     only whether gradients have shards."""
     return State(program, row, in_place=not sizes.gradient_shard).follow()
 
 
-def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, MemoryChange]]:
-    """What each operation of a row takes and gives back; first, under None, what is always there."""
+Bytes = list[tuple[str, float]]  # by kind
+
+
+def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
+    """What each operation of a row takes when it starts and gives back when it ends; first, under None,
+    what is always there."""
     table = _table(sizes)
 
-    def sized(changed: Iterable[state.Change], sign: int) -> tuple[tuple[str, float], ...]:
-        return tuple(
-            (table[c.what][0], sign * c.sign * _of(table[c.what][1], c.piece)) for c in changed
-        )
+    def sized(changed: Iterable[state.Change], sign: int) -> Bytes:
+        rows = ((*table[c.what], c) for c in changed)
+        return [(kind, sign * c.sign * _of(size, c.piece)) for kind, size, c in rows]
 
-    yield None, MemoryChange(tuple(_always(program, sizes, row).items()))
+    yield None, [*_always(program, sizes, row).items()], []
     for op, _, start, end in follow(program, sizes, row):
-        yield op, MemoryChange(sized(start, 1), sized(end, -1))
+        yield op, sized(start, 1), sized(end, -1)
 
 
 def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
@@ -126,7 +118,9 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     return {kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()}
 
 
-def peaks(program: Program, sizes: Sizes, followed: Sequence[Followed] = ()) -> tuple[Peak, ...]:
+def peaks(
+    program: Program, sizes: Sizes, followed: Sequence[Sequence[Step]] = ()
+) -> tuple[Peak, ...]:
     """The most that each row's ranks hold, when operations follow each other as listed. `followed`
     is what `follow` says of each row, where that is known."""
     rows = range(len(program.rows))
@@ -134,7 +128,7 @@ def peaks(program: Program, sizes: Sizes, followed: Sequence[Followed] = ()) -> 
     return tuple(_peak(_always(program, sizes, row), sizes, each[row]) for row in rows)
 
 
-def _peak(always: Mapping[str, float], sizes: Sizes, followed: Followed) -> Peak:
+def _peak(always: Mapping[str, float], sizes: Sizes, followed: Sequence[Step]) -> Peak:
     table = _table(sizes)
     now, kinds = dict(always), dict(always)
     held = total = sum(always.values())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
 
 from . import ops
@@ -34,18 +35,15 @@ def expand(
     frozen: Collection[int] = (),
 ) -> Program:
     """Operations on virtual stages become operations on their pieces; backward goes down."""
-    rows = []
-    for row in program.rows:
-        out: list[Op] = []
-        for op in row:
-            pieces: Iterable[int] = stages[op.piece]
-            if op.kind in ops.BACKWARDS:
-                pieces = reversed(stages[op.piece])
-            out += [op._replace(piece=piece) for piece in pieces]
-        rows.append(out)
-    return Program(
-        tuple(map(tuple, rows)), program.mesh, program.owner, tied, tuple(sorted(frozen))
+
+    def pieces(op: Op) -> range:
+        stage = stages[op.piece]
+        return stage[::-1] if op.kind in ops.BACKWARDS else stage
+
+    expanded = program.with_rows(
+        [op._replace(piece=piece) for op in row for piece in pieces(op)] for row in program.rows
     )
+    return replace(expanded, tied=tied, frozen=tuple(sorted(frozen)))
 
 
 def recompute(
@@ -60,24 +58,13 @@ def recompute(
     if mode == "selective":
         segments = [range(piece, piece + 1) for piece in range(1, program.pieces - 1)]
         return _with_segments(program, [segments] * len(program.rows), ops.RECOMPUTE_PART)
-    inside = {*experts, *(piece + 1 for piece in experts)}
-    segments = [segment for stage in stages for segment in _segments(stage, mode, inside)]
+    segments, inside = [], {*experts, *(piece + 1 for piece in experts)}
+    for stage in stages:
+        begins = [piece for piece in stage if piece not in inside]
+        length = {"all": 1, "sqrt": max(1, round(math.sqrt(len(begins))))}.get(mode)
+        length = length or int(mode.removeprefix("every="))
+        segments += [range(a, b) for a, b in pairwise([*begins[::length], stage.stop])]
     return _with_segments(program, [segments] * len(program.rows))
-
-
-def _segments(stage: range, mode: str, inside: Collection[int]) -> list[range]:
-    begins = [piece for piece in stage if piece not in inside]
-    if mode == "all":
-        length = 1
-    elif mode == "sqrt":
-        length = max(1, round(math.sqrt(len(begins))))
-    elif mode.startswith("every="):
-        length = int(mode[6:])
-    else:
-        raise ProgramError(
-            f"there is no recomputation {mode!r}: none, all, every=C, sqrt, selective, fit."
-        )
-    return [range(a, b) for a, b in pairwise([*begins[::length], stage.stop])]
 
 
 def _with_segments(
@@ -109,38 +96,27 @@ def recompute_to_fit(
 ) -> Program:
     """Recompute as few pieces on each row as its memory limit allows: those that free most first.
     `rest` are the passes still to come, whose gathered weights and gradients count too."""
-    order = [
-        sorted(
-            (p for p, r in program.homes[row].items() if r == row and _gain(sizes, p) > 0),
-            key=lambda p: (-_gain(sizes, p), p),
-        )
-        for row in range(len(program.rows))
-    ]
-    count = [0] * len(order)
+    gain = [kept - input for kept, input in zip(sizes.kept, sizes.input, strict=True)]
+    left = []  # pieces that may be recomputed yet
+    for row, homes in enumerate(program.homes):
+        own = (p for p, home in homes.items() if home == row and gain[p] > 0)
+        left.append(sorted(own, key=lambda p: (-gain[p], p)))
+    chosen: list[list[range]] = [[] for _ in left]
     while True:
-        chosen = [
-            [range(p, p + 1) for p in pieces[:n]] for pieces, n in zip(order, count, strict=True)
-        ]
         tried = _with_segments(program, chosen)
-        over = [
-            (row, peak)
-            for row, peak in enumerate(peaks(rest(tried), sizes))
-            if peak.total > limits[row]
-        ]
+        all_peaks = enumerate(peaks(rest(tried), sizes))
+        over = [(row, peak) for row, peak in all_peaks if peak.total > limits[row]]
         if not over:
             return tried
         for row, peak in over:
-            if count[row] == len(order[row]):
+            if not left[row]:
                 raise ProgramError(
                     f"rank {program.owner.index(row)} holds {peak.total:.4g} bytes at {peak.at} with"
                     f" everything recomputed that frees memory; the limit is {limits[row]:.4g}."
                     " Use more stages, more shards or smaller microbatches."
                 )
-            count[row] += 1
-
-
-def _gain(sizes: Sizes, piece: int) -> float:
-    return sizes.kept[piece] - sizes.input[piece]
+            piece = left[row].pop(0)
+            chosen[row].append(range(piece, piece + 1))
 
 
 def offload_activations(program: Program) -> Program:
@@ -157,15 +133,12 @@ def offload_activations(program: Program) -> Program:
                 continue
             if op[1:3] in again and not restarts(at, op.piece, op.index):
                 continue  # inside a recomputed segment: nothing is kept
-            uses = [
-                at[u]
-                for k in (*ops.RECOMPUTES, *ops.PROPAGATES)
-                if (u := Op(k, op.piece, op.index)) in at
-            ]
-            if not uses or turn[min(uses)] - turn[i] < 3:
+            uses = (op._replace(kind=kind) for kind in (*ops.RECOMPUTES, *ops.PROPAGATES))
+            use = min((turn[at[use]] for use in uses if use in at), default=0)
+            if use - turn[i] < 3:
                 continue  # too near to be worth the way
-            after[i] = [Op(ops.OFFLOAD, op.piece, op.index)]
-            before[computes[turn[min(uses)] - 1]].append(Op(ops.RELOAD, op.piece, op.index))
+            after[i] = [op._replace(kind=ops.OFFLOAD)]
+            before[computes[use - 1]].append(op._replace(kind=ops.RELOAD))
         rows.append(_woven(row, before, after))
     return program.with_rows(rows)
 
@@ -181,17 +154,19 @@ def overlap(
     """
     stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
     into = {*experts, *(piece + 1 for piece in experts)}
-    wanted = (_FORWARD, _BACKWARD) if forward_first else (_BACKWARD, _FORWARD)
+    wanted = (ops.FORWARD, ops.BACKWARD) if forward_first else (ops.BACKWARD, ops.FORWARD)
+    ways = dict.fromkeys(ops.COMPUTES, ops.BACKWARD)
+    ways |= {kind: kind for kind in (ops.FORWARD, ops.WEIGHT_GRADIENT)}
     rows = []
     for row in program.rows:
-        alike = groupby(row, lambda op: (_way(op), stage_of[op.piece], op.index))
+        alike = groupby(row, lambda op: (ways[op.kind], stage_of[op.piece], op.index))
         runs = [(*key, list(run)) for key, run in alike]
         out: list[Op] = []
         while runs:
             way, stage, m, run = runs.pop(0)
             # Weight gradients between the two are put off.
-            later = next((i for i, other in enumerate(runs) if other[0] != _WEIGHTS), 0)
-            other = runs[later] if runs else (_WEIGHTS, 0, 0, [])
+            later = next((i for i, x in enumerate(runs) if x[0] != ops.WEIGHT_GRADIENT), 0)
+            other = runs[later] if runs else (ops.WEIGHT_GRADIENT, 0, 0, [])
             apart = stage != other[1] or not forward_first
             if (way, other[0]) == wanted and m != other[2] and apart:
                 beside = runs.pop(later)[3]
@@ -203,23 +178,13 @@ def overlap(
     return program.with_rows(rows)
 
 
-_FORWARD, _BACKWARD, _WEIGHTS = range(3)
-
-
-def _way(op: Op) -> int:
-    if op.kind == ops.WEIGHT_GRADIENT:
-        return _WEIGHTS
-    return _FORWARD if op.kind == ops.FORWARD else _BACKWARD
-
-
 def _travels(run: Sequence[Op], into: Collection[int]) -> list[list[Op]]:
     """A run of one microbatch, cut behind every operation whose result is sent to other ranks."""
     parts: list[list[Op]] = [[]]
     for op in run:
         parts[-1].append(op)
-        if (op.piece + 1 if op.kind == ops.FORWARD else op.piece) in into and (
-            op.kind == ops.FORWARD or op.kind in ops.PROPAGATES
-        ):
+        taken = op.piece + 1 if op.kind == ops.FORWARD else op.piece
+        if taken in into and op.kind in (ops.FORWARD, *ops.PROPAGATES):
             parts.append([])
     return parts
 
@@ -248,41 +213,35 @@ def messages(program: Program) -> Program:
     """A send right after what makes a value; its receive one computation ahead of the one that uses
     it, posted while the rank still works. Receives stand in the order of the sends."""
     after: list[dict[int, list[Op]]] = [{} for _ in program.rows]
-    flows: dict[tuple[int, int, str], list[Op]] = defaultdict(list)
+    flows: dict[tuple[int, int, bool], list[Op]] = defaultdict(list)
     for number, row in enumerate(program.rows):
         for i, op in enumerate(row):
             to = op.piece + (1 if op.kind == ops.FORWARD else -1)
             target = program.homes[number].get(to, number)
             if op.kind in (ops.FORWARD, *ops.PROPAGATES) and target != number:
                 after[number][i] = [Op(ops.SEND, op.piece, op.index, op.kind, to)]
-                flows[
-                    number, target, ops.FORWARD if op.kind == ops.FORWARD else ops.BACKWARD
-                ].append(op)
+                flows[number, target, op.kind == ops.FORWARD].append(op)
     before: list[dict[int, list[Op]]] = [defaultdict(list) for _ in program.rows]
-    for (_, target, way), sent in flows.items():
-        _receives(program.rows[target], way, sent, before[target])
+    for (_, target, forward), sent in flows.items():
+        _receives(program.rows[target], forward, sent, before[target])
     return program.with_rows(_woven(row, before[n], after[n]) for n, row in enumerate(program.rows))
 
 
-def _receives(row: Sequence[Op], way: str, sent: Sequence[Op], before: dict[int, list[Op]]) -> None:
+def _receives(
+    row: Sequence[Op], forward: bool, sent: Sequence[Op], before: dict[int, list[Op]]
+) -> None:
     at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
     computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
     turn = {i: n for n, i in enumerate(computes)}
     latest = len(row)
     for op in reversed(sent):
-        to = op.piece + (1 if way == ops.FORWARD else -1)
-        use = next(
-            (
-                u
-                for k in ((ops.FORWARD,) if way == ops.FORWARD else ops.PROPAGATES)
-                if (u := Op(k, to, op.index)) in at
-            ),
-            None,
-        )
+        to = op.piece + (1 if forward else -1)
+        uses = (Op(k, to, op.index) for k in ([ops.FORWARD] if forward else ops.PROPAGATES))
+        use = next((use for use in uses if use in at), None)
         if use is None:
             continue  # `check` tells that what is sent is never used
         first = at[use]
-        if way != ops.FORWARD and (to, op.index) in again:
+        if not forward and (to, op.index) in again:
             first = min(first, at[again[to, op.index]])
         latest = min(latest, computes[max(0, turn[first] - 1)])
         before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
@@ -298,9 +257,7 @@ def gather(
     gathered one unit later. Frozen weights that are never dropped are whole at home, as they never
     become stale.
     """
-    leads = [(prefetch, ops.GATHER)]
-    if load:
-        leads = [(prefetch, ops.LOAD), (max(0, prefetch - 1), ops.GATHER)]
+    leads = [(prefetch, ops.LOAD)] * load + [(max(0, prefetch - load), ops.GATHER)]
     rows = []
     for row in program.rows:
         uses = _uses(program, row, each_use and drop)
@@ -336,9 +293,8 @@ def _uses(program: Program, row: Sequence[Op], each: bool) -> list[tuple[int, in
                 stretch[unit] += 1
             stretches.setdefault((unit, stretch[unit]), [i, i])[1] = i
         last = units
-    return sorted(
-        ((unit, a, b) for (unit, _), (a, b) in stretches.items()), key=lambda use: use[1:]
-    )
+    uses = ((unit, a, b) for (unit, _), (a, b) in stretches.items())
+    return sorted(uses, key=lambda use: use[1:])
 
 
 def reduce(
@@ -360,22 +316,17 @@ def reduce(
                     last[unit, op.index if each_microbatch else 0] = i
         if at_end:
             last = dict.fromkeys(sorted(last, key=last.__getitem__), len(row) - 1)
-        after: dict[int, list[Op]] = defaultdict(list)
+        sums: list[tuple[int, Op]] = []
         times: dict[int, int] = defaultdict(int)
-        latest: Op | None = None
         for (unit, _), i in sorted(last.items(), key=lambda item: item[1]):
-            after[i] += _second(latest, replicas)
-            latest = Op(ops.REDUCE, unit, times[unit])
-            after[i].append(latest)
+            sums.append((i, Op(ops.REDUCE, unit, times[unit])))
             times[unit] += 1
-        if last:
-            after[max(last.values())] += _second(latest, replicas)
+        after: dict[int, list[Op]] = defaultdict(list)
+        for (i, op), (later, _) in pairwise([*sums, *sums[-1:]]):
+            after[i].append(op)
+            after[later] += [op._replace(kind=ops.REDUCE_REPLICAS)] * replicas
         rows.append(_woven(row, {}, after))
     return program.with_rows(rows)
-
-
-def _second(first: Op | None, replicas: bool) -> list[Op]:
-    return [first._replace(kind=ops.REDUCE_REPLICAS)] if first and replicas else []
 
 
 def tie(program: Program) -> Program:
@@ -387,9 +338,8 @@ def tie(program: Program) -> Program:
         for unit in sorted({unit for _, unit in program.tied}.difference(program.frozen)):
             holders = {homes[piece] for piece in program.users(unit)}
             if len(holders) > 1 and number in holders:
-                last = max(
-                    i for i, op in enumerate(row) if op.kind in ops.REDUCTIONS and op.piece == unit
-                )
+                sums = [n for n, op in enumerate(row) if op.kind in ops.REDUCTIONS]
+                last = max(n for n in sums if row[n].piece == unit)
                 after[last] = [Op(ops.TIE, unit)]
         rows.append(_woven(row, {}, after))
     return program.with_rows(rows)
@@ -444,8 +394,7 @@ def finish(program: Program, *, agree: bool) -> Program:
             out.append(op)
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
-            if waiting:
-                arrived = (one for one in waiting if one not in state.under_way)
-                out += [updates.pop(one) for one in arrived if one in updates]
+            arrived = (one for one in waiting if one not in state.under_way)
+            out += [updates.pop(one) for one in arrived if one in updates]
         rows.append([*out, *updates.values()])
     return program.with_rows(rows)

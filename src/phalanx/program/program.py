@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections import Counter
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,9 +76,7 @@ class Op(NamedTuple):
             kind += f", {ops.KINDS[self.kind].name} {'to' if self.kind == ops.SEND else 'from'}"
             return f"{names[self.piece]} {kind} {names[self.peer]}, microbatch {self.index}"
         of = f" of {names[self.piece]}" if self.piece >= 0 else ""
-        return f"{kind}{of}" + (
-            f", microbatch {self.index}" if self.kind in ops.ON_MICROBATCH else ""
-        )
+        return f"{kind}{of}" + f", microbatch {self.index}" * (self.kind in ops.ON_MICROBATCH)
 
     @classmethod
     def parse(cls, word: str) -> Op:
@@ -113,12 +111,11 @@ class Program:
         if not self.owner:
             by_stage = tuple(self.mesh.coordinates(r).get("pp", 0) for r in range(self.mesh.size))
             object.__setattr__(self, "owner", by_stage)
-        if len(self.owner) != self.mesh.size or sorted(set(self.owner)) != list(
-            range(len(self.rows))
-        ):
+        used, count = sorted(set(self.owner)), len(self.rows)
+        if len(self.owner) != self.mesh.size or used != list(range(count)):
             raise ProgramError(
-                f"{len(self.rows)} rows for a mesh {str(self.mesh)!r} of {self.mesh.size} ranks;"
-                f" {len(self.owner)} ranks follow rows {sorted(set(self.owner))}."
+                f"{count} rows for a mesh {str(self.mesh)!r} of {self.mesh.size} ranks;"
+                f" {len(self.owner)} ranks follow rows {used}."
             )
 
     @classmethod
@@ -148,17 +145,12 @@ class Program:
 
     @cached_property
     def homes(self) -> tuple[dict[int, int], ...]:
-        """For each row, which row of its pipeline holds each piece: where its forward stands.
-
-        Rows may differ along dp too (a person may write one list per rank); then each pipeline has
-        rows of its own.
-        """
+        """For each row, which row of its pipeline holds each piece: where its forward stands. Rows may
+        differ along dp too (a person may write one list per rank); then each pipeline has its own."""
         holds = [{op.piece for op in row if op.kind == ops.FORWARD} for row in self.rows]
-        lines = {
-            line: {p: r for r in line for p in holds[r]}
-            for line in map(self.line, range(len(self.rows)))
-        }
-        return tuple(lines[self.line(row)] for row in range(len(self.rows)))
+        lines = [self.line(row) for row in range(len(self.rows))]
+        homes = {line: {p: r for r in line for p in holds[r]} for line in lines}
+        return tuple(homes[line] for line in lines)
 
     def line(self, row: int) -> tuple[int, ...]:
         """The rows of the pipeline that a row is part of."""
@@ -175,9 +167,8 @@ class Program:
 
     @cached_property
     def microbatches(self) -> int:
-        return 1 + max(
-            (op.index for row in self.rows for op in row if op.kind == ops.FORWARD), default=-1
-        )
+        forwards = (op for row in self.rows for op in row if op.kind == ops.FORWARD)
+        return 1 + max((op.index for op in forwards), default=-1)
 
     @cached_property
     def replicated(self) -> bool:
@@ -203,54 +194,39 @@ class Program:
         return (unit, *(user for user, tied in self.tied if tied == unit))
 
     def __str__(self) -> str:
-        head = [_HEADER, f"mesh {self.mesh}".rstrip()]
-        head += [f"tied {piece}:{unit}" for piece, unit in self.tied]
-        head += [f"frozen {' '.join(map(str, self.frozen))}"] * bool(self.frozen)
-        lines = []
+        lines = [_HEADER, f"mesh {self.mesh}".rstrip()]
+        lines += [f"tied {piece}:{unit}" for piece, unit in self.tied]
+        lines += [f"frozen {' '.join(map(str, self.frozen))}"] * bool(self.frozen)
         for number, row in enumerate(self.rows):
-            ranks = ",".join(map(str, self.ranks(number)))
-            lines.append(f"ranks {ranks}:" + _wrapped(map(str, row)))
-        return "\n".join([*head, *lines]) + "\n"
+            lines.append(f"ranks {','.join(map(str, self.ranks(number)))}:")
+            lines += textwrap.wrap(
+                " ".join(map(str, row)), 99, initial_indent="  ", subsequent_indent="  "
+            )
+        return "\n".join(lines) + "\n"
 
     @classmethod
     def parse(cls, text: str, source: str = "program") -> Program:
         """The program that a text tells; a mistake is named with its line."""
-        return _parse(text, source)
-
-
-def _wrapped(words: Iterable[str]) -> str:
-    out, width = "", 100
-    for word in words:
-        if width + len(word) > 98:
-            out, width = out + "\n ", 1
-        out, width = f"{out} {word}", width + 1 + len(word)
-    return out
-
-
-def _parse(text: str, source: str) -> Program:
-    reading = _Reading()
-    for number, raw in enumerate(text.splitlines(), 1):
-        line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
-        if not line or (number == 1 and line == _HEADER):
-            continue
-        try:
-            reading.read(line)
-        except (LayoutError, ProgramError) as error:
-            raise ProgramError(f"{source}, line {number}: {error}") from None
-    missing = sorted(set(range(reading.mesh.size)) ^ set(reading.owner))
-    if missing:
-        raise ProgramError(
-            f"{source}: the mesh {str(reading.mesh)!r} has ranks 0 to {reading.mesh.size - 1}; ranks"
-            f" {_few(missing)} are missing or too many in the 'ranks' lines."
-        )
-    owner = tuple(reading.owner[rank] for rank in range(reading.mesh.size))
-    rows, tied = tuple(map(tuple, reading.rows)), tuple(reading.tied)
-    return Program(rows, reading.mesh, owner, tied, tuple(reading.frozen))
-
-
-def _few(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+        reading = _Reading()
+        for number, raw in enumerate(text.splitlines(), 1):
+            line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
+            if not line or (number == 1 and line == _HEADER):
+                continue
+            try:
+                reading.read(line)
+            except (LayoutError, ProgramError) as error:
+                raise ProgramError(f"{source}, line {number}: {error}") from None
+        mesh, owner = reading.mesh, reading.owner
+        if missing := sorted(set(range(mesh.size)) ^ set(owner)):
+            shown = ", ".join(map(str, missing[:8]))
+            shown += f" and {len(missing) - 8:,} more" * (len(missing) > 8)
+            raise ProgramError(
+                f"{source}: the mesh {str(mesh)!r} has ranks 0 to {mesh.size - 1}; ranks"
+                f" {shown} are missing or too many in the 'ranks' lines."
+            )
+        rows = tuple(map(tuple, reading.rows))
+        of_ranks = tuple(owner[rank] for rank in range(mesh.size))
+        return cls(rows, mesh, of_ranks, tuple(reading.tied), tuple(reading.frozen))
 
 
 class _Reading:
@@ -276,22 +252,18 @@ class _Reading:
                 raise ProgramError(f"{line[:40]!r}: write 'frozen UNIT UNIT', as in 'frozen 0 5'.")
             self.frozen += map(int, rest.split())
         elif word == "ranks":
-            names, colon, ops = rest.partition(":")
+            names, colon, words = rest.partition(":")
             if not colon or not re.fullmatch(r"[0-9]{1,6}(,[0-9]{1,6})*", names):
                 raise ProgramError(f"{line[:40]!r}: write 'ranks 0,1: ' and their operations.")
-            self._ranks([int(name) for name in names.split(",")])
-            self.rows[-1] += map(Op.parse, ops.split())
+            for rank in map(int, names.split(",")):
+                if rank in self.owner:
+                    raise ProgramError(f"rank {rank} has a list already; each rank follows one.")
+                self.owner[rank] = len(self.rows)
+            self.rows.append([Op.parse(word) for word in words.split()])
         elif word:
-            raise ProgramError(
-                f"{line[:40]!r} is none of 'mesh', 'tied', 'frozen', 'ranks 0,1: ...'."
-            )
+            what = "is none of 'mesh', 'tied', 'frozen', 'ranks 0,1: ...'."
+            raise ProgramError(f"{line[:40]!r} {what}")
         elif not self.rows:
             raise ProgramError("operations stand before any 'ranks 0,1:' line.")
         else:
             self.rows[-1] += map(Op.parse, line.split())
-
-    def _ranks(self, names: list[int]) -> None:
-        if twice := [n for n, count in Counter(names).items() if count > 1 or n in self.owner]:
-            raise ProgramError(f"rank {twice[0]} has a list already; each rank follows one.")
-        self.owner.update(dict.fromkeys(names, len(self.rows)))
-        self.rows.append([])

@@ -45,30 +45,26 @@ class Recorded:
             timeline = Timeline.from_json(text)
         except ValueError as error:
             raise ProgramError(f"the recorded step: {error}. Record it again.") from None
-        strangers = sorted(set(timeline.ranks) - set(range(program.mesh.size)))
         known = {op for row in program.rows for op in row}
-        odd = [str(s.op) for s in timeline.spans if s.op not in known]
-        if strangers or odd or not timeline.spans:
-            what = f"rank {strangers[0]}" if strangers else f"{odd[0]}" if odd else "no spans"
-            raise ProgramError(f"the run's spans and its program disagree: {what}.")
+        odd = [f"rank {rank}" for rank in timeline.ranks if not 0 <= rank < program.mesh.size]
+        odd += [str(s.op) for s in timeline.spans if s.op not in known]
+        odd += ["no spans"] * (not timeline.spans)
+        if odd:
+            raise ProgramError(f"the run's spans and its program disagree: {odd[0]}.")
         return cls(program, timeline)
 
     def costs(self) -> Costs:
         """What operations took: of what computes the median for each kind and piece; of a message
         the shortest, as it ends only when somebody waits for it."""
         seen: dict[tuple[str, int], list[float]] = defaultdict(list)
-        sent: list[float] = []
         for span in self._spans:
-            if span.op.of:
-                sent += [span.end - span.start] * (span.op.kind == RECEIVE)
-            else:
-                seen[span.op.kind, span.op.piece].append(span.end - span.start)
-        pieces = {
-            key: median(times) if key[0] in _BUSY else min(times) for key, times in seen.items()
-        }
-        kinds = {key[0]: time for key, time in pieces.items() if key[1] < 0}
-        kinds["send"] = min(sent, default=0.0)
-        return Costs(kinds, {key: time for key, time in pieces.items() if key[1] >= 0})
+            key = (RECEIVE, -1) if span.op.kind == RECEIVE else (span.op.kind, span.op.piece)
+            if span.op.kind != SEND:
+                seen[key].append(span.end - span.start)
+        times = {key: median(x) if key[0] in _BUSY else min(x) for key, x in seen.items()}
+        kinds = {"send": times.pop((RECEIVE, -1), 0.0)}
+        kinds |= {kind: time for (kind, piece), time in times.items() if piece < 0}
+        return Costs(kinds, {key: time for key, time in times.items() if key[1] >= 0})
 
     def predicted(self, sizes: Sizes | None = None, costs: Costs | None = None) -> Timeline:
         """The program simulated, with this run's own costs where no others are given."""

@@ -12,19 +12,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from ..layout.choices import (
-    ACCUM,
-    DUALPIPE_V,
-    GPIPE,
-    INTERLEAVED,
-    NAIVE,
-    ONE_F_ONE_B,
-    ZB_H1,
-    ZB_H2,
-    ZB_V,
-    no_such,
-    traits,
-)
+from ..layout import choices
+from ..layout.choices import GPIPE, ONE_F_ONE_B, no_such, traits
 from ..layout.choices import SCHEDULES as NAMES
 from ..layout.source import load_source, running, split_name
 from .ops import BACKWARD, FORWARD, INPUT_GRADIENT, KINDS, WEIGHT_GRADIENT
@@ -70,12 +59,13 @@ def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     return [[Op(k, r, m) for k in _WHOLE for m in ms] for r in range(stages)]
 
 
-def f1b(stages: int, microbatches: int, chunks: int = 1) -> Rows:
-    """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r) microbatches."""
+def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows:
+    """One forward, one backward (Narayanan et al. 2019): rank r holds min(m, P - r) microbatches.
+    The warm-up is `depth` forwards for each stage behind a rank."""
     rows = []
     for r in range(stages):
         forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in _WHOLE)
-        rows.append(weave(forwards, backwards, min(stages - r - 1, microbatches)))
+        rows.append(weave(forwards, backwards, min(depth * (stages - r - 1), microbatches)))
     return rows
 
 
@@ -108,23 +98,15 @@ def zb_h1(stages: int, microbatches: int, chunks: int = 1) -> Rows:
 
 def zb_h2(stages: int, microbatches: int, chunks: int = 1) -> Rows:
     """Twice the warm-up, W's put off so that nothing waits in between (Qi et al. 2023)."""
-    rows = []
-    for r in range(stages):
-        forwards, backwards = ([Op(k, r, m) for m in range(microbatches)] for k in _WHOLE)
-        woven = weave(forwards, backwards, min(2 * (stages - r - 1), microbatches))
-        rows.append(split(woven, lag=2 * r))
-    return rows
+    return [split(row, lag=2 * r) for r, row in enumerate(f1b(stages, microbatches, depth=2))]
 
 
 def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
     """Two chunks in a V, rank r holding stages r and 2P - 1 - r: zero bubble at 1F1B's memory
     when F, I and W cost the same (Qi et al. 2024)."""
-    rows = []
-    for r in range(stages):
-        # The V is timed for 2P - 1 microbatches or more; of fewer it is the part that exists.
-        full = _v_row(stages, max(microbatches, 2 * stages - 1), r)
-        rows.append([op for op in full if op.index < microbatches])
-    return rows
+    # The V is timed for 2P - 1 microbatches or more; of fewer it is the part that exists.
+    full = (_v_row(stages, max(microbatches, 2 * stages - 1), r) for r in range(stages))
+    return [[op for op in row if op.index < microbatches] for row in full]
 
 
 def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
@@ -146,11 +128,9 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
         for kind in _SPLIT:
             put(kind, up)
     while done[FORWARD, up] < microbatches:
-        put(FORWARD, down)
-        put(INPUT_GRADIENT, down)
-        put(WEIGHT_GRADIENT, down)
-        for kind in _SPLIT:
-            put(kind, up)
+        for stage in (down, up):
+            for kind in _SPLIT:
+                put(kind, stage)
     for _ in range(r):
         put(INPUT_GRADIENT, down)
         put(INPUT_GRADIENT, up)
@@ -166,11 +146,8 @@ def _v_row(stages: int, microbatches: int, r: int) -> list[Op]:
 def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Rows:
     """The same V, in which a forward down stands beside a backward up and the other way round
     (DeepSeek-AI 2024, half of DualPipe), so that with experts each hides what the other sends."""
-    rows = []
-    for r in range(stages):
-        full = _dual_row(stages, max(microbatches, 2 * stages), r)
-        rows.append([op for op in full if op.index < microbatches])
-    return rows
+    full = (_dual_row(stages, max(microbatches, 2 * stages), r) for r in range(stages))
+    return [[op for op in row if op.index < microbatches] for row in full]
 
 
 def _dual_row(stages: int, microbatches: int, r: int) -> list[Op]:
@@ -220,15 +197,15 @@ def naive(stages: int, microbatches: int = 1, chunks: int = 1) -> Rows:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    ACCUM: accum,
-    NAIVE: naive,
+    choices.ACCUM: accum,
+    choices.NAIVE: naive,
     GPIPE: gpipe,
     ONE_F_ONE_B: f1b,
-    INTERLEAVED: interleaved,
-    ZB_H1: zb_h1,
-    ZB_H2: zb_h2,
-    ZB_V: zb_v,
-    DUALPIPE_V: dualpipe_v,
+    choices.INTERLEAVED: interleaved,
+    choices.ZB_H1: zb_h1,
+    choices.ZB_H2: zb_h2,
+    choices.ZB_V: zb_v,
+    choices.DUALPIPE_V: dualpipe_v,
 }
 
 
@@ -237,13 +214,19 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
     for what, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise ProgramError(f"{what} is {number}; a schedule needs 1 or more.")
-    function = _function(name)
+    path, attribute = split_name(name)
+    if name not in SCHEDULES and not path:
+        raise ProgramError(
+            f"{no_such('schedule', name, NAMES)} Schedules are {', '.join(NAMES)};"
+            " your own is named file.py:function."
+        )
+    own = load_source(path, (attribute,), ProgramError) if path else ()
     _possible(name, stages, microbatches, chunks)
     refuse_vast(stages * chunks * microbatches)
-    if name in SCHEDULES:
-        return Program.pipeline(function(stages, microbatches, chunks))
-    with running(name.rpartition(":")[0], ProgramError):
-        rows = function(stages, microbatches, chunks)
+    if not own:
+        return Program.pipeline(SCHEDULES[name](stages, microbatches, chunks))
+    with running(path, ProgramError):
+        rows = own[0](stages, microbatches, chunks)
     return Program.pipeline(_rows(name, rows, stages))
 
 
@@ -258,20 +241,14 @@ def _rows(name: str, rows: Any, stages: int) -> Rows:
             f"schedule {name} gives {len(rows)} lists for {stages} stages. Return one for each."
         )
     for stage, row in enumerate(rows):
-        wrong = [] if not isinstance(row, list | tuple) else [x for x in row if not _is_op(x)]
-        if wrong or not isinstance(row, list | tuple):
-            shown = repr(wrong[0] if wrong else row)[:60]
-            raise ProgramError(
-                f"schedule {name}: stage {stage} has {shown}, which is no list of operations."
-                ' Return lists of Op, as in [Op("F", 0, 0), Op("B", 0, 0)].'
-            )
+        for x in row if isinstance(row, list | tuple) else [row]:
+            numbers = (x.piece, x.index, x.peer) if isinstance(x, Op) and x.kind in KINDS else ()
+            if not numbers or not all(type(n) is int and -1 <= n <= MOST for n in numbers):
+                raise ProgramError(
+                    f"schedule {name}: stage {stage} has {repr(x)[:60]}, which is no operation."
+                    ' Return lists of Op, as in [Op("F", 0, 0), Op("B", 0, 0)].'
+                )
     return [list(row) for row in rows]
-
-
-def _is_op(x: object) -> bool:
-    if not isinstance(x, Op) or x.kind not in KINDS:
-        return False
-    return all(type(n) is int and -1 <= n <= MOST for n in (x.piece, x.index, x.peer))
 
 
 def refuse_vast(forwards: int) -> None:
@@ -297,16 +274,3 @@ def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
         raise ProgramError(
             f"{name} takes the batch whole, as 1 microbatch, not {microbatches}; write {GPIPE}."
         )
-
-
-def _function(name: str) -> Schedule:
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    path, attribute = split_name(name)
-    if path:
-        (own,) = load_source(path, (attribute,), ProgramError)
-        return own  # type: ignore[no-any-return]
-    raise ProgramError(
-        f"{no_such('schedule', name, NAMES)} Schedules are {', '.join(NAMES)};"
-        " your own is named file.py:function."
-    )

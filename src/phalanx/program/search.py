@@ -2,13 +2,13 @@
 
 Every rank keeps a list of what it can do; the simulated clock moves from one finish to the next and
 each free rank takes its most urgent operation that memory allows. Several urgencies are tried, with
-the named schedules beside them, and the shortest program wins. `bound` says how much could be left.
+the named schedules beside them, and the shortest program wins.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -34,89 +34,41 @@ def search(
 ) -> Program:
     """The shortest program known for these costs; `limits` are microbatches a rank may hold
     (a chunk counts 1/V), from forward until the weight gradient."""
-    fitting: list[tuple[float, int, Program]] = []
-    for number, program in enumerate(_candidates(stages, microbatches, chunks, costs, limits)):
-        if program is not None and _fits(program, limits):
-            fitting.append((simulate(messages(program), costs).makespan, number, program))
+    most = list(limits or [microbatches] * stages)
+    fitting = [
+        program
+        for program in _candidates(stages, microbatches, chunks, costs, most)
+        if program and all(h <= n + 1e-9 for h, n in zip(held(program), most, strict=True))
+    ]
     if not fitting:
         raise ProgramError(
             f"no order of {stages} stages and {microbatches} microbatches fits in the memory limits"
-            f" {list(limits or ())}: every rank must hold at least 1 microbatch."
+            f" {most}: every rank must hold at least 1 microbatch."
         )
-    return min(fitting, key=lambda f: f[:2])[2]
+    return min(fitting, key=lambda program: simulate(messages(program), costs).makespan)
 
 
 def _candidates(
-    stages: int, microbatches: int, chunks: int, costs: Costs, limits: Sequence[float] | None
-) -> list[Program | None]:
-    named = [n for n in _BESIDE if traits(n).least <= chunks <= traits(n).most]
-    programs: list[Program | None] = [schedule(n, stages, microbatches, chunks) for n in named]
+    stages: int, microbatches: int, chunks: int, costs: Costs, most: list[float]
+) -> Iterator[Program | None]:
+    for name in _BESIDE:
+        if traits(name).least <= chunks <= traits(name).most:
+            yield schedule(name, stages, microbatches, chunks)
     ways = ["wrap", "fold"] if chunks == 2 else ["wrap"]
     # Whole microbatches let in one by one always end; letting in chunks is shorter where it ends.
     whole = (False, True) if chunks > 1 else (False,)
-    rooms = _rooms(stages, microbatches, limits)
-    choices = product(ways, _ORDERS, rooms, whole)
-    programs += (_Listing(stages, microbatches, chunks, costs, *choice).run() for choice in choices)
-    return programs
-
-
-def _rooms(stages: int, microbatches: int, limits: Sequence[float] | None) -> list[list[float]]:
-    """Memory that the greedy order may use: all that is allowed, and less, which may be better."""
-    most = list(limits or [microbatches] * stages)
-    shapes: list[list[float]] = [
+    # Memory that the greedy order may use: all that is allowed, and less, which may be better.
+    behind = [stages - r for r in range(stages)]
+    shapes: list[Sequence[float]] = [
         most,
-        [float(stages)] * stages,
-        [stages - r for r in range(stages)],
-        [2.0 * stages - 1] * stages,
-        [2 * (stages - r) - 1 for r in range(stages)],
+        [stages] * stages,
+        behind,
+        [2 * stages - 1] * stages,
+        [2 * n - 1 for n in behind],
     ]
-    return [[min(a, b) for a, b in zip(most, shape, strict=True)] for shape in shapes]
-
-
-def _fits(program: Program, limits: Sequence[float] | None) -> bool:
-    return limits is None or all(
-        h <= limit + 1e-9 for h, limit in zip(held(program), limits, strict=True)
-    )
-
-
-def bound(program: Program, costs: Costs) -> float:
-    """A time that no order of the same operations can beat: each rank's own work, plus what must
-    come before its first operation and after its last."""
-    first = [program.owner.index(row) for row in range(len(program.rows))]
-    works = [(r, op) for r, row in enumerate(program.rows) for op in row if op.kind in ops.COMPUTES]
-    time = {(op.kind, op.piece): costs.of(op, first[r]) for r, op in works if op.index == 0}
-    sends = [time for (kind, _), time in costs.pieces.items() if kind == ops.SEND]
-    send = min([costs.kinds.get("send", 0.0), *sends])
-    last = program.pieces - 1
-
-    def moves(upto: int) -> float:
-        """Messages between the first piece and this one, one way."""
-        return send * sum(program.host[p] != program.host[p + 1] for p in range(upto))
-
-    def chain(upto: int) -> float:
-        """Forward through all pieces before this one."""
-        return moves(upto) + sum(time.get((ops.FORWARD, p), 0.0) for p in range(upto))
-
-    def tail(downto: int) -> float:
-        """Backward through all pieces below this one; weight gradients apart may wait."""
-        return moves(downto) + sum(
-            time.get((ops.BACKWARD, p), time.get((ops.INPUT_GRADIENT, p), 0.0))
-            for p in range(downto)
-        )
-
-    turn = (time.get((kind, last), 0.0) for kind in (ops.FORWARD, *ops.PROPAGATES))
-    best = chain(last) + sum(turn) + tail(last)
-    for r in range(len(program.rows)):
-        mine = sorted(p for p, row in program.host.items() if row == r)
-        work = sum(costs.of(op, first[r]) for row, op in works if row == r)
-        # Weight gradients may wait to the very end; nothing on another rank waits for them.
-        late = sum(
-            costs.of(op, first[r])
-            for row, op in works
-            if row == r and op.kind == ops.WEIGHT_GRADIENT
-        )
-        best = max(best, chain(mine[0]) + work, chain(mine[0]) + work - late + tail(mine[0]))
-    return best
+    rooms = [[min(a, b) for a, b in zip(most, shape, strict=True)] for shape in shapes]
+    for choice in product(ways, _ORDERS, rooms, whole):
+        yield _Listing(stages, microbatches, chunks, costs, *choice).run()
 
 
 @dataclass
@@ -169,8 +121,13 @@ class _Listing:
         best: tuple[tuple[int, int], Op] | None = None
         share = 1 / self.chunks
         full = self.used[r] + share > self.room[r] + 1e-9
-        entry = self._entry(r)
-        for stage in self.mine[r]:
+        mine = self.mine[r]
+        entry = -1
+        if self.whole:  # no further microbatch where those that are in may come to hold all
+            left = min(self.next[ops.WEIGHT_GRADIENT, stage] for stage in mine)
+            inside = self.next[ops.FORWARD, mine[0]] - left
+            entry = mine[0] if inside + 1 > self.room[r] + 1e-9 else -1
+        for stage in mine:
             for kind in _KINDS:
                 if kind == ops.FORWARD and (full or stage == entry):
                     continue
@@ -185,17 +142,6 @@ class _Listing:
                     best = (key, op)
         return best[1] if best else None
 
-    def _entry(self, r: int) -> int:
-        """The chunk at which rank r must let no further microbatch in, if any: those that are in
-        may come to hold all of its memory."""
-        if not self.whole:
-            return -1
-        mine = self.mine[r]
-        inside = self.next[ops.FORWARD, mine[0]] - min(
-            self.next[ops.WEIGHT_GRADIENT, s] for s in mine
-        )
-        return mine[0] if inside + 1 > self.room[r] + 1e-9 else -1
-
     def _finish(self, op: Op, r: int, now: float) -> list[tuple[int, float]]:
         """Book the operation; returns the ranks to look at again, and when."""
         end = now + self.costs.of(op, r)
@@ -206,11 +152,8 @@ class _Listing:
         last = self.stages * self.chunks - 1
         if op.kind == ops.FORWARD:
             self.used[r] += 1 / self.chunks
-            following = [
-                Op(ops.FORWARD, op.piece + 1, op.index)
-                if op.piece < last
-                else Op(ops.INPUT_GRADIENT, last, op.index)
-            ]
+            turn = Op(ops.INPUT_GRADIENT, last, op.index)
+            following = [op._replace(piece=op.piece + 1) if op.piece < last else turn]
         elif op.kind == ops.INPUT_GRADIENT:
             following = [Op(ops.WEIGHT_GRADIENT, op.piece, op.index)]
             following += [Op(ops.INPUT_GRADIENT, op.piece - 1, op.index)] * (op.piece > 0)

@@ -56,28 +56,25 @@ class Costs:
         return dict(self.pieces)
 
     def _find(self, kind: str, piece: int) -> float:
-        said = {k for k in (ops.FORWARD, *ops.BACKWARDS) if (k, piece) in self.pieces}
-        if kind == ops.BACKWARD and said & {*_HALVES}:
-            return self._time(ops.INPUT_GRADIENT, piece) + self._time(ops.WEIGHT_GRADIENT, piece)
-        if kind in _HALVES and ops.BACKWARD in said:
-            return self._time(ops.BACKWARD, piece) / 2
-        if kind == ops.RECOMPUTE and ops.FORWARD in said:
-            return self._time(ops.FORWARD, piece)
         if kind == ops.SEND:
             return self.kinds.get("send", 0.0)
-        return self._stage(kind) * (self.share.get(piece, 1.0) if piece >= 0 else 1.0)
+        said = {k for k in (ops.FORWARD, *ops.BACKWARDS) if (k, piece) in self.pieces}
+        if parts := _parts(kind, said):
+            return sum(part * self._time(k, piece) for k, part in parts.items())
+        parts = _parts(kind, self.kinds.keys())
+        time = sum(part * self.kinds.get(k, 0.0) for k, part in parts.items())
+        return time * (self.share.get(piece, 1.0) if piece >= 0 else 1.0)
 
-    def _stage(self, kind: str) -> float:
-        known = self.kinds
-        if kind == ops.BACKWARD and ops.BACKWARD not in known:
-            return known.get(ops.INPUT_GRADIENT, 0.0) + known.get(ops.WEIGHT_GRADIENT, 0.0)
-        if kind in _HALVES and kind not in known:
-            return known.get(ops.BACKWARD, 0.0) / 2
-        return (
-            known.get(ops.FORWARD, 0.0)
-            if kind == ops.RECOMPUTE and ops.RECOMPUTE not in known
-            else known.get(kind, 0.0)
-        )
+
+def _parts(kind: str, known: Collection[str]) -> dict[str, float]:
+    """Of how much of which known kinds the time of one is made up."""
+    if kind in known:
+        return {kind: 1.0}
+    if kind == ops.BACKWARD and any(half in known for half in _HALVES):
+        return dict.fromkeys(_HALVES, 1.0)
+    if kind in _HALVES and ops.BACKWARD in known:
+        return {ops.BACKWARD: 0.5}
+    return {ops.FORWARD: 1.0} if kind == ops.RECOMPUTE and ops.FORWARD in known else {}
 
 
 class Compiled(NamedTuple):
@@ -110,10 +107,17 @@ def compiled(
     `walked` are the states of its rows, if they have been walked already.
     """
     made = graph(program, walked)
-    if blocking:
-        _block(made, blocking)
-    if joint:
-        _join(made, joint)
+    waiting: dict[int, list[int]] = {}
+    last: dict[int, int] = {}
+    for i, (row, _) in enumerate(made.ops) if blocking or joint else ():
+        lane = made.lanes[i]
+        if lane in blocking:
+            waiting.setdefault(row, []).append(i)
+        elif lane == ops.COMPUTE:
+            made.before[i].extend(waiting.pop(row, ()))
+        if lane in joint:
+            made.before[i].extend([last[row]] if row in last else [])
+            last[row] = i
     order = possible(made)
     if len(order) < len(made.events):
         raise ProgramError(
@@ -124,9 +128,8 @@ def compiled(
     for n, event in enumerate(order):
         place[event] = n
     known: dict[object, int] = {}
-    before: list[tuple[int, ...]] = []
-    price: list[int] = []
-    priced: list[tuple[tuple[int, Op], ...]] = []
+    result = Compiled(program, made, [], place, [], [], [[] for _ in program.rows])
+    before, price, priced = result.before, result.price, result.priced
     at = [place[event] for event in made.event]
     for event in order:
         members = made.events[event]
@@ -144,28 +147,10 @@ def compiled(
         if number == len(priced):
             priced.append(tuple((first[row], op) for row, op in (made.ops[i] for i in members)))
         price.append(number)
-    computing: list[list[tuple[int, Op]]] = [[] for _ in program.rows]
     for i, (row, op) in enumerate(made.ops):
         if made.lanes[i] == ops.COMPUTE:
-            computing[row].append((at[i], op))
-    return Compiled(program, made, before, place, price, priced, computing)
-
-
-def _block(made: Graph, lanes: Collection[str]) -> None:
-    waiting: dict[int, list[int]] = {}
-    for i, (row, _) in enumerate(made.ops):
-        if made.lanes[i] in lanes:
-            waiting.setdefault(row, []).append(i)
-        elif made.lanes[i] == ops.COMPUTE and row in waiting:
-            made.before[i].extend(waiting.pop(row))
-
-
-def _join(made: Graph, lanes: Collection[str]) -> None:
-    last: dict[int, int] = {}
-    for i, (row, _) in enumerate(made.ops):
-        if made.lanes[i] in lanes:
-            made.before[i].extend([last[row]] if row in last else [])
-            last[row] = i
+            result.computing[row].append((at[i], op))
+    return result
 
 
 def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[float], list[float]]:
@@ -362,11 +347,11 @@ def memory_over(
     for row in range(len(program.rows)):
         steps: list[tuple[float, int, str, float]] = []
         began = ended = 0.0
-        for op, change in changes(program, sizes, row):
+        for op, takes, gives in changes(program, sizes, row):
             if op:
                 began, ended = times.get((program.owner.index(row), op), (ended, ended))
-            steps += [(began, 1, kind, amount) for kind, amount in change.takes]
-            steps += [(ended, 0, kind, -amount) for kind, amount in change.gives]
+            steps += [(began, 1, kind, amount) for kind, amount in takes]
+            steps += [(ended, 0, kind, -amount) for kind, amount in gives]
         now: dict[str, float] = {}
         points: dict[float, dict[str, float]] = {}
         for time, _, kind, amount in sorted(steps, key=lambda s: s[:2]):

@@ -9,7 +9,7 @@ lacking, the executor waits for them) and its *changes* (`memory` gives them siz
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,12 +19,6 @@ from .program import Op, Program
 # Reductions of one lane that are under way at once. Each holds a whole gradient, so that without
 # a limit a step over a slow link would hold the whole model's.
 IN_FLIGHT = 2
-
-
-class Lack(NamedTuple):
-    """A need that nothing on the rank meets."""
-
-    what: str
 
 
 class Change(NamedTuple):
@@ -46,10 +40,6 @@ PART = "part"  # what is left of it once it is reduced
 SENT, RECEIVED = "sent", "received"  # a message; its piece is the lower of its two ends
 MATRICES = "matrices"  # on their ways to owners and back
 
-_NO_WEIGHTS = (
-    "the weights of unit {unit}: a {unit}G must stand before it, after the last {unit}D and {unit}U"
-)
-
 
 def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
     """By piece and microbatch, the operations that compute a forward again."""
@@ -68,8 +58,9 @@ def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
     return again is not None and (before is None or before > again or brought)
 
 
+Needs = list[Op | str]  # operations on the rank, and in words what it lacks
 # An operation, what it needs, and what changes when it starts and when it ends.
-Step = tuple[Op, list["Op | Lack"], list[Change], list[Change]]
+Step = tuple[Op, Needs, list[Change], list[Change]]
 
 
 class State:
@@ -112,7 +103,7 @@ class State:
         self.agreed: Op | None = None  # on the norm of what is reduced so far
         self.steps: list[Step] = []  # of the operations that were walked past
 
-    def walk(self) -> Iterator[tuple[Op, list[Op | Lack]]]:
+    def walk(self) -> Iterator[tuple[Op, Needs]]:
         """Every operation with what it needs. When it is yielded, the state is that before it."""
         # Not kept: what refers to itself is freed late, and a search makes many.
         needs_of = {kind: self._needs_of(kind) for kind in self.has}
@@ -124,19 +115,17 @@ class State:
             self.steps[-1][3].extend(self.rest())
 
     def follow(self) -> list[Step]:
-        """Every operation with what it needs, and what it takes and gives back when it starts and
-        when it ends."""
         for _ in self.walk():
             pass
         return self.steps
 
     # ---- what an operation needs
 
-    def needs(self, op: Op) -> list[Op | Lack]:
+    def needs(self, op: Op) -> Needs:
         """The operations on this rank that must have finished, and what no operation provides."""
         return self._needs_of(op.kind)(op)
 
-    def _needs_of(self, kind: str) -> Callable[[Op], list[Op | Lack]]:
+    def _needs_of(self, kind: str) -> Callable[[Op], Needs]:
         """What finds the needs of operations of a kind."""
         one = self._one_of
         if kind == ops.FORWARD:
@@ -162,20 +151,20 @@ class State:
             return lambda op: [one(op, *((op[3],) if op[3] == ops.FORWARD else gradient))]
         return (lambda op: []) if kind == ops.RECEIVE else self._of_unit
 
-    def _of_backward(self, op: Op) -> list[Op | Lack]:
+    def _of_backward(self, op: Op) -> Needs:
         again = self.again.get(op[1:3])
         kept = [again] if again else self._kept(op)
         return [*self._weights(op[1]), *kept, *self._gradient(op[1], op[2])]
 
-    def _of_recompute(self, op: Op) -> list[Op | Lack]:
+    def _of_recompute(self, op: Op) -> Needs:
         if restarts(self.at, op.piece, op.index):
             return [*self._weights(op.piece), *self._kept(op)]
         return [*self._weights(op.piece), op._replace(piece=op.piece - 1)]
 
-    def _of_unit(self, op: Op) -> list[Op | Lack]:
+    def _of_unit(self, op: Op) -> Needs:
         kind, unit, takes = op.kind, op.piece, ops.KINDS[op.kind].takes
         if kind == ops.REDUCE:
-            none = [Lack(f"a gradient of unit {unit} not yet summed")]
+            none: Needs = [f"a gradient of unit {unit} not yet summed"]
             return [*(self.open.get(unit) or none), *self._turn(op)]
         if kind == ops.REDUCE_REPLICAS:
             return [self._one_of(op, ops.REDUCE), *self._turn(op)]
@@ -188,7 +177,7 @@ class State:
         if ops.REDUCED in takes:
             return [self._complete(unit)]
         if ops.WEIGHTS in takes:
-            return [self.gathered.get(unit, Lack(f"a gather of unit {unit} before it"))]
+            return [self.gathered.get(unit, f"a gather of unit {unit} before it")]
         before = [self.updated[unit]] if ops.HOME in takes and unit in self.updated else []
         load = Op(ops.LOAD, unit, op.index)
         return [*before, *[load] * (kind == ops.GATHER and load in self.at)]
@@ -197,58 +186,59 @@ class State:
         """The reductions that one must wait for before it starts: of the same unit, as its result
         is added to theirs, and the oldest where as many as may be are under way."""
         others = [other for other in self.under_way if other.kind == op.kind]
-        for n, other in enumerate(others):
-            if other.piece == op.piece or n <= len(others) - IN_FLIGHT:
-                yield other
+        oldest = others[: max(0, len(others) - IN_FLIGHT + 1)]
+        yield from (other for other in others if other.piece == op.piece or other in oldest)
 
-    def _complete(self, unit: int) -> Op | Lack:
+    def _complete(self, unit: int) -> Op | str:
         """The operation by which a unit's gradient is summed over all its copies."""
         last = self.reduced.get(unit)
         if last and not (self.program.replicated and last.kind == ops.REDUCE):
             return last
         over_all = ops.REDUCE_REPLICAS if self.program.replicated else ops.REDUCE
-        return Lack(f"the sum {Op(over_all, unit)} before it")
+        return f"the sum {Op(over_all, unit)} before it"
 
-    def _for_update(self, unit: int) -> list[Op | Lack]:
-        needs: list[Op | Lack] = []
+    def _for_update(self, unit: int) -> Needs:
+        needs: Needs = []
         if ops.AGREE in self.has:
             # A sum after the agreement undoes it: what was agreed on is not what would be applied.
-            needs.append(self.agreed or Lack(f"{ops.AGREE} before it, after every sum"))
+            needs.append(self.agreed or f"{ops.AGREE} before it, after every sum")
         contributions = self.open.get(unit, [])
         if ops.REDUCE not in self.has:
-            needs += contributions or [Lack(f"a gradient of unit {unit}")]
+            needs += contributions or [f"a gradient of unit {unit}"]
         elif contributions:
             of = ", ".join(map(str, contributions[:2]))
-            needs.append(Lack(f"the sum {Op(ops.REDUCE, unit)} of {of} before it"))
+            needs.append(f"the sum {Op(ops.REDUCE, unit)} of {of} before it")
         else:
             needs.append(self._complete(unit))
         return needs
 
-    def _one_of(self, op: Op, *kinds: str) -> Op | Lack:
+    def _one_of(self, op: Op, *kinds: str) -> Op | str:
         """The first there is of these kinds, with the same piece and index."""
         for kind in kinds:
             if choice := self.named.get((kind, op[1], op[2])):
                 return choice
-        return Lack(" or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds))
+        return " or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds)
 
-    def _weights(self, piece: int) -> list[Op | Lack]:
-        needs: list[Op | Lack] = []
+    def _weights(self, piece: int) -> Needs:
+        needs: Needs = []
         for unit in self.program.units(piece):
             if unit in self.gathered and unit not in self.stale:
                 needs.append(self.gathered[unit])
             elif ops.GATHER in self.has and unit not in self.at_home:
                 # Where weights are gathered, no unit is whole at home.
-                needs.append(Lack(_NO_WEIGHTS.format(unit=unit)))
+                last = f"the last {unit}{ops.DROP} and {unit}{ops.UPDATE}"
+                must = f"a {unit}{ops.GATHER} must stand before it, after {last}"
+                needs.append(f"the weights of unit {unit}: {must}")
             elif unit in self.updated:
                 needs.append(self.updated[unit])
         return needs
 
-    def _input(self, piece: int, m: int) -> list[Op | Lack]:
+    def _input(self, piece: int, m: int) -> Needs:
         for kind in ops.BRINGS_VALUE:
             if brought := self.named.get((kind, piece, m)):
                 return [brought]
         if self._apart(piece, m):
-            return [Lack(str(Op(ops.EXCHANGE, piece, m)))]
+            return [str(Op(ops.EXCHANGE, piece, m))]
         return self._handed_on(piece, m)
 
     def _apart(self, piece: int, m: int) -> bool:
@@ -256,47 +246,47 @@ class State:
         kind = ops.COUNT_ROUTES
         return kind in self.has and any((kind, p, m) in self.named for p in (piece, piece - 1))
 
-    def _routes(self, op: Op) -> Op | Lack:
+    def _routes(self, op: Op) -> Op | str:
         """What told how many tokens come: on their way to the experts, or before that."""
         before = self.named.get((ops.COUNT_ROUTES, op.piece - 1, op.index))
         return before or self._one_of(op, ops.COUNT_ROUTES)
 
-    def _handed_on(self, piece: int, m: int) -> list[Op | Lack]:
+    def _handed_on(self, piece: int, m: int) -> Needs:
         """What the piece before puts out, or its message."""
         if not piece:
             return []
         if before := self.named.get((ops.FORWARD, piece - 1, m)):
             return [before]
         received = self.incoming.get((piece, True, m))
-        return [received or Lack(str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1)))]
+        return [received or str(Op(ops.RECEIVE, piece, m, ops.FORWARD, piece - 1))]
 
-    def _kept(self, op: Op) -> list[Op | Lack]:
+    def _kept(self, op: Op) -> Needs:
         """What the forward kept, back from the host if it went there."""
         needs = [self._one_of(op, ops.FORWARD)]
         if (ops.OFFLOAD, op[1], op[2]) in self.named:
             needs.append(self._one_of(op, ops.RELOAD))
         return needs
 
-    def _gradient(self, piece: int, m: int) -> list[Op | Lack]:
+    def _gradient(self, piece: int, m: int) -> Needs:
         # The loss, and those of routers in any piece, are sums over tokens divided by their number over
         # all ranks.
-        counted = [self.counted or Lack(f"{ops.COUNT} before it")] * (ops.COUNT in self.has)
+        counted = [self.counted or f"{ops.COUNT} before it"] * (ops.COUNT in self.has)
         return counted if piece == self.last_piece else [*self._from_above(piece, m), *counted]
 
-    def _from_above(self, piece: int, m: int) -> list[Op | Lack]:
+    def _from_above(self, piece: int, m: int) -> Needs:
         """The gradient that the next piece gives, or its message."""
         apart = self._apart(piece + 1, m)
         for kind in (*ops.BRINGS_GRADIENT, *(() if apart else ops.PROPAGATES)):
             if above := self.named.get((kind, piece + 1, m)):
                 return [above]
         if apart:
-            return [Lack(str(Op(ops.EXCHANGE_GRADIENT, piece + 1, m)))]
+            return [str(Op(ops.EXCHANGE_GRADIENT, piece + 1, m))]
         received = self.incoming.get((piece, False, m))
-        return [received or Lack(str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1)))]
+        return [received or str(Op(ops.RECEIVE, piece, m, ops.BACKWARD, piece + 1))]
 
     # ---- what an operation changes
 
-    def apply(self, op: Op, needs: Sequence[Op | Lack]) -> tuple[list[Change], list[Change]]:
+    def apply(self, op: Op, needs: Needs) -> tuple[list[Change], list[Change]]:
         """Go past an operation. Returns what it takes and gives back when it starts, and when it
         ends. What it has waited for has arrived when it starts."""
         start: list[Change] = []
@@ -380,10 +370,8 @@ class State:
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
         kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
-        if kind == ops.TO_OWNERS:
-            start.append(_change(MATRICES, unit, 1))
-        elif kind == ops.FROM_OWNERS:
-            end.append(_change(MATRICES, unit, -1))
+        start += [Change(MATRICES, unit, 1)] * (kind == ops.TO_OWNERS)
+        end += [Change(MATRICES, unit, -1)] * (kind == ops.FROM_OWNERS)
         if kind in (ops.GATHER, ops.LOAD):
             there = unit in self.gathered or unit in self.loaded
             start += [Change(ops.WEIGHTS, unit, 1)] * (not there)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..layout.files import parse_json
 from .ops import RECEIVE, SEND
@@ -81,18 +81,23 @@ class Timeline:
 
     def exposed(self, rank: int) -> float:
         """Time in which a rank computes nothing while one of its other lanes is busy."""
-        links = [(s.start, s.end) for s in self.spans if s.rank == rank and s.lane != "compute"]
-        work = [(s.start, s.end) for s in self.computing[rank]]
-        return _length([*links, *work]) - _length(work)
+        return sum(exposed for _, exposed in self._beside(rank))
 
     def breakdown(self, rank: int) -> dict[str, float]:
         """The rank's step by kind of operation; the parts add up to the makespan. Of what runs beside
         computing only the time in which nothing is computed counts, for what began first; both ends
         of a message are one kind, and "" is idle."""
         parts: dict[str, float] = defaultdict(float)
-        work = self.computing[rank]
-        for span in work:
+        for span in self.computing[rank]:
             parts[span.op.kind] += span.end - span.start
+        for span, exposed in self._beside(rank):
+            parts[SEND if span.op.kind == RECEIVE else span.op.kind] += exposed
+        parts[""] = max(0.0, self.makespan - sum(parts.values()))
+        return {kind: time for kind, time in parts.items() if time}
+
+    def _beside(self, rank: int) -> Iterator[tuple[Span, float]]:
+        """What runs beside a rank's computing, each with the time in which nothing else is done."""
+        work = self.computing[rank]
         ends, done = [s.end for s in work], [0.0, *accumulate(s.end - s.start for s in work)]
 
         def computed(time: float) -> float:
@@ -105,11 +110,8 @@ class Timeline:
         for span in sorted(beside, key=lambda s: (s.start, s.end)):
             begun = max(span.start, reached)
             if span.end > begun:
-                exposed = span.end - begun - (computed(span.end) - computed(begun))
-                parts[SEND if span.op.kind == RECEIVE else span.op.kind] += exposed
+                yield span, span.end - begun - (computed(span.end) - computed(begun))
                 reached = span.end
-        parts[""] = max(0.0, self.makespan - sum(parts.values()))
-        return {kind: time for kind, time in parts.items() if time}
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -129,12 +131,7 @@ class Timeline:
                 Span(int(r), str(lane), Op.parse(op), float(a), float(b))
                 for r, lane, op, a, b in value["spans"]
             )
-            memory = {
-                int(r): tuple(
-                    (float(t), {str(k): float(v) for k, v in kinds.items()}) for t, kinds in ps
-                )
-                for r, ps in value.get("memory", {}).items()
-            }
+            memory = {int(r): tuple(map(_point, ps)) for r, ps in value.get("memory", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"this is not a timeline: {str(error)[:200]}") from None
         times = [(span.start, span.end) for span in spans]
@@ -144,10 +141,6 @@ class Timeline:
         return cls(spans, memory or None)
 
 
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    """How much time a set of intervals covers."""
-    covered, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered
+def _point(point: Any) -> tuple[float, dict[str, float]]:
+    time, kinds = point
+    return float(time), {str(kind): float(amount) for kind, amount in kinds.items()}
