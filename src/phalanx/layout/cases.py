@@ -119,11 +119,8 @@ def _orders(pp: int) -> list[tuple[str, int, int]]:
     """(schedule, chunks, microbatches): 3, which no number of stages here divides."""
     if pp == 1:
         return [(ACCUM, 1, 1), (ACCUM, 1, 3)]
-    return [
-        (name, kind.least, 1 if kind.whole_batch else 3)
-        for name, kind in SCHEDULES.items()
-        if kind.pipelined
-    ]
+    kinds = [(name, kind) for name, kind in SCHEDULES.items() if kind.pipelined]
+    return [(name, kind.least, 1 if kind.whole_batch else 3) for name, kind in kinds]
 
 
 def _features(x: Layout) -> dict[str, object]:

@@ -91,11 +91,7 @@ MATMULS |= {
     f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(gradient=_WIDER)
     for name, traits in MATMULS.items()
 }
-MATMUL_WORDS = {
-    **{name: name for name in MATMULS},
-    "fp8:row": FP8,
-    "fp8:row,e5m2": f"{FP8}:e5m2",
-}
+MATMUL_WORDS = {name: name for name in MATMULS} | {"fp8:row": FP8, "fp8:row,e5m2": f"{FP8}:e5m2"}
 
 COMPILED = ("", "default", "max")  # how torch.compile is asked to compile, if at all
 

@@ -71,14 +71,15 @@ def key(
     default: Any = MISSING,
     description: str = "",
     *,
-    minimum: float | None = None,
+    minimum: float | None = 0,
     maximum: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] = (),
     name: str = "",
 ) -> Any:
-    """A field with its meaning and bounds. `name` is its key in a file, if that is another."""
-    bounds = {"minimum": minimum, "maximum": maximum, "above": above}
+    """A field with its meaning and bounds; numbers are 0 or more where nothing else is said. `name` is
+    its key in a file, if that is another."""
+    bounds = {"minimum": minimum if above is None else None, "maximum": maximum, "above": above}
     more = {"description": description, "choices": choices, "name": name}
     return field(default=default, metadata=bounds | more)
 
@@ -149,12 +150,9 @@ _WRONG: Any = object()  # in place of a value with a mistake
 
 
 class Reader:
-    """A file's text and the `key=value` arguments after it (`given` is the table that they make), read
-    into values of its class; all mistakes are collected.
-
-    `pointers` are ways out for keys that are not ours, by name: old ones, and those of other
-    libraries.
-    """
+    """A file's text and the `key=value` arguments after it (`given` is the table that they make),
+    read into values of its class; all mistakes are collected. `pointers` are ways out for keys that
+    are not ours, by name: old ones, and those of other libraries."""
 
     def __init__(
         self,
@@ -173,7 +171,7 @@ class Reader:
             self.given = parse_toml(text, "this", ValueError)
         except ValueError as error:
             self._text = ""
-            self._refused(file, str(error), "See docs/training.md")
+            self._refused(file, error, "See docs/training.md")
         for argument in overrides:
             self._override(argument)
 
@@ -184,10 +182,9 @@ class Reader:
         last = Mistake(self._file, f"{more:,} more mistakes", "Mend the first ones first")
         return [*self._mistakes[:SHOWN], last]
 
-    def _refused(self, place: str, text: str, way_out: str) -> None:
-        """A mistake in words that may end with a way out of their own."""
-        what, _, rest = text.rstrip(".").partition(". ")
-        self._mistakes.append(Mistake(place, what, rest or way_out))
+    def _refused(self, place: str, error: ValueError, way_out: str) -> None:
+        what, _, own_way_out = str(error).rstrip(".").partition(". ")
+        self._mistakes.append(Mistake(place, what, own_way_out or way_out))
 
     def _override(self, argument: str) -> None:
         name, equals, text = argument.partition("=")
@@ -206,10 +203,10 @@ class Reader:
         try:
             inner[path[-1]] = parse_toml(f"{path[-1]} = {text}", name[:60], ValueError)[path[-1]]
         except ValueError as error:
-            if "is not TOML" in str(error):  # nobody wants to quote in a shell
+            if re.search("digits|64 bits|deep", str(error)):
+                self._refused("argument", error, "Write less")
+            else:  # text: nobody wants to quote in a shell
                 inner[path[-1]] = text.strip()
-            else:
-                self._refused("argument", str(error), "Write less")
         self._arguments[".".join(path)] = f"argument {_cut(argument, 100)!r}"
 
     def place(self, path: str) -> str:
@@ -341,11 +338,12 @@ def _problem(value: Any, path: str, limits: Mapping[str, Any]) -> tuple[str, str
         return f"{path} = {_shown(value)} is unknown", f"Choose {known}.{hint}"
     low, high, above = (limits.get(name) for name in _BOUNDS)
     for number in value if isinstance(value, tuple) else (value,):
-        if number is None or isinstance(number, str):
+        if not isinstance(number, int | float):
             continue
         if (low is not None and number < low) or (high is not None and number > high):
-            first, last = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (low, high or 0))
+            first, last = (f"{x:,}" if isinstance(x, int) else f"{x or 0:g}" for x in (low, high))
             bounds = f"{first} or more" if high is None else f"{first} to {last}"
+            bounds = f"{last} or less" if low is None else bounds
         elif above is not None and not above < number < math.inf:
             bounds = f"more than {above:g}"
         else:
@@ -490,6 +488,7 @@ def _typed(hint: Any, limits: dict[str, Any]) -> dict[str, Any]:
     parts = get_args(hint)
     if is_dataclass(hint):
         return schema(hint)
+    limits = limits if {int, float} & {hint, *parts} else {}
     if isinstance(hint, UnionType):
         return {"type": [_KINDS[_plain(part)][2] for part in parts], **limits}
     made: dict[str, Any] = {} if hint is Any else {"type": _KINDS[_plain(hint)][2]}

@@ -59,46 +59,38 @@ def rendezvous(environment: Mapping[str, str]) -> Rendezvous | None:
 
 def _torchrun(environment: Mapping[str, str]) -> Rendezvous:
     agent = "TORCHELASTIC_RUN_ID" in environment
-    rank, size, port = (
-        _whole(environment, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")
-    )
-    here = environment.get("LOCAL_WORLD_SIZE", "")
+    environment = {"LOCAL_RANK": "0", **environment}  # a pod of Kubernetes with one rank has none
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    rank, size, local, port = (_whole(environment, name, "torchrun") for name in names)
     return Rendezvous(
         rank,
         size,
-        # A pod of Kubernetes with one rank may leave it out.
-        _whole(environment, "LOCAL_RANK", "torchrun") if "LOCAL_RANK" in environment else 0,
+        local,
         _text(environment, "MASTER_ADDR", "torchrun"),
         port,
         served=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        one_host=here == str(size),
+        one_host=environment.get("LOCAL_WORLD_SIZE") == str(size),
         source=f"RANK and WORLD_SIZE of {'torchrun' if agent else 'a launcher'}",
         agent=agent,
     )
 
 
 def _slurm(environment: Mapping[str, str]) -> Rendezvous:
-    rank, size, local, job = (
-        _whole(environment, name, "srun")
-        for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
-    )
-    nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")
-    host = environment.get("MASTER_ADDR") or _first_node(
-        _text(environment, "SLURM_JOB_NODELIST", "srun")
-    )
+    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")
+    rank, size, local, job = (_whole(environment, name, "srun") for name in names)
+    one = (environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES")) == "1"
+    host = environment.get("MASTER_ADDR")
+    if not host:  # gpu[003-007,9],io1 begins with gpu003
+        nodes = _text(environment, "SLURM_JOB_NODELIST", "srun")
+        first = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
+        if first is None:
+            raise EnvironmentMistake(f"SLURM_JOB_NODELIST is {nodes!r}, which names no node.")
+        host = first[1] + (first[2] or "")
     # All tasks of a job must guess the same port; two jobs on a node seldom share it.
     port = int(environment.get("MASTER_PORT", 20000 + job % 20000))
-    # Of a job that was requeued; its tasks find an empty store again.
-    return Rendezvous(
-        rank,
-        size,
-        local,
-        host,
-        port,
-        one_host=nodes == "1",
-        source="SLURM_PROCID and SLURM_NTASKS of Slurm",
-    )
+    source = "SLURM_PROCID and SLURM_NTASKS of Slurm"
+    return Rendezvous(rank, size, local, host, port, one_host=one, source=source)
 
 
 def node_command(environment: Mapping[str, str], ranks: int | None) -> list[str] | None:
@@ -130,11 +122,9 @@ def launched(environment: Mapping[str, str]) -> bool:
 
 
 def _text(environment: Mapping[str, str], name: str, launcher: str) -> str:
-    text = environment.get(name, "")
-    if not text:
-        raise EnvironmentMistake(
-            f"{name} is not set; start every rank with {launcher}, which sets it."
-        )
+    if not (text := environment.get(name, "")):
+        what = f"{name} is not set; start every rank with {launcher}, which sets it."
+        raise EnvironmentMistake(what)
     return text
 
 
@@ -143,11 +133,3 @@ def _whole(environment: Mapping[str, str], name: str, launcher: str) -> int:
     if not re.fullmatch(r"-?\d+", text):
         raise EnvironmentMistake(f"{name} is {text!r}; it must be a whole number.")
     return int(text)
-
-
-def _first_node(nodes: str) -> str:
-    """'gpu[003-007,9],io1' begins with gpu003."""
-    match = re.match(r"([^\[,]+)(?:\[(\w+))?", nodes)
-    if match is None:
-        raise EnvironmentMistake(f"SLURM_JOB_NODELIST is {nodes!r}, which names no node.")
-    return match[1] + (match[2] or "")

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,15 @@ from .source import split_name
 CONFIG = "config.json"
 LIMIT = 64 << 20  # bytes of a configuration or an index
 
+_MLP = ("gate", "up", "down")
 _BLOCK = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "mlp_norm",
-    "self_attn.q_proj": "attn.wq",
-    "self_attn.k_proj": "attn.wk",
-    "self_attn.v_proj": "attn.wv",
-    "self_attn.o_proj": "attn.wo",
     "self_attn.q_norm": "attn.q_norm",
     "self_attn.k_norm": "attn.k_norm",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
 }
+_BLOCK |= {f"self_attn.{x}_proj": f"attn.w{x}" for x in "qkvo"}
+_BLOCK |= {f"mlp.{x}_proj": f"mlp.{x}" for x in _MLP}
 _BEHIND = {
     "post_attention_layernorm": "attn_post_norm",
     "post_feedforward_layernorm": "mlp_post_norm",
@@ -46,18 +43,11 @@ _WIDE = {"self_attn.q_norm": "attn.q_wide_norm", "self_attn.k_norm": "attn.k_wid
 _PACKED = {"self_attn.qkv_proj": "attn.wq attn.wk attn.wv", "mlp.gate_up_proj": "mlp.gate mlp.up"}
 # A tensor of ours that is in no module of its own stands by its whole name, and theirs too. Of experts
 # one of theirs may be one expert's, whose number stands for *.
-_MIXTRAL = {
-    "block_sparse_moe.gate": "mlp.router",
-    "block_sparse_moe.experts.*.w1.weight": "mlp.routed.gate",
-    "block_sparse_moe.experts.*.w3.weight": "mlp.routed.up",
-    "block_sparse_moe.experts.*.w2.weight": "mlp.routed.down",
-}
-_QWEN3_MOE = {
-    "mlp.gate": "mlp.router",
-    "mlp.experts.*.gate_proj.weight": "mlp.routed.gate",
-    "mlp.experts.*.up_proj.weight": "mlp.routed.up",
-    "mlp.experts.*.down_proj.weight": "mlp.routed.down",
-}
+_MIXTRAL = {"block_sparse_moe.gate": "mlp.router"}
+for _n, _x in (1, "gate"), (3, "up"), (2, "down"):
+    _MIXTRAL[f"block_sparse_moe.experts.*.w{_n}.weight"] = f"mlp.routed.{_x}"
+_QWEN3_MOE = {"mlp.gate": "mlp.router"}
+_QWEN3_MOE |= {f"mlp.experts.*.{x}_proj.weight": f"mlp.routed.{x}" for x in _MLP}
 _GPT_OSS = {
     "self_attn.sinks": "attn.sinks",
     "mlp.router": "mlp.router",
@@ -77,10 +67,8 @@ _DEEPSEEK = {
     "self_attn.kv_a_layernorm": "attn.kv_a_norm",
     "self_attn.kv_b_proj": "attn.wkv_b",
     f"mlp.gate.{BALANCES}": "mlp.router.bias",
-    "mlp.shared_experts.gate_proj": "mlp.shared.gate",
-    "mlp.shared_experts.up_proj": "mlp.shared.up",
-    "mlp.shared_experts.down_proj": "mlp.shared.down",
 }
+_DEEPSEEK |= {f"mlp.shared_experts.{x}_proj": f"mlp.shared.{x}" for x in _MLP}
 _GPT2_BLOCK = {
     "ln_1": "attn_norm",
     "ln_2": "mlp_norm",
@@ -114,6 +102,11 @@ _OTHER_KEYS = _GPT2_KEYS | {
     "num_heads": "num_attention_heads",
     "d_model": "hidden_size",
     "ffn_dim": "intermediate_size",
+}
+_CHOSEN = {
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_ffn",
+    "norm_topk_prob": "normalized",
 }
 _GEMMA_SHAPE = {"norm": "rms1", "norms": "both", "activation": "gelu"}
 _GEMMA_CONFIG = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
@@ -189,12 +182,7 @@ FAMILIES = {
         _BLOCK | _QWEN3_MOE,
         keys={"num_local_experts": "num_experts"},
         windows="all",
-        experts={
-            "num_experts": "experts",
-            "num_experts_per_tok": "top_k",
-            "moe_intermediate_size": "expert_ffn",
-            "norm_topk_prob": "normalized",
-        },
+        experts={"num_experts": "experts"} | _CHOSEN,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -212,11 +200,9 @@ FAMILIES = {
         _BLOCK | _QWEN3_MOE | _DEEPSEEK,
         keys={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
         further=True,
-        experts={
-            "n_routed_experts": "experts",
-            "num_experts_per_tok": "top_k",
-            "moe_intermediate_size": "expert_ffn",
-            "norm_topk_prob": "normalized",
+        experts={"n_routed_experts": "experts"}
+        | _CHOSEN
+        | {
             "routed_scaling_factor": "routed_scale",
             "n_shared_experts": "shared_experts",
             "n_group": "expert_groups",
@@ -253,6 +239,7 @@ FAMILIES = {
         transposed=2,
     ),
 }
+_OTHER = Family("", keys=_OTHER_KEYS)  # any other, of which only sizes are known
 _SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the root of their width
 # Keys of a shape that say which family it is.
 _TRAITS = (
@@ -307,23 +294,17 @@ def sources(family: Family, names: Mapping[str, int]) -> dict[str, HubTensor]:
     for name, dims in names.items():
         layer = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
         inner = layer[2] if layer else name
-        ours, theirs = (
-            (f"layers.{layer[1]}.", f"{family.layers}.{layer[1]}.") if layer else ("", "")
-        )
+        ours, theirs = (f"{x}.{layer[1]}." if layer else "" for x in ("layers", family.layers))
         table = family.block if layer else family.outer
+        # Of rows with the same of ours the last counts: a family's own stand behind those it shares.
+        places = {each: their for their in table for each in table[their].split()}
         path, _, last = inner.rpartition(".")
-        tensor, last = _names(table, inner), f".{last}"
-        tensor, last = (tensor, "") if tensor else (_names(table, path), last)
+        tensor, last = (places[inner], "") if inner in places else (places[path], f".{last}")
         packed = tuple(f"{ours}{each}{last}" for each in table[tensor].split())
         transposed = bool(layer) and dims == family.transposed
         alternating = family.alternating and len(packed) > 1
         found[name] = HubTensor(f"{theirs}{tensor}{last}", packed, transposed, alternating)
     return found
-
-
-def _names(table: Mapping[str, str], ours: str) -> str:
-    """The last of theirs that has it: a family's own rows stand behind those that it shares."""
-    return next((each for each in reversed([*table]) if ours in table[each].split()), "")
 
 
 # ---- from theirs
@@ -351,45 +332,49 @@ class _Config:
     hidden_act: str | None = None
     hidden_activation: str | None = None
     query_pre_attn_scalar: float | None = key(None, above=0)
-    attn_logit_softcapping: float | None = key(None, minimum=0)
-    final_logit_softcapping: float | None = key(None, minimum=0)
-    sliding_window: int | None = key(None, minimum=0)
+    attn_logit_softcapping: float | None = key(None)
+    final_logit_softcapping: float | None = key(None)
+    sliding_window: int | None = key(None)
     use_sliding_window: bool | None = None
     max_window_layers: int | None = None
     sliding_window_pattern: int | None = key(None, minimum=1)
     layer_types: tuple[str, ...] | None = None
     num_experts: int | None = key(None, minimum=1)
     num_experts_per_tok: int | None = key(None, minimum=1)
-    moe_intermediate_size: int | None = key(None, minimum=0)
+    moe_intermediate_size: int | None = key(None)
     norm_topk_prob: bool = True
     mlp_only_layers: tuple[int, ...] | None = None
-    first_k_dense_replace: int = key(0, minimum=0)
-    n_shared_experts: int = key(0, minimum=0)
+    first_k_dense_replace: int = key(0)
+    n_shared_experts: int = key(0)
     routed_scaling_factor: float = key(1.0, above=0)
     n_group: int = key(1, minimum=1)
     topk_group: int = key(1, minimum=1)
-    kv_lora_rank: int = key(0, minimum=0)
-    q_lora_rank: int | None = key(None, minimum=0)
-    qk_rope_head_dim: int = key(0, minimum=0)
-    qk_nope_head_dim: int = key(0, minimum=0)
-    v_head_dim: int = key(0, minimum=0)
+    kv_lora_rank: int = key(0)
+    q_lora_rank: int | None = key(None)
+    qk_rope_head_dim: int = key(0)
+    qk_nope_head_dim: int = key(0)
+    v_head_dim: int = key(0)
     rope_interleave: bool = False
-    # What ours cannot do.
     decoder_sparse_step: int | None = None
-    router_jitter_noise: float | None = None
-    moe_layer_freq: int | None = None
-    scoring_func: str | None = None
-    topk_method: str | None = None
     attention_bias: bool | None = False
-    swiglu_limit: float = 7.0
-    swiglu_alpha: float = 1.702
-    mlp_bias: bool | None = False
-    partial_rotary_factor: float | None = None
-    use_bidirectional_attention: bool | None = None
-    scale_attn_weights: bool | None = True
-    scale_attn_by_inverse_layer_idx: bool | None = False
-    add_cross_attention: bool | None = False
     quantization_config: Mapping[str, Any] | None = None
+
+
+# What ours cannot do: keys, the values that it can, and what any other means.
+_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("mlp_bias", (None, False), "it has biases in attention or feed-forward"),
+    ("swiglu_limit", (7.0,), "its experts are clamped elsewhere"),
+    ("swiglu_alpha", (1.702,), "its experts are clamped elsewhere"),
+    ("use_bidirectional_attention", (None, False), "tokens attend to later ones"),
+    ("scale_attn_weights", (True,), "its scores are not scaled"),
+    ("scale_attn_by_inverse_layer_idx", (None, False), "its scores are scaled by the layer"),
+    ("add_cross_attention", (None, False), "it has cross-attention"),
+    ("router_jitter_noise", (None, 0), "its router is trained with noise"),
+    ("moe_layer_freq", (None, 1), "its experts are not in every block"),
+    ("scoring_func", (None, "sigmoid"), "its router's scores are not sigmoids"),
+    ("topk_method", (None, "noaux_tc"), "its experts are not chosen with a bias"),
+    ("partial_rotary_factor", (None, 1), "rope turns a part of each head"),
+)
 
 
 def hub_config(folder: str) -> tuple[Mapping[str, Any], str]:
@@ -422,27 +407,39 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     name = table.get("model_type")
     if not isinstance(name, str):
         raise LayoutError(f"{where}: 'model_type' is {str(name)[:40]!r}, and no name.")
-    if name not in FAMILIES:
-        return _sizes(table, name, where)
-    family = FAMILIES[name]
+    family = FAMILIES.get(name, _OTHER)
     table = {**family.config, **{family.keys.get(k, k): value for k, value in table.items()}}
-    if name == "gpt2" and table.get("intermediate_size") is None:
-        table["intermediate_size"] = 4 * int(table.get("hidden_size") or 1)
+    wide = name == "gpt2" or family is _OTHER
+    if wide and table.get("intermediate_size") is None and type(table.get("hidden_size")) is int:
+        table["intermediate_size"] = 4 * table["hidden_size"]
     config = _read(table, where)
-    rope, local = _ropes(config)
+    if family is _OTHER:  # transformers' own code computes it; what else it has is known there
+        return _shape(name, _sizes(config), where)
+    # Rope's numbers, and those of blocks with a window, where the family has its own.
+    ropes = config.rope_parameters or config.rope_scaling or {}
+    names = ("full_attention", "sliding_attention")
+    both = [ropes.get(each) for each in names] if names[0] in ropes else [ropes, {}]
+    rope, local = (each if isinstance(each, dict) else {} for each in both)
+    theta: Any = rope.get("rope_theta", config.rope_theta or 10000.0)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     activation = config.hidden_activation or config.hidden_act or "silu"
     if name in _SCALED and not config.hidden_activation:
         activation = "gelu_pytorch_tanh"
-    reasons = _reasons(config, family, activation) | _rope_reasons(config, rope, local, kind)
+    reasons = _reasons(config, family) | {
+        f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
+        f"its rope is stretched by {kind[:20]!r}": kind != "default" and kind not in _ROPE,
+        "rope of its windows is stretched": local.get("rope_type", "default") != "default",
+        "rope turns a part of each head": rope.get("partial_rotary_factor") not in (None, 1),
+        "rope_theta is no number": type(theta) not in (int, float),
+    }
     windows = tuple(_windows(config, family, reasons))
     stretch = _stretch(config, rope, kind, reasons)
-    if wrong := [reason for reason, holds in reasons.items() if holds]:
-        raise LayoutError(f"{where}: {'; '.join(wrong)}: this model cannot do that.")
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    gated = family.shape.get("gated", True)
-    plain = _ACTIVATIONS[activation] == ("silu" if gated else "gelu")
-    given = {ours: getattr(config, their) for their, ours in _SIZES.items()}
+    wrong = [why for key, can, why in _ONLY if table.get(key, can[0]) not in can]
+    wrong += [reason for reason, holds in reasons.items() if holds]
+    if wrong:
+        raise LayoutError(f"{where}: {'; '.join(dict.fromkeys(wrong))}: this model cannot do that.")
+    plain = _ACTIVATIONS[activation] == ("silu" if family.shape.get("gated", True) else "gelu")
+    given = _sizes(config) | {"rope_theta": float(theta), "windows": windows}
     given["activation"] = "" if plain else _ACTIVATIONS[activation]
     given |= {k: x for k, x in family.shape.items() if x is not ANY} | stretch
     if family.experts:
@@ -450,22 +447,15 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
         for their, ours in family.experts.items():
             value = getattr(config, family.keys.get(their, their))
             given[ours] = 0 if value is None else value
-    given |= {
-        "kv_heads": config.num_key_value_heads or heads,
-        "head_dim": config.head_dim or hidden // heads,
-        "sequence": config.max_position_embeddings or 2048,
-        "rope_theta": float(rope.get("rope_theta", config.rope_theta or 10000.0)),
-        "tied": config.tie_word_embeddings is True,
-        "windows": windows,
-    }
     if name in _SCALED:
         given["softcap"] = config.attn_logit_softcapping or 0.0
         given["logit_softcap"] = config.final_logit_softcapping or 0.0
-        given["embed_scale"] = math.sqrt(hidden)
+        given["embed_scale"] = math.sqrt(config.hidden_size)
         scalar = float(config.query_pre_attn_scalar or given["head_dim"])
         given["query_scalar"] = 0.0 if scalar == given["head_dim"] else scalar
     if name == "gemma3_text":
-        given["rope_local_theta"] = float(local.get("rope_theta", config.rope_local_base_freq))
+        theta = local.get("rope_theta") or config.rope_local_base_freq
+        given["rope_local_theta"] = float(theta or 0)
     if config.kv_lora_rank:
         given["head_dim"] = config.qk_nope_head_dim + config.qk_rope_head_dim
         given["rope_pairs"] = "neighbours" if config.rope_interleave else "halves"
@@ -482,44 +472,19 @@ def _shape(name: str, given: dict[str, Any], where: str) -> Shape:
         raise LayoutError(f"{where}: {error}") from None
 
 
-def _reasons(config: _Config, family: Family, activation: str) -> dict[str, Any]:
-    """What ours cannot do, and whether theirs does it."""
+def _reasons(config: _Config, family: Family) -> dict[str, Any]:
+    """What ours cannot do of what several keys say, and whether theirs does it."""
     biased, dense = family.shape.get("sinks"), config.mlp_only_layers or ()
     quantized = (config.quantization_config or {}).get("quant_method")
+    read = quantized == PACKED_4 and family.alternating
     return {
-        f"its activation is {activation[:40]!r}": activation not in _ACTIVATIONS,
-        "it has biases in attention or feed-forward": config.mlp_bias
-        or (config.attention_bias and not biased),
+        "it has biases in attention or feed-forward": config.attention_bias and not biased,
         "its attention has no biases": biased and not config.attention_bias,
-        "its experts are clamped elsewhere": (config.swiglu_limit, config.swiglu_alpha)
-        != (7.0, 1.702),
-        "tokens attend to later ones": config.use_bidirectional_attention,
-        "its attention scores are scaled by the layer, or not at all": not config.scale_attn_weights
-        or config.scale_attn_by_inverse_layer_idx,
-        "it has cross-attention": config.add_cross_attention,
-        "its weights are quantized": config.quantization_config
-        and not (quantized == PACKED_4 and family.alternating),
+        "its weights are quantized": config.quantization_config and not read,
         "not all of its last blocks have experts": family.experts
         and (config.decoder_sparse_step not in (None, 1) or sorted(dense) != [*range(len(dense))]),
-        "its router is trained with noise": config.router_jitter_noise,
-        "its experts are not in every block": config.moe_layer_freq not in (None, 1),
-        "its router's scores are not sigmoids": config.scoring_func not in (None, "sigmoid"),
-        "its experts are not chosen with a bias": config.topk_method not in (None, "noaux_tc"),
         "it does not say how many experts it has": family.experts
         and not (config.num_experts and config.num_experts_per_tok),
-    }
-
-
-def _rope_reasons(
-    config: _Config, rope: Mapping[str, Any], local: Mapping[str, Any], kind: str
-) -> dict[str, Any]:
-    theta = rope.get("rope_theta", config.rope_theta or 10000.0)
-    return {
-        f"its rope is stretched by {kind[:20]!r}": kind != "default" and kind not in _ROPE,
-        "rope of its windows is stretched": local.get("rope_type", "default") != "default",
-        "rope turns a part of each head": config.partial_rotary_factor not in (None, 1)
-        or rope.get("partial_rotary_factor") not in (None, 1),
-        "rope_theta is no number": type(theta) not in (int, float),
     }
 
 
@@ -531,61 +496,39 @@ def _read(table: Mapping[str, Any], where: str) -> _Config:
         raise LayoutError(str(error)) from None
 
 
-def _sizes(table: Mapping[str, Any], name: str, where: str) -> Shape:
-    """The sizes of a model that transformers' own code computes; what else it has is known there."""
-    table = {_OTHER_KEYS.get(k, k): value for k, value in table.items()}
-    if table.get("intermediate_size") is None and isinstance(table.get("hidden_size"), int):
-        table["intermediate_size"] = 4 * table["hidden_size"]
-    config = _read(table, where)
-    heads = config.num_attention_heads
+def _sizes(config: _Config) -> dict[str, Any]:
     given = {ours: getattr(config, their) for their, ours in _SIZES.items()}
-    given |= {
+    heads = config.num_attention_heads
+    return given | {
         "kv_heads": config.num_key_value_heads or heads,
         "head_dim": config.head_dim or config.hidden_size // heads,
         "sequence": config.max_position_embeddings or 2048,
         "rope_theta": config.rope_theta or 10000.0,
         "tied": config.tie_word_embeddings is True,
     }
-    return _shape(name, given, where)
-
-
-def _ropes(config: _Config) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Rope's numbers, and those of blocks with a window, where the family has its own."""
-    rope = config.rope_parameters or config.rope_scaling or {}
-    if "full_attention" not in rope:
-        return rope, {}
-    full, local = (rope.get(each) for each in ("full_attention", "sliding_attention"))
-    return full if isinstance(full, dict) else {}, local if isinstance(local, dict) else {}
 
 
 def _windows(config: _Config, family: Family, reasons: dict[str, Any]) -> Iterator[int]:
     """The window of each block, as few as repeat."""
     count, types = config.num_hidden_layers, config.layer_types
-    off = config.use_sliding_window is False or not (family.windows and config.sliding_window)
-    if config.model_type.startswith("qwen") and config.use_sliding_window is None:
-        off = True
+    unsaid = config.model_type.startswith("qwen") and config.use_sliding_window is None
+    lacks = not (family.windows and config.sliding_window)
+    off = config.use_sliding_window is False or unsaid or lacks
     first = config.max_window_layers or 0
     pattern = config.sliding_window_pattern or family.pattern
     if types is None:
-        windowed = [
-            not off and n >= first and (not pattern or (n + 1) % pattern > 0) for n in range(count)
-        ]
+        local = (n >= first and (not pattern or (n + 1) % pattern > 0) for n in range(count))
+        windowed = [each and not off for each in local]
     else:
         windowed = [each == "sliding_attention" for each in types[:count]]
         known = {"full_attention", "sliding_attention"}
         others = ", ".join(sorted({each[:30] for each in types} - known))
         reasons[f"it has blocks of {others}"] = others
         reasons[f"layer_types names {len(types)} of {count} blocks"] = len(types) != count
-        lost = any(windowed) and not (family.windows and config.sliding_window)
-        reasons["it attends within a sliding window"] = lost
-    if not any(windowed):
-        return
-    period = next(
-        p
-        for p in range(1, count + 1)
-        if all(windowed[n] == windowed[n % p] for n in range(len(windowed)))
-    )
-    yield from (int(config.sliding_window or 0) * each for each in windowed[:period])
+        reasons["it attends within a sliding window"] = any(windowed) and lacks
+    periods = range(1, count + 1) if any(windowed) else ()
+    fits = (p for p in periods if all(x == windowed[n % p] for n, x in enumerate(windowed)))
+    yield from (int(config.sliding_window or 0) * x for x in windowed[: next(fits, 0)])
 
 
 def _stretch(
@@ -621,7 +564,7 @@ def _stretch(
 def _attention_factor(rope: Mapping[str, Any]) -> float:
     """What yarn multiplies cosine and sine by, where the configuration does not say."""
     factor, up, down = (rope.get(name) for name in ("factor", "mscale", "mscale_all_dim"))
-    if type(factor) not in (int, float) or not isinstance(factor, int | float) or factor <= 1:
+    if not isinstance(factor, int | float) or factor <= 1:
         return 1.0
     if isinstance(up, int | float) and isinstance(down, int | float) and up and down:
         return (0.1 * up * math.log(factor) + 1) / (0.1 * down * math.log(factor) + 1)
@@ -634,18 +577,12 @@ def _attention_factor(rope: Mapping[str, Any]) -> float:
 def family_of(shape: Shape, wanted: str = "") -> str:
     """Which of their models this shape is; where it is none, why not the nearest."""
     reasons = {name: list(_differences(shape, name)) for name in FAMILIES}
-    if wanted:
-        if reasons[wanted]:
-            raise LayoutError(f"shape {shape.name!r} is no {wanted}: {'; '.join(reasons[wanted])}.")
-        return wanted
-    fits = [name for name, wrong in reasons.items() if not wrong]
-    if not fits:
-        near = min(reasons, key=lambda name: len(reasons[name]))
-        raise LayoutError(
-            f"shape {shape.name!r} is none of {', '.join(FAMILIES)}; for {near}"
-            f" {'; '.join(reasons[near])}."
-        )
-    return shape.name if shape.name in fits else fits[0]
+    # Of several that fit the one of its name, else the first.
+    near = wanted or min(reasons, key=lambda name: (len(reasons[name]), name != shape.name))
+    if reasons[near]:
+        what = f"no {near}:" if wanted else f"none of {', '.join(FAMILIES)}; for {near}"
+        raise LayoutError(f"shape {shape.name!r} is {what} {'; '.join(reasons[near])}.")
+    return near
 
 
 def _differences(shape: Shape, name: str) -> Iterator[str]:
@@ -668,15 +605,13 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
     scale = math.sqrt(shape.hidden) if name in _SCALED else 1.0
     if not math.isclose(shape.embed_scale, scale):
         yield f"embed_scale would be {scale:g}, not {shape.embed_scale:g}"
-    if shape.windows and (
-        not family.windows or (family.windows == "all" and len(shape.windows) > 1)
-    ):
+    most = {"": 0, "all": 1, "some": len(shape.windows)}[family.windows]
+    if len(shape.windows) > most:
         yield f"windows would be in {'all' if family.windows else 'no'} blocks"
     if len({*shape.windows} - {0}) > 1:
         yield "windows would have one size"
-    if name == "gpt2" and (
-        shape.kv_heads != shape.heads or shape.head_dim * shape.heads != shape.hidden
-    ):
+    usual = shape.kv_heads == shape.heads and shape.head_dim * shape.heads == shape.hidden
+    if name == "gpt2" and not usual:
         yield "heads would share no keys and be hidden / heads wide"
 
 
@@ -704,8 +639,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     if shape.kv_latent:
         config |= {"q_lora_rank": shape.q_latent or None, "head_dim": shape.turned}
         config |= {"v_head_dim": shape.valued, "qk_rope_head_dim": shape.turned}
-        config |= {"num_nextn_predict_layers": 0}
-        config["qk_nope_head_dim"] = shape.head_dim - shape.turned
+        config |= {"num_nextn_predict_layers": 0, "qk_nope_head_dim": shape.head_dim - shape.turned}
         config["rope_interleave"] = shape.rope_pairs == "neighbours"
         if shape.query_scalar:
             scale = (shape.head_dim / shape.query_scalar) ** 0.25
@@ -715,13 +649,12 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
         config["max_position_embeddings"] = shape.rope_original
     # Newer readers take rope from here, older ones from `rope_theta` and `rope_scaling`.
     config["rope_parameters"] = rope
-    activation = shape.activation or "silu"
-    config["hidden_act"] = "silu" if activation == "silu" else "gelu_pytorch_tanh"
+    plain = shape.activation in ("", "silu")
+    config["hidden_act"] = "silu" if plain else "gelu_pytorch_tanh"
     if family != "qwen2":
         config["attention_bias"] = shape.bias == "all"
-    windows = [
-        shape.windows[n % len(shape.windows)] for n in range(shape.layers * bool(shape.windows))
-    ]
+    repeated = cycle(shape.windows)
+    windows = [n for _, n in zip(range(shape.layers), repeated, strict=False)]
     if data.windows:
         config["sliding_window"] = max(windows, default=0) or None
     if data.windows == "some":

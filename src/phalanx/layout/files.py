@@ -90,9 +90,8 @@ def read_text(path: str | Path, what: str, error: Refusal, limit: int = SMALL) -
     try:
         return read.decode()
     except UnicodeDecodeError as wrong:
-        raise error(
-            f"the {what} {path} is not text: byte {wrong.start:,} is not UTF-8. Name a text file."
-        ) from None
+        why = f"byte {wrong.start:,} is not UTF-8. Name a text file."
+        raise error(f"the {what} {path} is not text: {why}") from None
 
 
 def write_text(path: Path, text: str, *, durable: bool = False) -> None:
@@ -178,16 +177,10 @@ def _limited(table: dict[str, Any], where: str, error: Refusal) -> dict[str, Any
             for name, x in each.items() if isinstance(each, dict) else enumerate(each):
                 if isinstance(x, dict | list):
                     inner.append(x)
-                elif large_number(x):
-                    raise error(
-                        f"{where}: {str(name)[:60]!r} is a whole number beyond 64 bits. Write less."
-                    )
+                elif isinstance(x, int) and not -INTEGER <= x < INTEGER:
+                    what = f"{str(name)[:60]!r} is a whole number beyond 64 bits"
+                    raise error(f"{where}: {what}. Write less.")
         level = inner
         if not level:
             return table
     raise error(f"{where}: {_TOO_DEEP}")
-
-
-def large_number(x: object) -> bool:
-    """Whether a whole number needs more than 64 bits."""
-    return isinstance(x, int) and not -INTEGER <= x < INTEGER

@@ -44,11 +44,9 @@ def stamp() -> dict[str, Any]:
 
 class Goodput:
     """Time in steps that count over all time since the first start, and the parts of the rest.
-
-    steps: with their data. lost steps: those that a later start did again. starting: from where a process
-    begins until its first step. down: between two processes, with what the first did after its last
-    record, and what a hang took. other: logging, and what else stands between steps.
-    """
+    steps: with their data. lost steps: those that a later start did again. starting: from where a
+    process begins until its first step. down: between two processes, with what the first did after
+    its last record, and what a hang took. other: logging, and what else stands between steps."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.spent = dict.fromkeys(PARTS, 0.0)
@@ -112,12 +110,9 @@ class Goodput:
 
     def __str__(self) -> str:
         total = max(1e-9, self.total)
-        shares = [
-            f"{part} {100 * seconds / total:.3g} %"
-            for part, seconds in self.spent.items()
-            if seconds >= 5e-4 * total
-        ]
-        return f"goodput {100 * float(self):.3g} % of {total:,.0f} s: {', '.join(shares)}"
+        shown = {part: s / total for part, s in self.spent.items() if s >= 5e-4 * total}
+        shares = ", ".join(f"{part} {100 * share:.3g} %" for part, share in shown.items())
+        return f"goodput {100 * float(self):.3g} % of {total:,.0f} s: {shares}"
 
 
 def _spent(record: Record, steps: int) -> dict[str, float]:

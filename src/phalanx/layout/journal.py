@@ -30,11 +30,8 @@ class JournalReader:
         records = []
         with file:
             if os.fstat(file.fileno()).st_size > LIMIT:
-                raise OSError(
-                    errno.EFBIG,
-                    f"it has more than the {LIMIT:,} bytes that are read",
-                    str(self.path),
-                )
+                what = f"it has more than the {LIMIT:,} bytes that are read"
+                raise OSError(errno.EFBIG, what, str(self.path))
             file.seek(self.at)
             while line := file.readline(LINE):
                 if len(line) < LINE and not line.endswith(b"\n"):

@@ -7,26 +7,11 @@ printing writes only what differs from it. Whether a layout fits a model is for 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .choices import (
-    ACCUM,
-    BF16,
-    COMPILED,
-    DUALPIPE_V,
-    FP8,
-    FP8_TILE,
-    FP16,
-    FP32,
-    MATMUL_WORDS,
-    MATMULS,
-    MXFP8,
-    ONE_F_ONE_B,
-    PRECISIONS,
-    SCHEDULES,
-    near_word,
-    traits,
-)
+from . import choices
+from .choices import BF16, COMPILED, FP32, MATMULS, PRECISIONS, SCHEDULES, near_word, traits
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .source import OWN, names_source
 
@@ -40,10 +25,16 @@ _SCHEDULE = re.compile(
     rf"(?::(?P<m>{_N}))?"
 )
 _RECOMPUTE = re.compile(r"none|all|sqrt|selective|fit|every=[1-9][0-9]{0,5}")
-_OPTIONS = """seq overlap zero0 zero1 zero2 zero3 gather:step gather:micro reduce:step reduce:micro prefetch:1
-    recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective recompute:fit
-    offload:weights offload:optimizer offload:activations stages:2-2 compile compile:max"""
-_WORDS = [*SCHEDULES, *_OPTIONS.split(), *PRECISIONS, *MATMUL_WORDS]
+# Words that mean always the same: the field that each sets.
+_FIXED: dict[str, dict[str, object]] = {"seq": {"seq": True}, "overlap": {"overlap": True}}
+_FIXED |= {f"zero{n}": {"zero": n} for n in range(4)}
+_FIXED |= {f"{x}:{each}": {x: each} for x in ("gather", "reduce") for each in ("step", "micro")}
+_FIXED |= {"compile": {"compile": COMPILED[1]}, "compile:max": {"compile": "max"}}
+_FIXED |= {name: {"precision": name} for name in PRECISIONS}
+_FIXED |= {word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()}
+_OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
+    recompute:fit offload:weights offload:optimizer offload:activations stages:2-2"""
+_WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
 
 # What other libraries call it: how a layout says so, N being the number that was written.
 _ELSEWHERE = {
@@ -63,8 +54,8 @@ _ELSEWHERE = {
     "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
     "fp": "fp32, fp16, bf16 or tf32, and fp8 for the products of blocks", "bfloat": BF16,
     "float": "fp32, fp16 or fp64, and fp8 for the products of blocks",
-    "half": FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
-    "mx": MXFP8, "rowwise": FP8, "blockwise": FP8_TILE, "tilewise": FP8_TILE,
+    "half": choices.FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
+    "mx": choices.MXFP8, "rowwise": choices.FP8, **dict.fromkeys(("blockwise", "tilewise"), choices.FP8_TILE),
     **dict.fromkeys(
         ("mb", "mbs", "micro", "microbatch", "microbatches"),
         "how many microbatches as the schedule's number: accum:N, or 1f1b:N with pp",
@@ -75,9 +66,10 @@ _ELSEWHERE = {
     "activation": "recompute:all, or recompute:selective", "remat": "recompute:all",
     "full": "recompute:all", "cpu": "offload:optimizer, offload:weights or offload:activations",
     "virtual": "interleaved2, chunks of the model on each stage", "precision": BF16, "dtype": BF16,
-    "dualpipe": DUALPIPE_V, "inductor": "compile", "torchcompile": "compile", "zb": "zb-h1, zb-h2 or zb-v",
-    "zerobubble": "zb-h1, zb-h2 or zb-v", "checkpoint": "recompute:all, or recompute:selective",
-    "checkpointing": "recompute:all, or recompute:selective", "ac": "recompute:all",
+    "dualpipe": choices.DUALPIPE_V, "inductor": "compile", "torchcompile": "compile",
+    "zb": "zb-h1, zb-h2 or zb-v", "zerobubble": "zb-h1, zb-h2 or zb-v",
+    **dict.fromkeys(("checkpoint", "checkpointing"), "recompute:all, or recompute:selective"),
+    "ac": "recompute:all",
     "offload": "offload:activations", "vpp": "interleavedN, chunks of the model on each stage",
 }  # fmt: skip
 
@@ -172,7 +164,7 @@ class Layout:
     @property
     def experts_apart(self) -> bool:
         """Whether a block's experts are a piece of their own: tokens travel to them, or the rest of the
-        block is a graph, in which lengths that nobody knows before have no place."""
+        block is a graph, which has no place for lengths that are not known before."""
         return self.ep > 1 or bool(self.compile)
 
     @property
@@ -220,14 +212,13 @@ class Layout:
         words += ["stages:" + "-".join(map(str, self.stages))] * bool(self.stages)
         words += [self.precision] * (self.precision != FP32)
         words += [self.matmul] * bool(self.matmul)
-        words += ["compile" if self.compile == COMPILED[1] else f"compile:{self.compile}"] * bool(
-            self.compile
-        )
+        compiled = "compile" if self.compile == COMPILED[1] else f"compile:{self.compile}"
+        words += [compiled] * bool(self.compile)
         return " ".join(words)
 
 
 def _schedule(pp: int) -> str:
-    return ONE_F_ONE_B if pp > 1 else ACCUM
+    return choices.ONE_F_ONE_B if pp > 1 else choices.ACCUM
 
 
 def _microbatches(schedule: str, pp: int) -> int:
@@ -246,10 +237,8 @@ def _reduce(zero: int) -> str:
 
 def _schedule_words(x: Layout) -> list[str]:
     chunks = ""
-    if x.schedule not in SCHEDULES:
-        chunks = f"/{x.chunks}" * (x.chunks > 1)
-    elif x.chunks > 1 and not traits(x.schedule).v_shape:
-        chunks = str(x.chunks)
+    if x.chunks > 1 and not traits(x.schedule).v_shape:
+        chunks = f"{x.chunks}" if x.schedule in SCHEDULES else f"/{x.chunks}"
     plain = x.microbatches == _microbatches(x.schedule, x.pp)
     if plain and not chunks and x.schedule == _schedule(x.pp):
         return []
@@ -259,17 +248,9 @@ def _schedule_words(x: Layout) -> list[str]:
 
 def _meaning(word: str) -> dict[str, object]:
     """The fields that one word of a layout sets."""
+    if word in _FIXED:
+        return _FIXED[word]
     key, _, value = word.partition(":")
-    if word in ("seq", "overlap"):
-        return {word: True}
-    if word in ("zero0", "zero1", "zero2", "zero3"):
-        return {"zero": int(word[-1])}
-    if word in PRECISIONS:
-        return {"precision": word}
-    if word in MATMUL_WORDS:
-        return {"matmul": MATMUL_WORDS[word]}
-    if key in ("gather", "reduce") and value in ("step", "micro"):
-        return {key: value}
     if key == "prefetch" and re.fullmatch(_N, value):
         return {"prefetch": int(value)}
     if key == "recompute" and _RECOMPUTE.fullmatch(value):
@@ -279,29 +260,18 @@ def _meaning(word: str) -> dict[str, object]:
     if key == "stages" and re.fullmatch(f"{_N}(-{_N})*", value):
         return {"stages": tuple(map(int, value.split("-")))}
     if key == "compile":
-        if word not in ("compile", "compile:max"):
-            raise LayoutError(f"{word[:60]!r}: choose compile or compile:max.")
-        return {"compile": value or COMPILED[1]}
-    return _schedule_meaning(word)
-
-
-def _schedule_meaning(word: str) -> dict[str, object]:
+        raise LayoutError(f"{word[:60]!r}: choose compile or compile:max.")
     match = _SCHEDULE.fullmatch(word)
-    if match and (match["own"] or match["name"] in SCHEDULES):
-        fields: dict[str, object] = {"schedule": match["own"] or match["name"]}
-        for key, number in (
-            ("chunks", match["chunks"] or match["own_chunks"]),
-            ("microbatches", match["m"]),
-        ):
-            if number:
-                fields[key] = int(number)
-            if number and not int(number):
-                raise LayoutError(f"{word!r}: {key} is 0; write 1 or more.")
-        return fields
-    raise LayoutError(
-        f"{word[:60]!r} means nothing in a layout.{_hint(word)} A layout looks like"
-        " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."
-    )
+    if not match or not (match["own"] or match["name"] in SCHEDULES):
+        raise LayoutError(
+            f"{word[:60]!r} means nothing in a layout.{_hint(word)} A layout looks like"
+            " 'dp4 pp2 tp8 seq zero3 1f1b:16 recompute:all bf16'."
+        )
+    numbers = {"chunks": match["chunks"] or match["own_chunks"], "microbatches": match["m"]}
+    given = {key: int(number) for key, number in numbers.items() if number}
+    if zero := [key for key, number in given.items() if not number]:
+        raise LayoutError(f"{word!r}: {zero[0]} is 0; write 1 or more.")
+    return {"schedule": match["own"] or match["name"], **given}
 
 
 def _hint(word: str) -> str:
@@ -318,16 +288,12 @@ def _hint(word: str) -> str:
 
 def _check_values(x: Layout) -> None:
     """Refuse values that no model could make sense of; what needs a model is in `legal`."""
+    known: dict[str, Sequence[object]] = {"zero": range(4), "precision": PRECISIONS}
+    known |= {"gather": ("step", "micro"), "reduce": ("step", "micro")}
+    known |= {"matmul": ("", *MATMULS), "compile": COMPILED}
     wrong = [
         f"{name}={getattr(x, name)!r}: choose {', '.join(str(a) for a in allowed if a != '')}"
-        for name, allowed in (
-            ("zero", range(4)),
-            ("gather", ("step", "micro")),
-            ("reduce", ("step", "micro")),
-            ("precision", PRECISIONS),
-            ("matmul", ("", *MATMULS)),
-            ("compile", COMPILED),
-        )
+        for name, allowed in known.items()
         if getattr(x, name) not in allowed
     ]
     if not 1 <= x.microbatches <= MICROBATCHES:
@@ -339,7 +305,7 @@ def _check_values(x: Layout) -> None:
         wrong.append(f"schedule={x.schedule!r}: choose {', '.join(SCHEDULES)}, or file.py:function")
     if x.compile and x.matmul and MATMULS[x.matmul].power:
         why = "torch.compile makes no kernels with scales of 8 bits"
-        wrong.append(f"{x.matmul} with compile: {why}. Use {FP8}, or leave compile out")
+        wrong.append(f"{x.matmul} with compile: {why}. Use {choices.FP8}, or leave compile out")
     least, most = traits(x.schedule)[:2]
     if not least <= x.chunks <= most:
         span = f"{least}" if least == most else f"{least} to {most}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -71,15 +72,10 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         what = f"tp={x.tp} does not divide heads={s.heads} in layers.*.attn.{name}.weight."
         yield Violation("heads", what, f"Use tp {_divisors(s.heads)}.")
     elif s.kv_heads % x.tp and x.tp % s.kv_heads:
-        what = (
-            f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight,"
-            f" and kv={s.kv_heads} does not divide tp={x.tp}."
-        )
-        way_out = (
-            f"Use tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads};"
-            ' or keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
-        )
-        yield Violation("kv", what, way_out)
+        what = f"tp={x.tp} does not divide kv={s.kv_heads} in layers.*.attn.wk.weight, nor kv tp."
+        fits = f"tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads}"
+        whole = 'keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
+        yield Violation("kv", what, f"Use {fits}; or {whole}")
     if s.experts and s.expert_ffn % x.tp:
         what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
         yield Violation("experts", what, f"Use tp {_divisors(math.gcd(s.expert_ffn, s.heads))}.")
@@ -89,31 +85,23 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
 
 
 def _pipeline(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
-    stages = x.virtual_stages
-    if x.stages:
-        if len(x.stages) != stages or sum(x.stages) != s.layers:
-            what = (
-                f"stages:{'-'.join(map(str, x.stages))} is {len(x.stages)} stages of"
-                f" {sum(x.stages)} blocks; pp={x.pp} x {x.chunks} chunks needs {stages} stages,"
-                f" the model has {s.layers} blocks."
-            )
-            way_out = "Name one count for every stage, together as many as the model has blocks."
-            yield Violation("stages", what, way_out)
-        elif 0 in x.stages[1:-1]:
-            what = f"stages:{'-'.join(map(str, x.stages))} leaves a middle stage empty."
-            way_out = (
-                "Only the first and the last stage, with the embedding and the head, may have 0."
-            )
-            yield Violation("stages", what, way_out)
-    elif stages > s.layers:
+    stages, given = x.virtual_stages, f"stages:{'-'.join(map(str, x.stages))}"
+    if x.stages and (len(x.stages) != stages or sum(x.stages) != s.layers):
+        what = f"{given} is {len(x.stages)} stages of {sum(x.stages)} blocks; pp={x.pp} x"
+        what += f" {x.chunks} chunks needs {stages} stages, the model has {s.layers} blocks."
+        way_out = "Name one count for every stage, together as many as the model has blocks."
+        yield Violation("stages", what, way_out)
+    elif 0 in x.stages[1:-1]:
+        way_out = "Only the first and the last stage, with the embedding and the head, may have 0."
+        yield Violation("stages", f"{given} leaves a middle stage empty.", way_out)
+    elif not x.stages and stages > s.layers:
         what = f"pp={x.pp} x {x.chunks} chunks is {stages} stages for {s.layers} blocks."
         yield Violation("stages", what, f"Use at most {s.layers} stages together.")
     kind = traits(x.schedule)
     if x.pp > 1 and not kind.pipelined:
         what = f"{x.schedule}:{x.microbatches} is for one stage; pp={x.pp} needs a schedule."
-        way_out = (
-            f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {', '.join(list(SCHEDULES)[1:])}."
-        )
+        others = ", ".join(list(SCHEDULES)[1:])
+        way_out = f"Write {ONE_F_ONE_B}:{x.microbatches}, or another of {others}."
         yield Violation("schedule", what, way_out)
     if x.pp == 1 and kind.pipelined:
         what = f"{x.schedule}:{x.microbatches} schedules a pipeline; the mesh has no pp."
@@ -131,47 +119,32 @@ def _context(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violati
         return
     ulysses, heads = x.mesh.of("cp.ulysses"), s.heads // x.tp
     if s.heads % x.tp == 0 and heads % ulysses:
-        what = (
-            f"ulysses={ulysses} does not divide the {heads} heads of a rank"
-            f" (heads={s.heads}, tp={x.tp})."
-        )
+        what = f"ulysses={ulysses} does not divide the {heads} heads of a rank"
         way_out = f"Use ulysses {_divisors(heads)}, and a ring for the rest: cp{x.cp}:ring."
-        yield Violation("ulysses", what, way_out)
+        yield Violation("ulysses", f"{what} (heads={s.heads}, tp={x.tp}).", way_out)
     if sequence < 2 * x.cp:
-        what = (
-            f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
-            " each rank has a part from its start and one from its end."
-        )
+        what = f"a sequence of {sequence} tokens is shorter than 2 x cp={2 * x.cp}:"
+        what += " each rank has a part from its start and one from its end."
         yield Violation("sequence", what, f"Use cp {max(1, sequence // 2)} or less.")
 
 
 def _batch(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
-    if batch < x.data * x.microbatches:
-        over = f"dp={x.dp} x ep={x.ep}" if x.ep > 1 else f"dp={x.dp}"
-        what = (
-            f"a batch of {batch} gives {over} x {x.microbatches} microbatches less than"
-            " one sequence each."
-        )
-        way_out = (
-            f"Use a batch of {x.data * x.microbatches} or more, or at most"
-            f" {max(1, batch // x.data)} microbatches with dp={min(x.dp, batch)}."
-        )
+    if batch < (least := x.data * x.microbatches):
+        over = f"dp={x.dp}" + f" x ep={x.ep}" * (x.ep > 1) + f" x {x.microbatches} microbatches"
+        what = f"a batch of {batch} gives {over} less than one sequence each."
+        fewer = f"{max(1, batch // x.data)} microbatches with dp={min(x.dp, batch)}"
+        way_out = f"Use a batch of {least} or more, or at most {fewer}."
         yield Violation("batch", what, way_out)
-
     if s.batch_loss and x.microbatches > 1:
-        what = (
-            f"batch_loss needs the counts of a whole batch before the first backward, and"
-            f" {x.microbatches} microbatches are not through by then."
-        )
+        what = "batch_loss needs the counts of a whole batch before the first backward, and"
+        what += f" {x.microbatches} microbatches are not through by then."
         yield Violation("batch", what, "Use one microbatch, or sequence_loss.")
 
 
 def _sharding(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
     if x.mesh.of("dp.replicate") > 1 and not x.zero:
-        what = (
-            f"{next(a for a in x.mesh.axes if a.name == 'dp')} splits replicas from shards,"
-            " but zero0 shards nothing."
-        )
+        axis = next(a for a in x.mesh.axes if a.name == "dp")
+        what = f"{axis} splits replicas from shards, but zero0 shards nothing."
         yield Violation("hsdp", what, f"Write dp{x.dp}, or add zero1, zero2 or zero3.")
     if x.gather == "micro" and x.zero != 3 and "weights" not in x.offload:
         what = f"gather:micro needs weights that are dropped after use; zero{x.zero} keeps them."
@@ -182,12 +155,9 @@ def nearest(
     layout: Layout, shape: Shape, *, batch: int = 0, sequence: int = 0, most: int = 3
 ) -> tuple[Layout, ...]:
     """Legal layouts of as many ranks that differ least from this one, nearest first."""
-    known = {
-        candidate: _distance(candidate, layout)
-        for candidate in _neighbours(layout, shape, batch or shape.batch)
-        if not legal(candidate, shape, batch=batch, sequence=sequence)
-    }
-    return tuple(sorted(known, key=lambda x: (known[x], str(x)))[:most])
+    others = dict.fromkeys(_neighbours(layout, shape, batch or shape.batch))
+    fits = [x for x in others if not legal(x, shape, batch=batch, sequence=sequence)]
+    return tuple(sorted(fits, key=lambda x: (_distance(x, layout), str(x)))[:most])
 
 
 def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
@@ -215,22 +185,13 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
 def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:
     """The layout with a schedule that its mesh can have and microbatches that the batch allows."""
     own = x.schedule if traits(x.schedule).pipelined else ONE_F_ONE_B
-    schedules = {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}
-    most = max(1, batch // x.dp)
-    for schedule in schedules:
+    gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
+    for schedule in {own, ONE_F_ONE_B} if x.pp > 1 else {ACCUM}:
         kind = traits(schedule)
-        m = 1 if kind.whole_batch else min(x.microbatches, most)
-        gather = x.gather if x.zero == 3 or "weights" in x.offload else ""
-        try:
-            yield replace(
-                x,
-                schedule=schedule,
-                chunks=min(max(chunks, kind.least), kind.most),
-                microbatches=m,
-                gather=gather,
-            )
-        except LayoutError:
-            continue
+        m = 1 if kind.whole_batch else min(x.microbatches, max(1, batch // x.dp))
+        of_stage = min(max(chunks, kind.least), kind.most)
+        with suppress(LayoutError):
+            yield replace(x, schedule=schedule, chunks=of_stage, microbatches=m, gather=gather)
 
 
 def _factors(n: int, parts: int) -> Iterator[tuple[int, ...]]:

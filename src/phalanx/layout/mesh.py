@@ -59,9 +59,8 @@ class Axis:
         if name == "dp":
             return cls("dp", (size, int(inner)) if inner else (1, size))
         if name == "cp":
-            ring, ulysses = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}.get(
-                match[4], (int(match[5] or 0), int(match[6] or 0))
-            )
+            known = {"ring": (size, 1), "ulysses": (1, size), None: (size, 1)}
+            ring, ulysses = known.get(match[4]) or (int(match[5]), int(match[6]))
             if ring * ulysses != size:
                 raise LayoutError(f"{word!r}: {ring} x {ulysses} is {ring * ulysses}, not {size}.")
             return cls("cp", (ring, ulysses))
@@ -89,9 +88,8 @@ class Mesh:
                 raise LayoutError(f"axis {name} stands {names.count(name)} times; write it once.")
         object.__setattr__(self, "axes", tuple(a for a in self.axes if a.size > 1))
         if self.size > RANKS:
-            raise LayoutError(
-                f"the mesh {self} has {self.size:,} ranks. Write a mesh of at most {RANKS:,}."
-            )
+            what = f"the mesh {self} has {self.size:,} ranks"
+            raise LayoutError(f"{what}. Write a mesh of at most {RANKS:,}.")
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -158,12 +156,12 @@ class Mesh:
             self.of(name)
         inside: list[tuple[int, int]] = []
         outside: list[tuple[int, int]] = []
-        stride = 1
-        for axis in reversed(self.axes):
-            for name, size in reversed(list(zip(axis.part_names, axis.parts, strict=True))):
+        stride = self.size
+        for axis in self.axes:
+            for name, size in zip(axis.part_names, axis.parts, strict=True):
+                stride //= size
                 chosen = name in wanted or axis.name in wanted
-                (inside if chosen else outside).insert(0, (stride, size))
-                stride *= size
+                (inside if chosen else outside).append((stride, size))
         return inside, outside
 
 

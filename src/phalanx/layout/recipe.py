@@ -15,9 +15,7 @@ from .mesh import LayoutError
 from .shape import Shape
 
 NODE = 8  # devices that talk fast to each other
-STATE = (
-    16  # bytes a parameter: weight, gradient, two averages and a float32 copy, in mixed precision
-)
+STATE = 16  # bytes a parameter in mixed precision: weight, gradient, two averages, float32 copy
 FEW, MANY, VERY_MANY = 128, 256, 1000
 SMALL, LARGE = 1e9, 50e9
 LONG = 16384
@@ -37,7 +35,9 @@ def recipe(
     cp = _divisor(ranks, -(-sequence // LONG))
     vast = shape.total > LARGE or ranks > VERY_MANY
     tp = _divisor(ranks // cp, NODE) if vast else 1
-    pp = _divisor(ranks // cp // tp, min(shape.layers, _stages(shape))) if vast else 1
+    # A pipeline stage for every 50B parameters, at least two.
+    stages = max(2, -(-shape.total // int(LARGE)))
+    pp = _divisor(ranks // cp // tp, min(shape.layers, stages)) if vast else 1
     dp = ranks // (tp * pp * cp)
     sharded = shape.total > SMALL or ranks > FEW
     parts = _shards(dp, shape.total / (tp * pp), memory) if sharded and ranks > MANY else dp
@@ -49,8 +49,9 @@ def recipe(
     words += ["zero3", "recompute:all"] * sharded
     words += [precision] * (precision != FP32)
     rows = batch // max(1, dp)
-    kept = _bytes(shape, sequence // cp, sharded) / (tp * pp)
-    count = max(_split(rows, kept, memory / 2), 4 * pp if pp > 1 else 1)
+    # The largest batch per device that fits in half the memory.
+    fits = memory / 2 // (_bytes(shape, sequence // cp, sharded) / (tp * pp)) if memory else rows
+    count = max(-(-rows // max(1, int(fits))), 4 * pp if pp > 1 else 1)
     count = max(1, min(count, rows))
     layout = Layout.parse(" ".join([*words, f"{ONE_F_ONE_B if pp > 1 else ACCUM}:{count}"]))
     if not legal(layout, shape, batch=batch, sequence=sequence):
@@ -72,11 +73,6 @@ def _divisor(ranks: int, wanted: int) -> int:
     return divisor
 
 
-def _stages(shape: Shape) -> int:
-    """A pipeline stage for every 50B parameters, at least two."""
-    return max(2, -(-shape.total // int(LARGE)))
-
-
 def _shards(dp: int, parameters: float, memory: float) -> int:
     """Into how many parts a replica's weights are cut: a node's, and more until one fits in
     half the memory."""
@@ -87,17 +83,9 @@ def _shards(dp: int, parameters: float, memory: float) -> int:
 
 
 def _bytes(shape: Shape, tokens: int, recomputed: bool) -> float:
-    """Bytes that one sequence keeps until its backward, in 16-bit numbers.
-
-    Korthikanti et al. 2022, eq. 2, with the scores never kept: 34 bytes a token and hidden feature
-    of a block; its input alone, 2, where it is recomputed; six for each logit."""
+    """Bytes that one sequence keeps until its backward, in 16-bit numbers. Korthikanti et al. 2022,
+    eq. 2, with the scores never kept: 34 bytes a token and hidden feature of a block; its input
+    alone, 2, where it is recomputed; six for each logit."""
     per_block = 34.0
     blocks = 2.0 * shape.layers + per_block if recomputed else per_block * shape.layers
     return tokens * (shape.hidden * blocks + 6.0 * shape.vocab)
-
-
-def _split(rows: int, each: float, memory: float) -> int:
-    """The fewest microbatches whose rows fit: the largest batch per device that fits in memory."""
-    if not memory:
-        return 1
-    return -(-rows // max(1, int(memory // each)))

@@ -36,9 +36,7 @@ _fits = lru_cache(1 << 16)(fnmatch.fnmatchcase)  # every rank asks the same of e
 @dataclass(frozen=True)
 class Cut:
     """The part of one dim that one rank has: `start` to `stop` of the whole, `length` with padding.
-
-    `copies` ranks of the axis have the same part: they did different work with it.
-    """
+    `copies` ranks of the axis have the same part: they did different work with it."""
 
     start: int
     stop: int
@@ -52,11 +50,9 @@ class Cut:
 
     @classmethod
     def of(cls, size: int, parts: int, index: int, unit: int = 1) -> Cut:
-        """Part `index` of `parts` of a dim of `size`, in whole units (a head is one).
-
-        Fewer units than parts: neighbouring parts have the same unit. A size that does not divide
-        is padded at its end.
-        """
+        """Part `index` of `parts` of a dim of `size`, in whole units (a head is one). Fewer units
+        than parts: neighbouring parts have the same unit. A size that does not divide is padded at
+        its end."""
         units = -(-size // unit)
         if units < parts and parts % units == 0 and unit > 1:
             first = index * units // parts
@@ -84,9 +80,8 @@ class Rules:
             for dim in dims.split():
                 match = _DIM.fullmatch(dim)
                 if not match or match[1] not in DIMS:
-                    raise LayoutError(
-                        f"rule line {number}: {line!r} names dim {dim!r}. Dims are {', '.join(DIMS)}."
-                    )
+                    what = f"rule line {number}: {line!r} names dim {dim!r}"
+                    raise LayoutError(f"{what}. Dims are {', '.join(DIMS)}.")
             lines.append((pattern.strip(), tuple(dims.split())))
         return cls(tuple(lines))
 
@@ -111,9 +106,8 @@ class Rules:
         for pattern, dims in self.lines:
             if _fits(name, pattern):
                 if rank is not None and rank != len(dims):
-                    raise LayoutError(
-                        f"{name} has {rank} dims, its rule {pattern!r} names {len(dims)}: {' '.join(dims)}."
-                    )
+                    rule = f"its rule {pattern!r} names {len(dims)}: {' '.join(dims)}"
+                    raise LayoutError(f"{name} has {rank} dims, {rule}.")
                 return dims
         raise LayoutError(
             f"no rule names the parameter {name}. Add a line such as '{name} : embed',"
@@ -128,7 +122,6 @@ def _parts(name: str, dim: str, size: int) -> list[slice]:
     if len(lengths) == 1:
         lengths = [size // lengths[0]] * lengths[0] if lengths[0] else []
     if sum(lengths) != size:
-        raise LayoutError(
-            f"{name}: its rule says {dim!r} of a dim of {size}, which is not its sum."
-        )
+        what = f"its rule says {dim!r} of a dim of {size}, which is not its sum"
+        raise LayoutError(f"{name}: {what}.")
     return [slice(a, b) for a, b in pairwise(accumulate(lengths, initial=0))]

@@ -48,16 +48,14 @@ class OptimizerChoice:
         "learning-rate schedule: cosine, linear, wsd, constant",
         choices=("cosine", "linear", "wsd", "constant"),
     )
-    warmup_steps: int = key(0, "linear warmup from 0 to lr", minimum=0)
-    decay_steps: int = key(0, "decay phase of wsd, at the end; 0: a tenth of steps", minimum=0)
-    min_lr: float | None = key(None, "learning rate after the decay; unset: lr / 10", minimum=0)
+    warmup_steps: int = key(0, "linear warmup from 0 to lr")
+    decay_steps: int = key(0, "decay phase of wsd, at the end; 0: a tenth of steps")
+    min_lr: float | None = key(None, "learning rate after the decay; unset: lr / 10")
     betas: tuple[float, float] = key(
-        (0.9, 0.95), "of AdamW: decay rates of its two moments", minimum=0, maximum=0.999999
+        (0.9, 0.95), "of AdamW: decay rates of its two moments", maximum=0.999999
     )
     eps: float = key(1e-8, "of AdamW: added to the denominator", above=0)
-    momentum: float | None = key(
-        None, "of SGD and Muon; unset: 0 and 0.95", minimum=0, maximum=0.999999
-    )
+    momentum: float | None = key(None, "of SGD and Muon; unset: 0 and 0.95", maximum=0.999999)
     nesterov: bool = key(True, "of Muon's momentum")
     adjust_lr: str = key(
         "match_rms_adamw",
@@ -65,11 +63,9 @@ class OptimizerChoice:
         " original (sqrt(max(1, rows / columns)))",
         choices=("match_rms_adamw", "original"),
     )
-    matrix_lr: float = key(0.0, "of Muon: peak learning rate of matrices; 0: lr", minimum=0)
-    weight_decay: float = key(
-        0.1, "decoupled for AdamW and Muon; none on norms and biases", minimum=0
-    )
-    clip: float = key(1.0, "max gradient norm; 0 disables", minimum=0)
+    matrix_lr: float = key(0.0, "of Muon: peak learning rate of matrices; 0: lr")
+    weight_decay: float = key(0.1, "decoupled for AdamW and Muon; none on norms and biases")
+    clip: float = key(1.0, "max gradient norm; 0 disables")
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ class Checkpoints:
         "URL by fsspec, as s3://bucket/run, to which checkpoints are uploaded, and from which a run goes on"
         " where it has newer ones",
     )
-    every: int = key(0, "steps between checkpoints; 0: only at the end", minimum=0)
+    every: int = key(0, "steps between checkpoints; 0: only at the end")
     keep: int = key(2, "checkpoints to keep; older ones are deleted", minimum=2)
     asynchronous: bool = key(False, "write while training continues", name="async")
     adopt: bool = key(False, "go on also where the model's sizes differ, if weights fit")
@@ -103,12 +99,11 @@ class Metrics:
 class Training:
     """What happens when ranks fail or are missing."""
 
-    restarts: int = key(0, "times that local ranks start again after one has failed", minimum=0)
+    restarts: int = key(0, "times that local ranks start again after one has failed")
     in_memory: int = key(
         0,
         "steps between checkpoints in the memory of the hosts, each part also on the next host, from which"
         " ranks go on that are started again; 0: none",
-        minimum=0,
     )
     fallback: str = key(
         "", "layouts for other numbers of ranks than `layout` has, in order: dp3 tp2; dp2 tp2"
@@ -128,16 +123,16 @@ class Networking:
 class Validation:
     """The loss on the validation split."""
 
-    every: int = key(0, "steps between validations; 0: only at the end", minimum=0)
-    batches: int = key(8, "batches of a validation; 0 disables", minimum=0)
+    every: int = key(0, "steps between validations; 0: only at the end")
+    batches: int = key(8, "batches of a validation; 0 disables")
 
 
 @dataclass(frozen=True)
 class Profiling:
     """A trace of some steps."""
 
-    start: int = key(3, "first step of the trace", minimum=0)
-    steps: int = key(0, "steps to trace with torch.profiler; 0 disables", minimum=0)
+    start: int = key(3, "first step of the trace")
+    steps: int = key(0, "steps to trace with torch.profiler; 0 disables")
     nvtx: bool = key(False, "NVTX ranges named by operation")
 
 
@@ -149,13 +144,10 @@ class Hangs:
         60.0,
         "seconds, beyond its longest operation, that a rank may stand still until the run is ended"
         " with the reason; 0: never",
-        minimum=0,
         maximum=1e6,
     )
     straggler: float = key(
-        2.0,
-        "report a rank whose own work takes so many times that of its peers; 0 disables",
-        minimum=0,
+        2.0, "report a rank whose own work takes so many times that of its peers; 0 disables"
     )
 
 
@@ -164,7 +156,7 @@ class Preparing:
     """How `data` becomes tokens of a model's own tokenizer."""
 
     field: str = key("", "of rows; empty: text, messages, conversations, or prompt and completion")
-    held_out: float = key(0.05, "share of the documents for validation", minimum=0, maximum=0.999)
+    held_out: float = key(0.05, "share of the documents for validation", maximum=0.999)
     on_bad: str = key(
         "skip",
         "what cannot be read: skip (left out and named) or refuse",
@@ -176,7 +168,7 @@ class Preparing:
 class LoraChoice:
     """Low-rank adapters in the linears of the blocks; all other weights are frozen."""
 
-    r: int = key(0, "rank; 0: no adapters, all weights are trained", minimum=0, maximum=1 << 16)
+    r: int = key(0, "rank; 0: no adapters, all weights are trained", maximum=1 << 16)
     alpha: float = key(8.0, "the adapter's output is multiplied by alpha / r", above=0)
     targets: tuple[str, ...] = key(
         ("all-linear",), "wq, wk, wv, wo, gate, up, down, or q_proj and so on as peft says"
@@ -210,28 +202,23 @@ class Run:
         " in each, padded; empty: bfd for chats, else wrapped",
         choices=("", "wrapped", "bfd", "none"),
     )
-    batch: int = key(
-        0, "global batch size in sequences; 0: the shape's", minimum=0, maximum=1 << 24
-    )
+    batch: int = key(0, "global batch size in sequences; 0: the shape's", maximum=1 << 24)
     microbatch: int = key(
         0,
         "sequences of a microbatch per data-parallel rank; 0: the layout's accum:N or 1f1b:N",
-        minimum=0,
         maximum=1 << 24,
     )
-    sequence: int = key(0, "sequence length in tokens; 0: the shape's", minimum=0, maximum=1 << 28)
+    sequence: int = key(0, "sequence length in tokens; 0: the shape's", maximum=1 << 28)
     steps: int = key(100, "optimizer steps", minimum=1, maximum=10**12)
     z_loss: float = key(
-        0.0, "adds this times log(Z)^2 to each token's loss, Z its logits' sum of exp", minimum=0
+        0.0, "adds this times log(Z)^2 to each token's loss, Z its logits' sum of exp"
     )
-    seed: int = key(0, "of the initial weights and the data order", minimum=0, maximum=2**62 - 1)
+    seed: int = key(0, "of the initial weights and the data order", maximum=2**62 - 1)
     out: str = key("", "output folder; empty: runs/ and the file's name")
     machine: str = key(
         "", "machine file of `phalanx doctor --out`, for MFU and auto; empty: measure the peak rate"
     )
-    memory: float = key(
-        0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU", minimum=0
-    )
+    memory: float = key(0.0, "memory limit per rank in GiB, for recompute:fit; 0: 80 % of its GPU")
     lora: LoraChoice = key(LoraChoice(), "LoRA: adapters are trained, and nothing else")
     optimizer: OptimizerChoice = key(OptimizerChoice(), "optimizer and learning-rate schedule")
     checkpoint: Checkpoints = key(Checkpoints(), "when checkpoints are saved, and where")
@@ -251,10 +238,8 @@ class Run:
         overrides: tuple[str, ...] = (),
         adopt: Adopt | None = None,
     ) -> Run:
-        """The run of a file's text and the arguments after it.
-
-        Where they name no model, `adopt` may give the run another than the default.
-        """
+        """The run of a file's text and the arguments after it. Where they name no model, `adopt`
+        may give the run another than the default."""
         reader = Reader(cls, text, name, overrides, _POINTERS)
         run: Run = reader.table(cls, reader.given)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
@@ -336,9 +321,8 @@ class Run:
         if batch and self.microbatch and count != divided.microbatches:
             cut = f"microbatch = {self.microbatch} cuts batch = {batch} over dp{layout.dp}"
             what = f"{cut} into {divided.microbatches} microbatches, and layout = {self.layout!r}"
-            raise RunError(
-                "run", [Mistake("microbatch", f"{what} into {count}", "Write one of them")]
-            )
+            mistake = Mistake("microbatch", f"{what} into {count}", "Write one of them")
+            raise RunError("run", [mistake])
         return divided
 
     @property

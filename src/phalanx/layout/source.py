@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from .files import open_regular, reason
@@ -50,7 +49,12 @@ def load_source(path: str | Path, names: tuple[str, ...], error: Refusal) -> tup
     sys.modules[known] = module = importlib.util.module_from_spec(spec)
     with running(path, error):
         spec.loader.exec_module(module)
-    return tuple(_named(module, name, path, error) for name in names)
+    for name in names:
+        if not callable(getattr(module, name, None)):
+            own = [n for n, x in vars(module).items() if getattr(x, "__module__", "") == known]
+            has = f"It has {', '.join(own[:8])}" if own else "It defines nothing that can be called"
+            raise error(f"{path} has no function or class {name!r}. {has}.")
+    return tuple(getattr(module, name) for name in names)
 
 
 def refuse_broken(text: str, error: Refusal) -> None:
@@ -71,15 +75,6 @@ def _refuse_unreadable(path: str | Path, name: str, error: Refusal) -> None:
         raise error(f"cannot read {path}: {reason(wrong)}. Name a file of Python code.") from None
     if large:
         raise error(f"cannot read {path}: it has more than {LIMIT:,} bytes. Name a source file.")
-
-
-def _named(module: ModuleType, name: str, path: str | Path, error: Refusal) -> Any:
-    defined = getattr(module, name, None)
-    if callable(defined):
-        return defined
-    own = [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
-    has = f"It has {', '.join(own[:8])}." if own else "It defines nothing that can be called."
-    raise error(f"{path} has no function or class {name!r}. {has}")
 
 
 def syntax_error(path: str | Path) -> str:

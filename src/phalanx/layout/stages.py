@@ -47,20 +47,16 @@ def frozen_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
 
 def stage_pieces(layout: Layout, shape: Shape) -> tuple[range, ...]:
     """The program's pieces of every virtual stage, in the order in which data flows through them.
-
-    `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last.
-    """
-    counts = layout.stages or _balanced(layout, shape)
+    `stages:2-2-2-1` counts blocks; the embedding goes with the first stage, the head with the last."""
+    costs = [shape.cost(piece) for piece in range(shape.pieces)]
+    counts = layout.stages or balance(costs[1:-1], layout.virtual_stages, costs[0], costs[-1])
     if len(counts) != layout.virtual_stages or sum(counts) != shape.layers:
         raise LayoutError(
             f"stages:{'-'.join(map(str, counts))} is {len(counts)} stages of {sum(counts)} blocks;"
             f" {layout} has {layout.virtual_stages} stages, {shape.name} has {shape.layers} blocks."
         )
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
     first = {p: n for n, (p, part) in enumerate(program_pieces(layout, shape)) if not part}
-    ends = [first[1 + b] for b in bounds]  # piece 0 is the embedding
+    ends = [first[1 + b] for b in accumulate(counts, initial=0)]  # piece 0 is the embedding
     ends[0], ends[-1] = 0, 1 + first[shape.pieces - 1]
     return tuple(range(a, b) for a, b in pairwise(ends))
 
@@ -85,17 +81,10 @@ def partial_pieces(layout: Layout, shape: Shape) -> tuple[int, ...]:
     return tuple(n for n in chosen if pieces[n][0] not in shape.frozen)
 
 
-def _balanced(layout: Layout, shape: Shape) -> tuple[int, ...]:
-    costs = [shape.cost(piece) for piece in range(1, 1 + shape.layers)]
-    return balance(costs, layout.virtual_stages, shape.cost(0), shape.cost(shape.pieces - 1))
-
-
 def balance(costs: Sequence[int], parts: int, first: int = 0, last: int = 0) -> tuple[int, ...]:
-    """Lengths of `parts` runs of `costs` whose most expensive run is as cheap as can be.
-
-    `first` and `last` are work that the first and last run carry besides. Every run gets at least
-    one; where the bound allows it runs are even, the earlier ones longer by one.
-    """
+    """Lengths of `parts` runs of `costs` whose most expensive run is as cheap as can be. `first` and
+    `last` are work that the first and last run carry besides. Every run gets at least one; where the
+    bound allows it runs are even, the earlier ones longer by one."""
     n = len(costs)
     if parts > n:
         raise LayoutError(f"{n} blocks cannot fill {parts} stages with one each; use {n} or fewer.")
@@ -134,12 +123,10 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
 
 
 def piece_layout(layout: Layout) -> Layout:
-    """The part of a layout that a piece's cost depends on: tp, cp and ep, seq, selective recomputation,
-    precision and products, whether it is compiled, and whether the backward is two operations (written
-    as zb-h1).
-
-    Copies, stages, ZeRO and whole-piece recomputation change when a piece runs, never what it does.
-    """
+    """The part of a layout that a piece's cost depends on: tp, cp and ep, seq, selective
+    recomputation, precision and products, whether it is compiled, and whether the backward is two
+    operations (written as zb-h1). Copies, stages, ZeRO and whole-piece recomputation change when a
+    piece runs, never what it does."""
     axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp", "ep"))
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),

@@ -39,7 +39,7 @@ class Hidden:
 
     name: str
     # 1: all of it; 0: none; below 0: together takes longer than one after the other
-    part: float = key(description="how much of the shorter is hidden", maximum=1)
+    part: float = key(description="how much of the shorter is hidden", minimum=None, maximum=1)
 
 
 @dataclass(frozen=True)

@@ -81,10 +81,8 @@ def _one_line(program: Program) -> Iterator[str]:
     for group in program.mesh.groups(inner) if inner else ():
         rows = {program.owner[rank] for rank in group}
         if len(rows) > 1:
-            yield (
-                f"ranks {', '.join(map(str, group))} compute the same pieces together"
-                f" ({', '.join(inner)}) but follow {len(rows)} different lists."
-            )
+            what = f"compute the same pieces together ({', '.join(inner)})"
+            yield f"ranks {', '.join(map(str, group))} {what} but follow {len(rows)} different lists."
     lines: dict[int, tuple[int, tuple[int, ...]]] = {}
     for rank, row in enumerate(program.owner):
         line = tuple(program.owner[r] for r in program.mesh.group(rank, ("pp",)))
@@ -166,10 +164,8 @@ def _groups(made: Graph) -> Iterator[str]:
         if there != here and not lost and not never:
             k = next(k for k, (a, b) in enumerate(zip(there, here, strict=True)) if a != b)
             (a, x), (b, y) = sent[k], received[k]
-            yield (
-                f"{_rank(made.program, a)} sends {x} where {_rank(made.program, b)} receives {y}:"
-                " both ends must list their messages in one order."
-            )
+            what = f"sends {x} where {_rank(made.program, b)} receives {y}"
+            yield f"{_rank(made.program, a)} {what}: both ends must list their messages in one order."
 
 
 def _message(op: Op) -> tuple[int, int, int]:
@@ -281,11 +277,9 @@ def _ties(program: Program) -> Iterator[str]:
             times = sum(op.kind == ops.TIE and op.piece == unit for op in row)
             wanted = steps if len(rows) > 1 and number in rows else 0
             if times != wanted:
-                pieces = " and ".join(map(str, program.users(unit)))
-                yield (
-                    f"{_rank(program, number)}: pieces {pieces} use unit {unit};"
-                    f" {Op(ops.TIE, unit)} must stand {wanted} times, not {times}."
-                )
+                used = f"pieces {' and '.join(map(str, program.users(unit)))} use unit {unit}"
+                must = f"{Op(ops.TIE, unit)} must stand {wanted} times, not {times}."
+                yield f"{_rank(program, number)}: {used}; {must}"
 
 
 def _deadlock(made: Graph) -> Iterator[str]:

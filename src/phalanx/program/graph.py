@@ -20,9 +20,7 @@ from .state import State
 
 def lane(op: Op, program: Program, row: int) -> str:
     """Where an operation of a row runs: the compute lane, a link, or a copy to or from the host.
-
-    Each directed flow between two stages has a lane of its own.
-    """
+    Each directed flow between two stages has a lane of its own."""
     if not op.of:
         return KINDS[op.kind].lane
     there = program.homes[row].get(op.peer, -1)
@@ -51,11 +49,9 @@ class Graph(NamedTuple):
 
 def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
     """What must finish before what, over all rows. `walked` are their states at the end, if they
-    have been walked already.
-
-    The ends of a message and the calls of a collective are one event: it starts when all of them
-    have been issued. They are matched in the order of their lanes; `check` says whether they agree.
-    """
+    have been walked already. The ends of a message and the calls of a collective are one event: it
+    starts when all of them have been issued. They are matched in the order of their lanes; `check`
+    says whether they agree."""
     made = Graph(program, [], [], [], [], [], [])
     for number in range(len(program.rows)):
         base, lanes = len(made.ops), made.lanes

@@ -54,11 +54,8 @@ class AttentionLoad:
 
 @dataclass(frozen=True)
 class MessageLoad:
-    """A collective inside an operation, by the axis of the mesh that it runs along.
-
-    `bytes` is S as `Curve` counts it: a rank's input of all-reduce and reduce-scatter, its output
-    of all-gather.
-    """
+    """A collective inside an operation, by the axis of the mesh that it runs along. `bytes` is S as
+    `Curve` counts it: a rank's input of all-reduce and reduce-scatter, its output of all-gather."""
 
     axis: str
     op: str
@@ -81,13 +78,7 @@ class Load:
         return sum(p.flops for p in self.products) + sum(a.flops for a in self.attention)
 
     def __add__(self, other: Load) -> Load:
-        return Load(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.moved + other.moved,
-            self.launches + other.launches,
-            self.messages + other.messages,
-        )
+        return Load(*(getattr(self, n) + getattr(other, n) for n in _names(Load)))
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,8 @@ class Sizes:
     @classmethod
     def counts(cls, pieces: int) -> Sizes:
         """Everything counts one: held pieces, kept inputs, gathered units, whole gradients."""
-        one = (1.0,) * pieces
-        none = (0.0,) * pieces
-        return cls(
-            kept=one, input=one, selected=one, gathered=one, gradient=one, gradient_shard=none
-        )
+        one, none = (1.0,) * pieces, (0.0,) * pieces
+        return cls(one, one, gathered=one, gradient=one, gradient_shard=none, selected=one)
 
 
 @dataclass(frozen=True)

@@ -173,11 +173,9 @@ REDUCTIONS = (REDUCE, REDUCE_REPLICAS)
 
 
 def add(kind: Kind) -> Callable[[], None]:
-    """Enter a kind of one's own into the table; returns what takes it out again.
-
-    What it waits for follows from what it takes and gives. A pass of one's own places it in a
-    program, `Costs` give its time by its letter, `Executor.handlers` carry it out.
-    """
+    """Enter a kind of one's own into the table; returns what takes it out again. What it waits for
+    follows from what it takes and gives. A pass of one's own places it in a program, `Costs` give
+    its time by its letter, `Executor.handlers` carry it out."""
     assert kind.letter not in KINDS, f"{kind.letter} is {KINDS[kind.letter].name}"
     mine = [letters for of, letters in _DERIVED if of(kind)]
     KINDS[kind.letter] = kind

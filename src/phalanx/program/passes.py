@@ -146,12 +146,11 @@ def offload_activations(program: Program) -> Program:
 def overlap(
     program: Program, stages: Sequence[range], experts: Collection[int], *, forward_first: bool
 ) -> Program:
-    """One microbatch's forward beside another's backward, where one follows the other: in turn up to
-    where tokens are sent and where they are taken, so that they travel while the other is computed.
-
-    A rank holds a part of a microbatch more than without. `forward_first` says which one stands first
-    in a pair, and that the two are of different stages: other pairs of such a pipeline wait for themselves.
-    """
+    """One microbatch's forward beside another's backward, where one follows the other: in turn up
+    to where tokens are sent and where they are taken, so that they travel while the other is
+    computed. A rank holds a part of a microbatch more than without. `forward_first` says which one
+    stands first in a pair, and that the two are of different stages: other pairs of such a pipeline
+    wait for themselves."""
     stage_of = {piece: number for number, stage in enumerate(stages) for piece in stage}
     into = {*experts, *(piece + 1 for piece in experts)}
     wanted = (ops.FORWARD, ops.BACKWARD) if forward_first else (ops.BACKWARD, ops.FORWARD)
@@ -251,12 +250,10 @@ def gather(
     program: Program, *, each_use: bool, drop: bool, prefetch: int = 1, load: bool = False
 ) -> Program:
     """Weights fetched before they are used: once a step or for each use, `prefetch` units ahead.
-
     Uses of a unit that follow each other directly are one use: the last block is not dropped
     between forward and backward, which begins with it. `load`: from the host, so far ahead, and
     gathered one unit later. Frozen weights that are never dropped are whole at home, as they never
-    become stale.
-    """
+    become stale."""
     leads = [(prefetch, ops.LOAD)] * load + [(max(0, prefetch - load), ops.GATHER)]
     rows = []
     for row in program.rows:
@@ -302,11 +299,9 @@ def reduce(
 ) -> Program:
     """Gradients summed over a unit's copies: after its last contribution of the step, or of each
     microbatch. A unit that two pieces of the rank use is summed after both, a frozen one never.
-
-    `replicas`: over the shards first, then over the replicas. The second sum stands before the
-    next unit's first one, by when the first may have arrived. `at_end`: all of them after what the
-    rank computes and sends, as software does that does not overlap them.
-    """
+    `replicas`: over the shards first, then over the replicas. The second sum stands before the next
+    unit's first one, by when the first may have arrived. `at_end`: all of them after what the rank
+    computes and sends, as software does that does not overlap them."""
     rows = []
     for row in program.rows:
         last: dict[tuple[int, int], int] = {}
@@ -374,10 +369,8 @@ def matrices(program: Program, units: Collection[int]) -> Program:
 
 def finish(program: Program, *, agree: bool) -> Program:
     """The count of tokens first; all units updated after the agreement when clipping or scaling
-    needs every gradient, else each one as soon as something else has waited for its reduction.
-
-    An update right behind its reduction would make the rank wait for it, and compute nothing.
-    """
+    needs every gradient, else each one as soon as something else has waited for its reduction. An
+    update right behind its reduction would make the rank wait for it, and compute nothing."""
     rows = []
     for number, row in enumerate(program.rows):
         sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)

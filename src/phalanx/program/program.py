@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import re
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,12 +47,10 @@ def uncollected() -> Iterator[None]:
 
 
 class Op(NamedTuple):
-    """One operation; unique in its rank's list.
-
-    `piece` is a piece, or the unit of weights that carries its number. `index` is a microbatch, or
-    which time it is. A message also says what travels (`of`) and the piece at the far end (`peer`):
-    `2F0>3` sends what 2F0 made to where piece 3 is, `3F0<2` receives what 3F0 needs.
-    """
+    """One operation; unique in its rank's list. `piece` is a piece, or the unit of weights that
+    carries its number. `index` is a microbatch, or which time it is. A message also says what
+    travels (`of`) and the piece at the far end (`peer`): `2F0>3` sends what 2F0 made to where piece
+    3 is, `3F0<2` receives what 3F0 needs."""
 
     kind: str
     piece: int = -1
@@ -94,12 +91,10 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """A training step: one list of operations for every rank that differs.
-
-    `owner[rank]` is the row that a rank follows; left out, a rank follows the row of its coordinate along
-    `pp`. `tied` lists (piece, unit) pairs: the piece also uses the weights of that unit. `frozen`
-    are the units of which nothing trains: they have no gradient.
-    """
+    """A training step: one list of operations for every rank that differs. `owner[rank]` is the row
+    that a rank follows; left out, a rank follows the row of its coordinate along `pp`. `tied` lists
+    (piece, unit) pairs: the piece also uses the weights of that unit. `frozen` are the units of
+    which nothing trains: they have no gradient."""
 
     rows: tuple[tuple[Op, ...], ...]
     mesh: Mesh = Mesh()
@@ -199,9 +194,8 @@ class Program:
         lines += [f"frozen {' '.join(map(str, self.frozen))}"] * bool(self.frozen)
         for number, row in enumerate(self.rows):
             lines.append(f"ranks {','.join(map(str, self.ranks(number)))}:")
-            lines += textwrap.wrap(
-                " ".join(map(str, row)), 99, initial_indent="  ", subsequent_indent="  "
-            )
+            words = " ".join(map(str, row))
+            lines += ["  " + part for part in re.findall(r"\S.{0,96}(?!\S)", words)]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -210,10 +204,9 @@ class Program:
         reading = _Reading()
         for number, raw in enumerate(text.splitlines(), 1):
             line = "" if raw.startswith("#") else raw.split(" #")[0].rstrip()
-            if not line or (number == 1 and line == _HEADER):
-                continue
             try:
-                reading.read(line)
+                if line and (number > 1 or line != _HEADER):
+                    reading.read(line)
             except (LayoutError, ProgramError) as error:
                 raise ProgramError(f"{source}, line {number}: {error}") from None
         mesh, owner = reading.mesh, reading.owner

@@ -37,9 +37,8 @@ class Recorded:
         """The run that a file tells; whatever is not one is refused with the reason."""
         data = parse_json(text, "the recorded step", ProgramError)
         if data.get("phalanx run") != 1 or not isinstance(data.get("program"), str):
-            raise ProgramError(
-                "this is not the file of a run: JSON with 'phalanx run': 1, a program and spans."
-            )
+            what = "JSON with 'phalanx run': 1, a program and spans"
+            raise ProgramError(f"this is not the file of a run: {what}.")
         program = Program.parse(data["program"], "the run's program")
         try:
             timeline = Timeline.from_json(text)
@@ -83,11 +82,8 @@ class Recorded:
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
         """All spans, both ends of a message from when it is sent until it is received."""
-        ends = {
-            (s.op.kind, self._line(s.rank), s.op._replace(kind="")): s
-            for s in self.timeline.spans
-            if s.op.of
-        }
+        sent = (s for s in self.timeline.spans if s.op.of)
+        ends = {(s.op.kind, self._line(s.rank), s.op._replace(kind="")): s for s in sent}
         spans = []
         for s in self.timeline.spans:
             far = s.op._replace(kind="", piece=s.op.peer, peer=s.op.piece)

@@ -70,11 +70,9 @@ def f1b(stages: int, microbatches: int, chunks: int = 1, depth: int = 1) -> Rows
 
 
 def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
-    """1F1B over chunks of the model (Narayanan et al. 2021): rank r holds stages r, P + r, 2P + r ...
-
-    Microbatches go through all chunks in rounds of P; what does not divide makes rounds longer, as
-    a round shorter than P would leave the last ranks waiting for each other.
-    """
+    """1F1B over chunks of the model (Narayanan et al. 2021): rank r holds stages r, P + r, 2P + r
+    ... Microbatches go through all chunks in rounds of P; what does not divide makes rounds longer,
+    as a round shorter than P would leave the last ranks waiting for each other."""
     count = max(1, microbatches // stages)
     bounds = [i * microbatches // count for i in range(count + 1)]
     rounds = [range(a, b) for a, b in pairwise(bounds)]
@@ -83,9 +81,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Rows:
     for r in range(stages):
         held = [c * stages + r for c in range(chunks)]
         forwards = [Op(FORWARD, stage, m) for ms in rounds for stage in held for m in ms]
-        backwards = [
-            Op(BACKWARD, stage, m) for ms in rounds for stage in reversed(held) for m in ms
-        ]
+        backwards = [Op(BACKWARD, stage, m) for ms in rounds for stage in held[::-1] for m in ms]
         warmup = (chunks - 1) * longest + 2 * (stages - r - 1)
         rows.append(weave(forwards, backwards, min(warmup, len(forwards))))
     return rows
@@ -232,14 +228,10 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
 
 def _rows(name: str, rows: Any, stages: int) -> Rows:
     """What a schedule of the user's own returned, if it is a list of operations for each stage."""
-    if not isinstance(rows, list | tuple):
-        raise ProgramError(
-            f"schedule {name} returns a {type(rows).__name__}. Return a list of Op for each stage."
-        )
-    if len(rows) != stages:
-        raise ProgramError(
-            f"schedule {name} gives {len(rows)} lists for {stages} stages. Return one for each."
-        )
+    if not isinstance(rows, list | tuple) or len(rows) != stages:
+        many = f"{len(rows)} lists" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
+        what = f"schedule {name} returns {many} for {stages} stages"
+        raise ProgramError(f"{what}. Return a list of Op for each stage.")
     for stage, row in enumerate(rows):
         for x in row if isinstance(row, list | tuple) else [row]:
             numbers = (x.piece, x.index, x.peer) if isinstance(x, Op) and x.kind in KINDS else ()
@@ -267,10 +259,8 @@ def _possible(name: str, stages: int, microbatches: int, chunks: int) -> None:
         span = str(kind.least) if kind.least == kind.most else f"{kind.least} to {kind.most}"
         raise ProgramError(f"{name} takes {span} chunks a stage, not {chunks}.")
     if not kind.pipelined and stages > 1:
-        raise ProgramError(
-            f"{name} is for one stage, not {stages}; write {ONE_F_ONE_B}, or another schedule."
-        )
+        other = f"write {ONE_F_ONE_B}, or another schedule"
+        raise ProgramError(f"{name} is for one stage, not {stages}; {other}.")
     if kind.whole_batch and microbatches > 1:
-        raise ProgramError(
-            f"{name} takes the batch whole, as 1 microbatch, not {microbatches}; write {GPIPE}."
-        )
+        what = f"{name} takes the batch whole, as 1 microbatch, not {microbatches}"
+        raise ProgramError(f"{what}; write {GPIPE}.")

@@ -26,25 +26,18 @@ _ORDERS = ((ops.INPUT_GRADIENT, ops.FORWARD, ops.WEIGHT_GRADIENT), _KINDS)  # th
 
 
 def search(
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    costs: Costs,
-    limits: Sequence[float] | None = None,
+    stages: int, microbatches: int, chunks: int, costs: Costs, limits: Sequence[float] | None = None
 ) -> Program:
     """The shortest program known for these costs; `limits` are microbatches a rank may hold
     (a chunk counts 1/V), from forward until the weight gradient."""
     most = list(limits or [microbatches] * stages)
-    fitting = [
-        program
-        for program in _candidates(stages, microbatches, chunks, costs, most)
-        if program and all(h <= n + 1e-9 for h, n in zip(held(program), most, strict=True))
-    ]
+    ended = filter(None, _candidates(stages, microbatches, chunks, costs, most))
+    slack = ((x, min(n - h for n, h in zip(most, held(x), strict=True))) for x in ended)
+    fitting = [program for program, left in slack if left >= -1e-9]
     if not fitting:
-        raise ProgramError(
-            f"no order of {stages} stages and {microbatches} microbatches fits in the memory limits"
-            f" {most}: every rank must hold at least 1 microbatch."
-        )
+        what = f"no order of {stages} stages and {microbatches} microbatches fits in the memory"
+        why = "every rank must hold at least 1 microbatch"
+        raise ProgramError(f"{what} limits {most}: {why}.")
     return min(fitting, key=lambda program: simulate(messages(program), costs).makespan)
 
 
@@ -59,14 +52,8 @@ def _candidates(
     whole = (False, True) if chunks > 1 else (False,)
     # Memory that the greedy order may use: all that is allowed, and less, which may be better.
     behind = [stages - r for r in range(stages)]
-    shapes: list[Sequence[float]] = [
-        most,
-        [stages] * stages,
-        behind,
-        [2 * stages - 1] * stages,
-        [2 * n - 1 for n in behind],
-    ]
-    rooms = [[min(a, b) for a, b in zip(most, shape, strict=True)] for shape in shapes]
+    shapes = [stages] * stages, behind, [2 * stages - 1] * stages, [2 * n - 1 for n in behind]
+    rooms = [most, *([min(a, b) for a, b in zip(most, x, strict=True)] for x in shapes)]
     for choice in product(ways, _ORDERS, rooms, whole):
         yield _Listing(stages, microbatches, chunks, costs, *choice).run()
 

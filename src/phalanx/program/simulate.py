@@ -22,12 +22,10 @@ _HALVES = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
 
 @dataclass(frozen=True)
 class Costs:
-    """How long operations take, by kind; a piece or a rank may differ.
-
-    `pieces[kind, piece]` replaces the kind's time, `ranks[rank]` multiplies what that rank
-    computes, `share` is the part of a stage that one piece is. A kind that is not named costs
-    nothing; B left out costs what I and W cost together, R left out what F does.
-    """
+    """How long operations take, by kind; a piece or a rank may differ. `pieces[kind, piece]`
+    replaces the kind's time, `ranks[rank]` multiplies what that rank computes, `share` is the part
+    of a stage that one piece is. A kind that is not named costs nothing; B left out costs what I
+    and W cost together, R left out what F does."""
 
     kinds: Mapping[str, float] = field(
         default_factory=lambda: {ops.FORWARD: 1.0, ops.BACKWARD: 2.0}
@@ -100,12 +98,10 @@ def compiled(
     walked: Sequence[State] = (),
     joint: Collection[str] = (),
 ) -> Compiled:
-    """A program ready to be timed. One that can never end is refused; `check` says why.
-
-    `blocking` names lanes that do not overlap: what a rank computes next waits for them. `joint`
-    names those that share a link: their operations follow each other in the order of the list.
-    `walked` are the states of its rows, if they have been walked already.
-    """
+    """A program ready to be timed. One that can never end is refused; `check` says why. `blocking`
+    names lanes that do not overlap: what a rank computes next waits for them. `joint` names those
+    that share a link: their operations follow each other in the order of the list. `walked` are the
+    states of its rows, if they have been walked already."""
     made = graph(program, walked)
     waiting: dict[int, list[int]] = {}
     last: dict[int, int] = {}
@@ -120,9 +116,8 @@ def compiled(
             last[row] = i
     order = possible(made)
     if len(order) < len(made.events):
-        raise ProgramError(
-            "this program never ends: operations wait on each other. Run check on it."
-        )
+        what = "this program never ends: operations wait on each other"
+        raise ProgramError(f"{what}. Run check on it.")
     first = [program.owner.index(row) for row in range(len(program.rows))]
     place = [0] * len(order)
     for n, event in enumerate(order):
@@ -155,10 +150,8 @@ def compiled(
 
 def times(made: Compiled, costs: Costs, cores: float = math.inf) -> tuple[list[float], list[float]]:
     """When each event starts and ends: the longest path, where nothing but edges is waited for.
-
     With `cores`, the rows together compute and send on so many: while more are at work, each is
-    slower. Costs are then those of a row that has a core to itself.
-    """
+    slower. Costs are then those of a row that has a core to itself."""
     prices = made.prices(costs)
     if cores < math.inf:
         return _sharing(made, prices, cores)
@@ -283,12 +276,10 @@ def _cut(
 
 def shift(made: Compiled, part: Repeat, ends: list[float]) -> float:
     """Seconds by which the step is longer with the stretch once more, and with it many times more;
-    0 where this does not show.
-
-    Nothing that is waited for after the stretch is later than before it by more than so much, so
-    that no step is longer than that; and what the end has waited for is that much later: the same
-    operation before and after the stretch, the second by way of the first.
-    """
+    0 where this does not show. Nothing that is waited for after the stretch is later than before it
+    by more than so much, so that no step is longer than that; and what the end has waited for is
+    that much later: the same operation before and after the stretch, the second by way of the
+    first."""
     path = max(range(len(ends)), key=ends.__getitem__)
     crossed = []
     for places in (part.after, part.before):
@@ -330,10 +321,8 @@ def timeline(
     program, graph = made.program, made.graph
     first = [program.owner.index(row) for row in range(len(program.rows))]
     at = [made.place[event] for event in graph.event]
-    spans = tuple(
-        Span(first[row], graph.lanes[i], op, starts[at[i]], ends[at[i]])
-        for i, (row, op) in enumerate(graph.ops)
-    )
+    rows = zip(graph.ops, graph.lanes, at, strict=True)
+    spans = tuple(Span(first[row], lane, op, starts[n], ends[n]) for (row, op), lane, n in rows)
     return Timeline(spans, memory_over(program, sizes, spans) if sizes else None)
 
 
@@ -365,18 +354,10 @@ def repeat(program: Program, steps: int) -> Program:
     """The same step several times, one after the other, with nothing between: no step waits for
     another but where an operation needs it (an update, an agreement)."""
     refuse_vast(steps * sum(map(len, program.rows)) // 2)
-    width = program.microbatches
-    per_row = [
-        {(op.kind, op.piece): 1 + op.index for op in sorted(row, key=lambda o: o.index)}
-        for row in program.rows
-    ]
-
-    def later(op: Op, row: int, step: int) -> Op:
-        if op.of or op.kind in ops.ON_MICROBATCH:
-            return op._replace(index=op.index + step * width)
-        return op._replace(index=op.index + step * per_row[row][op.kind, op.piece])
-
-    return program.with_rows(
-        [later(op, r, step) for step in range(steps) for op in row]
-        for r, row in enumerate(program.rows)
-    )
+    rows, of_microbatches = [], (*ops.ON_MICROBATCH, *ops.MESSAGES)
+    for row in program.rows:
+        times = {op[:2]: 1 + op.index for op in sorted(row, key=lambda op: op.index)}  # of a step
+        times |= {op[:2]: program.microbatches for op in row if op.kind in of_microbatches}
+        each = [(op, op.index, times[op[:2]]) for op in row]
+        rows.append([op._replace(index=i + n * by) for n in range(steps) for op, i, by in each])
+    return program.with_rows(rows)

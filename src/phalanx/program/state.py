@@ -64,11 +64,9 @@ Step = tuple[Op, Needs, list[Change], list[Change]]
 
 
 class State:
-    """One rank's list, followed operation by operation.
-
-    `in_place`: a reduced gradient stays in the whole buffer, as without shards; else it moves to
-    a part of its own when its reduction starts.
-    """
+    """One rank's list, followed operation by operation. `in_place`: a reduced gradient stays in the
+    whole buffer, as without shards; else it moves to a part of its own when its reduction
+    starts."""
 
     def __init__(self, program: Program, number: int, *, in_place: bool = False) -> None:
         self.program, self.ops, self.in_place = program, program.rows[number], in_place
@@ -79,11 +77,8 @@ class State:
         self.last_piece = program.pieces - 1
         gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
         self.at_home = {*program.frozen} - gathered  # whole, whatever is gathered beside them
-        self.incoming = {
-            (op.piece, op.of == ops.FORWARD, op.index): op
-            for op in self.ops
-            if op.kind == ops.RECEIVE
-        }
+        received = (op for op in self.ops if op.kind == ops.RECEIVE)
+        self.incoming = {(op.piece, op.of == ops.FORWARD, op.index): op for op in received}
         # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
