@@ -229,7 +229,9 @@ def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> Prog
 def _rows(name: str, rows: Any, stages: int) -> Rows:
     """What a schedule of the user's own returned, if it is a list of operations for each stage."""
     if not isinstance(rows, list | tuple) or len(rows) != stages:
-        many = f"{len(rows)} lists" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
+        many = (
+            f"{len(rows)} lists" if isinstance(rows, list | tuple) else f"a {type(rows).__name__}"
+        )
         what = f"schedule {name} returns {many} for {stages} stages"
         raise ProgramError(f"{what}. Return a list of Op for each stage.")
     for stage, row in enumerate(rows):
