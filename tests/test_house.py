@@ -303,8 +303,8 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4653,
-    "program": 3532,
+    "layout": 4316,
+    "program": 3179,
     "draw": 1708,
     "plan": 5117,
     "models": 1971,
