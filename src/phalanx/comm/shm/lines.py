@@ -144,17 +144,9 @@ class Collectives(Line):
         """What rank i wrote in the round that everyone has come to."""
         return self.view(i, self.count & 1, at, numel, dtype)
 
-    def addresses(self) -> list[int] | None:
-        """Where everyone's tensor lies in shared memory; None if it does not for all of them."""
-        every = [self.address(i) for i in range(self.size)]
-        return every if min(every) >= 0 else None
-
     def address(self, i: int) -> int:
         """Where rank i's tensor lies in shared memory; -1 if it does not."""
         return int(self._words[self._header(i) + ADDRESS])
-
-    def at(self, address: int, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.arena.at(address, numel, dtype)
 
     def splits(self, i: int) -> list[int]:
         """How many rows rank i sends to each in an all-to-all, then how many it takes."""
@@ -228,7 +220,7 @@ class Collectives(Line):
                 self._words[counts + k] = count
         readable = call.x.numel() and rounds.readable(call, self.rank)
         self._write_header(self._signature(call), self.arena.address(call.x) if readable else -1)
-        self._rounds = rounds.begin(self, call)
+        self._rounds = rounds.ROUNDS[call.kind](self, call)
         self._first = True
         self._step(self._rounds)
 

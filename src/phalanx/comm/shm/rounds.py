@@ -8,8 +8,7 @@ leave it alone yields True there and does not wait.
 Reductions are in rank order, as in `settle.py`, and equal to its bit for bit.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,27 +24,33 @@ if TYPE_CHECKING:
 SMALL = 1 << 15
 
 
-def begin(t: "Collectives", call: Call) -> Iterator[bool]:
-    """The rounds of a call."""
-    return _ROUNDS[call.kind](t, call)
+def _shared(
+    t: "Collectives", x: Tensor, sources: Iterable[int]
+) -> Generator[bool, None, dict[int, Tensor] | None]:
+    """The tensors of the sources where they lie, once all have come; None if `x` is not longer than
+    a chunk, which takes no round, or not all of them lie in shared memory."""
+    if x.numel() * x.itemsize <= t.chunk:
+        return None
+    yield False
+    addresses = {i: t.address(i) for i in sources}
+    if min(addresses.values()) < 0:
+        return None
+    return {i: t.arena.at(at, x.numel(), x.dtype) for i, at in addresses.items()}
 
 
 def _all_reduce(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
-    size = x.numel() * x.itemsize
-    if size <= SMALL:
+    if x.numel() * x.itemsize <= SMALL:
         t.mine(0, x.numel(), x.dtype).copy_(x)
         yield False
         reduce_into(x, [t.theirs(i, 0, x.numel(), x.dtype) for i in range(t.size)], call.op)
         return
-    if size > t.chunk:
+    xs = yield from _shared(t, x, range(t.size))
+    if xs is None:
+        yield from _reduce_chunks(t, x, call.op)
+    else:
+        _reduce_in_place(list(xs.values()), t.rank, call.op)
         yield False
-        addresses = t.addresses()
-        if addresses is not None:
-            _reduce_in_place([t.at(p, x.numel(), x.dtype) for p in addresses], t.rank, call.op)
-            yield False
-            return
-    yield from _reduce_chunks(t, x, call.op)
 
 
 def _reduce_in_place(xs: list[Tensor], me: int, op: str) -> None:
@@ -87,16 +92,13 @@ def _reduce_scatter(t: "Collectives", call: Call) -> Iterator[bool]:
     assert call.out is not None
     me, out, dtype, byte = t.rank, call.out.view(-1), call.x.dtype, call.x.itemsize
     rows = call.x.view(t.size, out.numel())
-    if rows.numel() * byte > t.chunk:
+    xs = yield from _shared(t, call.x, range(t.size))
+    if xs is not None:
+        parts = [_runs(x.view(rows.shape)[me], 1 << 16) for x in xs.values()]
+        for total, *pieces in zip(_runs(out, 1 << 16), *parts, strict=True):
+            reduce_into(total, pieces, call.op)
         yield False
-        addresses = t.addresses()
-        if addresses is not None:
-            mine = me * out.numel() * byte
-            parts = [_runs(t.at(p + mine, out.numel(), dtype), 1 << 16) for p in addresses]
-            for total, *pieces in zip(_runs(out, 1 << 16), *parts, strict=True):
-                reduce_into(total, pieces, call.op)
-            yield False
-            return
+        return
     width = max(1, t.chunk // byte // t.size)
     for own, total, *others in zip(
         _runs(rows[me], width), _runs(out, width), *(_runs(row, width) for row in rows), strict=True
@@ -125,56 +127,47 @@ def _reduce(t: "Collectives", call: Call) -> Iterator[bool]:
 
 def _broadcast(t: "Collectives", call: Call) -> Iterator[bool]:
     x = call.x.view(-1)
-    if x.numel() * x.itemsize > t.chunk:
-        yield False
-        address = t.address(call.at)
-        if address >= 0:
-            if t.rank != call.at:
-                x.copy_(t.at(address, x.numel(), x.dtype))
-            yield False
-            return
-    for part in _runs(x, t.chunk // x.itemsize):
-        if t.rank == call.at:
-            t.mine(0, part.numel(), x.dtype).copy_(part)
-        yield False
-        if t.rank != call.at:
-            part.copy_(t.theirs(call.at, 0, part.numel(), x.dtype))
+    yield from _collect(t, x, [call.at], {} if t.rank == call.at else {call.at: x})
 
 
 def _all_gather(t: "Collectives", call: Call) -> Iterator[bool]:
     assert call.out is not None
-    rows = list(call.out.view(t.size, call.x.numel()))
-    yield from _collect(t, call.x.view(-1), rows, call.still)
+    rows = dict(enumerate(call.out.view(t.size, call.x.numel())))
+    yield from _collect(t, call.x.view(-1), range(t.size), rows, call.still)
 
 
 def _gather(t: "Collectives", call: Call) -> Iterator[bool]:
-    rows = [part.view(-1) for part in call.parts or ()]
-    yield from _collect(t, call.x.view(-1), rows)
+    rows = {i: part.view(-1) for i, part in enumerate(call.parts or ())}
+    yield from _collect(t, call.x.view(-1), range(t.size), rows)
 
 
 def _collect(
-    t: "Collectives", x: Tensor, rows: list[Tensor], still: bool = False
+    t: "Collectives",
+    x: Tensor,
+    sources: Sequence[int],
+    rows: dict[int, Tensor],
+    still: bool = False,
 ) -> Iterator[bool]:
-    """Everyone shows x; who has rows fills them."""
-    own = rows[t.rank] if rows else x
+    """The sources show x; who has rows, by source, fills them."""
+    own = rows.get(t.rank, x)
     if own.data_ptr() != x.data_ptr():
         # x may be another part of what is filled, and chunks of it are read after some are filled.
-        x = x.clone() if any(overlap(x, row) for row in rows) else x
+        x = x.clone() if any(overlap(x, row) for row in rows.values()) else x
         own.copy_(x)
-    if x.numel() * x.itemsize > t.chunk:
-        yield False
-        addresses = t.addresses()
-        if addresses is not None:
-            for i in t.others if rows else ():
-                rows[i].copy_(t.at(addresses[i], x.numel(), x.dtype))
-            yield still
-            return
+    others = [i for i in t.others if i in rows]
+    xs = yield from _shared(t, x, sources)
+    if xs is not None:
+        for i in others:
+            rows[i].copy_(xs[i])
+        yield still
+        return
     width = t.chunk // x.itemsize
     for k, part in enumerate(_runs(x, width)):
         n = part.numel()
-        t.mine(0, n, x.dtype).copy_(part)
+        if t.rank in sources:
+            t.mine(0, n, x.dtype).copy_(part)
         yield False
-        for i in t.others if rows else ():
+        for i in others:
             rows[i][k * width : k * width + n].copy_(t.theirs(i, 0, n, x.dtype))
 
 
@@ -200,9 +193,8 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
     taken = torch.split(out, [n * row for n in call.out_splits])
     width = max(1, t.chunk // byte // t.size)
     longest = width  # until the first round has shown what the others send
-    for k in count():
-        if k * width >= longest:
-            return
+    k = 0
+    while k * width < longest:
         for i in t.others:
             part = stretches[i][k * width : (k + 1) * width]
             t.mine(i * width * byte, part.numel(), dtype).copy_(part)
@@ -212,16 +204,16 @@ def _all_to_all(t: "Collectives", call: Call) -> Iterator[bool]:
             sent = [t.splits(i)[: t.size] for i in range(t.size)]
             apart = (n for i, to in enumerate(sent) for j, n in enumerate(to) if i != j)
             longest = row * max(apart, default=0)
-            addresses = t.addresses() if longest > width else None
-            if addresses is not None:
+            if longest > width and min(addresses := [t.address(i) for i in range(t.size)]) >= 0:
                 for i in t.others:
                     at = addresses[i] + row * byte * sum(sent[i][: t.rank])
-                    taken[i].copy_(t.at(at, taken[i].numel(), dtype))
+                    taken[i].copy_(t.arena.at(at, taken[i].numel(), dtype))
                 yield False
                 return
         for i in t.others:
             into = taken[i][k * width : (k + 1) * width]
             into.copy_(t.theirs(i, t.rank * width * byte, into.numel(), dtype))
+        k += 1
 
 
 def _barrier(t: "Collectives", call: Call) -> Iterator[bool]:
@@ -263,7 +255,8 @@ def readable(call: Call, me: int) -> bool:
     return out.data_ptr() == x.data_ptr() + me * out.numel() * x.itemsize
 
 
-_ROUNDS: dict[str, Callable[["Collectives", Call], Iterator[bool]]] = {
+# The rounds of each kind of call.
+ROUNDS: dict[str, Callable[["Collectives", Call], Iterator[bool]]] = {
     "all_reduce": _all_reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce": _reduce,
