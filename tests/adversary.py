@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import CommMisuse
-from phalanx.comm.base import Call, Work
+from phalanx.comm.base import Work
+from phalanx.comm.settle import Call
 from phalanx.comm.threads import Meeting, ThreadGroup, ThreadMembers, ThreadWorld, run_threads
 
 

@@ -12,7 +12,7 @@ from group_cases import one_process
 from stage import CHUNK, perform
 
 from phalanx.comm import CommError
-from phalanx.comm.base import Call
+from phalanx.comm.settle import Call
 from phalanx.comm.shm import lines
 from phalanx.comm.shm.arena import LINE, Arena, Extent
 from phalanx.comm.shm.lines import Collectives, Inbox, LineWork, Outbox, Receives

@@ -16,8 +16,7 @@ import phalanx.comm.threads
 import phalanx.lab
 import phalanx.lab.experiments.memory as memory
 from phalanx.comm import CommError, RankFailed
-from phalanx.comm.base import Call
-from phalanx.comm.settle import settle
+from phalanx.comm.settle import Call, settle
 from phalanx.lab.catalogue import NAMES, LabError, Size, experiment
 from phalanx.lab.trial import LabTrial, conduct
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm import Group, Work, World
-from phalanx.comm.base import Call
 from phalanx.comm.launch import launch
+from phalanx.comm.settle import Call
 from phalanx.layout import Layout
 from phalanx.parallel import build_model, microbatches
 from phalanx.parallel.data import Then

@@ -1,7 +1,8 @@
 """The interface of all communication: a world of ranks, and groups of some of them.
 
 A `Group` checks its arguments, makes a `Call` of them, and hands it to `_begin`, the only method that
-a backend has to write. How the bytes travel is not here; what each collective computes is in `settle.py`.
+a backend has to write; `Group` itself is a group of one. How the bytes travel is not here; what each
+collective computes is in `settle.py`.
 """
 
 import threading
@@ -16,10 +17,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from phalanx.comm.settle import ROOTED, Call, settle
 from phalanx.hang.positions import WAITS, Positions
 
 OPS = ("sum", "average", "min", "max", "product")
-HALVES = (torch.bfloat16, torch.float16)
 _NOTHING = torch.empty(0)
 
 
@@ -73,44 +74,6 @@ class Work:
         return True
 
 
-@dataclass(eq=False, slots=True)  # not frozen: that takes three times as long to make
-class Call:
-    """One rank's part in a collective: its kind and this rank's own tensors.
-
-    `x` is the tensor every kind has (for scatter, the one that receives). `parts` are the root's
-    list in gather and scatter. `at` is the root or the peer, as a rank of the group.
-    """
-
-    kind: str
-    x: Tensor
-    out: Tensor | None = None
-    parts: tuple[Tensor, ...] | None = None
-    op: str = ""
-    at: int = -1
-    in_splits: tuple[int, ...] = ()
-    out_splits: tuple[int, ...] = ()
-    still: bool = False
-
-    def signature(self) -> str:
-        """What has to be the same on every member of the group, as text for people."""
-        if self.kind in ("barrier", "split"):
-            return f"{self.kind} {self.op}".rstrip()
-        dtype = str(self.x.dtype).removeprefix("torch.")
-        # In all-to-all each rank brings its own sizes; they are compared pair by pair.
-        size = "" if self.kind == "all_to_all" else f"{self.x.numel()} "
-        kind = "send/receive" if self.kind in ("send", "receive") else self.kind
-        root = f"root {self.at}" if self.kind in _ROOTED else ""
-        words = ", ".join(word for word in (self.op, root) if word)
-        return f"{kind}({words}) of {size}{dtype}" if words else f"{kind} of {size}{dtype}"
-
-    def tensors(self) -> list[Tensor]:
-        """Every tensor of this rank that the call reads or writes."""
-        return [self.x, *((self.out,) if self.out is not None else ()), *(self.parts or ())]
-
-
-_ROOTED = ("reduce", "broadcast", "gather", "scatter")
-
-
 def split_call(name: str, groups: Sequence[tuple[int, ...]]) -> Call:
     """The call that a split begins with: all ranks name the same groups."""
     return Call("split", _NOTHING, op=f"{name!r} into {[list(group) for group in groups]}")
@@ -154,7 +117,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {text} has" if len(ranks) == 1 else f"ranks {text} have"
 
 
-class Group(ABC):
+class Group:
     """A process group, as one of its members sees it. Roots and peers are ranks of the group.
 
     Tensors are contiguous, or refused. With `wait=True` a call is complete when it returns; with
@@ -174,14 +137,28 @@ class Group(ABC):
         self.device = device
         self._to_itself: deque[Tensor] = deque()
 
-    @abstractmethod
     def _begin(self, call: Call) -> Work:
-        """Start a call that has been checked."""
+        """Start a call that has been checked. Here: of a rank with itself, which backends leave to it."""
+        if call.kind == "send":
+            self._to_itself.append(call.x.detach().clone())
+        elif call.kind != "receive":
+            settle([call])
+        elif self._to_itself:
+            settle([Call("send", self._to_itself.popleft()), call])
+        else:
+            raise CommError(
+                f"receive on {self.name}: rank {self.ranks[self.rank]} waits for itself."
+            )
+        return Work()
 
-    def close(self) -> None:  # noqa: B027 - most groups own nothing
+    def _alone(self, call: Call) -> bool:
+        """Whether a call is of this rank with itself."""
+        return self.size == 1 or (call.at == self.rank and call.kind in ("send", "receive"))
+
+    def close(self) -> None:
         """Give back what the group owns. Every member closes, in the same order."""
 
-    def flush(self) -> None:  # noqa: B027 - most groups keep nothing of what was sent
+    def flush(self) -> None:
         """Wait until all that was sent has left. Only where every receive of it is, or will be,
         posted without anything more from here."""
 
@@ -205,19 +182,6 @@ class Group(ABC):
             positions.call_texts[key] = text
         peer = at if kind in ("send", "receive") else -1
         return positions.call(self.number, text, peer, kind == "send")
-
-    def _begin_with_itself(self, call: Call) -> Work:
-        """A send to, or a receive from, the rank that makes the call."""
-        if call.kind == "send":
-            self._to_itself.append(call.x.detach().clone())
-        elif not self._to_itself:
-            raise CommError(
-                f"receive on {self.name}: rank {self.ranks[self.rank]} waits for itself."
-            )
-        else:
-            with torch.no_grad():
-                call.x.copy_(self._to_itself.popleft().view_as(call.x))
-        return Work()
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, wait: bool = True) -> Work:
         """Everyone's `x` becomes the reduction of all of them."""
@@ -434,7 +398,7 @@ def _reason_against(group: Group, call: Call) -> str:
     whole = call.op == "average" and not x.dtype.is_floating_point
     if whole or (call.op == "sum" and x.dtype == torch.bool):
         return f"{call.op} of {x.dtype} is not defined; convert it first."
-    if call.kind in (*_ROOTED, "send", "receive") and not 0 <= call.at < n:
+    if call.kind in (*ROOTED, "send", "receive") and not 0 <= call.at < n:
         return f"there is no rank {call.at} in a group of {n}."
     if call.out is None and call.kind not in ("gather", "scatter"):
         return ""

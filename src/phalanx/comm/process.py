@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.base import HALVES, Call, CommError, CommMisuse, Group, Work, World, named
-from phalanx.comm.settle import reduce_into, settle
+from phalanx.comm.base import CommError, CommMisuse, Group, Work, World, named
+from phalanx.comm.settle import HALVES, Call, reduce_into
 from phalanx.layout.choices import GLOO, NCCL
 
 # 2.13 deprecates the names that are the only ones in 2.11.
@@ -118,15 +118,11 @@ class TorchGroup(Group):
         del self._group, self._flows, group
 
     def _begin(self, call: Call) -> Work:
-        call = _plain(call)
+        if self._alone(call):
+            return super()._begin(call)
         try:
-            if call.kind in ("send", "receive"):
-                return self._pair(call)
-            if self.size == 1:
-                settle([call])
-                return Work()
             begin: Callable[[Call], Work] = getattr(self, f"_{call.kind}")
-            return begin(call)
+            return begin(_plain(call))
         except (RuntimeError, ValueError) as error:
             if isinstance(error, CommError):
                 raise
@@ -246,22 +242,22 @@ class TorchGroup(Group):
     def _barrier(self, call: Call) -> Work:
         return self._pending(call, _barrier(self._group, self.device))
 
-    def _pair(self, call: Call) -> Work:
-        if call.at == self.rank:
-            return self._begin_with_itself(call)
-        peer, group = self.ranks[call.at], self._communicator(call)
-        tag = 2 * self._tags[call.kind, call.at]
-        self._tags[call.kind, call.at] += 1
-        if call.kind == "receive":
-            work = dist.irecv(call.x, src=peer, group=group, tag=tag)
-            return Pending(self._where(call), [(work, [peer])])
+    def _send(self, call: Call) -> Work:
         # A copy, so that the sender may go on at once and two that both send first both go on.
         x = call.x.clone()
-        work = dist.isend(x, dst=peer, group=group, tag=tag)
         # torch.distributed's work does not keep what it sends alive, so the list does.
         self._sent = [sent for sent in self._sent if not sent[0].done()]
-        self._sent.append((Pending(self._where(call), [(work, [peer])]), x))
+        self._sent.append((self._transfer(dist.isend, call, x), x))
         return Work()
+
+    def _receive(self, call: Call) -> Work:
+        return self._transfer(dist.irecv, call, call.x)
+
+    def _transfer(self, begin: Callable[..., Any], call: Call, x: Tensor) -> Pending:
+        peer, tag = self.ranks[call.at], 2 * self._tags[call.kind, call.at]
+        self._tags[call.kind, call.at] += 1
+        work = begin(x, peer, group=self._communicator(call), tag=tag)
+        return Pending(self._where(call), [(work, [peer])])
 
     def _communicator(self, call: Call) -> dist.ProcessGroup:
         if self._flows is None:

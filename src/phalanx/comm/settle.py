@@ -6,12 +6,13 @@ through float32 with one rounding.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import HALVES, Call
-
+HALVES = (torch.bfloat16, torch.float16)
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
 # Two tensors into one, a NaN handed on; most libraries' max and min drop it.
 STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -20,6 +21,41 @@ STEPS: dict[str, Callable[..., Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
+
+
+@dataclass(eq=False, slots=True)  # not frozen: that takes three times as long to make
+class Call:
+    """One rank's part in a collective: its kind and this rank's own tensors.
+
+    `x` is the tensor every kind has (for scatter, the one that receives). `parts` are the root's
+    list in gather and scatter. `at` is the root or the peer, as a rank of the group.
+    """
+
+    kind: str
+    x: Tensor
+    out: Tensor | None = None
+    parts: tuple[Tensor, ...] | None = None
+    op: str = ""
+    at: int = -1
+    in_splits: tuple[int, ...] = ()
+    out_splits: tuple[int, ...] = ()
+    still: bool = False
+
+    def signature(self) -> str:
+        """What has to be the same on every member of the group, as text for people."""
+        if self.kind in ("barrier", "split"):
+            return f"{self.kind} {self.op}".rstrip()
+        dtype = str(self.x.dtype).removeprefix("torch.")
+        # In all-to-all each rank brings its own sizes; they are compared pair by pair.
+        size = "" if self.kind == "all_to_all" else f"{self.x.numel()} "
+        kind = "send/receive" if self.kind in ("send", "receive") else self.kind
+        root = f"root {self.at}" if self.kind in ROOTED else ""
+        words = ", ".join(word for word in (self.op, root) if word)
+        return f"{kind}({words}) of {size}{dtype}" if words else f"{kind} of {size}{dtype}"
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor of this rank that the call reads or writes."""
+        return [self.x, *((self.out,) if self.out is not None else ()), *(self.parts or ())]
 
 
 def reduce_into(total: Tensor, parts: Sequence[Tensor], op: str) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phalanx.comm.base import Call, Group, Work, World
+from phalanx.comm.base import Group, Work, World
+from phalanx.comm.settle import Call
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from phalanx.comm.base import (
-    Call,
     CommError,
     Group,
     RankFailed,
@@ -32,7 +31,7 @@ from phalanx.comm.base import (
     named,
     split_call,
 )
-from phalanx.comm.settle import settle
+from phalanx.comm.settle import Call, settle
 
 # Seconds that the other ranks have to come back once one has failed.
 GRACE = 4.0

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm import Group, Work, World
-from ..comm.base import Call
+from ..comm.settle import Call
 from ..cost import Live
 from .catalogue import Size
 from .mlp import batch, gradients_of, one_process, start, update

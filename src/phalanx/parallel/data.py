@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..comm import Work
-from ..comm.base import HALVES
+from ..comm.settle import HALVES
 from .groups import UnitGroups
 from .tensor import Weight
 

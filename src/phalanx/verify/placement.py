@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm import TallyWorld, Work, regions
-from ..comm.base import Call, Group
+from ..comm.base import Group
+from ..comm.settle import Call
 from ..comm.tally import Tally
 from ..cost.pieces import alike
 from ..layout import Layout, LayoutError, Mesh

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import HALVES, Call, CommError, Work, disagreement
-from phalanx.comm.settle import STEPS, reduce_into
+from phalanx.comm.base import CommError, Work, disagreement
+from phalanx.comm.settle import HALVES, STEPS, Call, reduce_into
 from phalanx.comm.shm import rounds
 from phalanx.comm.shm.arena import LINE, PAGE, Arena, whole
 

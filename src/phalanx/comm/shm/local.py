@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import Call, CommError, CommMisuse, Group, Work, World, split_call
-from phalanx.comm.settle import settle
+from phalanx.comm.base import CommError, CommMisuse, Group, Work, World, split_call
+from phalanx.comm.settle import Call
 from phalanx.comm.shm.arena import Arena, Extent, forget
 from phalanx.comm.shm.lines import Collectives, Inbox, Line, LineWork, Outbox, Receives
 from phalanx.comm.shm.watch import Watch
@@ -68,13 +68,12 @@ class ShmGroup(Group):
         return self._do(Call("all_reduce", x, op=op), wait, number)
 
     def _begin(self, call: Call) -> Work:
-        if call.kind in ("send", "receive"):
-            if call.at == self.rank:
-                return self._begin_with_itself(call)
-            return self._send(call, 0) if call.kind == "send" else self._receive(call, 0)
-        if self.size == 1:
-            settle([call])
-            return _COMPLETE
+        if self._alone(call):
+            return super()._begin(call)
+        if call.kind == "send":
+            return self._send(call, 0)
+        if call.kind == "receive":
+            return self._receive(call, 0)
         return self._world.begin(self._collectives, call)
 
     def send_tagged(self, x: Tensor, to: int, tag: int) -> Work:

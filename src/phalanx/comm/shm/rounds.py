@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.comm.base import Call
-from phalanx.comm.settle import reduce_into
+from phalanx.comm.settle import Call, reduce_into
 
 if TYPE_CHECKING:
     from phalanx.comm.shm.lines import Collectives
