@@ -99,10 +99,8 @@ def broadcast_text(group: Group, text: str, root: int = 0) -> str:
 
 
 def _packed(text: str) -> Tensor:
-    # With one byte more, as torch takes no empty buffer.
-    return torch.frombuffer(bytearray(text.encode("utf-8", "replace") + b"."), dtype=torch.uint8)[
-        :-1
-    ]
+    raw = bytearray(text.encode("utf-8", "replace") + b".")  # torch takes no empty buffer
+    return torch.frombuffer(raw, dtype=torch.uint8)[:-1]
 
 
 def errors_of(group: Group, error: str) -> list[str]:
@@ -112,7 +110,6 @@ def errors_of(group: Group, error: str) -> list[str]:
 
 
 def not_alike(lines: Sequence[str]) -> str:
-    """The sentence about differences."""
     more = [f"and {len(lines) - MOST} more"] if len(lines) > MOST else []
     items = "".join(f"\n- {each}" for each in [*lines[:MOST], *more])
     return (

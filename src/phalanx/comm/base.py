@@ -225,13 +225,13 @@ class Group:
         self, outs: Sequence[Tensor] | None, x: Tensor, root: int, *, wait: bool = True
     ) -> Work:
         """The root's `outs` become everyone's `x`; the others pass None."""
-        return self._do(Call("gather", x, parts=_tuple(outs), at=root), wait)
+        return self._do(Call("gather", x, parts=outs and tuple(outs), at=root), wait)
 
     def scatter(
         self, out: Tensor, xs: Sequence[Tensor] | None, root: int, *, wait: bool = True
     ) -> Work:
         """Rank i's `out` becomes the root's `xs[i]`; the others pass None."""
-        return self._do(Call("scatter", out, parts=_tuple(xs), at=root), wait)
+        return self._do(Call("scatter", out, parts=xs and tuple(xs), at=root), wait)
 
     def barrier(self, *, wait: bool = True) -> Work:
         """Nobody is past it before everyone has come."""
@@ -355,10 +355,6 @@ def group_named(name: str) -> Group:
         raise CommError(f"no open group is named {name!r} on this rank.") from None
 
 
-def _tuple(tensors: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
-    return None if tensors is None else tuple(tensors)
-
-
 def _splits(group: Group, x: Tensor, splits: Sequence[int] | None, name: str) -> tuple[int, ...]:
     rows = x.shape[0] if x.dim() else 0
     if splits is None and rows % group.size:
@@ -386,11 +382,8 @@ def _reason_against(group: Group, call: Call) -> str:
     for tensor in (x,) if call.out is None and call.parts is None else call.tensors():
         # gloo would work on the first numel() elements of the storage without an error.
         if not tensor.is_contiguous():
-            strides = list(tensor.stride())
-            return (
-                f"the tensor of shape {list(tensor.shape)} and strides {strides} is not contiguous; "
-                "pass x.contiguous()."
-            )
+            shape = f"shape {list(tensor.shape)} and strides {list(tensor.stride())}"
+            return f"the tensor of {shape} is not contiguous; pass x.contiguous()."
         if tensor.dtype != x.dtype:
             return f"{tensor.dtype} and {x.dtype} in one call."
     if call.op and call.op not in OPS:
@@ -400,12 +393,10 @@ def _reason_against(group: Group, call: Call) -> str:
         return f"{call.op} of {x.dtype} is not defined; convert it first."
     if call.kind in (*ROOTED, "send", "receive") and not 0 <= call.at < n:
         return f"there is no rank {call.at} in a group of {n}."
-    if call.out is None and call.kind not in ("gather", "scatter"):
-        return ""
-    return _reason_against_sizes(group, call)
+    return _reason_against_sizes(call, group)
 
 
-def _reason_against_sizes(group: Group, call: Call) -> str:
+def _reason_against_sizes(call: Call, group: Group) -> str:
     x, n = call.x.numel(), group.size
     if call.kind in ("gather", "scatter"):
         parts = None if call.parts is None else len(call.parts)
@@ -417,8 +408,8 @@ def _reason_against_sizes(group: Group, call: Call) -> str:
         for i, part in enumerate(call.parts or ()):
             if part.numel() != x:
                 return f"part {i} has {part.numel()} elements, the others {x}."
+    if call.out is None:
         return ""
-    assert call.out is not None
     out = call.out.numel()
     needed = {"all_gather": x * n, "reduce_scatter": x / n}.get(call.kind, out)
     if out != needed:

@@ -4,6 +4,7 @@ Whatever depends on CUDA when ranks start asks an object of this class, so that 
 that describes another machine.
 """
 
+import os
 from collections.abc import MutableMapping
 
 import torch
@@ -32,6 +33,13 @@ def set_up(environment: MutableMapping[str, str]) -> None:
     for name, value in SETTINGS.items():
         if _OTHER_NAMES.get(name) not in environment:
             environment.setdefault(name, value)
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Devices:

@@ -67,9 +67,8 @@ def join(
     """This process's rank of the world it was started in; alone if nothing has started one.
 
     A process group that torch.distributed has already is used as it is, and stays when the world closes.
-    `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting and, unless they
-    have a `call_timeout`, for calls.
-    `interface` is what ranks talk over; by default the one from which rank 0's host is reached.
+    `ranks` is how many the run needs, if it knows. `timeout` holds for the meeting, and for calls that
+    have no `call_timeout`. `interface`: by default the one from which rank 0's host is reached.
     """
     devices = devices or Devices()
     if devices.gpus:
@@ -81,24 +80,21 @@ def join(
         return ProcessWorld.existing(call_timeout or timeout)
     at = rendezvous(environment)
     size = 1 if at is None else at.size
-    if ranks is not None and ranks != size:
-        started = f"the launcher has started {size}"
-        if at is None:
-            started = "nothing has started this process as a rank"
-        else:
-            started += f" ({at.source})"
+    if ranks not in (None, size):
+        started = "nothing has started this process as a rank"
+        if at is not None:
+            started = f"the launcher has started {size} ({at.source})"
         raise CommMisuse(f"the run needs {ranks} ranks and {started}; start {ranks}.")
     if at is None:
         return AloneWorld("cuda:0" if devices.gpus else "cpu")
-    gpu, mine = devices.index(at.local), Address.choose(at, interface)
+    mine = Address.choose(at, interface)
     store = open_store(at, mine, timeout)
     backend = meet(store, at, offer(at, backend, devices) | {":address": str(mine)}, timeout)
     mine.use(os.environ)
     if not at.one_host:
         check_routes(store, at, mine)
-    return ProcessWorld(
-        backend, store, at.rank, size, gpu=gpu or 0, timeout=call_timeout or timeout
-    )
+    gpu = devices.index(at.local) or 0
+    return ProcessWorld(backend, store, at.rank, size, gpu=gpu, timeout=call_timeout or timeout)
 
 
 # ---- what ranks settle before the first of them opens a connection to another
@@ -136,7 +132,7 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
     """
     if store.add(f"met/{at.rank}", 1) > 1:
         raise CommMisuse(f"two processes were started as rank {at.rank}; give each its own RANK.")
-    _append(store, at.rank, mine)
+    store.append("offers", json.dumps([at.rank, mine]) + "\n")
     if at.rank == 0:
         answer, heard = _answer(store, at, timeout)
         store.set("answer", json.dumps(answer))
@@ -161,10 +157,6 @@ def meet(store: Any, at: Rendezvous, mine: Mapping[str, str], timeout: float) ->
     return str(answer["backend"])
 
 
-def _append(store: Any, rank: int, offered: Mapping[str, str]) -> None:
-    store.append("offers", json.dumps([rank, offered]) + "\n")
-
-
 def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str], int]:
     """What rank 0 answers to all, and how many ranks have made an offer."""
     begun, size, told = time.monotonic(), at.size, False
@@ -175,8 +167,12 @@ def _answer(store: Any, at: Rendezvous, timeout: float) -> tuple[dict[str, str],
             if FAILED in each:
                 return {"error": f"rank {rank} could not begin: {each[FAILED]}"}, len(offers)
         # As soon as two differ: with another number of ranks some would never come.
-        if lines_of := differences({rank: _compared(each) for rank, each in offers.items()}):
-            return {"error": not_alike(lines_of)}, len(offers)
+        compared = {
+            rank: {name: value for name, value in each.items() if not name.startswith(":")}
+            for rank, each in offers.items()
+        }
+        if differing := differences(compared):
+            return {"error": not_alike(differing)}, len(offers)
         if len(offers) >= size:
             break
         waited = time.monotonic() - begun
@@ -202,10 +198,6 @@ def _missing(offers: Mapping[int, Mapping[str, str]], at: Rendezvous, seconds: f
         f"{missing} not come in {seconds:g} s; {at.size} ranks were to be started ({at.source})."
         f" There are {came}. {WAYS_OUT}"
     )
-
-
-def _compared(offered: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in offered.items() if not name.startswith(":")}
 
 
 def backend_of(offers: Sequence[Mapping[str, str]]) -> str:
@@ -245,7 +237,7 @@ def report_failure(error: str, environment: Mapping[str, str] = os.environ) -> N
             return
         store = open_store(at, Address.choose(at), COMING)
         if at.rank:
-            _append(store, at.rank, {FAILED: error})
+            store.append("offers", json.dumps([at.rank, {FAILED: error}]) + "\n")
         else:
             store.set("answer", json.dumps({"error": f"rank 0 could not begin: {error}"}))
             if not at.served:

@@ -9,21 +9,18 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.comm.alone import AloneWorld
 from phalanx.comm.base import CommMisuse
-from phalanx.comm.devices import Devices, set_up
+from phalanx.comm.devices import Devices, cores, set_up
 from phalanx.comm.pool import ALONE, Pool
 from phalanx.comm.shm.arena import why_not
 from phalanx.comm.threads import run_threads
 from phalanx.layout.choices import BACKENDS, GLOO, NCCL, SHM, THREADS
 
-
-class Runner(Protocol):
-    """A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank."""
-
-    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+# A world that is kept: `run(fn, *args)` is what `fn(world, *args)` returns, by rank.
+Runner = Callable[..., list[Any]]
 
 
 def launch(
@@ -71,9 +68,7 @@ def workers(
         gpus = used_gpus(kind, ranks)
         yield lambda fn, *args: run_threads(fn, ranks, args, timeout, gpus)
     else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = threads_per_rank or max(1, (cores or 1) // ranks)
-        pool = Pool(kind, ranks, timeout, threads)
+        pool = Pool(kind, ranks, timeout, threads_per_rank or max(1, cores() // ranks))
         try:
             yield pool.run
         finally:

@@ -161,18 +161,13 @@ def listen(at: Rendezvous) -> socket.socket:
         address = str(socket.getaddrinfo(at.host, at.port, type=socket.SOCK_STREAM)[0][4][0])
     if address.startswith("127.") and not at.one_host and not at.host.startswith(("127.", "local")):
         address = ""
-    made = socket.socket(_family(address), socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((address, at.port))
-        made.listen(4096)
+        return socket.create_server((address, at.port), family=_family(address), backlog=4096)
     except OSError as error:
-        made.close()
         raise CommMisuse(
             f"rank 0 cannot listen on {at.host}:{at.port} ({error.strerror}); choose another"
             " MASTER_PORT, or a MASTER_ADDR of this host."
         ) from None
-    return made
 
 
 def await_master(at: Rendezvous, mine: Address, seconds: float, notice: float) -> str:

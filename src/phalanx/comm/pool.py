@@ -142,18 +142,14 @@ class Pool:
         self._processes, self._pipes = [], []
         self._remove.close()
 
-    def _join(self, seconds: float) -> None:
-        """Wait for all of them together."""
-        deadline = time.monotonic() + seconds
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-
     def close(self) -> None:
         """Let every rank leave the world together, and end those that do not within some seconds."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        self._join(5.0)
+        deadline = time.monotonic() + 5.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
         self._end()
 
 

@@ -160,10 +160,9 @@ class TorchGroup(Group):
         self._tags["trade", 0] += 1
         tag = 2 * self._tags["trade", 0] + 1
         transfers = [
-            (dist.irecv(x, group=group, group_src=i, tag=tag), [self.ranks[i]]) for i, x in into
-        ]
-        transfers += [
-            (dist.isend(x, group=group, group_dst=i, tag=tag), [self.ranks[i]]) for i, x in out
+            (begin(x, self.ranks[i], group=group, tag=tag), [self.ranks[i]])
+            for begin, messages in ((dist.irecv, into), (dist.isend, out))
+            for i, x in messages
         ]
         return Pending(self._where(call), transfers, after)
 
@@ -188,9 +187,8 @@ class TorchGroup(Group):
         x, root = call.x, call.at
         if self.rank != root:
             return self._trade(call, {root: x}, {})
-        parts = [x if i == root else torch.empty_like(x) for i in range(self.size)]
-        others = {i: part for i, part in enumerate(parts) if i != root}
-        return self._trade(call, {}, others, lambda: reduce_into(x, parts, call.op))
+        parts = {i: torch.empty_like(x) for i in range(self.size)} | {root: x}
+        return self._trade(call, {}, parts, lambda: reduce_into(x, list(parts.values()), call.op))
 
     def _broadcast(self, call: Call) -> Work:
         work = dist.broadcast(call.x, group=self._group, group_src=call.at, async_op=True)
@@ -200,6 +198,7 @@ class TorchGroup(Group):
         x, out = call.x.view(-1), call.out
         assert out is not None
         if self._native:
+            # One call into torch, as for all-to-all; sends and receives of our own are 2(n-1) of them.
             work = _all_gather(out.view(-1), x, group=self._group, async_op=True)
             return self._pending(call, work)
         rows = out.view(self.size, x.numel())
@@ -225,7 +224,6 @@ class TorchGroup(Group):
         assert call.out is not None
         sends, takes = list(call.in_splits), list(call.out_splits)
         if self._native:
-            # One call into torch; sends and receives of our own are 2(n-1) of them.
             work = dist.all_to_all_single(
                 call.out, call.x, takes, sends, group=self._group, async_op=True
             )

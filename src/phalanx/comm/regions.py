@@ -59,15 +59,8 @@ def exchange(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor:
     return _region("exchange", x, group, split_dim, join_dim)
 
 
-_CONJUGATE = {
-    "copy": "reduce",
-    "reduce": "copy",
-    "gather": "take",
-    "take": "gather",
-    "gather_sum": "scatter_sum",
-    "scatter_sum": "gather_sum",
-    "exchange": "exchange",
-}
+_PAIRS = (("copy", "reduce"), ("gather", "take"), ("gather_sum", "scatter_sum"))
+_CONJUGATE = {"exchange": "exchange", **dict(_PAIRS), **{back: kind for kind, back in _PAIRS}}
 _GROWS = ("gather", "gather_sum")
 _SHRINKS = ("take", "scatter_sum")
 

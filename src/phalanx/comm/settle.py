@@ -13,6 +13,18 @@ from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+def signature(kind: str, op: str, at: int, numel: int, dtype: torch.dtype) -> str:
+    if kind in ("barrier", "split"):
+        return f"{kind} {op}".rstrip()
+    # In all-to-all each rank brings its own sizes; they are compared pair by pair.
+    size = "" if kind == "all_to_all" else f"{numel} "
+    words = ", ".join(word for word in (op, f"root {at}" if kind in ROOTED else "") if word)
+    name = "send/receive" if kind in ("send", "receive") else kind
+    return f"{name}{f'({words})' if words else ''} of {size}{str(dtype).removeprefix('torch.')}"
+
+
 # Two tensors into one, a NaN handed on; most libraries' max and min drop it.
 STEPS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -34,7 +46,7 @@ class Call:
     kind: str
     x: Tensor
     out: Tensor | None = None
-    parts: tuple[Tensor, ...] | None = None
+    parts: Sequence[Tensor] | None = None
     op: str = ""
     at: int = -1
     in_splits: tuple[int, ...] = ()
@@ -43,15 +55,7 @@ class Call:
 
     def signature(self) -> str:
         """What has to be the same on every member of the group, as text for people."""
-        if self.kind in ("barrier", "split"):
-            return f"{self.kind} {self.op}".rstrip()
-        dtype = str(self.x.dtype).removeprefix("torch.")
-        # In all-to-all each rank brings its own sizes; they are compared pair by pair.
-        size = "" if self.kind == "all_to_all" else f"{self.x.numel()} "
-        kind = "send/receive" if self.kind in ("send", "receive") else self.kind
-        root = f"root {self.at}" if self.kind in ROOTED else ""
-        words = ", ".join(word for word in (self.op, root) if word)
-        return f"{kind}({words}) of {size}{dtype}" if words else f"{kind} of {size}{dtype}"
+        return signature(self.kind, self.op, self.at, self.x.numel(), self.x.dtype)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor of this rank that the call reads or writes."""

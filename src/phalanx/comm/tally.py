@@ -1,6 +1,6 @@
 """A group that sends nothing and writes down what would have been sent.
 
-A piece of a model run on meta tensors over tallies cached_costs its messages with the very lines that
+A piece of a model run on meta tensors over tallies costs its messages with the very lines that
 send them. Outputs keep whatever they held.
 """
 
@@ -30,18 +30,7 @@ class Message:
 class Tally(Group):
     """One rank of a group that has no other members; its messages go to `ledger`."""
 
-    def __init__(
-        self,
-        name: str,
-        size: int,
-        rank: int = 0,
-        *,
-        ledger: list[Message] | None = None,
-        ranks: Sequence[int] | None = None,
-        device: torch.device | str = "meta",
-    ) -> None:
-        super().__init__(name, rank, range(size) if ranks is None else ranks, torch.device(device))
-        self.ledger: list[Message] = [] if ledger is None else ledger
+    ledger: list[Message]
 
     def _begin(self, call: Call) -> Work:
         if call.kind != "barrier":
@@ -63,12 +52,7 @@ class TallyWorld(World):
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
-        ranks = next(group for group in groups if self.rank in group)
-        return Tally(
-            name,
-            len(ranks),
-            ranks.index(self.rank),
-            ledger=self.ledger,
-            ranks=ranks,
-            device=self.device,
-        )
+        ranks = self.own(groups)
+        group = Tally(name, ranks.index(self.rank), ranks, self.device)
+        group.ledger = self.ledger
+        return group

@@ -69,9 +69,7 @@ class Hub:
     def group(self, number: int, name: str, ranks: tuple[int, ...]) -> "ThreadMembers":
         """The group made by the world's split of that number: one object for all its members."""
         with self.lock:
-            if (number, ranks) not in self.groups:
-                self.groups[number, ranks] = self.members(self, name, ranks)
-            return self.groups[number, ranks]
+            return self.groups.setdefault((number, ranks), self.members(self, name, ranks))
 
     def drop(self, group: "ThreadMembers") -> None:
         """Forget a group once all its members have closed it; some may not even have split it yet."""

@@ -371,8 +371,9 @@ class _PlacedWorld(TallyWorld):
     def _split(
         self, name: str, groups: list[tuple[int, ...]], flows: Sequence[tuple[int, int]]
     ) -> Group:
-        ranks = next(group for group in groups if self.rank in group)
-        group = _PlacedGroup(name, len(ranks), ranks.index(self.rank), ledger=[], ranks=ranks)
+        ranks = self.own(groups)
+        group = _PlacedGroup(name, ranks.index(self.rank), ranks, self.device)
+        group.ledger = []
         group.known, group.walk = self.walk.known, self.walk
         group.axes = tuple(
             i for i, axis in enumerate(AXES) if len({self.walk.at(r)[axis] for r in ranks}) > 1

@@ -7,12 +7,12 @@ anonymous file cannot be had (no Linux) it is a small file that is filled at onc
 file system is a sentence here and not a crash at the first write.
 """
 
-import contextlib
 import mmap
 import os
 import tempfile
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -123,8 +123,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
 def forget(path: str) -> None:
     """Take an arena's name away, if it has one."""
     if not path.startswith("/proc/"):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        Path(path).unlink(missing_ok=True)
 
 
 def filled_file(size: int, folders: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())) -> str:
@@ -219,8 +218,7 @@ class Heap:
     def take(self, size: int) -> int | None:
         """The offset of `size` bytes, None when there is no room."""
         size = rounded(size)
-        waiting = self._free.get(size)
-        if waiting:
+        if waiting := self._free.get(size):
             return waiting.pop()
         if self._next + size > self._stop:
             return None

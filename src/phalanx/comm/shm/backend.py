@@ -321,27 +321,29 @@ class _Operators:
         for out, part in zip(outs, parts, strict=True):
             self._back.append((out.data, part.view_as(out)))
 
+    def _begin(self, kind: str, *args: Any) -> None:
+        self.works.append(getattr(self.group, kind)(*args, wait=self.wait))
+
     def allreduce_(self, xs: list[Tensor], op: Any, sparse: Any = None) -> None:
         for x in xs:
             if x.is_sparse:
                 self._sum_sparse(x, op)
             else:
-                work = self.group.all_reduce(self._into(x), _op(op), wait=self.wait)
-                self.works.append(work)
+                self._begin("all_reduce", self._into(x), _op(op))
 
     allreduce_coalesced_ = allreduce_
 
     def broadcast_(self, xs: list[Tensor], root: int, index: int) -> None:
         for x in xs:
-            self.works.append(self.group.broadcast(self._into(x), root, wait=self.wait))
+            self._begin("broadcast", self._into(x), root)
 
     def reduce_(self, xs: list[Tensor], op: Any, root: int, index: int) -> None:
         for x in xs:
-            self.works.append(self.group.reduce(self._into(x), root, _op(op), wait=self.wait))
+            self._begin("reduce", self._into(x), root, _op(op))
 
     def allgather_into_tensor_coalesced_(self, outs: list[Tensor], xs: list[Tensor]) -> None:
         for out, x in zip(outs, xs, strict=True):
-            self.works.append(self.group.all_gather(self._into(out), _of(x), wait=self.wait))
+            self._begin("all_gather", self._into(out), _of(x))
 
     def _allgather_base_(self, out: Tensor, x: Tensor) -> None:
         self.allgather_into_tensor_coalesced_([out], [x])
@@ -350,7 +352,7 @@ class _Operators:
         for parts, x in zip(outs, xs, strict=True):
             whole = x.new_empty((len(parts), *x.shape)).data
             self._copy_back(parts, list(whole))
-            self.works.append(self.group.all_gather(whole, _of(x), wait=self.wait))
+            self._begin("all_gather", whole, _of(x))
 
     def allgather_coalesced_(self, outs: list[list[Tensor]], xs: list[Tensor]) -> None:
         # One list for each rank here, and not for each tensor.
@@ -360,8 +362,7 @@ class _Operators:
         self, outs: list[Tensor], xs: list[Tensor], op: Any
     ) -> None:
         for out, x in zip(outs, xs, strict=True):
-            work = self.group.reduce_scatter(self._into(out), _of(x), _op(op), wait=self.wait)
-            self.works.append(work)
+            self._begin("reduce_scatter", self._into(out), _of(x), _op(op))
 
     def _reduce_scatter_base_(self, out: Tensor, x: Tensor, op: Any) -> None:
         self.reduce_scatter_tensor_coalesced_([out], [x], op)
@@ -371,27 +372,23 @@ class _Operators:
 
     def gather_(self, outs: list[list[Tensor]], xs: list[Tensor], root: int) -> None:
         parts = [self._into(out) for out in outs[0]] if self.group.rank == root else None
-        self.works.append(self.group.gather(parts, _of(xs[0]), root, wait=self.wait))
+        self._begin("gather", parts, _of(xs[0]), root)
 
     def scatter_(self, outs: list[Tensor], xs: list[list[Tensor]], root: int) -> None:
         parts = [_of(x) for x in xs[0]] if self.group.rank == root else None
-        self.works.append(self.group.scatter(self._into(outs[0]), parts, root, wait=self.wait))
+        self._begin("scatter", self._into(outs[0]), parts, root)
 
     def alltoall_(self, outs: list[Tensor], xs: list[Tensor]) -> None:
         whole = outs[0].new_empty(sum(out.numel() for out in outs))
         takes, sends = [out.numel() for out in outs], [x.numel() for x in xs]
         self._copy_back(outs, torch.split(whole, takes))
-        work = self.group.all_to_all(whole, _joined(xs), takes, sends, wait=self.wait)
-        self.works.append(work)
+        self._begin("all_to_all", whole, _joined(xs), takes, sends)
 
     def alltoall_base_(self, out: Tensor, x: Tensor, takes: list[int], sends: list[int]) -> None:
-        work = self.group.all_to_all(
-            self._into(out), _of(x), takes or None, sends or None, wait=self.wait
-        )
-        self.works.append(work)
+        self._begin("all_to_all", self._into(out), _of(x), takes or None, sends or None)
 
     def barrier(self, x: Tensor, devices: list[int]) -> None:
-        self.works.append(self.group.barrier(wait=self.wait))
+        self._begin("barrier")
 
     def monitored_barrier_(self, *args: Any) -> None:
         raise CommMisuse(
@@ -557,10 +554,10 @@ def _make(options: Any, _: Any) -> Any:
     return group.backend
 
 
+@atexit.register
 def _leave_all() -> None:
     for group in tuple(_groups.values()):
         group.leave()
 
 
-atexit.register(_leave_all)
 dist.Backend.register_backend(SHM, _make, extended_api=True, devices=["cpu"])

@@ -15,19 +15,20 @@ for another group: who still looks at an old flag sees more than it waits for.
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.base import CommError, Work, disagreement
-from phalanx.comm.settle import HALVES, STEPS, Call, reduce_into
+from phalanx.comm.settle import HALVES, STEPS, Call, reduce_into, signature
 from phalanx.comm.shm import rounds
 from phalanx.comm.shm.arena import LINE, PAGE, Arena, whole
 
@@ -130,8 +131,8 @@ class Collectives(Line):
         # What stands in this rank's headers, so that calls that repeat write little.
         self._written: list[tuple[bytes, int] | None] = [None, None]
         self._digest = 0
-        self._views: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
-        self._signatures: dict[tuple[object, ...], tuple[bytes, int]] = {}
+        # Without `self`: a cycle would keep the memory mapped until the next collection.
+        self.view = lru_cache(2000)(partial(_view, arena, self._buffers))
         self._small: dict[tuple[str, torch.Size, torch.dtype, int], SmallSum] = {}
 
     # ---- what the rounds of a call are written with
@@ -152,15 +153,6 @@ class Collectives(Line):
         """How many rows rank i sends to each in an all-to-all, then how many it takes."""
         start = self._header(i) + COUNTS
         return list(self._words[start : start + 2 * self.size])
-
-    def view(self, i: int, turn: int, at: int, numel: int, dtype: torch.dtype) -> Tensor:
-        key = (i, turn, at, numel, dtype)
-        view = self._views.get(key)
-        if view is None:
-            if len(self._views) > 2000:
-                self._views.clear()
-            view = self._views[key] = self.arena.at(self._buffers[i][turn] + at, numel, dtype)
-        return view
 
     def _header(self, i: int, ahead: int = 0) -> int:
         """The first word of rank i's header for this round, or for the one `ahead`."""
@@ -219,7 +211,7 @@ class Collectives(Line):
             for k, count in enumerate((*call.in_splits, *call.out_splits)):
                 self._words[counts + k] = count
         readable = call.x.numel() and rounds.readable(call, self.rank)
-        self._write_header(self._signature(call), self.arena.address(call.x) if readable else -1)
+        self._write_header(_signature(call), self.arena.address(call.x) if readable else -1)
         self._rounds = rounds.ROUNDS[call.kind](self, call)
         self._first = True
         self._step(self._rounds)
@@ -279,7 +271,7 @@ class Collectives(Line):
             return None
         parts = [self.view(i, key[3], 0, n, x.dtype).view(x.shape) for i in range(self.size)]
         plain = self.size == 2 and x.dtype not in HALVES and op != "average"
-        signature = self._signature(Call("all_reduce", x, op=op))
+        signature = _signature(Call("all_reduce", x, op=op))
         if len(self._small) > 500:
             self._small.clear()
         plan = SmallSum(signature, parts[self.rank], parts, STEPS[op] if plain else None)
@@ -287,18 +279,6 @@ class Collectives(Line):
         return plan
 
     # ---- what all members have to make alike
-
-    def _signature(self, call: Call) -> tuple[bytes, int]:
-        """What has to be the same on all members, and its digest."""
-        key = (call.kind, call.op, call.at, call.x.numel(), call.x.dtype)
-        known = self._signatures.get(key)
-        if known is None:
-            if len(self._signatures) > 2000:
-                self._signatures.clear()
-            text = call.signature().encode()[:1000]
-            digest = hashlib.blake2b(text, digest_size=8).digest()
-            known = self._signatures[key] = text, int.from_bytes(digest, "big", signed=True)
-        return known
 
     def _write_header(self, signature: tuple[bytes, int], address: int) -> None:
         """For the round that comes: which call this is, and where its tensor lies."""
@@ -334,6 +314,30 @@ class Collectives(Line):
             rows = more.format(splits[: self.size], splits[self.size :])
             sides.append((self.ranks[i], text.decode(errors="replace") + rows))
         raise CommError(disagreement(self.made, self.name, sides))
+
+
+def _view(
+    arena: Arena,
+    buffers: list[tuple[int, int]],
+    i: int,
+    turn: int,
+    at: int,
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Memory in one of the two buffers of rank i."""
+    return arena.at(buffers[i][turn] + at, numel, dtype)
+
+
+def _signature(call: Call) -> tuple[bytes, int]:
+    """What has to be the same on all members, and its digest."""
+    return _digested(call.kind, call.op, call.at, call.x.numel(), call.x.dtype)
+
+
+@lru_cache(2000)
+def _digested(*key: Any) -> tuple[bytes, int]:
+    text = signature(*key).encode()[:1000]
+    return text, int.from_bytes(blake2b(text, digest_size=8).digest(), "big", signed=True)
 
 
 class Inbox:

@@ -5,7 +5,6 @@ may wait for their calls in any order. A send is complete at once. Nothing of it
 its own, and a rank that computes does not help others on.
 """
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -71,36 +70,29 @@ class ShmGroup(Group):
         if self._alone(call):
             return super()._begin(call)
         if call.kind == "send":
-            return self._send(call, 0)
+            return self.send_tagged(call.x, call.at, 0)
         if call.kind == "receive":
-            return self._receive(call, 0)
+            return self.receive_tagged(call.x, call.at, 0)
         return self._world.begin(self._collectives, call)
 
     def send_tagged(self, x: Tensor, to: int, tag: int) -> Work:
         """`x` goes to a rank, in order with what was sent there before with the same tag."""
-        return self._send(Call("send", x, at=to), tag)
+        if to not in self._outboxes:
+            self._outboxes[to] = Outbox(self._collectives, to)
+        self._outboxes[to].send(Call("send", x, at=to), tag)
+        return _COMPLETE
 
     def receive_tagged(self, x: Tensor, source: int, tag: int) -> Work:
         """`x` becomes the next tensor with a tag that a rank sent here; -1: that any of them did."""
-        return self._receive(Call("receive", x, at=source), tag)
-
-    def _send(self, call: Call, tag: int) -> Work:
-        if call.at not in self._outboxes:
-            self._outboxes[call.at] = Outbox(self._collectives, call.at)
-        self._outboxes[call.at].send(call, tag)
-        return _COMPLETE
-
-    def _receive(self, call: Call, tag: int) -> Work:
-        key = call.at, tag
+        key = source, tag
         if key not in self._receives:
-            any_of_them = [i for i in range(self.size) if i != self.rank]
-            sources = [call.at] if call.at >= 0 else any_of_them
+            sources = [source] if source >= 0 else self._collectives.others
             for i in sources:
                 if i not in self._inboxes:
                     self._inboxes[i] = Inbox(self._collectives, i)
             inboxes = [self._inboxes[i] for i in sources]
             self._receives[key] = Receives(self._collectives, inboxes, tag)
-        return self._world.begin(self._receives[key], call)
+        return self._world.begin(self._receives[key], Call("receive", x, at=source))
 
     def close(self) -> None:
         """Every member closes: nobody is past it while another still reads what was written."""
@@ -132,8 +124,7 @@ class ShmWorld(World):
     ) -> None:
         super().__init__(rank, extent.ranks, torch.device("cpu"))
         self._arena = Arena(path, extent, rank)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self._watch = Watch(self._arena, self.size, timeout, cores or 1)
+        self._watch = Watch(self._arena, self.size, timeout)
         self._everyone = Collectives(self._arena, 0, "the world", tuple(range(self.size)), 0)
         self._lines = {} if lines is None else lines  # those with calls
         self._lock = lock or threading.RLock()
@@ -204,10 +195,7 @@ class ShmWorld(World):
 
     def advance(self) -> bool:
         """Move every line once; True if something moved."""
-        moved = False
-        for line, world in tuple(self._lines.items()):
-            moved |= world.move(line)
-        return moved
+        return sum(world.move(line) for line, world in tuple(self._lines.items())) > 0
 
     def wait_for(self, work: ShmWork, limit: float | None = None) -> None:
         """Return when a call has ended. Meanwhile all others of this rank go on, too."""

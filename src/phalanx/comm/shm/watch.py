@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.comm.base import CommError, named
+from phalanx.comm.devices import cores
 from phalanx.comm.shm.arena import Arena
 from phalanx.comm.shm.lines import Line
 
@@ -44,14 +45,14 @@ class Watch:
 
     watched = False
 
-    def __init__(self, arena: Arena, size: int, timeout: float, cores: int) -> None:
+    def __init__(self, arena: Arena, size: int, timeout: float) -> None:
         self._arena, self._size, self._timeout = arena, size, timeout
         self._words = arena.words
         self._page = arena.page(arena.rank) >> 3
         # Groups by number: every rank splits the same ones in the same order.
         self.names = ["the world"]
         # Where ranks outnumber cores, spinning keeps away whom one waits for.
-        self._spin = 20 if size <= cores else 2
+        self._spin = 20 if size <= cores() else 2
         self._standing: dict[int, float] = {}
         self._words[self._page + PID] = os.getpid()
         self._words[self._page + STATE] = HERE
@@ -134,8 +135,9 @@ class Watch:
         if state != "T" or self.watched:
             self._standing.pop(rank, None)
         elif time.monotonic() - self._standing.setdefault(rank, time.monotonic()) > STANDSTILL:
-            why = f"rank {rank} does not answer, its process {pid} has been stopped;"
-            return f"{why} {self._doings()}"
+            return (
+                f"rank {rank} does not answer, its process {pid} has been stopped; {self._doings()}"
+            )
         return None
 
     def _late(self, line: Line, seconds: float) -> str:
