@@ -308,7 +308,7 @@ LINES = {
     "draw": 1708,
     "plan": 5117,
     "models": 1971,
-    "comm": 4651,
+    "comm": 4619,
     "parallel": 4373,
     "cost": 1245,
     "bench": 1140,

@@ -1,8 +1,4 @@
-"""Starting a world of ranks on this machine, for one run or for many.
-
-The processes of local ranks are in `pool.py`; joining the ranks that torchrun or Slurm have started
-is in `join.py`.
-"""
+"""Starting a world of ranks on this machine, for one run or for many; `join.py` is for clusters."""
 
 import contextlib
 import logging

@@ -249,11 +249,9 @@ class ThreadGroup(Group):
 
 
 class ThreadWorld(World):
-    """The world of one thread; it is made in that thread.
+    """The world of one thread; it is made in that thread."""
 
-    A test's world may have groups, and members that meet, of classes of its own.
-    """
-
+    # A test's world may have other ones.
     group_type: type[ThreadGroup] = ThreadGroup
     members_type: type[ThreadMembers] = ThreadMembers
 
@@ -303,10 +301,7 @@ def run_threads(
     gpus: int,
     kind: type[ThreadWorld] = ThreadWorld,
 ) -> list[Any]:
-    """What `fn(world, *args)` returns on each rank, each rank a thread of this process.
-
-    The ranks share so many GPUs; without any they compute on the CPU.
-    """
+    """What `fn(world, *args)` returns on each rank, a thread of this process; they share the GPUs."""
     hub = Hub(size, timeout, kind.members_type)
     results: list[Any] = [None] * size
     reports: list[Report] = []

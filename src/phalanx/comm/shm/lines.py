@@ -317,16 +317,10 @@ class Collectives(Line):
 
 
 def _view(
-    arena: Arena,
-    buffers: list[tuple[int, int]],
-    i: int,
-    turn: int,
-    at: int,
-    numel: int,
-    dtype: torch.dtype,
+    arena: Arena, buffers: list[tuple[int, int]], i: int, turn: int, at: int, *kind: Any
 ) -> Tensor:
     """Memory in one of the two buffers of rank i."""
-    return arena.at(buffers[i][turn] + at, numel, dtype)
+    return arena.at(buffers[i][turn] + at, *kind)
 
 
 def _signature(call: Call) -> tuple[bytes, int]:

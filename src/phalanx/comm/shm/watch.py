@@ -38,12 +38,9 @@ class CommTimeout(CommError):
 
 
 class Watch:
-    """How one rank waits, and what it and the others are doing.
+    """How one rank waits, and what it and the others are doing."""
 
-    `watched`: a process outside looks for ranks that stand still, and knows more of them.
-    """
-
-    watched = False
+    watched = False  # by a process outside, which knows more of ranks that stand still
 
     def __init__(self, arena: Arena, size: int, timeout: float) -> None:
         self._arena, self._size, self._timeout = arena, size, timeout
