@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..comm import TallyWorld, Work, regions
-from ..comm.base import Group
+from ..comm import Group, TallyWorld, Work, regions
 from ..comm.settle import Call
 from ..comm.tally import Tally
 from ..cost.pieces import alike
@@ -373,8 +372,7 @@ class _PlacedWorld(TallyWorld):
     ) -> Group:
         ranks = self.own(groups)
         group = _PlacedGroup(name, ranks.index(self.rank), ranks, self.device)
-        group.ledger = []
-        group.known, group.walk = self.walk.known, self.walk
+        group.known, group.walk, group.ledger = self.walk.known, self.walk, []
         group.axes = tuple(
             i for i, axis in enumerate(AXES) if len({self.walk.at(r)[axis] for r in ranks}) > 1
         )
