@@ -97,10 +97,13 @@ def test_attention_takes_no_scores_to_memory(
     assert kernels.seen & {kernel, "_scaled_dot_product_cudnn_attention"}
 
 
+@pytest.mark.parametrize("packed, window", [(True, 0), (True, 20), (False, 20)])
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.bfloat16, 2e-2), (torch.float32, 1e-3), (torch.float64, 1e-12)]
 )
-def test_documents_and_their_gradients_are_those_of_a_cpu(dtype: torch.dtype, bound: float) -> None:
+def test_documents_windows_and_their_gradients_are_those_of_a_cpu(
+    dtype: torch.dtype, bound: float, packed: bool, window: int
+) -> None:
     """By each of the kernels, with uneven documents, one of a single token among them."""
     draw = torch.Generator().manual_seed(0)
     documents = (torch.rand(3, 200, generator=draw) < 0.05).cumsum(1)
@@ -111,7 +114,7 @@ def test_documents_and_their_gradients_are_those_of_a_cpu(dtype: torch.dtype, bo
     seen = []
     for device, wide in (("cuda", dtype), ("cpu", torch.float64)):
         own = [x.to(device, wide).requires_grad_() for x in qkv]
-        y = Core()(*own, torch.empty(0), documents)
+        y = Core(window)(*own, torch.empty(0), documents if packed else None)
         y.backward(torch.ones_like(y).cumsum(1).cos())
         seen.append([x.detach().cpu().double() for x in (y, *(x.grad for x in own))])
     for here, there in zip(*seen, strict=True):

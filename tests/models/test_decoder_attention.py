@@ -165,7 +165,7 @@ def test_nothing_is_computed_between_documents() -> None:
     rows, length = DOCUMENTS.shape
     x = _random(rows, length, HEADS, SIZE)
     with _Pairs() as seen:
-        kernels.attend_own(x, x, x, DOCUMENTS, None, None)
+        kernels.attend_own(x, x, x, DOCUMENTS, None)
     lengths = [13, 13, 1, 3, 6, 2, 1, *[1] * 11, 2, 6, 7]
     assert seen.pairs == sum(n * n for n in lengths)
 

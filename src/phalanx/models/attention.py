@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .kernels import HALVES, attention
-from .masked import masked_attention, visible_pairs
 from .noise import Dropout
 from .norm import RMSNorm, norm_of
 from .rope import rotate
@@ -51,16 +50,11 @@ class Core(nn.Module):
         documents: Tensor | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if self.softcap or 0 < self.window < q.shape[1]:
-            times = torch.arange(q.shape[1], device=q.device)
-            sees = visible_pairs(times, times, self.window)
-            if documents is not None:
-                sees = sees & (documents.unsqueeze(-1) == documents.unsqueeze(-2)).to(q.device)
-            return masked_attention(q, k, v, sees, self.softcap, sinks)
         # On meta nobody knows where documents end; what is counted there is counted without them.
         documents = None if q.is_meta else documents
-        if documents is not None or sinks is not None:
-            return attention(q, k, v, documents, sinks=sinks)
+        window = self.window if self.window < q.shape[1] else 0
+        if documents is not None or sinks is not None or window or self.softcap:
+            return attention(q, k, v, documents, sinks, window, self.softcap)
         grouped = q.shape[2] != k.shape[2]
         if grouped and q.dtype not in HALVES and q.device.type not in ("cpu", "meta"):
             # A GPU's kernel for 32 bits takes no groups, and what takes its place keeps all scores.

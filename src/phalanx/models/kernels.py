@@ -1,14 +1,17 @@
-"""Attention with its log-sum-exp, by torch's fused kernels: within documents, with masks, with sinks.
+"""Attention with its log-sum-exp, by torch's fused kernels: documents, windows, soft caps, sinks.
 
 What attends is cut into blocks of queries and keys of which all meet, or those under a diagonal. So
-no mask is made, and no work is done for pairs of different documents. Documents are known on the host:
-how many blocks there are decides what is launched, and a GPU would have to be waited for to say it.
+no work is done for pairs of different documents. Where a window is shorter than a document, a GPU's
+kernel for variable lengths has it in 16 bits; elsewhere blocks are strips of rows with the keys that
+these see, and a mask of one strip serves all. Documents are known on the host: how many blocks there
+are decides what is launched, and a GPU would have to be waited for to say it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -23,12 +26,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 class AttentionBlock(NamedTuple):
     """Of some sequences of a batch, queries and the keys that they see: all, or with `causal`, where
-    there are as many of both, those under the diagonal."""
+    there are as many of both, those under the diagonal. With a `band` (first, window) row i sees the
+    last `window` of the keys up to first + i."""
 
     batch: slice
     rows: slice
     keys: slice
     causal: bool = False
+    band: tuple[int, int] | None = None
 
 
 def attention(
@@ -36,16 +41,19 @@ def attention(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None = None,
-    mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """softmax(q k' / sqrt(size)) v for q (B, T, heads, size), and k and v with the same or fewer heads.
+    """softmax(q k' / sqrt(size)) v for q (B, rows, heads, size), and k and v (B, keys, ...) with the same
+    or fewer heads; the rows are the last of the keys' times.
 
-    Causal, with `documents` (B, T), on the host, each run of equal numbers by itself; or with a `mask`
-    (B or 1, T, keys) of numbers like q's that are added to the scores. `sinks` (heads) are scores of one
-    more key for each head, whose value is zero.
+    Causal, with `documents` (B, keys), on the host, each run of equal numbers by itself; with a `window`
+    a token sees the last so many, itself included. With a `softcap` c a score s is c tanh(s / c).
+    `sinks` (heads) are scores of one more key for each head, whose value is zero.
     """
-    out: Tensor = torch.ops.phalanx.attention(q, k, v, documents, mask, sinks)[0]
+    args = q, k, v, documents, sinks, window, softcap
+    out: Tensor = torch.ops.phalanx.attention(*args)[0]
     return out
 
 
@@ -55,22 +63,25 @@ def all_gradients(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
-    mask: Tensor | None,
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    into_qkv = own_gradients(gradient, (q, k, v), documents, out, lse, mask)
-    return *into_qkv, sink_gradients(gradient, out, lse, sinks)
+    dq, dk, dv = own_gradients(gradient, (q, k, v), documents, out, lse, window, softcap)
+    return dq, dk, dv, sink_gradients(gradient, out, lse, sinks)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor | None, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _back(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    into = torch.ops.phalanx.attention_gradients(gradient, *ctx.saved_tensors)
-    return *into[:3], None, None, into[3] if ctx.needs_input_grad[5] else None
+    op = torch.ops.phalanx.attention_gradients
+    into = op(gradient, *ctx.saved_tensors, ctx.window, ctx.softcap)
+    return *into[:3], None, into[3] if ctx.needs_input_grad[4] else None, None, None
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -108,15 +119,33 @@ def _edges(documents: Tensor) -> list[list[int]]:
     return [[0, *(np.flatnonzero(row[1:] != row[:-1]) + 1).tolist(), len(row)] for row in numbers]
 
 
-def _own_blocks(documents: Tensor) -> list[AttentionBlock]:
-    """Each document by itself. Neighbouring rows that are cut alike share blocks."""
+def _own_blocks(
+    q: Tensor, k: Tensor, documents: Tensor | None, window: int
+) -> list[AttentionBlock]:
+    """Each document by itself. Neighbouring sequences that are cut alike share blocks."""
+    before, keys = k.shape[1] - q.shape[1], k.shape[1]
+    if q.is_meta and window:  # where shapes are counted alone: so many keys as a row has on average
+        seen = np.minimum(np.arange(before, keys) + 1, window).mean()
+        return [AttentionBlock(slice(None), slice(None), slice(0, math.ceil(seen)))]
+    runs = [(slice(None), [0, keys])]
+    if documents is not None:
+        runs = []
+        for edges, run in groupby(enumerate(_edges(documents)), key=lambda each: each[1]):
+            cut = [sequence for sequence, _ in run]
+            runs.append((slice(cut[0], cut[-1] + 1), edges))
     blocks: list[AttentionBlock] = []
-    for edges, run in groupby(enumerate(_edges(documents)), key=lambda each: each[1]):
-        rows = [row for row, _ in run]
-        batch = slice(rows[0], rows[-1] + 1)
-        blocks += [
-            AttentionBlock(batch, slice(*ends), slice(*ends), True) for ends in pairwise(edges)
-        ]
+    for batch, edges in runs:
+        for begin, end in pairwise(edges):
+            first = max(begin, before)
+            if first == begin and not 0 < window < end - begin:
+                rows = slice(first - before, end - before)
+                blocks.append(AttentionBlock(batch, rows, slice(begin, end), causal=True))
+                continue
+            for start in range(first, end, STRIP):
+                stop = min(start + STRIP, end)
+                low = max(begin, start + 1 - window) if window else begin
+                rows, band = slice(start - before, stop - before), (start - low, window or keys)
+                blocks.append(AttentionBlock(batch, rows, slice(low, stop), band=band))
     return blocks
 
 
@@ -125,29 +154,22 @@ def attend_own(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
-    mask: Tensor | None,
     sinks: Tensor | None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The result like q, and its log-sum-exp (B, T, heads)."""
-    out, lse = add_sinks(*_attend_blocks(q, k, v, documents, mask), sinks)
+    """The result like q, and its log-sum-exp (B, rows, heads)."""
+    if _by_lengths(q, k, documents, window, softcap):
+        out, lse = _varlen(q, k, v, documents, window)
+    elif len(blocks := _own_blocks(q, k, documents, window)) == 1:
+        out, lse = attend(q, k, v, blocks[0], softcap)
+    else:
+        out, lse = _room(q), _room(q[..., 0], _wide(q))
+        for block in blocks:
+            at = block.batch, block.rows
+            out[at], lse[at] = attend(q, k, v, block, softcap)
+    out, lse = add_sinks(out, lse, sinks)
     return out.contiguous(), lse.contiguous()
-
-
-def _attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    if documents is None:
-        return attend(q, k, v, _whole(mask), mask)
-    if _kernels(q) is FLASH:
-        return _varlen(q, k, v, documents)
-    blocks = _own_blocks(documents)
-    if len(blocks) == 1:
-        return attend(q, k, v, blocks[0])
-    out, lse = _room(q), _room(q[..., 0], _wide(q))
-    for block in blocks:
-        at = block.batch, block.rows
-        out[at], lse[at] = attend(q, k, v, block)
-    return out, lse
 
 
 def own_gradients(
@@ -156,34 +178,43 @@ def own_gradients(
     documents: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Sequence[Tensor]:
     """The gradients of q, k and v; `out` and `lse` are what `attend_own` gave."""
-    if documents is None:
-        dq, dk, dv = attend_gradients(gradient, qkv, out, lse, _whole(mask), mask)
-        return dq, dk, dv
-    if _kernels(qkv[0]) is FLASH:
-        return _varlen_back(gradient, qkv, documents, out, lse)
-    blocks = _own_blocks(documents)
-    if len(blocks) == 1:
-        dq, dk, dv = attend_gradients(gradient, qkv, out, lse, blocks[0])
-        return dq, dk, dv
-    q, k, v = into = tuple(map(_room, qkv))
+    q, k, _ = qkv
+    if _by_lengths(q, k, documents, window, softcap):
+        return _varlen_back(gradient, qkv, documents, out, lse, window)
+    blocks = _own_blocks(q, k, documents, window)
+    once = q.shape[1] == k.shape[1] and all(block.band is None for block in blocks)
+    if once and len(blocks) == 1 and blocks[0].causal:
+        return attend_gradients(gradient, qkv, out, lse, blocks[0], softcap)
+    # Rows are in one block each; so are keys, where no strips share them.
+    into_q, *into_kv = (
+        _room(x) if once or x is q else torch.zeros_like(x, dtype=_wide(x)) for x in qkv
+    )
     for block in blocks:
-        # Every token is in one block, so nothing is added up.
-        parts = attend_gradients(gradient, qkv, out, lse, block)
-        for whole, part in zip(into, parts, strict=True):
-            whole[block.batch, block.rows] = part
-    return q, k, v
+        dq, *dkv = attend_gradients(gradient, qkv, out, lse, block, softcap)
+        into_q[block.batch, block.rows] = dq
+        for whole, part in zip(into_kv, dkv, strict=True):
+            if once:
+                whole[block.batch, block.keys] = part
+            else:
+                whole[block.batch, block.keys] += part
+    return [into_q, *(whole.to(k.dtype) for whole in into_kv)]
+
+
+def _by_lengths(
+    q: Tensor, k: Tensor, documents: Tensor | None, window: int, softcap: float
+) -> bool:
+    """Whether one kernel has all documents, and windows in them."""
+    cut = documents is not None or window > 0
+    return cut and not softcap and q.shape[1] == k.shape[1] and _kernels(q) is FLASH
 
 
 def _no_gradients(gradient: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    sinks = given[5]
+    sinks = given[4]
     return *map(_room, given[:3]), gradient.new_empty(0) if sinks is None else _room(sinks)
-
-
-def _whole(mask: Tensor | None) -> AttentionBlock:
-    return AttentionBlock(slice(None), slice(None), slice(None), causal=mask is None)
 
 
 # One operation for autograd, for recomputation and for a compiled graph, which cannot know the blocks.
@@ -199,46 +230,56 @@ for _name, _function, _fake in (
 torch.library.register_autograd("phalanx::attention", _back, setup_context=_keep)
 
 
-def _starts(documents: Tensor, device: torch.device) -> tuple[Tensor, int]:
+def _starts(documents: Tensor | None, like: Tensor) -> tuple[Tensor, int]:
     """Where documents begin in all rows one after another, on the device, and the longest's length."""
-    length = documents.shape[1]
-    edges = [row * length + t for row, each in enumerate(_edges(documents)) for t in each[:-1]]
-    edges.append(documents.numel())
+    rows, length = like.shape[:2]
+    each = _edges(documents) if documents is not None else [[0, length]] * rows
+    edges = [row * length + t for row, own in enumerate(each) for t in own[:-1]]
+    edges.append(rows * length)
     starts = torch.from_numpy(np.array(edges, np.int32))
-    return starts.to(device, non_blocking=True), max(b - a for a, b in pairwise(edges))
+    return starts.to(like.device, non_blocking=True), max(b - a for a, b in pairwise(edges))
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    starts, longest = _starts(documents, q.device)
+def _within(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int
+) -> tuple[Tensor, Tensor]:
+    starts, longest = _starts(documents, q)
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     op = torch.ops.aten._flash_attention_forward
     ends = starts, starts, longest, longest
-    out, lse = op(*flat, *ends, 0.0, True, False)[:2]  # lse: (heads, tokens)
+    out, lse = op(*flat, *ends, 0.0, True, False, **_within(window))[:2]  # lse: (heads, tokens)
     return out.view(q.shape), lse.T.contiguous().view(q.shape[:-1])
 
 
 def _varlen_back(
-    gradient: Tensor, qkv: Qkv, documents: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    starts, longest = _starts(documents, out.device)
+    gradient: Tensor, qkv: Qkv, documents: Tensor | None, out: Tensor, lse: Tensor, window: int
+) -> list[Tensor]:
+    starts, longest = _starts(documents, out)
     g, q, k, v, o = (x.reshape(-1, *x.shape[2:]) for x in (gradient, *qkv, out))
     op = torch.ops.aten._flash_attention_backward
     ends = starts, starts, longest, longest
     heads_first = lse.flatten(0, 1).T.contiguous()
-    into = op(g, q, k, v, o, heads_first, *ends, 0.0, True, *_no_dropout(g))
-    dq, dk, dv = (x.reshape(like.shape) for x, like in zip(into, qkv, strict=True))
-    return dq, dk, dv
+    into = op(
+        g, q, k, v, o, heads_first, *ends, 0.0, True, *_no_dropout(g), **_within(window)
+    )  # fmt: skip
+    return [x.reshape(like.shape) for x, like in zip(into, qkv, strict=True)]
 
 
 # ---- one block
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, mask: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The result (B, rows, heads, size) over these keys alone, its log-sum-exp (B, rows, heads)."""
     q, k, v = _heads_first(block, (q,), (k, v))
-    out, lse = _kernels(q, mask).forward(q, k, v, block.causal, _over_heads(q, mask))
+    mask = _mask_of(block, q)
+    own = _capped(softcap) if softcap else _kernels(q, mask)
+    out, lse = own.forward(q, k, v, block.causal, mask)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -248,13 +289,14 @@ def attend_gradients(
     out: Tensor,
     lse: Tensor,
     block: AttentionBlock,
-    mask: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> list[Tensor]:
     """What these pairs give to the gradients of q, k and v; out and lse are over all keys."""
     q, k, v = qkv
     g, q, out, lse, k, v = _heads_first(block, (gradient, q, out, lse), (k, v))
-    mask = _over_heads(q, mask)
-    into = _kernels(q, mask).backward(g, (q, k, v), out, lse.contiguous(), block.causal, mask)
+    mask = _mask_of(block, q)
+    own = _capped(softcap) if softcap else _kernels(q, mask)
+    into = own.backward(g, (q, k, v), out, lse.contiguous(), block.causal, mask)
     return [x.transpose(1, 2) for x in into]
 
 
@@ -266,9 +308,17 @@ def _heads_first(
     return [x.transpose(1, 2) for x in parts]
 
 
-def _over_heads(q: Tensor, mask: Tensor | None) -> Tensor | None:
-    """(B, heads, rows, keys), without memory for the heads."""
-    return None if mask is None else mask.unsqueeze(1).expand(*q.shape[:2], -1, -1)
+def _mask_of(block: AttentionBlock, q: Tensor) -> Tensor | None:
+    """What is added to the scores (B, heads, rows, keys), without memory for sequences and heads."""
+    if block.band is None:
+        return None
+    first, window = block.band
+    rows, keys = q.shape[2], block.keys.stop - block.keys.start
+    # Kernels on a GPU want rows of 16 bytes.
+    room = q.new_full((rows, -(-keys // 8) * 8), -math.inf)[:, :keys]
+    sees = torch.ones(rows, keys, dtype=torch.bool, device=q.device)
+    sees = sees.tril(first).triu(first + 1 - window)
+    return room.masked_fill_(sees, 0.0).expand(*q.shape[:2], -1, -1)
 
 
 # ---- kernels: heads before time
@@ -285,6 +335,11 @@ class Kernels(NamedTuple):
 
     forward: Forward
     backward: Backward
+
+
+def _capped(softcap: float) -> Kernels:
+    """No fused kernel of torch caps scores."""
+    return Kernels(partial(_plain, softcap=softcap), partial(_plain_back, softcap=softcap))
 
 
 def _kernels(q: Tensor, mask: Mask = None) -> Kernels:
@@ -355,15 +410,14 @@ def _efficient_back(
     return into[0], *(x.unflatten(1, (kv_heads, groups)).sum(2) for x in into[1:3])
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> tuple[Tensor, Tensor]:
+def _plain(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """A few products, in strips of queries, so that no matrix of scores is longer than a strip."""
     parts = []
-    for rows, seen in _strips(q, k, causal):
-        wide, scores = _scores(
-            q[:, :, rows], k[:, :, :seen], rows.start if causal else None, _rows_of(mask, rows)
-        )
+    for _, seen, scores in _strips(q, k, causal, mask, softcap):
         lse = scores.logsumexp(-1)
-        out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(wide)
+        out = (scores - lse.unsqueeze(-1)).exp_() @ v[:, :, :seen].to(scores.dtype)
         shape = *q.shape[:2], -1
         parts.append((out.view(*shape, q.shape[3]).to(q.dtype), lse.view(shape)))
     outs, lses = zip(*parts, strict=True)
@@ -371,18 +425,17 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Mask) -> tuple[T
 
 
 def _plain_back(
-    g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool, mask: Mask
+    g: Tensor, qkv: Qkv, out: Tensor, lse: Tensor, causal: bool, mask: Mask, softcap: float = 0.0
 ) -> Sequence[Tensor]:
     q, k, v = qkv
     into_q, into_k, into_v = (torch.zeros_like(x, dtype=_wide(x)) for x in qkv)
-    for rows, seen in _strips(q, k, causal):
-        own = q[:, :, rows]
-        wide, scores = _scores(
-            own, k[:, :, :seen], rows.start if causal else None, _rows_of(mask, rows)
-        )
+    for rows, seen, scores in _strips(q, k, causal, mask, softcap):
+        own, wide = q[:, :, rows], scores.dtype
         dy, y, folded = (_folded(x, k).to(wide) for x in (g[:, :, rows], out[:, :, rows], own))
         weights = (scores - lse[:, :, rows].reshape(scores.shape[:-1]).unsqueeze(-1)).exp_()
         inside = weights * (dy @ v[:, :, :seen].mT.to(wide) - (dy * y).sum(-1, keepdim=True))
+        if softcap:  # of c tanh(s / c); nothing where a key is not seen, at minus infinity
+            inside *= (1 - (scores / softcap).square_()).clamp_(min=0)
         inside *= q.shape[-1] ** -0.5
         into_q[:, :, rows] = (inside @ k[:, :, :seen].to(wide)).view(own.shape)
         into_k[:, :, :seen] += inside.mT @ folded
@@ -390,29 +443,26 @@ def _plain_back(
     return into_q, into_k, into_v
 
 
-def _strips(q: Tensor, k: Tensor, causal: bool) -> list[tuple[slice, int]]:
-    """Rows of queries, and how many keys they see."""
-    length = q.shape[2]
-    ends = [(start, min(start + STRIP, length)) for start in range(0, length, STRIP)]
-    return [(slice(*each), each[1] if causal else k.shape[2]) for each in ends]
-
-
-def _rows_of(mask: Mask, rows: slice) -> Mask:
-    return None if mask is None else mask[:, :, rows]
-
-
-def _scores(q: Tensor, k: Tensor, first: int | None, mask: Mask) -> tuple[torch.dtype, Tensor]:
-    """(B, kv heads, rows of all heads that share one, keys); -inf, where rows are numbered from
-    `first`, for later keys."""
-    wide = _wide(q)
-    scores = _folded(q, k).to(wide) @ k.mT.to(wide) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores += _folded(mask, k)
-    if first is not None:
-        size = q.shape[2], k.shape[2]
-        later = torch.ones(size, dtype=torch.bool, device=q.device).triu(first + 1)
-        scores.masked_fill_(later.repeat(q.shape[1] // k.shape[1], 1), -math.inf)
-    return wide, scores
+def _strips(
+    q: Tensor, k: Tensor, causal: bool, mask: Mask, softcap: float
+) -> Iterator[tuple[slice, int, Tensor]]:
+    """Rows of queries, how many keys they see, and the scores of these (B, kv heads, rows of all heads
+    that share one, keys); -inf for later keys."""
+    wide, length = _wide(q), q.shape[2]
+    for start in range(0, length, STRIP):
+        rows = slice(start, min(start + STRIP, length))
+        seen = rows.stop if causal else k.shape[2]
+        own, keys = _folded(q[:, :, rows], k).to(wide), k[:, :, :seen].mT.to(wide)
+        scores = own @ keys * q.shape[-1] ** -0.5
+        if softcap:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if mask is not None:
+            scores += _folded(mask[:, :, rows], k)
+        if causal:
+            size = rows.stop - start, seen
+            later = torch.ones(size, dtype=torch.bool, device=q.device).triu(start + 1)
+            scores.masked_fill_(later.repeat(q.shape[1] // k.shape[1], 1), -math.inf)
+        yield rows, seen, scores
 
 
 def _folded(x: Tensor, k: Tensor) -> Tensor:

@@ -26,10 +26,10 @@ from ..models.kernels import (
     attend,
     attend_gradients,
     attend_own,
+    attention,
     own_gradients,
     sink_gradients,
 )
-from ..models.masked import masked_attention, visible_pairs
 from .batch import held_times
 from .model import Model
 
@@ -116,14 +116,19 @@ class GatheredCore(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, positions: Ids, documents: Ids, sinks: Sinks = None
     ) -> Tensor:
         ring, length = self.group, q.shape[1] * self.group.size
-        k, v = regions.gather_sum(torch.stack((k, v)), ring, 2)
-        times = [held_times(length, ring.size, 1, rank).to(q.device) for rank in range(ring.size)]
-        sees = visible_pairs(times[ring.rank], torch.cat(times), self.window)
-        if documents is not None and not q.is_meta:
-            own = _ids_of(documents, ring, ring.rank)
-            every = torch.cat([_ids_of(documents, ring, rank) for rank in range(ring.size)], 1)
-            sees = sees & (own.unsqueeze(-1) == every.unsqueeze(-2)).to(q.device)
-        return masked_attention(q, k, v, sees, self.softcap, sinks)
+        kv = regions.gather_sum(torch.stack((k, v)), ring, 2)
+        times = torch.cat([held_times(length, ring.size, 1, rank) for rank in range(ring.size)])
+        k, v = kv.index_select(2, times.argsort().to(q.device))  # in order of time
+        chunk, parts = length // (2 * ring.size), []
+        for rows, own in zip(
+            q.chunk(2, 1), (ring.rank, 2 * ring.size - 1 - ring.rank), strict=True
+        ):
+            stop = (own + 1) * chunk
+            seen = slice(max(0, own * chunk + 1 - self.window) if self.window else 0, stop)
+            near = None if documents is None or q.is_meta else documents[:, seen]
+            args = k[:, seen], v[:, seen], near, sinks, self.window, self.softcap
+            parts.append(attention(rows, *args))
+        return torch.cat(parts, 1)
 
 
 class RingCore(nn.Module):
@@ -285,7 +290,7 @@ def ring_attention(
                 out, lse = attend(q, k, v, needed(0, group.rank, group.size, q.shape[1]))
             else:
                 own = _ids_of(documents, group, group.rank)
-                out, lse = attend_own(q, k, v, own, None, None)
+                out, lse = attend_own(q, k, v, own, None)
             out, lse = out.to(wide).contiguous(), lse.contiguous()
             continue
         for block in visiting_blocks(step, group, q.shape[1], documents):

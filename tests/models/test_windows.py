@@ -1,0 +1,86 @@
+"""Attention in windows and with soft caps, against scores of all pairs written down in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from phalanx.models import kernels
+from phalanx.models.kernels import attention
+
+KEYS, ROWS, HEADS, KV_HEADS, SIZE = 40, 17, 4, 2, 8
+DOCUMENTS = torch.tensor([[0] * 7 + [1] * 20 + [2] * 13, [0] * 40, [0] * 40])
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor, window: int,
+    softcap: float,
+) -> Tensor:  # fmt: skip
+    """Every score, masked by the times of its query and its key."""
+    before = k.shape[1] - q.shape[1]
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(SIZE)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    apart = torch.arange(before, k.shape[1])[:, None] - torch.arange(k.shape[1])
+    sees = (apart >= 0) & (apart < (window or k.shape[1]))
+    sees = sees.expand(len(q), -1, -1)
+    if documents is not None:
+        sees = sees & (documents[:, before:, None] == documents[:, None, :])
+    scores = scores.masked_fill(~sees[:, None], -math.inf)
+    column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    shares = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return torch.einsum("bhqk,bkhd->bqhd", shares, v)
+
+
+def leaves() -> list[Any]:
+    """Rows that are the last of the keys' times, keys, values and sinks."""
+    torch.manual_seed(0)
+    shapes = [(3, ROWS, HEADS, SIZE), *[(3, KEYS, KV_HEADS, SIZE)] * 2, (HEADS,)]
+    return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("strip", [3, 512])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "window, softcap", [(1, 0.0), (5, 0.0), (13, 0.0), (0, 2.0), (6, 2.0), (40, 0.0)]
+)
+def test_outputs_and_gradients_are_those_of_all_scores(
+    window: int, softcap: float, packed: bool, strip: int, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(kernels, "STRIP", strip)
+    documents = DOCUMENTS if packed else None
+    results = []
+    for function in (attention, dense):
+        q, k, v, sinks = leaves()
+        y = function(q, k, v, documents, sinks, window, softcap)
+        (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin()).sum().backward()
+        results.append([y.detach(), *(x.grad for x in (q, k, v, sinks))])
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-12, atol=1e-12)
+
+
+class _Largest(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_no_tensor_has_a_number_for_each_pair(softcap: float) -> None:
+    length = 4096
+    q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
+    with _Largest() as largest:
+        attention(q, k, v, window=64, softcap=softcap).sum().backward()
+    assert largest.numbers <= kernels.STRIP * (kernels.STRIP + 64) < length**2 / 32
