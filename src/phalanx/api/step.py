@@ -58,17 +58,7 @@ class StepTerms(TypedDict, total=False):
 
 
 # What a layout or a program file says itself.
-OF_A_SCHEDULE = (
-    "stages",
-    "microbatches",
-    "chunks",
-    "layers",
-    "zero",
-    "gather",
-    "reduce",
-    "prefetch",
-    "recompute",
-)
+OF_A_SCHEDULE = tuple(StepTerms.__annotations__)[:9]  # stages to recompute
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Callable, Iterable
 
@@ -68,7 +67,7 @@ def candidates(words: list[str]) -> list[str]:
         options = {o: a for a in parser._actions for o in a.option_strings}
         action = options.get(before[-1])
         if action is not None and action.nargs != 0:
-            known = _values(action, before[-1])
+            known = action.choices or _VALUES.get(before[-1], tuple)()
         elif word.startswith("-"):
             known = options
         else:
@@ -79,10 +78,6 @@ def candidates(words: list[str]) -> list[str]:
                 *(c for a in places for c in a.choices or ()),
             ]
     return sorted(str(each) for each in known if str(each).startswith(word))
-
-
-def _values(action: argparse.Action, option: str) -> Iterable[str]:
-    return action.choices or _VALUES.get(option, tuple)()
 
 
 def parser_of(words: list[str]) -> Parser | None:

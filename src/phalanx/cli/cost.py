@@ -8,7 +8,7 @@ from dataclasses import asdict
 from textwrap import wrap
 
 from ..api.request import model_of, refuse_illegal
-from ..cost import Pieces, cached_costs
+from ..cost import cached_costs
 from ..draw import text_table
 from ..layout import Layout, piece_layout
 from ..layout.numbers import si_text
@@ -38,13 +38,16 @@ def run(argv: list[str]) -> int:
     args = parser.read(argv)
     layout = Layout.parse(" ".join(args.layout))
     shape, make = model_of(args.model)
-    batch = max(
-        shape.batch, layout.data * layout.microbatches
-    )  # of a batch one microbatch is costed
+    # Of a batch one microbatch is costed.
+    batch = max(shape.batch, layout.data * layout.microbatches)
     refuse_illegal(layout, shape, batch=batch, sequence=args.sequence)
     cut, model = piece_layout(layout), args.model if make else shape
     pieces = cached_costs(model, [layout], sequence=args.sequence, target=args.target)[cut]
-    kinds = list(_kinds(pieces, args.rows))
+    # The numbers of the pieces that are alike, and their costs.
+    kinds = [
+        ([n for n, k in enumerate(pieces.which) if k == kind], costed(args.rows))
+        for kind, costed in enumerate(pieces.kinds)
+    ]
     figures = {
         "model": shape.name,
         "layout": str(layout),
@@ -64,22 +67,14 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _kinds(pieces: Pieces, rows: int) -> Iterator[tuple[list[int], PieceCost]]:
-    """The numbers of the pieces that are alike, and their costs."""
-    for kind, costed in enumerate(pieces.kinds):
-        yield [n for n, k in enumerate(pieces.which) if k == kind], costed(rows)
-
-
 def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:
+    loads = {ops.FORWARD: found.forward}
     if cut.splits_backward:
-        backward = {
-            ops.INPUT_GRADIENT: found.input_gradient,
-            ops.WEIGHT_GRADIENT: found.weight_gradient,
-        }
+        loads[ops.INPUT_GRADIENT] = found.input_gradient
+        loads[ops.WEIGHT_GRADIENT] = found.weight_gradient
     else:
-        backward = {ops.BACKWARD: found.backward}
-    again = {ops.RECOMPUTE_PART: found.again} if found.selected else {}
-    return {ops.FORWARD: found.forward, **backward, **again}
+        loads[ops.BACKWARD] = found.backward
+    return loads | ({ops.RECOMPUTE_PART: found.again} if found.selected else {})
 
 
 def _facts(cut: Layout, found: PieceCost) -> dict[str, object]:
@@ -108,21 +103,16 @@ def _lines(cut: Layout, numbers: list[int], found: PieceCost) -> Iterator[str]:
         yield f"  after I it keeps {si_text(found.kept_after_i)}B"
     rows = []
     for name, load in _operations(cut, found).items():
-        counts = (
-            si_text(load.flops),
-            si_text(_full(load)),
-            f"{si_text(load.moved)}B",
-            f"{load.launches:.0f}",
-        )
+        flops, moved = map(si_text, (load.flops, _full(load))), f"{si_text(load.moved)}B"
         first, *more = _messages(load) or [""]
-        rows += [(name, *counts, first), *(("", "", "", "", "", message) for message in more)]
+        rows.append((name, *flops, moved, f"{load.launches:.0f}", first))
+        rows += [("", "", "", "", "", message) for message in more]
     head = ("", "FLOPs", "all pairs", "moved", "launches", "messages")
     yield from text_table(head, rows, left="lrrrrl", indent=2).splitlines()
     for name, load in _operations(cut, found).items():
         if products := ", ".join(_multiplied(load)):
-            yield from wrap(
-                f"{name}: {products}", 76, initial_indent="  ", subsequent_indent="     "
-            )
+            lines = wrap(f"{name}: {products}", 74, subsequent_indent="   ")
+            yield from (f"  {line}" for line in lines)
 
 
 def _messages(load: Load) -> list[str]:

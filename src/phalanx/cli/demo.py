@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..layout import Layout
 from ..layout.choices import AUTO, FP64, GLOO
 from ..layout.journal import read_journal
 from ..layout.run import Run
-from .usage import Parser, result, say, try_folder
+from .usage import Parser, progress, result, try_folder
 
 Show = Callable[[str], None]
 
@@ -55,15 +54,10 @@ def run(argv: list[str]) -> int:
     for old in (out, alone):
         if (old / "metrics.jsonl").is_file():  # only what an earlier demo has written
             shutil.rmtree(old)
-    print_line = partial(say, flush=True) if not (args.json or args.quiet) else _nothing
-    figures = _play(out, alone, print_line)
+    figures = _play(out, alone, (lambda line: None) if args.json else progress)
     figures["seconds"] = round(time.monotonic() - begun, 1)
     result(args, figures, f"{figures['seconds']} s. The page of the run: {figures['report']}")
     return 0 if figures["agrees"] and figures["fell"] else 1
-
-
-def _nothing(*words: object) -> None:
-    pass
 
 
 def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:

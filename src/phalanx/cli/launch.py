@@ -21,7 +21,7 @@ from textwrap import indent
 from ..layout.choices import GLOO, NCCL
 from ..layout.environment import PORT
 from ..layout.run import Run
-from .usage import Parser, UsageError, print_json, say, whole
+from .usage import Parser, UsageError, result, whole
 
 _EPILOG = """\
   phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00
@@ -84,16 +84,13 @@ def run(argv: list[str]) -> int:
     text_of, submit, suffix = SYSTEMS[args.system]
     job = _job(args)
     text = text_of(job)
-    if args.json and not args.submit:
-        print_json({"system": args.system, "nodes": job.nodes, "ranks": job.ranks, "text": text})
-        return 0
     if not args.submit:
-        say(text, end="")
+        figures = {"system": args.system, "nodes": job.nodes, "ranks": job.ranks, "text": text}
+        result(args, figures, text)
         return 0
     if shutil.which(submit[0]) is None:
-        raise UsageError(
-            f"{submit[0]} is not installed here. Leave --submit out and take the text."
-        )
+        what = "is not installed here. Leave --submit out and take the text."
+        raise UsageError(f"{submit[0]} {what}")
     with tempfile.NamedTemporaryFile("w", prefix="phalanx-", suffix=suffix) as file:
         file.write(text)
         file.flush()

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
-        _flush()
+        say(end="", flush=True)
     except BrokenPipeError:
         silence()  # who reads us has seen enough (`| head`)
         return 0
@@ -75,15 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         silence()
         complain(f"phalanx: cannot write to standard output: {error}.")
         return 1
-    except ValueError as error:
-        if not _is_ours(error):
-            raise
-        complain(f"{type(error).__name__}: {error}")
-        return 2
-    except RuntimeError as error:  # a rank that failed, a collective that gave wrong numbers
-        if not _is_ours(error):
-            raise
-        complain(str(error))
+    except (ValueError, RuntimeError) as error:
+        if not type(error).__module__.startswith("phalanx."):
+            raise  # errors for the user are families of our own; any other is our mistake
+        if isinstance(error, ValueError):
+            complain(f"{type(error).__name__}: {error}")
+            return 2
+        complain(str(error))  # a rank that failed, a collective that gave wrong numbers
         return 1
     except OSError as error:
         if error.filename is None:
@@ -103,15 +101,6 @@ def _open_closed() -> None:
                 continue
             # The lowest free number is given.
             setattr(sys, name, open(os.devnull, "r" if number == 0 else "w"))  # noqa: SIM115
-
-
-def _flush() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputError(reason(error)) from None
 
 
 def _run(argv: list[str]) -> int:
@@ -135,8 +124,3 @@ def _run(argv: list[str]) -> int:
     except SystemExit as done:  # argparse ends --help so
         return int(done.code or 0)
     return code
-
-
-def _is_ours(error: Exception) -> bool:
-    """The errors that we raise for the user are families of their own; any other is our mistake."""
-    return type(error).__module__.startswith("phalanx.")

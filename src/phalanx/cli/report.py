@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..api.request import model_of, where
+from ..api.request import model_of, request_for, where
 from ..draw import WIDE
 from ..layout import Layout, Run, Shape
 from ..layout.codec import decode
 from ..layout.files import reason, write_text
 from ..plan import Machine
 from ..plan.device import MachineFileError
-from ..plan.step import Pricer, Request
+from ..plan.step import Pricer
 from ..report import Extras, Section
 from .before import moments
 from .bench_chart import curves_svg
-from .usage import Parser, UsageError, flags, result, save
+from .usage import Parser, UsageError, result, save
 from .verify_page import verified_svg
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _HOW = (
     "Predicted against measured, by kind of operation: add --machine machine.toml\n"
     "(phalanx doctor --out machine.toml writes it) or --cluster NAME, as h100x8."
 )
-_SITE = ("backend", "profile", "model")
 
 
 def run(argv: list[str]) -> int:
@@ -126,26 +125,24 @@ def _planned(run: Speed, args: argparse.Namespace) -> float | None:
     model, sequence = run.start.get("model"), run.start.get("sequence")
     if not (args.machine or args.cluster) or not isinstance(model, dict) or run.start.get("own"):
         return None
-    from ..cost import cached_costs
-    from ..plan.local import profile_for
-
     shape = decode(Shape, model, f"{run.run}, model", MachineFileError)
     layout = Layout.parse(str(run.start.get("layout", "")))
     hardware = where(args.cluster, args.machine, run.ranks, args.backend or "").hardware
-    profile = profile_for(hardware, args.profile, layout.precision)
-    tokens = sequence if isinstance(sequence, int) else shape.sequence
-    costs = partial(cached_costs, target=hardware.target)
-    request = Request(shape, hardware, profile, costs, tokens, shape.batch, layout.precision)
+    tokens, precision = sequence if isinstance(sequence, int) else 0, layout.precision
+    request = request_for(
+        shape, hardware, sequence=tokens, precision=precision, profile=args.profile
+    )
     return request.tokens / Pricer(request).choose(layout).step
 
 
 def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
     """The run's step beside its prediction, if it was named where it ran."""
     if not args.machine and not args.cluster:
-        if given := flags(args, _SITE):
-            raise UsageError(
-                f"{given[0]} goes with --machine or --cluster, which say where it ran."
-            )
+        for name in ("backend", "profile", "model"):
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"--{name} goes with --machine or --cluster, which say where it ran."
+                )
         return None
     from ..cost import cached_costs
     from ..plan.local import profile_for

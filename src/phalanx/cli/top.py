@@ -105,6 +105,7 @@ class _Run:
         others, self.unseen = ask_elsewhere(self.folder, [r.host for r in self.ranks], wait)
         self.ranks = sorted([*self.ranks, *others], key=lambda r: r.rank)
         self._read()
+        self.found = diagnose(self.ranks, self.timeout or 60.0)
         if self.records[-1]["event"] in _ENDS:
             self.unseen = []
 
@@ -113,7 +114,7 @@ class _Run:
         """What becomes of the run, in a word or two."""
         live = [r for r in self.ranks if r.phase not in OVER and r.state != "X"]
         if live:
-            return "hangs" if diagnose(self.ranks, self.timeout or 60.0).hangs else "running"
+            return "hangs" if self.found.hangs else "running"
         last = _ENDS.get(self.records[-1]["event"], "not running")
         return "not seen from here" if self.unseen else last
 
@@ -136,7 +137,8 @@ class _Run:
     def lines(self, width: int, height: int = 0) -> list[str]:
         """As a screen of so many columns and rows; 0: of as many as there is."""
         head: list[str] = []
-        for line in (*self._numbers(), str(self.goodput), "", *self._why()):
+        why = (*self.found.lines, "") if self.found.hangs else ()
+        for line in (*self._numbers(), str(self.goodput), "", *why):
             head += wrap(line, width, subsequent_indent="  ") or [""]
         messages = ["", *self._messages()]
         ranks = list(self._ranks(width))
@@ -159,12 +161,6 @@ class _Run:
             minutes = each * max(0, steps - at) / 60
             yield f"{each:.3g} s a step, {minutes // 60:.0f}:{minutes % 60:02.0f} h left at that"
 
-    def _why(self) -> Iterator[str]:
-        """Why the run hangs, if it does."""
-        if (found := diagnose(self.ranks, self.timeout or 60.0)).hangs:
-            yield from found.lines
-            yield ""
-
     def _ranks(self, width: int) -> Iterator[str]:
         hosts = list(dict.fromkeys(r.host for r in self.ranks))
         narrow = width < 64
@@ -172,17 +168,15 @@ class _Run:
             wide = "" if narrow else f"  {'process':>9}  {'memory':>9}"
             yield f"{'rank':>5}{wide}  {'step':>6}  {'for':>7}     doing"
         # Those that have stood longest come first where not all have room.
-        for r in sorted(
-            self.ranks, key=lambda r: -int(r.still) if len(self.ranks) > 16 else r.rank
-        ):
+        many = len(self.ranks) > 16
+        for r in sorted(self.ranks, key=lambda r: -int(r.still) if many else r.rank):
             waits = f", waits in {r.call.text}" if r.call else ""
             doing = f"{(r.op or r.phase).split(' (')[0]}{waits}"
             memory = binary_text(r.memory) if r.memory else ""
             wide = "" if narrow else f"  {r.pid:>9}  {memory:>9}"
             where = f" on {r.host}" if len(hosts) > 1 else ""
-            yield (
-                f"{r.rank:>5}{wide}  {r.step + 1:>6}  {r.still:>5.1f} s  {r.state}  {doing}{where}"
-            )
+            stood = f"{r.step + 1:>6}  {r.still:>5.1f} s"
+            yield f"{r.rank:>5}{wide}  {stood}  {r.state}  {doing}{where}"
         if self.unseen:
             yield f"not seen: the ranks on {', '.join(self.unseen)}"
 

@@ -247,11 +247,6 @@ def nearest_word(word: str, known: Collection[str], cutoff: float = 0.5) -> str:
     return near_word(word, known, cutoff).replace("'", "")
 
 
-def flags(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Those of the named options that were given, as they are written."""
-    return [f"--{n.replace('_', '-')}" for n in names if getattr(args, n) not in (None, False)]
-
-
 # ---- files
 
 
@@ -333,11 +328,9 @@ def _unwritable(path: str | Path) -> str:
 def unmakable(folder: str | Path) -> str:
     """Why a folder cannot be made, or files in it; empty if they can. What was made is removed."""
     # Ranks that start together try one folder, and one may remove what another has just made.
-    why = _unmakable(Path(folder))
     for _ in range(50):
-        if why != os.strerror(errno.ENOENT):
+        if (why := _unmakable(Path(folder))) != os.strerror(errno.ENOENT):
             break
-        why = _unmakable(Path(folder))
     return why
 
 
