@@ -66,7 +66,6 @@ def _again(request: Request, layout: Layout) -> float:
 
 
 def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
-    """One layout as JSON."""
     found, error = utilization(request, choice), request.profile.error
     return {
         "layout": str(choice.layout),
@@ -87,7 +86,6 @@ def choice_figures(request: Request, choice: Choice) -> dict[str, object]:
 
 
 def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> dict[str, object]:
-    """The plan as JSON."""
     best = plan.layouts[0]
     return {
         "model": request.name,
@@ -126,16 +124,18 @@ def plan_figures(request: Request, plan: Plan, beside: Sequence[Baseline]) -> di
 
 
 def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
-    """The whole page of text."""
     lines = [*_head(request, plan), "", *_table(request, plan), "", *_rules(plan, beside), ""]
     return "\n".join([*lines, *_reasons(plan.refused)])
 
 
 def _head(request: Request, plan: Plan) -> Iterator[str]:
-    r = request
+    r, experts = request, ""
+    if r.shape.experts:  # MFU counts what a token meets of the model
+        active, total = map(count_text, (r.shape.active, r.shape.total))
+        experts = f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
     yield from wrapped(
         f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
-        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {r.precision},{_experts(r)}"
+        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {r.precision},{experts}"
         f" software as {r.profile.name!r}",
         _WIDTH,
     )
@@ -145,14 +145,6 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
         f" {r.profile.error:.0%}.",
         _WIDTH,
     )
-
-
-def _experts(r: Request) -> str:
-    """Of what MFU counts, where a token does not meet all of the model."""
-    if not r.shape.experts:
-        return ""
-    active, total = map(count_text, (r.shape.active, r.shape.total))
-    return f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
 
 
 def _table(request: Request, plan: Plan) -> Iterator[str]:
@@ -197,18 +189,15 @@ def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
     yield "What plain rules would pick:"
     best = plan.layouts[0].step
     for baseline in beside:
-        yield from _indented(f"{baseline.rule}: {_picked(baseline, best)}", 2)
-        if baseline.choice:
-            yield from _indented(str(baseline.choice.layout), 4)
-
-
-def _picked(baseline: Baseline, best: float) -> str:
-    choice = baseline.choice
-    if choice is None:
-        return "no legal layout"
-    if not baseline.fits:
-        return f"runs out of memory, needs {bytes_text(choice.bytes)}"
-    return f"{seconds_text(choice.step)}, {100 * (choice.step / best - 1):.1f} % slower"
+        choice, picked = baseline.choice, "no legal layout"
+        if choice and baseline.fits:
+            slower = 100 * (choice.step / best - 1)
+            picked = f"{seconds_text(choice.step)}, {slower:.1f} % slower"
+        elif choice:
+            picked = f"runs out of memory, needs {bytes_text(choice.bytes)}"
+        yield from _indented(f"{baseline.rule}: {picked}", 2)
+        if choice:
+            yield from _indented(str(choice.layout), 4)
 
 
 def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
@@ -234,4 +223,4 @@ def choice_text(request: Request, choice: Choice) -> Iterator[str]:
         (_NAMES[name], seconds_text(time), f"{100 * time / choice.step:.1f} %")
         for name, time in choice.parts.items()
     ]
-    yield from text_table((), rows, indent=2).splitlines()
+    yield text_table((), rows, indent=2).rstrip("\n")

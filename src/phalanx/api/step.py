@@ -120,11 +120,9 @@ def draw(
 
 
 def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) -> StepProgram:
-    """The step that the words name."""
-    if unknown := set(terms) - set(StepTerms.__annotations__):
-        raise UsageError(
-            f"{', '.join(sorted(unknown))} means nothing here; write {', '.join(StepTerms.__annotations__)}."
-        )
+    known = StepTerms.__annotations__
+    if unknown := ", ".join(sorted(set(terms) - set(known))):
+        raise UsageError(f"{unknown} means nothing here; write {', '.join(known)}.")
     name = str(what)
     of_file = isinstance(what, str) and name.split()[:1] == ["program"]
     if of_file or isinstance(what, Program):
@@ -134,11 +132,12 @@ def step_of(what: str | Layout | Program, model: str | Shape, terms: StepTerms) 
     if isinstance(what, Program):
         return _of_program("program", what, terms)
     if of_file:
-        if len(name.split()) != 2:
+        _, *files = name.split()
+        if len(files) != 1:
             raise UsageError(
                 "`phalanx draw program` takes one file: phalanx draw program step.txt."
             )
-        path = name.split()[1]
+        path = files[0]
         text = read_text(path, "program", UsageError, TEXT)
         return _of_program(path, Program.parse(text, path), terms)
     if model:
@@ -212,8 +211,7 @@ def _of_layout(text: str, model: str | Shape, terms: StepTerms) -> StepProgram:
         share={p: layout.pp * w / sum(work) for p, w in enumerate(work)},
         pieces={
             (kind, p): kinds[kind] * layout.pp * w / sum(weights)
-            for kind in ops.ON_UNIT
-            if kind in kinds
+            for kind in set(ops.ON_UNIT) & set(kinds)
             for p, w in enumerate(weights)
         },
     )
@@ -240,9 +238,8 @@ def _priced(text: str, model: str | Shape, terms: StepTerms) -> Picture:
         raise UsageError(f"{given} does not go with --cluster, which prices a step as it is.")
     layout, shape = _legal(text, model, terms)
     hardware = where(terms["cluster"], None, layout.ranks).hardware
-    request = request_for(
-        shape, hardware, batch=terms.get("batch", 0), sequence=terms.get("seq", 0)
-    )
+    batch, sequence = terms.get("batch", 0), terms.get("seq", 0)
+    request = request_for(shape, hardware, batch=batch, sequence=sequence)
     layout = in_precision(text, request.precision)
     pricer = Pricer(replace(request, precision=layout.precision))
     title = f"{layout} on {shape.name}, {hardware.name}"
@@ -256,12 +253,10 @@ def _given(terms: StepTerms, names: Iterable[str]) -> str:
 
 
 def _of_program(title: str, program: Program, terms: StepTerms) -> StepProgram:
-    """The step of a program, checked."""
     check(program)
     stages = program.mesh.of("pp")
-    split = any(
-        op.kind in (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT) for row in program.rows for op in row
-    )
+    gradients = (ops.INPUT_GRADIENT, ops.WEIGHT_GRADIENT)
+    split = any(op.kind in gradients for row in program.rows for op in row)
     share = dict.fromkeys(range(program.pieces), stages / max(1, program.pieces))
     costs = Costs(costs_of(terms.get("costs"), split=split), share=share)
     return StepProgram(title, program, costs, stages, max(1, program.pieces // stages))

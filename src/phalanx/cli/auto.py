@@ -31,10 +31,8 @@ def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]
     except (MachineError, LayoutError) as error:
         why = str(error).split(".")[0]
     memory = torch.cuda.get_device_properties(0).total_memory * gpus / ranks if gpus else 0.0
-    layout = recipe(
-        shape, ranks, batch=shape.batch, sequence=wanted.tokens(shape), memory=memory,
-        precision=precision,
-    )  # fmt: skip
+    terms = {"batch": shape.batch, "sequence": wanted.tokens(shape)}
+    layout = recipe(shape, ranks, **terms, memory=memory, precision=precision)
     return layout, f"by the recipe ({why})"
 
 

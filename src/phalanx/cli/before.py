@@ -28,9 +28,8 @@ def refuse_before(run: Run) -> None:
     wrong: list[Mistake] = []
     elsewhere = launched(os.environ)  # then ranks stand on other machines too
     if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
-        what = (
-            f"layout = {run.layout!r} has {layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
-        )
+        many = f"{layout.ranks:,} ranks; one machine starts {LOCAL_RANKS}"
+        what = f"layout = {run.layout!r} has {many}"
         raise RunError("run", [Mistake("layout", what, "Start more with torchrun or Slurm")])
     if not _has_gpu():
         if layout is not None and layout.recompute == "fit" and not run.memory:
@@ -95,9 +94,8 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
         return [Mistake("model", what, way_out)]
     tokens = shape.batch * run.tokens(shape) / (layout.microbatches if layout else shape.batch)
     blocks = 1 if layout is None or layout.recompute != "none" else shape.layers
-    inputs = (
-        tokens * shape.hidden * min(4, dtype.bytes) * blocks
-    )  # what a block keeps at the least: its input
+    # What a block keeps at the least: its input.
+    inputs = tokens * shape.hidden * min(4, dtype.bytes) * blocks
     if inputs > have:
         what = (
             f"batch = {shape.batch:,} with sequence = {run.tokens(shape):,} keeps"

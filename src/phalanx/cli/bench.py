@@ -67,7 +67,6 @@ Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wron
 
 
 def run(argv: list[str]) -> int:
-    """Run one bench."""
     parser = Parser(
         "phalanx bench",
         "Measures this machine; every result is checked, or its method shown.",
@@ -395,7 +394,6 @@ def of_peak(rate: float, peak: float, what: str = "the catalogue's peak") -> str
 
 
 def _products_chart(done: Sequence[MatrixProduct], device: LocalDevice) -> str:
-    """Rate of square products over N as SVG."""
     squares = [p for p in done if p.name == "square"]
     series = [
         Series(dtype, tuple((float(p.n), p.rate / 1e12) for p in squares if p.dtype == dtype))

@@ -24,7 +24,6 @@ the layout says otherwise. A model that nobody has costed yet loads torch.
 
 
 def run(argv: list[str]) -> int:
-    """Check a layout against a shape, or a program file by itself."""
     parser = Parser(
         "phalanx check",
         "Checks a layout against a model: the memory of its ranks, or every reason why it cannot run.",

@@ -28,10 +28,8 @@ Exit code 1: damage was found."""
 
 
 def run(argv: list[str]) -> int:
-    """Show, verify, export or import a checkpoint."""
-    parser = Parser(
-        "phalanx checkpoint", "Shows, verifies, exports and imports checkpoints.", _EPILOG
-    )
+    what = "Shows, verifies, exports and imports checkpoints."
+    parser = Parser("phalanx checkpoint", what, _EPILOG)
     commands = {"show": _show, "verify": _verify, "export": _export, "import": _import}
     return chosen(parser, argv, commands)
 

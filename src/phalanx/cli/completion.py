@@ -43,7 +43,6 @@ _VALUES: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def run(argv: list[str]) -> int:
-    """Print a shell's script, or the words that may stand next."""
     if argv[:1] == ["words"]:
         words = argv[2:] if argv[1:2] == ["--"] else argv[1:]
         say("\n".join(candidates(words or [""])))

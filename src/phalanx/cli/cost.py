@@ -26,7 +26,6 @@ gradient, when the schedule splits it), R what recomputation repeats.
 
 
 def run(argv: list[str]) -> int:
-    """Print the loads of a model's pieces."""
     parser = Parser("phalanx cost", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG)
     add = parser.add
     add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; default: one rank')

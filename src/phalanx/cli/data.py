@@ -38,7 +38,6 @@ _LEFT_OUT = {
 
 
 def run(argv: list[str]) -> int:
-    """Prepare, show or verify data."""
     parser = Parser("phalanx data", "Token files from text, and what is in them.", _EPILOG)
     return chosen(parser, argv, {"prepare": _prepare, "show": _show, "verify": _verify})
 
@@ -135,22 +134,16 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
         name: {"tokens": stream.size, "documents": len(stream.starts) - 1}
         for name, stream in (("train", corpus.train), ("validation", corpus.validation))
     }
-    figures: dict[str, Any] = {
-        "name": corpus.name,
-        "vocab": corpus.vocab,
-        "bytes_per_token": corpus.bytes_per_token,
-        "fingerprint": corpus.fingerprint,
-        **streams,
-    }
+    kept = ("name", "vocab", "bytes_per_token", "fingerprint")
+    figures: dict[str, Any] = {name: getattr(corpus, name) for name in kept} | streams
     vocabulary = f"a vocabulary of {corpus.vocab:,}" if corpus.vocab else "an unknown vocabulary"
-    known = corpus.bytes_per_token
     rows = [
         (name, f"{x['tokens']:,}", f"tokens in {x['documents']:,} documents")
         for name, x in streams.items()
     ]
-    text = f"{corpus.name}: {vocabulary}" + (
-        f", {known:.2f} bytes of text a token" if known else ""
-    )
+    text = f"{corpus.name}: {vocabulary}"
+    if corpus.bytes_per_token:
+        text += f", {corpus.bytes_per_token:.2f} bytes of text a token"
     if done is not None:
         counts = {name: getattr(done, name) for name in ("answers", *_LEFT_OUT)}
         figures |= {"form": done.form, **counts}

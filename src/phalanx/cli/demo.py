@@ -37,7 +37,6 @@ validation = {{batches = 4}}
 
 
 def run(argv: list[str]) -> int:
-    """Train, kill, go on, compare, report."""
     parser = Parser(
         "phalanx demo",
         "Trains a small decoder on four local ranks, kills one, goes on in another layout, compares"
@@ -61,7 +60,6 @@ def run(argv: list[str]) -> int:
 
 
 def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:
-    """All scenes; the figures."""
     from ..layout.files import write_text
     from ..report import report
     from ..report.step import step_extras

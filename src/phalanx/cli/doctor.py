@@ -53,7 +53,6 @@ Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wron
 
 
 def run(argv: list[str]) -> int:
-    """Show this machine, or one of the catalogue."""
     if argv and argv[0] in _SUBJECTS:
         description, name, show = _SUBJECTS[argv[0]]
         parser = Parser(f"phalanx doctor {argv[0]}", description)

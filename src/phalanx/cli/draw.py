@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from functools import partial
 from textwrap import fill
 from typing import Any
 
@@ -25,7 +26,19 @@ from ..draw import (
 from ..layout import Layout
 from ..layout.choices import CHUNKS, SCHEDULES
 from ..program import Costs, Recorded, Sizes, Timeline, build, check, ops, simulate
-from .usage import Parser, UsageError, print_json, read, real, result, say, screen, whole, write
+from .usage import (
+    Parser,
+    UsageError,
+    print_json,
+    read,
+    real,
+    result,
+    save,
+    say,
+    screen,
+    whole,
+    write,
+)
 
 MOST = 4096  # ranks of the picture of a mesh
 
@@ -49,7 +62,6 @@ costs what I and W cost together, R left out what F does; any other kind left ou
 
 
 def run(argv: list[str]) -> int:
-    """Draw what the words name."""
     others = {"mesh": _mesh, "recompute": _recompute, "run": _recorded}
     if argv and argv[0] in others:
         return others[argv[0]](argv[1:])
@@ -74,7 +86,6 @@ def run(argv: list[str]) -> int:
 
 
 def _priced(args: argparse.Namespace, terms: Any) -> int:
-    """A layout's step in the seconds of a plan."""
     picture = draw(" ".join(args.what), args.model, **terms)
     assert isinstance(picture, Picture)
     if args.out:
@@ -118,7 +129,6 @@ def _parser() -> Parser:
 
 
 def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
-    """How every picture is shown."""
     parser.add("--width")
     parser.add_output("--out", *suffixes, help=help)
     parser.add("--json", help="figures, program and timeline as JSON")
@@ -205,20 +215,18 @@ def _mesh(argv: list[str]) -> int:
     _add_picture(parser, (".svg",), "write the picture as SVG")
     args = parser.read(argv)
     picture = MeshPicture.parse(" ".join(args.layout), args.weight)
-    if picture.mesh.size > MOST:
-        raise UsageError(
-            f"{picture.mesh.size} ranks are too many for a picture; draw {MOST} or fewer."
-        )
+    if (ranks := picture.mesh.size) > MOST:
+        raise UsageError(f"{ranks} ranks are too many for a picture; draw {MOST} or fewer.")
+    text = mesh_text(picture, width=screen(args.width)[0])
     if args.out:
-        write(args.out, {".svg": mesh_svg}, picture)
-    if args.json:
-        groups = {axis: [list(g) for g in picture.mesh.groups([axis])] for axis in picture.axes}
-        ranks = [_of_rank(picture, rank) for rank in range(picture.mesh.size)]
-        print_json({"layout": str(picture.layout), "ranks": ranks, "groups": groups})
-    elif args.out:
-        say(f"{picture.title}\nwrote {args.out}")
-    else:
-        say(mesh_text(picture, width=screen(args.width)[0]), end="")
+        save(args.out, mesh_svg(picture))
+        text = f"{picture.title}\nwrote {args.out}"
+    groups = {axis: [list(g) for g in picture.mesh.groups([axis])] for axis in picture.axes}
+    figures = {
+        "layout": str(picture.layout),
+        "ranks": [*map(partial(_of_rank, picture), range(ranks))],
+    }
+    result(args, figures | {"groups": groups}, text)
     return 0
 
 
@@ -248,38 +256,30 @@ def _recompute(argv: list[str]) -> int:
     parser.add("--json")
     args = parser.read(argv)
     costs = Costs(costs_of(args.costs, split=False))
-    modes = ["none", "all", *(f"every={2**k}" for k in range(1, args.layers.bit_length())), "sqrt"]
-    table = [_recomputing(mode, args.layers, costs) for mode in modes]
-    for line in table:
-        line["against_none"] = line["time"] / table[0]["time"]
+    sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
+    table: list[dict[str, Any]] = []
+    every = (f"every={2**k}" for k in range(1, args.layers.bit_length()))
+    for mode in ("none", "all", *every, "sqrt"):
+        program = build(Layout(recompute=mode), [range(args.layers)])
+        time, proof = simulate(program, costs).makespan, check(program, sizes)
+        peak = (proof.bytes or proof.counts)[0]
+        line = {
+            "recompute": mode,
+            "recomputed": sum(op.kind == ops.RECOMPUTE for op in program.rows[0]),
+            "time": time,
+            "against_none": time / table[0]["time"] if table else 1.0,
+            "peak": peak.total,
+            "pieces": peak.then.get("activations", 0.0),
+            "inputs": peak.then.get("inputs", 0.0),
+        }
+        table.append(line)
     head = ("recompute", "recomputed", "time", "against none", "peak", "pieces", "inputs")
-    formats = ("", ".4g", ".3f", ".4g", ".4g", ".4g")
-    rows = [
-        [mode, *map(format, line.values(), formats)]
-        for mode, line in zip(modes, table, strict=True)
-    ]
-    lines = [{"recompute": mode, **line} for mode, line in zip(modes, table, strict=True)]
-    result(
-        args,
-        {"layers": args.layers, "table": lines},
+    formats = ("", "", ".4g", ".3f", ".4g", ".4g", ".4g")
+    rows = [[*map(format, line.values(), formats)] for line in table]
+    text = (
         f"{args.layers} layers on one stage, one microbatch; the peak counts what is held at once\n\n"
         f"{text_table(head, rows)}\n"
-        "pieces: layers whose every activation is held; inputs: layers of which only the input is",
+        "pieces: layers whose every activation is held; inputs: layers of which only the input is"
     )
+    result(args, {"layers": args.layers, "table": table}, text)
     return 0
-
-
-def _recomputing(mode: str, layers: int, costs: Costs) -> dict[str, float]:
-    """Forwards computed again, time, and what is held at the peak."""
-    sizes = Sizes(kept=(1.0,) * layers, input=(1.0,) * layers)
-    program = build(Layout(recompute=mode), [range(layers)])
-    proof = check(program, sizes)
-    peak = (proof.bytes or proof.counts)[0]
-    return {
-        "recomputed": sum(op.kind == ops.RECOMPUTE for op in program.rows[0]),
-        "time": simulate(program, costs).makespan,
-        "against_none": 1.0,
-        "peak": peak.total,
-        "pieces": peak.then.get("activations", 0.0),
-        "inputs": peak.then.get("inputs", 0.0),
-    }

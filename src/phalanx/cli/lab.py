@@ -23,7 +23,6 @@ Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usag
 
 
 def run(argv: list[str]) -> int:
-    """List the experiments, or run those that are named."""
     default = Size()
     parser = Parser("phalanx lab", "Every strategy from bare collectives, as a lecture.", _EPILOG)
     add = parser.add

@@ -63,7 +63,6 @@ class Job:
 
 
 def run(argv: list[str]) -> int:
-    """Print or submit what starts a run elsewhere."""
     parser = Parser(
         "phalanx launch", "Writes what starts a run on a cluster, or submits it.", _EPILOG
     )

@@ -30,12 +30,10 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
     """The line on memory that a run begins with. What cannot fit is refused, unless by force."""
     memory, ranks = device_memory(gpus, layout.ranks), layout.ranks
     known = joined("h100", ranks)  # any device: what is held does not depend on how fast it is
-    hardware = replace(
-        hardware_of(known), memory=run.memory * GIB or memory, cores=0 if gpus else ranks
-    )
-    request = request_for(
-        shape, hardware, sequence=run.tokens(shape), precision=layout.precision, model=run.own
-    )
+    limit, cores = run.memory * GIB or memory, 0 if gpus else ranks
+    hardware = replace(hardware_of(known), memory=limit, cores=cores)
+    tokens, precision = run.tokens(shape), layout.precision
+    request = request_for(shape, hardware, sequence=tokens, precision=precision, model=run.own)
     state, width = local_profile(layout.precision), max(4, DTYPES[layout.precision].bytes)
     profile = replace(
         state,

@@ -31,7 +31,6 @@ Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usag
 
 
 def run(argv: list[str]) -> int:
-    """Plan, or what one of its own verbs does."""
     if argv and argv[0] in _SUBVERBS:
         module = importlib.import_module(f".{_SUBVERBS[argv[0]]}", __package__)
         code: int = module.run(argv[1:])
@@ -106,6 +105,5 @@ def _count(text: str) -> str:
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """What the flags ask."""
     terms: Any = {name: getattr(args, name) for name in PlanTerms.__annotations__}
     return plan_request(args.model, args.cluster, **terms)

@@ -33,7 +33,6 @@ Exit code 0: done; 2: wrong usage."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the runs, refit, print each run's error before and after, write the profile."""
     parser = Parser(
         "phalanx plan calibrate",
         "Refits the planner's profile on runs of your own, and says how far off it was and is.",

@@ -26,7 +26,6 @@ A checkpoint holds training up for as long as each device writes its part of wei
 
 
 def run(argv: list[str]) -> int:
-    """Print what a run would cost."""
     parser = Parser("phalanx plan cost", "Hours and money of a run.", _EPILOG)
     request_flags(parser)
     add, least = parser.add, real(lambda x: x >= 0, "of 0 or more")

@@ -37,7 +37,6 @@ def named(words: str, request: Request, flag: str) -> Choice:
 
 
 def explain(args: argparse.Namespace, request: Request) -> int:
-    """Print what the layout of --explain would take."""
     choice = named(args.explain, request, "--explain")
     if args.json:
         least, _ = choice.range(request.profile)

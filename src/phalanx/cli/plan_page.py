@@ -21,7 +21,6 @@ _CELLS = 24.0  # of a doubling: of the candidates in one cell of so fine a grid 
 
 
 def page(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
-    """The page's text."""
     title = f"{request.name} on {request.hardware.name}"
     summary = (
         f"{request.batch:,} sequences of {request.sequence:,} tokens a step, {request.precision}."
@@ -62,10 +61,9 @@ def _chart(request: Request, plan: Plan, beside: Sequence[Baseline], width: floa
 
 def _bounded(plan: Plan, rate: _Array, held: _Array, name: str, chosen: Sequence[int]) -> Series:
     """Candidates by their bounds, each with its layout and why it is not among the best."""
-    points, tips, more = [], [], []
+    tips, more = [], []
     first = plan.layouts[0].step if plan.layouts else math.nan
     for i in chosen:
-        points.append((float(rate[i]), float(held[i])))
         tips.append(f"{plan.named(i)}, at most {rate[i]:,.0f} tokens/s, at least {held[i]:.3g} GB")
         step, room = float(plan.points[0][i]), plan.room / 1e9
         if name == "fits":
@@ -73,6 +71,7 @@ def _bounded(plan: Plan, rate: _Array, held: _Array, name: str, chosen: Sequence
             more.append(f"{why} {seconds_text(first)}, {step / first - 1:+.1%} by this bound.")
         else:
             more.append(f"It holds {held[i] / room:.2f} times the {room:.1f} GB that it may.")
+    points = [(float(rate[i]), float(held[i])) for i in chosen]
     return Series(name, points, joined=False, tips=tips, more=more)
 
 
@@ -88,9 +87,8 @@ def _chosen(request: Request, name: str, choices: Sequence[tuple[str, Choice]]) 
 
 def _explained(choice: Choice) -> str:
     """Where the time of a simulated layout goes, and its memory."""
-    parts = (
-        f"{k} {t / choice.step:.1%}" for k, t in choice.parts.items() if t > 5e-4 * choice.step
-    )
+    shares = ((name, time / choice.step) for name, time in choice.parts.items())
+    parts = (f"{name} {share:.1%}" for name, share in shares if share > 5e-4)
     held = (f"{kind} {bytes_text(size)}" for kind, size in choice.memory.items() if size)
     return f"A step of {seconds_text(choice.step)}: {', '.join(parts)}.\nMemory: {', '.join(held)}."
 
@@ -119,11 +117,6 @@ def _table(request: Request, plan: Plan) -> str:
     rows = []
     for choice in plan.layouts:
         found = utilization(request, choice)
-        numbers = (
-            seconds_text(choice.step),
-            f"{found.tokens:,.0f}",
-            f"{found.mfu:.1%}",
-            f"{choice.bytes / 1e9:.1f} GB",
-        )
-        rows.append((tag("code", choice.layout), *numbers))
+        rates = f"{found.tokens:,.0f}", f"{found.mfu:.1%}", f"{choice.bytes / 1e9:.1f} GB"
+        rows.append((tag("code", choice.layout), seconds_text(choice.step), *rates))
     return table(("layout", "step", "tokens/s a device", "MFU", "memory"), rows)

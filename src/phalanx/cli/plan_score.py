@@ -25,7 +25,6 @@ Exit code 0: done; 2: wrong usage."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the tables, predict every row, print how far off each family is."""
     parser = Parser(
         "phalanx plan score",
         "Predicts the runs of a table and says how far off each family of sources is: time, order,"

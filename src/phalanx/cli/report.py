@@ -45,7 +45,6 @@ _HOW = (
 
 
 def run(argv: list[str]) -> int:
-    """Write the page of a run."""
     parser = Parser("phalanx report", "A run's folder as one HTML page.", _EPILOG)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")

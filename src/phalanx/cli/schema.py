@@ -18,7 +18,6 @@ _EPILOG = """\
 
 
 def run(argv: list[str]) -> int:
-    """Print one schema, or the names of all."""
     parser = Parser("phalanx schema", "What --json prints, as JSON Schema.", _EPILOG)
     parser.add("name", nargs="*", metavar="COMMAND", help="as check, or plan cost")
     name = "-".join(parser.read(argv).name)

@@ -34,7 +34,6 @@ _QUIET = ("step", "memory", "compile")  # records that are no messages
 
 
 def run(argv: list[str]) -> int:
-    """Show a run until Ctrl-C."""
     parser = Parser("phalanx top", "Shows a running run in a terminal.", _EPILOG)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")

@@ -8,21 +8,15 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from ..hang.watcher import FILE as HANG
-from ..layout import Layout, LayoutError, Shape
+from ..layout import Layout, LayoutError
 from ..layout.codec import schema
-from ..layout.environment import (
-    EnvironmentMistake,
-    Rendezvous,
-    launched,
-    node_command,
-    rendezvous,
-)
+from ..layout.environment import EnvironmentMistake, Rendezvous, launched, node_command, rendezvous
 from ..layout.mesh import RANKS
 from ..layout.run import PYTHON, Run, RunError, misfits
 from ..plan import Machine
@@ -48,7 +42,6 @@ Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from 
 
 
 def run(argv: list[str]) -> int:
-    """Train a run file's model."""
     parser = Parser(
         "phalanx train",
         "Trains what a run file says, and goes on from its newest checkpoint if there is one.",
@@ -75,7 +68,14 @@ def run(argv: list[str]) -> int:
             return 0
         if args.ranks:
             config = config.for_ranks(args.ranks)
-        _refuse_misfit(config, args.ranks)
+        if config.machine:
+            Machine.load(config.machine)
+        layout = config.layout_of()
+        if layout is not None and args.ranks not in (None, layout.ranks):
+            raise UsageError(
+                f"layout {str(layout)!r} is for {layout.ranks} ranks, and --ranks says {args.ranks}."
+                f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
+            )
         config = _prepared(config)
         refuse_before(config)
     except (ValueError, OSError) as error:
@@ -84,7 +84,6 @@ def run(argv: list[str]) -> int:
 
             report_failure(f"{type(error).__name__}: {error}")
         raise
-    layout = config.layout_of()
     if command := node_command(os.environ, layout.ranks if layout else None):
         os.execv(command[0], [*command, "-m", "phalanx", "train", *argv])
     return _train(config, args, notice)
@@ -116,13 +115,11 @@ def _prepared(run: Run) -> Run:
     these."""
     if not run.hub:
         return run
-    made = [_tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)]
-    if len(made) == 1:
-        return replace(run, data=made[0])
-    pairs = zip(made, run.sources, strict=True)
-    return replace(
-        run, data=tuple(f"{path}:{weight}" if weight else path for path, (_, weight) in pairs)
+    data = tuple(
+        _tokens_of(run, path, n) + (f":{weight}" if weight else "")
+        for n, (path, weight) in enumerate(run.sources)
     )
+    return replace(run, data=data if len(data) > 1 else data[0])
 
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
@@ -144,15 +141,10 @@ def _tokens_of(run: Run, data: str, number: int) -> str:
             f"data = {data!r} is text, and many processes have been started. Prepare it first:"
             f" phalanx data prepare {data} --tokenizer {run.hub} --out {out}"
         )
-    how = run.prepare
+    how, words = run.prepare, open_vocabulary(Path(run.hub))
+    skip = how.on_bad == "skip"
     done = prepare_shown(
-        data,
-        out,
-        open_vocabulary(Path(run.hub)),
-        field=how.field,
-        share=how.held_out,
-        skip=how.on_bad == "skip",
-        workers=0,
+        data, out, words, field=how.field, share=how.held_out, skip=skip, workers=0
     )
     complain(f"{out}: {done.form}{left_out(done)}")
     return out
@@ -178,18 +170,6 @@ def _adopted(run: Run) -> tuple[Run, str]:
         return run, ""
     text = f"model: {shape.name!r} with {shape.layers} layers, as {path} has it"
     return replace(run, model=table_of(shape)), text
-
-
-def _refuse_misfit(config: Run, ranks: int | None) -> None:
-    """What can be known of machine, ranks and layout before torch is loaded."""
-    if config.machine:
-        Machine.load(config.machine)
-    layout = config.layout_of()
-    if layout is not None and ranks not in (None, layout.ranks):
-        raise UsageError(
-            f"layout {str(layout)!r} is for {layout.ranks} ranks, and --ranks says {ranks}."
-            f" Write --ranks {layout.ranks}, or leave it out; or --layout auto."
-        )
 
 
 def _train(config: Run, args: argparse.Namespace, notice: str) -> int:
@@ -223,9 +203,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     from ..train.watched import call_timeout
 
     if args.ranks not in (None, at.size):
-        raise UsageError(
-            f"the launcher has started {at.size} ranks, and --ranks says {args.ranks}."
-        )
+        started = f"the launcher has started {at.size} ranks"
+        raise UsageError(f"{started}, and --ranks says {args.ranks}.")
     if at.agent:
         be_killed_with_parent()  # torchrun's ranks would go on for ever when their agent is killed
     config = config.for_ranks(at.size)
@@ -241,9 +220,8 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
     try:
         # What one rank refuses ends the others too, with its words.
         with agreement(world):
-            layout = _layout_that_fits(
-                config, at.size, gpus, notice, quiet=args.json or at.rank > 0
-            )
+            quiet = args.json or at.rank > 0
+            layout = _layout_that_fits(config, at.size, gpus, notice, quiet=quiet)
             if gpus and not at.rank:  # how many ranks share a host's memory is not known
                 _say_memory(config, layout, gpus, args)
     except Exception as error:
@@ -269,14 +247,28 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     """The run's layout. Whatever can be refused before ranks train is refused here, by each rank of a
     launcher, or once for local ranks."""
     from ..parallel import refuse_unfit
+    from ..train.checkpoint_load import ModelIdentity, newest, refuse_other
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
+    from .auto import auto
 
     if notice and not quiet:
         progress(notice)
     shape = shape_of(config)
-    _refuse_other_model(config, shape)
-    layout = _layout(config, shape, ranks, gpus, quiet=quiet)
+    saved = newest(config.checkpoints)
+    # The ranks look again at what they choose to go on from.
+    if saved and not config.checkpoint.adopt:
+        refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
+    named = config.layout_of(shape)
+    if named is None:
+        layout, why = auto(config, shape, ranks, gpus)
+        layout = config.divided(layout, shape.batch)
+        if not quiet:
+            progress(f"auto: {str(layout) or 'one rank'}, {why}")
+    else:
+        layout = named
+    if wrong := list(misfits(config, shape, layout)):  # what the file could not know
+        raise RunError(config.own or "run" if named else "layout = auto", wrong)
     if layout.ranks != ranks:
         raise UsageError(
             f"layout {str(layout)!r} is for {layout.ranks} ranks; the launcher has started {ranks}."
@@ -295,32 +287,6 @@ def _say_memory(config: Run, layout: Layout, gpus: int, args: argparse.Namespace
     line = estimated(config, shape_of(config), layout, gpus, force=args.force)
     if not args.json:
         progress(line)
-
-
-def _refuse_other_model(config: Run, shape: Shape) -> None:
-    """Refuse it before any rank starts; the ranks look again at what they choose to go on from."""
-    from ..train.checkpoint_load import ModelIdentity, newest, refuse_other
-    from ..train.program import maker_of
-
-    saved = newest(config.checkpoints)
-    if saved and not config.checkpoint.adopt:
-        refuse_other(*saved, ModelIdentity.of(maker_of(config)(), shape, config.own))
-
-
-def _layout(config: Run, shape: Shape, ranks: int, gpus: int, *, quiet: bool) -> Layout:
-    """The run's layout; `auto` is planned. Refused here: what the file could not know."""
-    named = config.layout_of(shape)
-    layout = named
-    if layout is None:
-        from .auto import auto
-
-        layout, why = auto(config, shape, ranks, gpus)
-        layout = config.divided(layout, shape.batch)
-        if not quiet:
-            progress(f"auto: {str(layout) or 'one rank'}, {why}")
-    if wrong := list(misfits(config, shape, layout)):
-        raise RunError(config.own or "run" if named else "layout = auto", wrong)
-    return layout
 
 
 def _local(config: Run, layout: Layout, args: argparse.Namespace) -> int:
@@ -381,9 +347,8 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
         saved = max(newest_in_memory(config), *(p.name for p in steps(config.checkpoints)), "")
         saved = saved or "the beginning"
         if saved == before:
-            complain(
-                f"The ranks are not started again: they began with {saved}, and saved nothing."
-            )
+            text = f"they began with {saved}, and saved nothing"
+            complain(f"The ranks are not started again: {text}.")
             break
         before = saved
         complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
@@ -448,8 +413,6 @@ def _ended(run: Run, outcome: Outcome, as_json: bool) -> int:
     from ..train.checkpoint import steps
 
     if as_json:
-        from dataclasses import asdict
-
         print_json(asdict(outcome))
     if outcome.unsaved:
         newest = next((path.name for path in steps(run.checkpoints)), "none")

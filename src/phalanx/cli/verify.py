@@ -46,7 +46,6 @@ compared: it is listed and counted apart.
 
 
 def run(argv: list[str]) -> int:
-    """Train a few steps in every layout and compare."""
     parser = Parser(
         "phalanx verify",
         "Trains a few steps in each layout and on one process, and compares loss, norm, every"
@@ -133,7 +132,6 @@ def _axes(text: str) -> str:
 
 
 def _part(text: str) -> tuple[int, int]:
-    """The part and the number of parts of I/N."""
     match = re.fullmatch("([0-9]{1,6})/([0-9]{1,6})", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UsageError(f"is {text[:60]}; write 1/4, 2/4, 3/4 or 4/4.")
