@@ -83,6 +83,17 @@ def test_explaining_a_pick_gives_its_numbers_and_its_timeline(capsys: Capture) -
     assert "the fullest rank holds" in out
 
 
+def test_an_explained_layout_is_coloured_on_a_terminal(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main([*SMALL, "--explain", "pp4 dp2 1f1b:8"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[" in out
+    assert "\\x1b" not in out
+
+
 def test_the_run_file_and_the_page_are_written(capsys: Capture, tmp_path: Path) -> None:
     run, page = tmp_path / "run.toml", tmp_path / "plan.html"
     assert main([*SMALL, "--json", "--out", str(run), "--page", str(page)]) == 0
