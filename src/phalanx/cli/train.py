@@ -115,11 +115,12 @@ def _prepared(run: Run) -> Run:
     these."""
     if not run.hub:
         return run
-    data = tuple(
-        _tokens_of(run, path, n) + (f":{weight}" if weight else "")
-        for n, (path, weight) in enumerate(run.sources)
-    )
-    return replace(run, data=data if len(data) > 1 else data[0])
+    made = [_tokens_of(run, path, n) for n, (path, _) in enumerate(run.sources)]
+    if len(made) == 1:
+        return replace(run, data=made[0])
+    pairs = zip(made, run.sources, strict=True)
+    data = tuple(f"{path}:{weight}" if weight else path for path, (_, weight) in pairs)
+    return replace(run, data=data)
 
 
 def _tokens_of(run: Run, data: str, number: int) -> str:
