@@ -57,8 +57,39 @@ class RMSNorm(nn.Module):
         return y
 
 
+class _LayerNormalized(torch.autograd.Function):
+    """`F.layer_norm` whose statistics and sums over tokens are in float32.
+
+    On a CPU torch keeps both in x's dtype. In bfloat16 a bias's gradient is then off by 1 % at 88
+    tokens and by 5 % at 2,048; in float16, which has three digits more, by a tenth of that.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = weight.float(), bias.float()
+        y, mean, scale = torch.native_layer_norm(x, weight.shape, *wide, eps)
+        ctx.save_for_backward(x, weight, bias, mean, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, scale = ctx.saved_tensors
+        op, wide = torch.ops.aten.native_layer_norm_backward, (weight.float(), bias.float())
+        into = op(gradient.float(), x.float(), weight.shape, mean, scale, *wide, [True] * 3)
+        return *(part.to(x.dtype) for part in into), None
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, in bfloat16 with sums over tokens in float32 also on a CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (x.is_cpu and x.dtype == torch.bfloat16):
+            return super().forward(x)
+        args = x, self.weight, self.bias, self.eps
+        y: Tensor = _LayerNormalized.apply(*args)  # type: ignore[no-untyped-call]
+        return y
+
+
 def norm_of(kind: str, size: int, eps: float) -> nn.Module:
     """By a shape's word for it: rms, rms1 (its weights count from one) or layer."""
-    return (
-        nn.LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, plus_one=kind == "rms1")
-    )
+    return LayerNorm(size, eps) if kind == "layer" else RMSNorm(size, eps, plus_one=kind == "rms1")
