@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,10 +165,10 @@ class LatentAttention(HeadsAttention):
         self.size = max(self.head_dim, self.value_dim)
         self.query_scale = math.sqrt(self.size / (sizes.query_scalar or self.head_dim))
         linear, norm = partial(nn.Linear, bias=False), partial(RMSNorm, eps=LATENT_EPS)
-        self.wq = None if q_latent else linear(hidden, heads * self.head_dim)
-        self.wq_a = linear(hidden, q_latent) if q_latent else None
-        self.q_a_norm = norm(q_latent) if q_latent else None
-        self.wq_b = linear(q_latent, heads * self.head_dim) if q_latent else None
+        self.wq: Any = None if q_latent else linear(hidden, heads * self.head_dim)
+        self.wq_a: Any = linear(hidden, q_latent) if q_latent else None
+        self.q_a_norm: Any = norm(q_latent) if q_latent else None
+        self.wq_b: Any = linear(q_latent, heads * self.head_dim) if q_latent else None
         self.wkv_a = linear(hidden, self.kv_latent + self.rope_dim)
         self.kv_a_norm = norm(self.kv_latent)
         plain = self.head_dim - self.rope_dim
@@ -176,7 +177,9 @@ class LatentAttention(HeadsAttention):
     def projected(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         plain = self.head_dim - self.rope_dim
         q_head, kv_head = (-1, self.head_dim), (-1, plain + self.value_dim)
-        q = self._queries(x).view(*x.shape[:-1], *q_head)
+        queries = x if self.wq_a is None else self.q_a_norm(self.wq_a(x))
+        q = self.wq_b(queries) if self.wq is None else self.wq(x)
+        q = q.view(*x.shape[:-1], *q_head)
         latent, k_turned = torch.split(self.wkv_a(x), [self.kv_latent, self.rope_dim], -1)
         both = self.wkv_b(self.kv_a_norm(latent)).unflatten(-1, kv_head)
         k, v = torch.split(both, [plain, self.value_dim], -1)
@@ -190,11 +193,3 @@ class LatentAttention(HeadsAttention):
         q = q * self.query_scale if self.query_scale != 1 else q
         q, k, v = (F.pad(each, (0, self.size - each.shape[-1])) for each in (q, k, v))
         return q, k, v
-
-    def _queries(self, x: Tensor) -> Tensor:
-        if self.wq_a is None or self.q_a_norm is None or self.wq_b is None:
-            assert self.wq is not None
-            q: Tensor = self.wq(x)
-            return q
-        y: Tensor = self.wq_b(self.q_a_norm(self.wq_a(x)))
-        return y

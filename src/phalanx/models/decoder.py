@@ -50,12 +50,12 @@ layers.*.attn.wo.weight : embed heads
 layers.*.attn.wo.bias : embed
 layers.*.mlp_norm.* : embed
 layers.*.mlp_post_norm.* : embed
-layers.*.mlp.gate.weight : ffn embed
-layers.*.mlp.gate.bias : ffn
-layers.*.mlp.up.weight : ffn embed
-layers.*.mlp.up.bias : ffn
-layers.*.mlp.down.weight : embed ffn
-layers.*.mlp.down.bias : embed
+layers.*.mlp*.gate.weight : ffn embed
+layers.*.mlp*.gate.bias : ffn
+layers.*.mlp*.up.weight : ffn embed
+layers.*.mlp*.up.bias : ffn
+layers.*.mlp*.down.weight : embed ffn
+layers.*.mlp*.down.bias : embed
 layers.*.mlp.router.weight : - embed
 layers.*.mlp.router.*bias : -
 layers.*.mlp.routed.gate : experts ffn embed
@@ -64,12 +64,6 @@ layers.*.mlp.routed.down : experts embed ffn
 layers.*.mlp.routed.gate_bias : experts ffn
 layers.*.mlp.routed.up_bias : experts ffn
 layers.*.mlp.routed.down_bias : experts partial
-layers.*.mlp.shared.gate.weight : ffn embed
-layers.*.mlp.shared.gate.bias : ffn
-layers.*.mlp.shared.up.weight : ffn embed
-layers.*.mlp.shared.up.bias : ffn
-layers.*.mlp.shared.down.weight : embed ffn
-layers.*.mlp.shared.down.bias : embed
 head.norm.* : embed
 head.output.weight : vocab embed
 """
@@ -145,7 +139,6 @@ class Block(nn.Module):
         return x + self.attn_dropout(a, noise), noise
 
     def own(self, noise: Tensor | None) -> Tensor | None:
-        """The block's noise, from its tokens'."""
         return None if noise is None else block_noise(noise, self.piece)
 
     def feed(self, x: Tensor, noise: Tensor | None, *more: Tensor | None) -> Tensor:
@@ -153,11 +146,9 @@ class Block(nn.Module):
         return self.added(x, self.mlp(self.normed(x), *more), noise)
 
     def normed(self, x: Tensor) -> Tensor:
-        """What goes into the MLP."""
         return x if self.mlp_norm is None else self.mlp_norm(x)
 
     def added(self, x: Tensor, m: Tensor, noise: Tensor | None) -> Tensor:
-        """The residual stream with what the MLP makes of it."""
         m = m if self.mlp_post_norm is None else self.mlp_post_norm(m)
         y: Tensor = x + self.mlp_dropout(m, noise)
         return y
@@ -320,9 +311,8 @@ class Decoder(nn.Module):
         """The summed loss. `shared` is what every block is called with: positions, if need be
         documents and noise."""
         if shared.get("positions") is None:
-            shared["positions"] = torch.arange(tokens.shape[1], device=tokens.device).expand_as(
-                tokens
-            )
+            time = torch.arange(tokens.shape[1], device=tokens.device)
+            shared["positions"] = time.expand_as(tokens)
         x = self.embed(tokens, shared["positions"])
         for block in self.layers:
             x = block(x, **shared)

@@ -151,13 +151,11 @@ class Router(nn.Module):
         return (each * sent).sum()
 
     def logits(self, x: Tensor) -> Tensor:
-        """What each token's scores are made of."""
         wide = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.logit_bias is None else self.logit_bias.to(wide)
         return F.linear(x.to(wide), self.weight.to(wide), bias)
 
     def scored(self, logits: Tensor) -> Tensor:
-        """Each token's score for each expert."""
         return logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
 
     def ranked(self, scores: Tensor) -> Tensor:

@@ -39,10 +39,7 @@ class Layer(nn.Module):
 
 
 class MeanSquare(nn.Module):
-    """The sum over rows of a row's mean square distance to its target, or to zero without one.
-
-    Who knows all rows divides by their count. In float32 or wider.
-    """
+    """The sum over rows of a row's mean square distance to its target or to zero, in float32 or wider."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -76,9 +73,6 @@ class DeepMlp(nn.Module):
 
 
 def describe(model: DeepMlp) -> tuple[tuple[tuple[str, nn.Module], ...], str]:
-    """The pieces in their order, and a line `pattern : dim dim` for every weight.
-
-    The output features of a layer are called ffn: cut there, they are gathered before the next.
-    """
+    """As `decoder.describe`. A layer's output features, if cut, are gathered before the next."""
     layers = tuple((f"layers.{n}", layer) for n, layer in enumerate(model.layers))
     return (("embed", model.embed), *layers, ("head", model.head)), RULES

@@ -27,10 +27,7 @@ def _stir(key: Any, salt: Any) -> Any:
 
 
 def token_noise(seed: int, step: int, tokens: Tensor) -> Tensor:
-    """The `noise` argument of a block: one key per token, no two alike within a step.
-
-    `tokens` is each token's index in the whole batch of the step, whoever holds it.
-    """
+    """The `noise` of blocks: a key for each token, from its index in the whole batch of the step."""
     above: int = _stir(_scramble(seed & _WORD), step & (_WORD >> 1)) >> 1
     return tokens + (above << 32)
 
@@ -63,6 +60,3 @@ class Dropout(nn.Module):
         draw = _stir(_stir(noise, self.place).unsqueeze(-1), index)
         # `where` keeps one byte per element for backward; a product would keep the mask in x's dtype.
         return torch.where(draw >= round(self.rate * 2**32), x * (1.0 / (1.0 - self.rate)), 0.0)
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate}, place={self.place}"

@@ -1,7 +1,7 @@
 """Floor 4: one file for every way to split a model and its step."""
 
 from .batch import count_valid, microbatches, on_device, share, time_multiple
-from .context import install_context, leaks
+from .context import install_context
 from .data import BufferPool, Entry, Precision, Unit
 from .fitness import fitting, refuse_unfit
 from .groups import Groups, open_groups
@@ -26,7 +26,6 @@ __all__ = [
     "fitting",
     "install_context",
     "install_regions",
-    "leaks",
     "load_model",
     "microbatches",
     "on_device",

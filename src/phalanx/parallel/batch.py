@@ -65,7 +65,7 @@ def microbatches(
     Every tensor that has a number for each token is cut alike, positions among them: they come from
     the batch, so a cp rank turns its queries and keys by where their tokens really stand.
     """
-    whole = _held(_padded(batch, time_multiple(layout)), layout, cp)
+    whole = _held(batch, layout, cp)
     size = next(iter(whole.values())).shape[0]
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)
     own = mine.stop - mine.start
@@ -89,38 +89,24 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Te
     return {name: x if name == DOCUMENTS else sent(x) for name, x in batch.items()}
 
 
-def _timed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that have a number for each token."""
-    if "tokens" not in batch:
-        return {}
-    shape = batch["tokens"].shape[:2]
-    return {name: x for name, x in batch.items() if x.shape[:2] == shape}
-
-
-def _padded(batch: Mapping[str, Tensor], multiple: int) -> dict[str, Tensor]:
-    """Time made a multiple."""
-    padded = dict(batch)
-    for name, x in _timed(batch).items():
-        short = -x.shape[1] % multiple
-        fill = x.new_full((x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0))
-        padded[name] = torch.cat((x, fill), 1) if short else x
-    if padded.keys() & {"tokens"} and padded["tokens"].shape != batch["tokens"].shape:
-        valid = torch.zeros_like(padded["tokens"], dtype=torch.bool)
-        valid[:, : batch["tokens"].shape[1]] = True
-        padded[VALID] = valid
-    return padded
-
-
 def _held(batch: Mapping[str, Tensor], layout: Layout, cp: int) -> dict[str, Tensor]:
-    """Time cut along cp."""
-    held = dict(batch)
-    if layout.cp == 1:
-        return held
+    """What has a number for each token, its time padded and then cut along cp."""
+    if "tokens" not in batch:
+        return dict(batch)
+    size, held = batch["tokens"].shape[:2], dict(batch)
     ring, ulysses = layout.mesh.of("cp.ring"), layout.mesh.of("cp.ulysses")
-    for name, x in _timed(batch).items():
-        if name == DOCUMENTS:
-            continue  # of all tokens on every rank: who attends to whom is nothing to send
-        held[name] = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
+    if short := -size[1] % time_multiple(layout):
+        held[VALID] = torch.ones_like(batch["tokens"], dtype=torch.bool)
+    for name, x in held.items():
+        if x.shape[:2] != size:
+            continue
+        if short:
+            fill = x.new_full((x.shape[0], short, *x.shape[2:]), _FILLS.get(name, 0))
+            x = torch.cat((x, fill), 1)
+        if layout.cp > 1 and name != DOCUMENTS:
+            # Documents are of all tokens on every rank: who attends to whom is nothing to send.
+            x = x[:, held_times(x.shape[1], ring, ulysses, cp).to(x.device)]
+        held[name] = x
     return held
 
 

@@ -10,14 +10,14 @@ rank holds follows from `batch.held_times`; the causal mask follows from that or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..comm import Group, Work, regions
+from ..comm import Group, regions
 from ..comm.base import group_named
 from ..layout import Layout, LayoutError
 from ..models.kernels import (
@@ -331,27 +331,27 @@ def ring_gradients(
                 for total, part in zip(totals, parts, strict=True):
                     total += part
         if behind is not None:
-            into_kv += behind.come()[0]
-        behind = _Passing((into_kv,), group)
+            into_kv += behind.come()
+        behind = _Passing(into_kv, group)
     assert behind is not None
-    (into_kv,) = behind.come()  # home
+    into_kv = behind.come()  # home
     return into_q.to(q.dtype), into_kv.to(q.dtype), sink_gradients(gradient, out, lse, sinks)
 
 
 class _Passing:
-    """Tensors on their way to the next rank, and as many on theirs from the one before."""
+    """A tensor on its way to the next rank, and another on its way from the one before."""
 
-    def __init__(self, tensors: Sequence[Tensor], group: Group) -> None:
-        self.leaving = tensors  # they live until they have left
-        self.coming = [torch.empty_like(x) for x in tensors]
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self.x, self.coming = x, torch.empty_like(x)  # what leaves lives until it has left
         before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
-        self.works: list[Work] = [group.send(x, after, wait=False) for x in tensors]
-        self.works += [group.receive(x, before, wait=False) for x in self.coming]
+        self.works = (
+            group.send(x, after, wait=False),
+            group.receive(self.coming, before, wait=False),
+        )
 
-    def come(self) -> list[Tensor]:
+    def come(self) -> Tensor:
         for work in self.works:
             work.wait()
-        self.leaving = ()
         return self.coming
 
 
@@ -359,10 +359,10 @@ def _visits(kv: Tensor, group: Group) -> Iterator[Tensor]:
     """The blocks in the order in which they come, one's own first. While the caller works with one
     the next is on its way."""
     for step in range(group.size):
-        passing = _Passing((kv,), group) if step + 1 < group.size else None
+        passing = _Passing(kv, group) if step + 1 < group.size else None
         yield kv
         if passing is not None:
-            (kv,) = passing.come()
+            kv = passing.come()
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -376,33 +376,3 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     out *= (lse - scale).exp().unsqueeze(-1)
     out.addcmul_(part, (part_lse - scale).exp().unsqueeze(-1))
     lse.copy_(both)
-
-
-class Leak(NamedTuple):
-    """How many positions moved when one token changed, how many of these must not, and how many
-    stayed that should have moved."""
-
-    moved: int
-    leaked: int
-    blind: int
-
-
-def leaks(
-    attend: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    documents: Tensor | None,
-    row: int,
-    time: int,
-) -> Leak:
-    """What changing one token of (B, T, ...) moves in `attend(tokens)`, also (B, T, ...).
-
-    It may move its own row's later tokens, itself and those of its document; nothing else.
-    """
-    changed = tokens.clone()
-    changed[row, time] += 1 if tokens.is_floating_point() or not tokens[row, time].any() else -1
-    moved = (attend(changed) != attend(tokens)).flatten(2).any(-1)
-    may = torch.zeros_like(moved)
-    may[row, time:] = True
-    if documents is not None:
-        may[row] &= documents[row] == documents[row, time]
-    return Leak(int(moved.sum()), int((moved & ~may).sum()), int((may & ~moved).sum()))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm import World
 from ..layout import Layout, stage_pieces
@@ -98,20 +98,23 @@ def build_local(
     at_host = bool({"weights", "optimizer"} & set(layout.offload))
     may_be_plain = once and same and not (at_host or dropped or program.replicated)
 
-    def kind_of(number: int, chosen: Sequence[Weight], *, frozen: bool) -> type[Unit]:
-        plain = may_be_plain and not frozen and _stays(chosen, groups.units[number])
-        return PlainUnit if plain else Unit
-
     def units_of(*, frozen: bool) -> dict[int, Unit]:
-        own = {unit: list[Weight]() for unit in held}
-        for name, weight in weights.items():
-            if model.unit_of[name] in own and weight.frozen == frozen:
-                own[model.unit_of[name]].append(weight)
-        return {
-            number: kind_of(number, chosen, frozen=frozen)(
+        units: dict[int, Unit] = {}
+        for number in held:
+            chosen = [
+                weight
+                for name, weight in weights.items()
+                if model.unit_of[name] == number and weight.frozen == frozen
+            ]
+            # A piece may have no weights, and a unit all the same.
+            if not (chosen if frozen or number >= count else number not in program.frozen):
+                continue
+            whole, own = groups.whole if frozen else None, groups.units[number]
+            plain = may_be_plain and not frozen and _stays(chosen, own)
+            units[number] = (PlainUnit if plain else Unit)(
                 number,
                 chosen,
-                groups.whole if frozen and groups.whole else groups.units[number],
+                whole or own,
                 pool,
                 precision,
                 resident=number % count not in dropped,
@@ -120,11 +123,7 @@ def build_local(
                 frozen=frozen,
                 piece=number % count,
             )
-            for number, chosen in own.items()
-            if (
-                chosen if frozen or number >= count else number not in program.frozen
-            )  # a piece may have no weights
-        }
+        return units
 
     units, still = units_of(frozen=False), units_of(frozen=True)
     all_units = {n: [u[n] for u in (units, still) if n in u] for n in held}
@@ -169,20 +168,15 @@ def _piece(
     device: torch.device,
 ) -> Piece:
     module, compiled = model.pieces[piece][1], None
-    eager = (
-        isinstance(module, ExpertsPart) or device.type == "meta"
-    )  # where each operation is costed
-    if layout.compile and not eager:
+    # On meta each operation is costed.
+    if layout.compile and device.type != "meta" and not isinstance(module, ExpertsPart):
         refuse_uncompiled(device)
         again = layout.recompute == "selective" and 0 < piece < program.pieces - 1
         compiled = CompiledModule(module, layout.compile, device, selective=again)
+    numbers = *program.units(piece), piece + len(model.pieces)
     return Piece(
         module,
-        [
-            unit
-            for number in (*program.units(piece), piece + len(model.pieces))
-            for unit in units.get(number, ())
-        ],
+        [unit for number in numbers for unit in units.get(number, ())],
         model.takes(piece),
         first=piece == 0,
         last=piece == program.pieces - 1,
@@ -210,31 +204,18 @@ def _place(
             for key, parameter in list(child._parameters.items()):
                 if parameter is not None:
                     child._parameters[key] = bound[originals[parameter]]
-            _buffers(model, f"{prefix}.{path}".rstrip("."), child, layout, at, device)
-
-
-def _buffers(
-    model: Model,
-    prefix: str,
-    module: nn.Module,
-    layout: Layout,
-    at: Mapping[str, int],
-    device: torch.device,
-) -> None:
-    names = [name for name, buffer in module._buffers.items() if buffer is not None]
-    for name in names:
-        buffer = module._buffers[name]
-        assert buffer is not None
-        if buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-    reset = getattr(module, "reset_buffers", None)
-    if names and callable(reset):
-        reset()
-    for name in names:
-        whole = module._buffers[name]
-        assert isinstance(whole, Tensor)
-        cuts = cut_of(model, layout, f"{prefix}.{name}", whole.shape, at)
-        module._buffers[name] = whole[tuple(slice(c.start, c.stop) for c in cuts)].clone()
+            buffers = {key: x for key, x in child._buffers.items() if x is not None}
+            for key, x in buffers.items():
+                child._buffers[key] = torch.empty_like(x, device=device) if x.is_meta else x
+            reset = getattr(child, "reset_buffers", None)
+            if buffers and callable(reset):
+                reset()
+            for key in buffers:
+                whole = child._buffers[key]
+                assert isinstance(whole, Tensor)
+                name = f"{prefix}.{path}".rstrip(".") + f".{key}"
+                cuts = cut_of(model, layout, name, whole.shape, at)
+                child._buffers[key] = whole[tuple(slice(c.start, c.stop) for c in cuts)].clone()
 
 
 def _fill(

@@ -128,13 +128,16 @@ class Model:
     @cached_property
     def tied(self) -> tuple[tuple[int, int], ...]:
         """(piece, unit): the piece also uses a weight of an earlier piece's unit."""
-        names = {parameter: name for name, parameter in self.weights.items()}
-        pairs = {
-            (piece, self.unit_of[names[parameter]]): None
+        names, count = (
+            {parameter: name for name, parameter in self.weights.items()},
+            len(self.pieces),
+        )
+        pairs = (
+            (piece, self.unit_of[names[parameter]])
             for piece, (_, module) in enumerate(self.pieces)
             for parameter in module.parameters()
-        }
-        return tuple((p, unit) for p, unit in pairs if p != unit % len(self.pieces))
+        )
+        return tuple(dict.fromkeys((p, unit) for p, unit in pairs if p != unit % count))
 
     def takes(self, piece: int) -> tuple[str, ...]:
         """What a piece names: of all but the first, first the activations, whatever their name."""
@@ -211,22 +214,19 @@ def decoder_of(shape: Shape, **changes: Any) -> Decoder:
     """The built-in decoder of a shape; its keywords are called as a shape's keys."""
     names = {each.name for each in fields(DecoderSizes)} & vars(shape).keys()
     sizes: dict[str, Any] = {name: getattr(shape, name) for name in names}
-    return Decoder(**sizes | {"rope_scaling": _rope_scaling(shape)} | changes)
-
-
-def _rope_scaling(shape: Shape) -> RopeScaling | None:
-    if shape.rope_factor == 1:
-        return None
-    return RopeScaling(
-        shape.rope_factor,
-        shape.rope_low,
-        shape.rope_high,
-        shape.rope_original,
-        kind=shape.rope_scaling,
-        attention=shape.rope_attention,
-        longest=shape.sequence,
-        truncated=shape.rope_truncated,
-    )
+    sizes["rope_scaling"] = None  # a shape has a word of that name
+    if shape.rope_factor != 1:
+        sizes["rope_scaling"] = RopeScaling(
+            shape.rope_factor,
+            shape.rope_low,
+            shape.rope_high,
+            shape.rope_original,
+            kind=shape.rope_scaling,
+            attention=shape.rope_attention,
+            longest=shape.sequence,
+            truncated=shape.rope_truncated,
+        )
+    return Decoder(**sizes | changes)
 
 
 def load_model(text: str) -> Model:
@@ -239,19 +239,16 @@ def load_model(text: str) -> Model:
         return load_transformers(text.removeprefix(HUB))
     path, name = split_name(text)
     kind, describe = load_source(path, (name, "describe"), LayoutError)
-    with running(path, LayoutError):
-        made = _on_meta(kind, describe)
+    with running(path, LayoutError), torch.device("meta"):
+        made = describe(kind())
     return _only_model(made, path)
 
 
 def model_of_class(kind: Callable[[], object], describe: Callable[[Any], object]) -> Model:
     """A model of a class that is here already, as one of a notebook."""
-    return _only_model(_on_meta(kind, describe), getattr(kind, "__name__", "the model"))
-
-
-def _on_meta(kind: Callable[[], object], describe: Callable[[Any], object]) -> object:
     with torch.device("meta"):
-        return describe(kind())
+        made = describe(kind())
+    return _only_model(made, getattr(kind, "__name__", "the model"))
 
 
 def _only_model(made: object, where: str) -> Model:

@@ -98,14 +98,11 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         cuts = cut_of(model, layout, name, shape, at)
         adds = _adds(dims, cuts, layout)
         copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
-        whole = all(AXIS_OF.get(dim) != "tp" for dim in dims)
-        counted = tp % copies == 0 if whole or adds else True
-        rate, frozen = model.rates.get(name, 0.0), name in model.frozen
-        matrices = model.rules.matrices(name, shape)
         over_tp = tuple(AXIS_OF.get(dim) == "tp" for dim in dims)
-        weights[name] = Weight(
-            name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen, matrices, over_tp
-        )
+        counted = tp % copies == 0 if adds or not any(over_tp) else True
+        rate, frozen = model.rates.get(name, 0.0), name in model.frozen
+        known = name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen
+        weights[name] = Weight(*known, model.rules.matrices(name, shape), over_tp)
     return weights
 
 
@@ -219,8 +216,7 @@ class _Installer:
         self, model: Model, layout: Layout, groups: Groups, prefix: str, piece: nn.Module
     ) -> None:
         self.model, self.groups, self.prefix, self.piece = model, groups, prefix, piece
-        self.tp, self.seq = layout.tp, layout.seq
-        tp = groups.tp
+        self.layout, self.seq, tp = layout, layout.seq, groups.tp
         if layout.seq:
             self.fork: Callable[[Tensor], Tensor] = lambda x: regions.gather_sum(x, tp, 1)
             self.join: Callable[[Tensor], Tensor] = lambda x: regions.scatter_sum(x, tp, 1)
@@ -236,7 +232,7 @@ class _Installer:
             if isinstance(module, Spread):
                 self._cut_experts(module)
             elif isinstance(module, ExpertMlps):
-                module.ranks = self.tp
+                module.ranks = self.layout.tp
             elif isinstance(module, Merge):
                 module.register_forward_hook(lambda m, args, y: self.join(y))
         for name in rows:
@@ -244,8 +240,7 @@ class _Installer:
         for owner in owners:
             self._fork(self._at(owner))
         for name, dim in columns.items():
-            inside = any(name.startswith(owner + ".") for owner in owners)
-            if not inside:
+            if not any(name.startswith(owner + ".") for owner in owners):
                 self._single(name, dim)
         if self.seq:
             self._cut_time()
@@ -254,12 +249,10 @@ class _Installer:
         for name, module in list(self.piece.named_modules()):
             if not isinstance(module, RMSNorm):
                 continue
-            (dim,) = self.model.rules.dims(f"{self.prefix}.{name}.weight", 1)
-            if AXIS_OF.get(dim) == "tp":
-                width = module.weight.shape[0]
-                unit = max(1, width // self.model.counts.get(dim, width))
-                copies = Cut.of(width, self.tp, 0, unit).copies
-                self._replace(name, CutRMSNorm(module, width, copies, self.groups.tp))
+            shape, weight = module.weight.shape, f"{self.prefix}.{name}.weight"
+            if AXIS_OF.get(*self.model.rules.dims(weight, 1)) == "tp":
+                (cut,) = cut_of(self.model, self.layout, weight, shape, {})
+                self._replace(name, CutRMSNorm(module, shape[0], cut.copies, self.groups.tp))
 
     def _cut_modules(self) -> tuple[list[str], dict[str, str]]:
         """Names of modules whose weight is cut on the input side, and on the output side (with
@@ -279,7 +272,8 @@ class _Installer:
                 if isinstance(module, nn.Linear):
                     rows.append(name)
                 else:
-                    self._lookup(name, module)
+                    cut = self._vocabulary(module)
+                    self._replace(name, VocabularyEmbedding(module, cut, self.join))
             elif AXIS_OF.get(out) == "tp":
                 columns[name] = out
         return rows, columns
@@ -321,12 +315,8 @@ class _Installer:
 
         module.register_forward_pre_hook(enter)
 
-    def _lookup(self, name: str, module: Any) -> None:
-        cut = self._vocabulary(module)
-        self._replace(name, VocabularyEmbedding(module, cut, self.join))
-
     def _vocabulary(self, module: Any) -> Cut:
-        return Cut.of(module.weight.shape[0], self.tp, self.groups.tp.rank)
+        return Cut.of(module.weight.shape[0], self.layout.tp, self.groups.tp.rank)
 
     def _single(self, name: str, dim: str) -> None:
         """A column weight with no row weight after it: the whole output is gathered, unless it is

@@ -73,13 +73,13 @@ _MAKES = ("empty", "zeros", "ones", "full", "arange", "new_", "rand")
 
 def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ...]:
     """What is wrong with a layout's sums over ranks: the operation, the weight or value, the axis."""
-    model = make()
-    small = _shortened(layout, model)
+    small = _shortened(layout)
     found: dict[str, None] = {}
     for rank in range(small.ranks):
         at = {**dict.fromkeys(AXES, 0), **small.mesh.coordinates(rank)}
-        elsewhere = set(AXES) - {"pp"} - _parts_of(small.shard_axes)
-        if any(at[axis] for axis in elsewhere):
+        parts = tuple(f"{axis}." for axis in small.shard_axes)
+        apart = (axis for axis in AXES if axis != "pp" and not f"{axis}.".startswith(parts))
+        if any(at[axis] for axis in apart):
             continue  # as one that is looked at, or with parts of the same weights
         few = cut_blocks(_few(make(), small), small)
         stages = _stages([name for name, _ in few.pieces], small.pp * small.chunks)
@@ -97,29 +97,21 @@ def placement_faults(make: Callable[[], Model], layout: Layout) -> tuple[str, ..
     return tuple(found)
 
 
-def _parts_of(axes: Sequence[str]) -> set[str]:
-    parts = {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
-    return {part for axis in axes for part in parts.get(axis, (axis,))}
-
-
-def _shortened(layout: Layout, model: Model) -> Layout:
+def _shortened(layout: Layout) -> Layout:
     """The layout over the fewest ranks that are groups of the same kinds."""
 
     def short(axis: Axis) -> Axis:
         if axis.name == "tp":
             return axis  # which heads of k and v are shared hangs on its length
-        return replace(axis, parts=tuple(_least_factor(n) for n in axis.parts))
+        least = (next((f for f in range(2, n) if n % f == 0), n) for n in axis.parts)
+        return replace(axis, parts=tuple(least))
 
     mesh = Mesh(tuple(map(short, layout.mesh.axes)))
     few = min(layout.microbatches, 2 * mesh.of("pp"))
     plain: dict[str, Any] = {"offload": (), "compile": "", "precision": FP32}
-    once = layout.recompute in ("fit", "selective")  # nothing is sent again
-    again = "none" if once else layout.recompute
-    return replace(layout, mesh=mesh, microbatches=few, recompute=again, **plain)
-
-
-def _least_factor(n: int) -> int:
-    return next((f for f in range(2, n) if n % f == 0), n)
+    if layout.recompute in ("fit", "selective"):  # nothing is sent again
+        plain["recompute"] = "none"
+    return replace(layout, mesh=mesh, microbatches=few, **plain)
 
 
 def _few(model: Model, layout: Layout) -> Model:
@@ -253,10 +245,9 @@ def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Place
         return (ZERO,) * len(AXES) if "zero" in name else NOWHERE
     if not known:
         return NOWHERE
-    return tuple(
-        _along(name, [(dims, places[axis]) for dims, places in known], joins)
-        for axis in range(len(AXES))
-    )
+    dims, inputs = zip(*known, strict=True)
+    along = zip(*inputs, strict=True)  # an axis after the other
+    return tuple(_along(name, list(zip(dims, places, strict=True)), joins) for places in along)
 
 
 def _along(name: str, known: Sequence[tuple[int, Placement]], joins: bool) -> Placement:
@@ -288,8 +279,39 @@ class _PlacedGroup(Tally):
 
     def _begin(self, call: Call) -> Work:
         if self.size > 1 or call.kind == "all_gather":  # which places weights
-            _CALLS.get(call.kind, _nothing)(self, call)
+            self._place(call)
         return super()._begin(call)
+
+    def _place(self, call: Call) -> None:
+        """What is known after a call; of a barrier nothing."""
+        known, walk, x = self.known, self.walk, call.x
+        out = x if call.out is None else call.out
+        match call.kind:
+            case "all_reduce":
+                for start, stop, places in known.within(x):
+                    known.set(x, self.summed(places, call.op, REPLICATED), (start, stop))
+            case "reduce_scatter":
+                length = x.nbytes // self.size
+                first = length * self.rank
+                for start, stop, places in known.within(x):
+                    a, b = max(start, first) - first, min(stop, first + length) - first
+                    if a < b:
+                        known.set(out, self.summed(places, call.op, SHARDED), (a, b))
+            case "all_gather":
+                units = walk.local.every_unit
+                unit = next((u for u in units if u.storage() == storage_of(out)), None)
+                if unit is None:
+                    known.set(out, _along_axes(known.of(x), self.axes, REPLICATED))
+                else:
+                    walk.place_weights(unit)
+            case "all_to_all":
+                known.set(out, _along_axes(known.of(x), self.axes, VARYING))
+            case "send":
+                walk.sent[self.name] = known.of(x)
+            case "receive" if self.name in ("activations", "gradients"):
+                known.set(x, walk.edge)
+            case "receive":
+                known.set(x, _along_axes(walk.sent[self.name], self.axes, VARYING))
 
     def summed(self, places: Places, op: str, to: Placement) -> Places:
         """What a sum over the group makes of a value."""
@@ -306,60 +328,6 @@ class _PlacedGroup(Tally):
 
 def _along_axes(places: Places, axes: Sequence[int], to: Placement) -> Places:
     return tuple(to if i in axes and p != ZERO else p for i, p in enumerate(places))
-
-
-def _all_reduce(group: _PlacedGroup, call: Call) -> None:
-    for start, stop, places in group.known.within(call.x):
-        group.known.set(call.x, group.summed(places, call.op, REPLICATED), (start, stop))
-
-
-def _reduce_scatter(group: _PlacedGroup, call: Call) -> None:
-    assert call.out is not None
-    length = call.x.nbytes // group.size
-    first = length * group.rank
-    for start, stop, places in group.known.within(call.x):
-        a, b = max(start, first) - first, min(stop, first + length) - first
-        if a < b:
-            group.known.set(call.out, group.summed(places, call.op, SHARDED), (a, b))
-
-
-def _all_gather(group: _PlacedGroup, call: Call) -> None:
-    assert call.out is not None
-    unit = group.walk.unit_of_buffer(call.out)
-    if unit is None:
-        group.known.set(call.out, _along_axes(group.known.of(call.x), group.axes, REPLICATED))
-    else:
-        group.walk.place_weights(unit)
-
-
-def _all_to_all(group: _PlacedGroup, call: Call) -> None:
-    assert call.out is not None
-    group.known.set(call.out, _along_axes(group.known.of(call.x), group.axes, VARYING))
-
-
-def _send(group: _PlacedGroup, call: Call) -> None:
-    group.walk.sent[group.name] = group.known.of(call.x)
-
-
-def _receive(group: _PlacedGroup, call: Call) -> None:
-    if group.name in ("activations", "gradients"):
-        group.known.set(call.x, group.walk.edge)
-    else:
-        group.known.set(call.x, _along_axes(group.walk.sent[group.name], group.axes, VARYING))
-
-
-def _nothing(group: _PlacedGroup, call: Call) -> None:
-    """Of a barrier nothing is known."""
-
-
-_CALLS: dict[str, Callable[[_PlacedGroup, Call], None]] = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "send": _send,
-    "receive": _receive,
-}
 
 
 class _PlacedWorld(TallyWorld):
@@ -388,7 +356,8 @@ class _Placing(Executor):
     walk: _Walk
 
     def _perform(self, op: Op) -> None:
-        self.walk.at_op(op)
+        names = [name for name, _ in self.walk.model.pieces]
+        self.walk.op = f"{op} ({op.described(names)})"
         super()._perform(op)
 
     def _pass_on(self, way: str, p: int, to: int, m: int, bundle: Any) -> None:
@@ -520,10 +489,7 @@ class _Walk:
             run = offset * size, (offset + torch.Size(weight.local).numel()) * size
             self.known.set(unit.buffer, self.places_of(weight), run)
 
-    def unit_of_buffer(self, x: Tensor) -> Unit | None:
-        return next((u for u in self.local.every_unit if u.storage() == storage_of(x)), None)
-
-    def sums(self, unit: Unit) -> None:
+    def _sums(self, unit: Unit) -> None:
         """A gradient is about to be summed: never over an axis that cuts its weight."""
         for weight in unit.order:
             own, groups = self.places_of(weight), [unit.groups.reduce, unit.groups.replica]
@@ -539,7 +505,7 @@ class _Walk:
     def tied(self, op: Op) -> None:
         """Stages that share a weight have different parts of its gradient."""
         for unit in self.local.of_piece(op.piece, trained=True):
-            self.sums(unit)
+            self._sums(unit)
             if unit.groups.tie.size > 1 and unit.full is not None:
                 pp = AXES.index("pp")
                 for start, stop, places in self.known.within(unit.full):
@@ -579,10 +545,6 @@ class _Walk:
                     self.found.setdefault(f"the norm counts {weight.name} {times:g} times.")
 
     # ---- values
-
-    def at_op(self, op: Op) -> None:
-        names = [name for name, _ in self.model.pieces]
-        self.op = f"{op} ({op.described(names)})"
 
     def passes(self, way: str, p: int, to: int, bundle: Mapping[str, Tensor]) -> None:
         what = "the output" if way == ops.FORWARD else "the gradient of the input"
