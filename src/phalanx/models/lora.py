@@ -1,5 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021): a linear that is frozen, and beside it a trained product of two
-thin matrices."""
+"""Low-rank adapters (Hu et al. 2021): beside a frozen linear a trained product of two thin matrices."""
 
 from __future__ import annotations
 

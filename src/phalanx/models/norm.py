@@ -83,8 +83,9 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_cpu and x.dtype == torch.bfloat16:
-            x = _LayerNormalized.apply(x, self.weight, self.bias, self.eps)  # type: ignore[no-untyped-call]
-            return x
+            given = x, self.weight, self.bias, self.eps
+            y: Tensor = _LayerNormalized.apply(*given)  # type: ignore[no-untyped-call]
+            return y
         return super().forward(x)
 
 
