@@ -84,3 +84,26 @@ def test_no_tensor_has_a_number_for_each_pair(softcap: float) -> None:
     with _Largest() as largest:
         attention(q, k, v, window=64, softcap=softcap).sum().backward()
     assert largest.numbers <= kernels.STRIP * (kernels.STRIP + 64) < length**2 / 32
+
+
+def test_flash_attention_is_given_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta, where its operators have shapes. A window of n are the n - 1 tokens before a token."""
+    monkeypatch.setattr(kernels, "_kernels", lambda *_: kernels.FLASH)
+    forward, calls = torch.ops.aten._flash_attention_forward.default, list[tuple[bool, Any]]()
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "_flash_attention" in func.name():
+                calls.append((func is forward, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    q = torch.empty(2, KEYS, HEADS, SIZE, device="meta", dtype=torch.bfloat16)
+    with Calls():
+        out, lse = kernels.attend_own(q, q, q, None, None, 6)
+        into = kernels.own_gradients(q, (q, q, q), None, out, lse, 6)
+    within = {"window_size_left": 5, "window_size_right": 0}
+    assert calls == [(True, within), (False, within)]
+    assert [x.shape for x in (out, *into)] == [q.shape] * 4
+    assert lse.shape == q.shape[:3]

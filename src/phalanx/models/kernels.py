@@ -3,7 +3,7 @@
 What attends is cut into blocks of queries and keys of which all meet, or those under a diagonal. So
 no work is done for pairs of different documents. Where a window is shorter than a document, a GPU's
 kernel for variable lengths has it in 16 bits; elsewhere blocks are strips of rows with the keys that
-these see, and a mask of one strip serves all. Documents are known on the host: how many blocks there
+these see, and a mask as large as a strip. Documents are known on the host: how many blocks there
 are decides what is launched, and a GPU would have to be waited for to say it.
 """
 
