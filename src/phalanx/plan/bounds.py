@@ -93,13 +93,13 @@ def _least(
     cut without context parallelism, without selective recomputation and with its backward whole
     computes as much, and what it leaves out only costs time."""
     exact, piped = space.cut(grid, inner, split=split), grid.pp > 1
-    if pricer.known(exact):
+    if exact in pricer.pieces:
         return pricer.three(exact, rows, piped)
     near = grid._replace(ring=1, ulysses=1)
     selective = inner.recompute == "selective"
     for kept, parted in ((inner, split), (inner, False), (inner._replace(recompute="none"), False)):
         cut = space.cut(near, kept, split=parted)
-        if pricer.known(cut):
+        if cut in pricer.pieces:
             break
     embed, block, head = pricer.three(cut, rows / grid.cp, piped)
     if selective and kept.recompute != "selective":

@@ -319,7 +319,13 @@ def read_run(folder: Path) -> Measured:
     # A run that was resumed, perhaps in another layout, is told by its last stretch that is long
     # enough: a resumption that had nothing left to do tells nothing.
     ends = [*begins[1:], len(records)]
-    stretches = [(records[i], _steps(records[i:end])) for i, end in zip(begins, ends, strict=True)]
+    stretches = [
+        (
+            records[i],
+            [r for r in records[i:end] if r["event"] == "step" and r.get("seconds", 0) > 0],
+        )
+        for i, end in zip(begins, ends, strict=True)
+    ]
     start, told = next((s for s in reversed(stretches) if len(s[1]) > 1), stretches[-1])
     if len(told) < 2:
         raise MachineError(
@@ -331,21 +337,13 @@ def read_run(folder: Path) -> Measured:
             f"{file} is of a model of your own, {start['own']}. Calibrate on runs of built-in models:"
             " what a profile costs is not the model's."
         )
-    shape, layout = _shape(start, file), Layout.parse(str(start["layout"]))
+    model, layout = start.get("model"), Layout.parse(str(start["layout"]))
+    if not isinstance(model, dict):
+        raise MachineError(f"{file} does not tell the sizes of its model.")
+    shape = decode(Shape, model, f"{file}, model", MachineFileError)
     seconds = median(float(r["seconds"]) for r in told[1:] for _ in range(int(r["steps"])))
     sequence = int(start.get("sequence", shape.sequence))
     return Measured(str(folder), case_of(shape, layout, sequence=sequence), seconds)
-
-
-def _steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [r for r in records if r["event"] == "step" and r.get("seconds", 0) > 0]
-
-
-def _shape(start: Mapping[str, Any], file: Path) -> Shape:
-    model = start.get("model")
-    if not isinstance(model, dict):
-        raise MachineError(f"{file} does not tell the sizes of its model.")
-    return decode(Shape, model, f"{file}, model", MachineFileError)
 
 
 def by_model(trials: Sequence[Measured]) -> list[list[Measured]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..layout import Layout, Shape, piece_layout
+from ..layout import piece_layout
 from .calibrate import CostedRun, Measured
 from .price import PieceKinds, costed_as, parts_of
 from .profile import SoftwareProfile
@@ -47,45 +46,22 @@ def runs_of(
 ) -> tuple[list[PublishedRun], dict[int, str]]:
     """All rows that can be predicted; and why the others cannot."""
     refused, found = {}, dict[int, PublishedRun]()
-    alike: dict[Any, dict[Layout, list[int]]] = defaultdict(lambda: defaultdict(list))
+    known: dict[Any, PieceKinds] = {}
     for i, row in enumerate(rows):
-        if row.case is None:
+        case, hardware = row.case, row.hardware
+        if case is None or hardware is None:
             refused[i] = row.why
             continue
-        shape = replace(row.case.shape, name="", layers=1, batch=1, source="")
-        cut = costed_as(piece_layout(row.case.layout), row.profile)
-        alike[shape, row.case.sequence][cut].append(i)
-    for (shape, sequence), by_cut in alike.items():
-        for cut, kinds in _costed(piece_costs, shape, sequence, by_cut, refused).items():
-            for i in by_cut[cut]:
-                found[i] = _run(rows[i], kinds)
-    return [found[i] for i in sorted(found)], refused
-
-
-def _run(row: PublishedRow, kinds: PieceKinds) -> PublishedRun:
-    case, hardware = row.case, row.hardware
-    assert case is not None
-    assert hardware is not None
-    parts = parts_of(kinds, case, hardware, row.profile, piece_layout(case.layout))
-    run = Measured(row.name, case, row.step)
-    return PublishedRun(run, hardware, row.profile, parts, row)
-
-
-def _costed(
-    piece_costs: CostFunction,
-    shape: Shape,
-    sequence: int,
-    cuts: Mapping[Layout, list[int]],
-    refused: dict[int, str],
-) -> dict[Layout, PieceKinds]:
-    """The cuts of one shape together; where one cannot be, each by itself."""
-    try:
-        return dict(piece_costs(shape, list(cuts), sequence=sequence))
-    except ValueError:
-        found: dict[Layout, PieceKinds] = {}
-        for cut, members in cuts.items():
-            try:
-                found |= piece_costs(shape, [cut], sequence=sequence)
-            except ValueError as error:
-                refused.update(dict.fromkeys(members, str(error)))
-        return found
+        shape = replace(case.shape, name="", layers=1, batch=1, source="")
+        cut = piece_layout(case.layout)
+        name = costed_as(cut, row.profile)
+        key = shape, case.sequence, name
+        try:
+            known[key] = known.get(key) or piece_costs(shape, [name], sequence=case.sequence)[name]
+        except ValueError as error:
+            refused[i] = str(error)
+            continue
+        parts = parts_of(known[key], case, hardware, row.profile, cut)
+        run = Measured(row.name, case, row.step)
+        found[i] = PublishedRun(run, hardware, row.profile, parts, row)
+    return list(found.values()), refused

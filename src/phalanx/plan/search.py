@@ -97,10 +97,10 @@ class Screened:
 
     def known(self) -> NDArray[np.bool_]:
         """Which candidates have their pieces costed."""
-        each, known, cut = [], self.pricer.known, self.space.cut
+        each, known, cut = [], self.pricer.pieces, self.space.cut
         for x in self.space.options:
             split = [traits(pipe.schedule).splits_backward for pipe in x.pipelines]
-            flags = [[known(cut(x.grid, inner, split=s)) for inner in x.inners] for s in split]
+            flags = [[cut(x.grid, inner, split=s) in known for inner in x.inners] for s in split]
             each.append(np.broadcast_to(np.array(flags), x.sizes).ravel())
         return np.concatenate(each)
 
@@ -109,7 +109,7 @@ class Screened:
         layout = self.layout(i)
         x, (_, _, _, q) = self.at(i)
         cut = self.space.cut(x.grid, x.inners[q], split=layout.splits_backward)
-        if self.pricer.known(cut):
+        if cut in self.pricer.pieces:
             return False
         self.pricer.cost([cut])
         for n, other in enumerate(self.space.options):
@@ -222,7 +222,7 @@ def search(request: Request, *, top: int = 10) -> Plan:
         considered=len(screened),
         fitting=int(fits.sum()),
         simulated=len(screened.choices),
-        costed=pricer.costed,
+        costed=len(pricer.pieces),
         room=room,
         points=(screened.step, screened.bytes),
         named=screened.layout,

@@ -119,23 +119,16 @@ class Pricer:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._pieces: dict[Layout, PieceKinds] = {}
+        self.pieces: dict[Layout, PieceKinds] = {}
         self._times: dict[tuple[Layout, float, bool], Three] = {}
-
-    def known(self, cut: Layout) -> bool:
-        return cut in self._pieces
-
-    @property
-    def costed(self) -> int:
-        return len(self._pieces)
 
     def cost(self, cuts: Iterable[Layout]) -> None:
         """Cost those that are not, together."""
         r = self.request
-        names = {cut: costed_as(cut, r.profile) for cut in cuts if cut not in self._pieces}
+        names = {cut: costed_as(cut, r.profile) for cut in cuts if cut not in self.pieces}
         if names:
             made = r.piece_costs(r.model or r.shape, list(names.values()), sequence=r.sequence)
-            self._pieces |= {cut: made[name] for cut, name in names.items()}
+            self.pieces |= {cut: made[name] for cut, name in names.items()}
 
     def three(self, cut: Layout, rows: float, piped: bool) -> Three:
         """Embedding, block and head at so many rows, in a pipeline or without one."""
@@ -143,7 +136,7 @@ class Pricer:
             self.cost([cut])
             r = self.request
             case, busy = Case(r.shape, cut, rows, r.sequence), r.routing.busiest(cut.ep)
-            e, b, h = parts_of(self._pieces[cut], case, r.hardware, r.profile, cut, busy)
+            e, b, h = parts_of(self.pieces[cut], case, r.hardware, r.profile, cut, busy)
             self._times[cut, rows, piped] = (
                 e.under(r.profile, piped),
                 b.under(r.profile, piped),
