@@ -20,7 +20,7 @@ from phalanx.api.step import step_of
 from phalanx.cost import step_flops
 from phalanx.draw import Html, Picture, paragraphs, table, timeline
 from phalanx.draw.page import frame
-from phalanx.layout import Layout, LayoutError, Shape, legal, nearest, piece_layout, stage_pieces
+from phalanx.layout import Layout, LayoutError, Shape, legal, nearest, stage_pieces
 from phalanx.layout.choices import BF16
 from phalanx.layout.families import shape_of
 from phalanx.layout.numbers import bytes_text, count_text, seconds_text
@@ -29,7 +29,7 @@ from phalanx.plan.device import devices
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.link import cluster, clusters
 from phalanx.plan.local import profile_for
-from phalanx.plan.step import Choice, Pricer, Request, case_of, sizes_of_case
+from phalanx.plan.step import Choice, Pricer, Request
 from phalanx.program import Program, build, faults, simulate
 
 _MOST = 20_000  # operations of a step that is drawn
@@ -96,7 +96,7 @@ class Playground:
             self.rest = iter([{"verdict": "\n".join(faults(program))}])
             return found | _unpriced(layout, shape, program, error)
         title, notes = f"{layout} on {shape.name}", _notes(layout)
-        drawn = simulate(program, costs, _sizes(pricer, layout))
+        drawn = simulate(program, costs, pricer.priced(layout).sizes)
         self.rest = _later(request, pricer, choice, program)
         return found | {
             "page": _page(Picture(title, drawn, clock=" s", notes=notes)),
@@ -155,13 +155,6 @@ def _program(asked: Asked, layout: Layout, shape: Shape) -> Program:
     tied = ((shape.pieces - 1, 0),) if shape.tied else ()
     stages, parts = stage_pieces(layout, shape), partial_pieces(layout, shape)
     return build(layout, stages, tied, parts=parts, experts=program_experts(layout, shape))
-
-
-def _sizes(pricer: Pricer, layout: Layout) -> Any:
-    r = pricer.request
-    case = case_of(r.shape, layout)
-    three = pricer.three(piece_layout(layout), case.rows, layout.pp > 1)
-    return sizes_of_case(case, three, r.profile)
 
 
 def _notes(layout: Layout) -> tuple[str, ...]:
