@@ -1,7 +1,7 @@
 """A training run on one rank: steps from where the last checkpoint is to the end, or to a stop.
 
 Every rank calls `train` with the same run. What a rank holds is in `rank.py`, what its steps are
-made of in `steps.py`, what is logged in `log.py`, what is kept in `checkpoint.py`.
+made of in `executor.py`, what is logged in `log.py`, what is kept in `checkpoint.py`.
 """
 
 from __future__ import annotations
