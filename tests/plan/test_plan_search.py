@@ -448,9 +448,13 @@ def test_every_family_without_a_pick_has_its_reason() -> None:
 
 
 def test_what_does_not_fit_says_how_much_it_needs() -> None:
-    large = [r for r in search(request(limit=0.3), top=1).refused if r.kind == "memory"]
-    assert any(r.family == "data parallel alone" for r in large)
-    assert all("GB" in r.reason for r in large)
+    for limit in (0.3, 0.2, 0.12):
+        asked = request(limit=limit)
+        large = [r for r in search(asked, top=1).refused if r.kind == "memory"]
+        assert any(r.family == "data parallel alone" for r in large)
+        for each in judge(asked, [Layout.parse(r.layout) for r in large]):
+            assert each.bytes > asked.room, each.layout
+        assert all("GB" in r.reason for r in large)
 
 
 def test_nothing_fits_in_no_memory_and_the_plan_says_so() -> None:

@@ -63,12 +63,16 @@ def refusals(
             if parts := screened.simulate(i).parts:
                 least[i] = sum(parts.values())
                 break
+            fits[i] = False
             able = able[screened.bytes[able] <= _EMPTIER * screened.bytes[i]]
+        if not len(able):  # unless the one that holds least fits
+            rows = np.flatnonzero(mask)
+            i = int(rows[np.argmin(screened.bytes[rows])])
+            if best and screened.simulate(i).parts:
+                least[i], able = screened.choices[i].step, np.flatnonzero(mask & fits)
         if len(able):
             found.append(_slower(family, screened, i, float(least[able].min()), best[0]))
         else:
-            rows = np.flatnonzero(mask)
-            i = int(rows[np.argmin(screened.bytes[rows])])
             found.append(_large(family, screened, i, room))
     return (*found, *_illegal(screened))
 

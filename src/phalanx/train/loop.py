@@ -312,7 +312,7 @@ class _Loop:
                 self.log.notice(event, text)
         if at.data != batches.fingerprint:
             self.log.notice("data", f"the data is not what {loaded.path} was trained on")
-        self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout!r})")
+        self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
         return at.step
 
     # ---- one step
