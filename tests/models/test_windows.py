@@ -83,7 +83,7 @@ def test_no_tensor_has_a_number_for_each_pair(softcap: float) -> None:
     q, k, v = (torch.randn(1, length, 1, 8, requires_grad=True) for _ in range(3))
     with _Largest() as largest:
         attention(q, k, v, window=64, softcap=softcap).sum().backward()
-    assert largest.numbers <= kernels.STRIP * (kernels.STRIP + 64) < length**2 / 32
+    assert largest.numbers <= 2 * q.numel() < length**2 / 100
 
 
 def test_flash_attention_is_given_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

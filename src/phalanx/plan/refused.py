@@ -167,8 +167,4 @@ def _illegal(screened: Screened) -> Iterator[Refusal]:
 
 
 # Which broken rules are the fault of an axis.
-_RULES = {
-    "dp": ("batch",),
-    "tp": ("heads", "kv", "ffn", "width"),
-    "pp": ("stages",),
-}
+_RULES = {"dp": ("batch",), "tp": ("heads", "kv", "ffn", "width"), "pp": ("stages",)}
