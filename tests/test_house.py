@@ -306,7 +306,7 @@ LINES = {
     "layout": 4316,
     "program": 3179,
     "draw": 1708,
-    "plan": 5088,
+    "plan": 5084,
     "models": 1967,
     "comm": 4619,
     "parallel": 4301,

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-STRIP = (
-    128  # rows; on a CPU 512 took 1.3 to 2.2 times as long in windows, and up to 2.1 with soft caps
-)
+STRIP = 128  # rows; on a CPU 512 took 1.3 to 2.2 times as long in windows and with soft caps
 HALVES = (torch.bfloat16, torch.float16)
 
 
