@@ -216,7 +216,7 @@ def _linked(html: str, path: Path, pages: Mapping[Path, str]) -> str:
 
 def lecture(path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "phalanx", "lab", "all", "--html", path],
+        [sys.executable, "-m", "phalanx", "lab", "all", "--width", "128", "--html", path],
         check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     page = path.read_text(encoding="utf-8")
