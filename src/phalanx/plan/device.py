@@ -133,7 +133,7 @@ def _numbers(value: object, place: str) -> list[tuple[str, float]]:
 
 
 def catalogue(kind: type[Entry], path: Path) -> dict[str, Entry]:
-    """The entries of a file of ours, by name, which each is told."""
+    """The entries of a shipped file, by name; each has its name too."""
     return {
         name: decode(kind, {**table, "name": name}, f"{path.name}, {name}", MachineFileError)
         for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
