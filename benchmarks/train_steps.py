@@ -45,6 +45,8 @@ SIZES = {
     "27m": {"layers": 8, "hidden": 480, "heads": 8, "kv_heads": 4, "ffn": 1312, "vocab": 4096},
     "sparse": {"layers": 4, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn": 544, "vocab": 1024,
                "experts": 8, "top_k": 2, "expert_ffn": 544},
+    "fine": {"layers": 4, "hidden": 192, "heads": 6, "kv_heads": 2, "ffn": 544, "vocab": 1024,
+             "experts": 64, "top_k": 6, "expert_ffn": 128},
 }  # fmt: skip
 ROWS, SEQUENCE = 2, 256  # of a rank's microbatch
 OTHER = "the other checkout"
@@ -67,7 +69,7 @@ SETS: dict[str, dict[str, str]] = {
         "DDP": "ddp", "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
         **over(("dpN", "dpN zero1", "dpN zero3")),
     },
-    "experts": {  # with --size sparse
+    "experts": {  # with --size sparse, or fine
         "FSDP2": "fsdp", "FSDP2, kept": "fsdp-kept",
         **over(("dpN zero3", "epN", "epN overlap")),
     },
