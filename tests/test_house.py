@@ -306,7 +306,7 @@ LINES = {
     "layout": 4316,
     "program": 3179,
     "draw": 1708,
-    "plan": 5084,
+    "plan": 5152,
     "models": 1967,
     "comm": 4619,
     "parallel": 4301,
@@ -317,8 +317,8 @@ LINES = {
     "report": 927,
     "lab": 3587,
     "hang": 967,
-    "cli": 4954,
-    "api": 1488,
+    "cli": 4976,
+    "api": 1519,
 }
 
 

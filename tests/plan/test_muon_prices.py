@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from phalanx.api.plan import request
 from phalanx.api.request import request_for
+from phalanx.cli.main import main
 from phalanx.comm import World
 from phalanx.comm.launch import launch
 from phalanx.layout import Layout, Shape
@@ -18,7 +20,7 @@ from phalanx.parallel.local import build_local
 from phalanx.plan import cluster
 from phalanx.plan.hardware import hardware_of
 from phalanx.plan.local import profile_for
-from phalanx.plan.matrices import matrix_bytes, matrix_times, program_matrices
+from phalanx.plan.matrices import matrix_bytes, matrix_times, newton_schulz, program_matrices
 from phalanx.plan.profile import profile
 from phalanx.plan.step import Pricer
 from phalanx.program.memory import Sizes, peaks
@@ -85,6 +87,35 @@ def test_the_update_of_a_plan_is_the_work_of_the_owner_that_has_most() -> None:
     work = [orthogonal_work(*sides) for sides in matrices[0]]
     share = max(work) / sum(work)
     assert eight.update / alone.update == pytest.approx(share, rel=0.15)
+
+
+def test_newton_schulz_is_counted_in_flops_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a matrix of 2 x 3 by hand: five times x x^T (2x3x2), its square (2x2x2), that times x (2x2x3)
+    are 5 (12 + 8 + 12) multiply-adds; each product reads two factors and writes its result."""
+    flops = 2 * 5 * (2 * 3 * 2 + 2 * 2 * 2 + 2 * 2 * 3)
+    moved = 5 * ((6 + 6 + 4) + (4 + 4 + 4) + (4 + 6 + 6))
+    alone = Layout.parse("bf16")
+    assert newton_schulz((((2, 3),), ()), alone) == (flops, 2 * moved)
+    assert newton_schulz((((3, 2),), ()), Layout(), cpu=True) == (flops, 4 * moved)
+    three = (((2, 3),) * 3, ())
+    assert newton_schulz(three, Layout.parse("dp2 zero1")) == (2 * flops, 4 * moved)
+    assert newton_schulz(((), ((2, 3),) * 4), Layout.parse("ep2")) == (2 * flops, 4 * moved)
+
+    # A block of this MLP is a square matrix, so that each of 15 products has 1,024^3 multiply-adds.
+    mlp = Shape.load("mlp")
+    assert mlp.matrices(1)[0] == [(1024, 1024)]
+    each = 2 * 15 * 1024**3
+    words = ["--model", "mlp", "--optimizer", "muon", "--json"]
+    assert main(["cost", *words]) == 0
+    blocks = json.loads(capsys.readouterr().out)["newton_schulz"]
+    assert {x["flops"] for x in blocks if x["flops"]} == {each}
+    assert main(["check", "pp2", *words]) == 0
+    half = json.loads(capsys.readouterr().out)["newton_schulz"]["flops"]
+    assert half == mlp.layers // 2 * each
+    assert main(["check", "pp2", *words[:-1]]) == 0
+    assert "Newton-Schulz takes" in capsys.readouterr().out
+    assert main(["check", "pp2", "--model", "mlp"]) == 0
+    assert "Newton-Schulz" not in capsys.readouterr().out
 
 
 def test_a_plan_with_muon_takes_longer_updates_and_keeps_one_moment() -> None:

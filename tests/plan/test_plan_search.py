@@ -13,7 +13,9 @@ import pytest
 
 from phalanx.api.request import request_for
 from phalanx.layout import Layout, LayoutError, Shape, legal, piece_layout, stage_pieces
+from phalanx.layout.choices import DUALPIPE_V
 from phalanx.layout.stages import partial_pieces
+from phalanx.plan.device import MachineError
 from phalanx.plan.hardware import Hardware, hardware_of
 from phalanx.plan.link import cluster
 from phalanx.plan.price import Case, OpTime, Priced
@@ -296,6 +298,7 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None
         found = pricer.choose(layout)
         assert screened.step[i] <= found.step * (1 + 1e-9), layout
         assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
+    assert not any(screened.layout(i).overlap for i in range(len(screened)) if i not in shared)
     # Three of the experts on each rank, which are nearly all of the model.
     whole = judge(asked, [Layout.parse("dp4 bf16")])[0].memory["weights"]
     assert (
@@ -303,6 +306,77 @@ def test_layouts_that_share_experts_are_searched_and_their_bounds_hold() -> None
         < judge(asked, [Layout.parse("dp2 ep2 bf16")])[0].memory["weights"]
         < 0.55 * whole
     )
+
+
+ROUTED = Shape.of({
+    "layers": 4, "hidden": 2048, "heads": 16, "vocab": 1000, "ffn": 2048, "experts": 4, "top_k": 2,
+    "expert_ffn": 2048, "sequence": 2048,
+})  # fmt: skip
+
+
+def test_bounds_hold_where_tokens_travel_beside_computing() -> None:
+    """Of every schedule, and of the one in which a forward always stands beside a backward."""
+    asked = request_for(ROUTED, hardware("h100x4"), batch=16)
+    space, pricer = Space(asked, recomputes=("none", "all")), Pricer(asked)
+    screened = Screened(space, pricer)
+    routed = [i for i in range(len(screened)) if screened.at(i)[0].grid.ep > 1]
+    beside = {i: x for i in routed if (x := screened.layout(i)).overlap or x.schedule == DUALPIPE_V}
+    assert {x.schedule for x in beside.values()} >= {"accum", "1f1b", "interleaved", DUALPIPE_V}
+    for i in [*beside][:: max(1, len(beside) // 200)]:
+        layout, found = beside[i], pricer.choose(beside[i])
+        assert screened.step[i] <= screened.follow(i) <= found.step * (1 + 1e-9), layout
+        assert screened.bytes[i] <= found.bytes * (1 + 1e-9), layout
+    assert not any(
+        x.overlap or x.schedule == DUALPIPE_V
+        for x in map(screened.layout, range(len(screened)))
+        if x.ep == 1
+    )
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_overlap_hides_what_travels_beside_the_backward_of_another_microbatch(count: int) -> None:
+    """Each block of each microbatch sends tokens there and back, and so their gradients: four times.
+    Where a microbatch's forward stands beside the backward of the one before, all that is hidden but of
+    the first forward and of the last backward. That ranks tell each other how many come is not: what
+    is to be sent depends on it."""
+    asked = request_for(ROUTED, hardware("h100x2"), batch=2 * count)
+    texts = (f"ep2{words} accum:{count} bf16" for words in ("", " overlap"))
+    apart, beside = judge(asked, [Layout.parse(text) for text in texts])
+    network, tokens = hardware("h100x2").network, ROUTED.sequence
+    sent = 2.0 * tokens * ROUTED.top_k * ROUTED.hidden  # bytes of one microbatch
+    exchange = network.seconds("all_to_all", sent, 2, 1)
+    hidden = 4 * (count - 1) * ROUTED.layers * exchange
+    assert apart.step - beside.step == pytest.approx(hidden, rel=1e-6)
+    assert search(asked, top=1).layouts[0].step <= beside.step
+
+
+def test_overlap_is_not_chosen_where_a_rank_has_nothing_beside_which_tokens_travel() -> None:
+    """One sequence of each rank is one microbatch; and a model without experts sends no tokens."""
+    asked = request_for(ROUTED, hardware("h100x4"), batch=4)
+    plan = search(asked, top=10)
+    assert any(x.layout.ep > 1 for x in plan.layouts)
+    assert not any(x.layout.overlap for x in plan.layouts if x.layout.microbatches == 1)
+    dense = Space(request())
+    assert not any(
+        p.overlap or p.schedule == DUALPIPE_V for x in dense.options for p in x.pipelines
+    )
+
+
+def test_products_in_8_bits_are_tried_where_they_are_asked_for() -> None:
+    """Where products are large they take half the time, and are chosen; where they are small, rounding
+    takes longer than they save. A device without such products is refused."""
+    dense = replace(ROUTED, experts=0, top_k=1, expert_ffn=0)
+    large = request_for(replace(dense, hidden=8192, ffn=32768), hardware("h100x2"), batch=4)
+    small = request_for(replace(dense, hidden=64, head_dim=4, ffn=64), hardware("h100x2"), batch=4)
+    for asked, chosen in ((large, "fp8"), (small, "")):
+        plain, both = search(asked, top=1), search(replace(asked, matmul="fp8"), top=10)
+        assert both.layouts[0].layout.matmul == chosen
+        assert not plain.layouts[0].layout.matmul
+        (again,) = judge(asked, [Layout.parse(str(both.layouts[0].layout))])
+        assert again.step == pytest.approx(both.layouts[0].step)
+        assert ("fp8" if not chosen else "without fp8") in {r.family for r in both.refused}
+    with pytest.raises(MachineError, match="no rate of fp8"):
+        search(replace(large, hardware=hardware("a100-80x2"), matmul="fp8"))
 
 
 def test_the_busiest_rank_is_that_with_the_most_tokens(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from typing import Any
 from ..draw import text_table
 from ..draw.words import wrapped
 from ..layout import Layout, Shape, Violation, legal, nearest, stage_pieces
-from ..layout.numbers import bytes_text, count_text
+from ..layout.numbers import bytes_text, count_text, si_text
+from ..layout.run import run_file
 from ..layout.stages import by_program_piece, frozen_pieces, partial_pieces, program_experts
 from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import joined
+from ..plan.matrices import newton_schulz, program_matrices
+from ..plan.space import ranks_of
 from ..plan.step import Request
 from ..program import Program, Proof, build
 from ..program import check as prove
@@ -83,6 +86,7 @@ def check(
     sequence: int = 0,
     device: str = "",
     cluster: str = "",
+    optimizer: str = "",
     clip: bool = False,
     sums: bool = False,
 ) -> Checked:
@@ -90,8 +94,9 @@ def check(
 
     `model` is the name of a shape, a .toml file, hf:FOLDER or FILE.py:Class. `batch` counts sequences,
     and `sequence` tokens; 0 is the model's. With `device` or `cluster` the bytes are compared with what
-    it has. `clip`: the program has the agreement of gradient clipping. `sums`: find sums over ranks that
-    are missing, made twice or over the wrong axis, by the operations that train; this loads torch.
+    it has. `optimizer` is that of a run file, or adamw. `clip`: the program has the agreement of gradient
+    clipping. `sums`: find sums over ranks that are missing, made twice or over the wrong axis, by the
+    operations that train; this loads torch.
 
         check("dp2 pp4 tp2 1f1b:8", "8b", device="h100").fits
     """
@@ -109,12 +114,14 @@ def check(
         reasons = [{"rule": v.rule, "what": v.what, "way_out": v.way_out} for v in violations]
         refused = {"legal": False, "violations": reasons, "nearest": [*map(str, near)]}
         return Checked(layout, shape, refused, violations, near, wrong)
+    run = None if optimizer or not isinstance(model, str) else run_file(model)
     request = request_for(
         shape,
         _hardware(layout, device, cluster),
         batch=batch,
         sequence=sequence,
         model=str(model) if make else "",
+        muon=(run.optimizer.name if run else optimizer) == "muon",
     )
     figures = _figures(text, layout, shape, request, clip=clip)
     if sums:
@@ -178,7 +185,24 @@ def _memory(request: Request, text: str) -> dict[str, Any]:
         memory = request.hardware.memory
         figures |= {"device": request.hardware.name, "device_gb": memory / 1e9}
         figures["fits"] = range_[0] <= memory
+    if request.profile.muon:
+        figures["newton_schulz"] = _newton_schulz(request, layout)
     return figures
+
+
+def _newton_schulz(request: Request, layout: Layout) -> dict[str, float]:
+    """FLOPs and bytes of a stage's updates, each of the owner that has most, where they are most."""
+    cpu, each = bool(request.hardware.cores), program_matrices(request.shape, layout)
+    work = [newton_schulz(matrices, layout, cpu=cpu) for matrices in each]
+    stages = [[0.0, 0.0] for _ in range(layout.pp)]
+    for rank, virtual in enumerate(ranks_of(layout.virtual_stages, layout.pp, layout.schedule)):
+        for stage in virtual:
+            pieces = stage_pieces(layout, request.shape)[stage]
+            stages[rank] = [
+                sum(x) for x in zip(stages[rank], *(work[n] for n in pieces), strict=True)
+            ]
+    flops, moved = max(stages)
+    return {"flops": flops, "moved": moved}
 
 
 def _held(
@@ -240,6 +264,9 @@ def _needs(figures: Mapping[str, Any]) -> Iterator[str]:
     kinds = {kind: 1e9 * size for kind, size in figures["memory_by_kind_gb"].items()}
     step = f"{figures['batch']:,} sequences of {figures['sequence']:,} tokens"
     yield f"In {figures['precision']}, with {step}, it needs {held_text(kinds)}."
+    if work := figures.get("newton_schulz"):
+        flops, moved = si_text(work["flops"]), bytes_text(work["moved"])
+        yield f"Newton-Schulz takes {flops} FLOPs of the busiest rank, once a step, and moves {moved}."
     if "fits" in figures:
         least, most, memory = (
             1e9 * size for size in (*figures["memory_range_gb"], figures["device_gb"])

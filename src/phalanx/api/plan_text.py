@@ -130,12 +130,13 @@ def plan_text(request: Request, plan: Plan, beside: Sequence[Baseline]) -> str:
 
 def _head(request: Request, plan: Plan) -> Iterator[str]:
     r, experts = request, ""
+    precision = " and ".join(filter(None, (r.precision, r.matmul)))
     if r.shape.experts:  # MFU counts what a token meets of the model
         active, total = map(count_text, (r.shape.active, r.shape.total))
         experts = f" {active} of {total} parameters active, tokens over experts {r.routing.text},"
     yield from wrapped(
         f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
-        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {r.precision},{experts}"
+        f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {precision},{experts}"
         f" software as {r.profile.name!r}",
         _WIDTH,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..cost import cached_costs
 from ..layout import Layout, LayoutError, Shape, legal, nearest
-from ..layout.choices import BF16, FP32
+from ..layout.choices import BF16, FP32, MATMUL_WORDS
 from ..layout.families import code_of
 from ..layout.numbers import bytes_text
 from ..layout.run import shape_named
@@ -116,15 +116,18 @@ def request_for(
     muon: bool = False,
 ) -> Request:
     """What is planned, with our own software or a profile that is named; in bf16 on a GPU unless
-    `precision` names another."""
-    precision = precision or (FP32 if hardware.cores else BF16)
+    `precision` names another, or products in 8 bits that are to be tried in it."""
+    matmul = MATMUL_WORDS.get(precision or "", "")
+    precision = (precision if not matmul else "") or (FP32 if hardware.cores else BF16)
     sequence = sequence or shape.sequence
     if shape.positions != "learned":
         shape = replace(shape, sequence=sequence)
     software = profile_for(hardware, profile, precision, muon=muon)
     costs = partial(cached_costs, target=hardware.target)
     batch = batch or shape.batch
-    return Request(shape, hardware, software, costs, sequence, batch, precision, model=model)
+    return Request(
+        shape, hardware, software, costs, sequence, batch, precision, matmul, model=model
+    )
 
 
 def held(request: Request, layout: Layout) -> Choice:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..api.check import check as check_layout
 from ..api.step import many
 from ..layout import Layout, Shape
+from ..layout.choices import OPTIMIZERS
 from ..program import Program, check, faults
 from .usage import Parser, UsageError, read, result
 
@@ -37,6 +38,7 @@ def run(argv: list[str]) -> int:
         "--device", default="", choices=None, metavar="NAME", help="with its memory, as h100"
     )
     parser.add("--cluster", default="", metavar="NAME", help="must fit on it, as h100x64, or this")
+    parser.add("--optimizer", choices=OPTIMIZERS, help="default: of a run file, else adamw")
     parser.add("--clip", action="store_true", help="with gradient clipping")
     parser.add("--sums", action="store_true", help="prove that each sum over ranks is made once")
     parser.add("--json")
@@ -50,6 +52,7 @@ def run(argv: list[str]) -> int:
             sequence=args.seq,
             device=args.device,
             cluster=args.cluster,
+            optimizer=args.optimizer or "",
             clip=args.clip,
             sums=args.sums,
         )

@@ -11,14 +11,17 @@ from ..api.request import model_of, refuse_illegal
 from ..cost import cached_costs
 from ..draw import text_table
 from ..layout import Layout, piece_layout
+from ..layout.choices import OPTIMIZERS
 from ..layout.numbers import si_text
+from ..plan.matrices import newton_schulz, program_matrices
 from ..program import Load, PieceCost, ops
 from .usage import Parser, result, whole
 
 _EPILOG = """\
 Found by running each piece on meta tensors over a backend that sends nothing; kept in
 $XDG_CACHE_HOME/phalanx/costs. F forward, B backward (or I input's and W weights'
-gradient, when the schedule splits it), R what recomputation repeats.
+gradient, when the schedule splits it), R what recomputation repeats. With --optimizer muon also
+what Newton-Schulz takes once a step: of all ranks that share a piece's matrices, who has most.
 
   phalanx cost --model 8b "tp4 seq bf16"
   phalanx cost --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
@@ -32,6 +35,7 @@ def run(argv: list[str]) -> int:
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
     add("--rows", type=whole(), default=1, help="sequences of a microbatch")
     add("--sequence", type=whole(), default=0, help="tokens of a sequence; default the shape's")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: its Newton-Schulz too")
     add("--target", default="cuda", choices=("cuda", "cpu"), help="device whose kernels are used")
     add("--json")
     args = parser.read(argv)
@@ -47,6 +51,10 @@ def run(argv: list[str]) -> int:
         ([n for n, k in enumerate(pieces.which) if k == kind], costed(args.rows))
         for kind, costed in enumerate(pieces.kinds)
     ]
+    # Of the first piece of each kind: FLOPs and bytes.
+    work, muon = list[tuple[float, float]](), args.optimizer == "muon"
+    for matrices in (program_matrices(shape, layout)[n[0]] for n, _ in kinds if muon):
+        work.append(newton_schulz(matrices, layout, cpu=args.target == "cpu"))
     figures = {
         "model": shape.name,
         "layout": str(layout),
@@ -55,13 +63,20 @@ def run(argv: list[str]) -> int:
         "sequence": args.sequence or shape.sequence,
         "target": args.target,
         "pieces": [{"pieces": numbers, **_facts(cut, found)} for numbers, found in kinds],
+        **({"newton_schulz": [{"flops": f, "moved": b} for f, b in work]} if muon else {}),
     }
     tokens = f" of {args.sequence or shape.sequence:,} tokens" * (shape.kind == "decoder")
     text = (
         f"{shape.name} as {str(cut) or 'one rank'}\n"
         f"one rank, rows in a microbatch: {args.rows}{tokens}; kernels of {args.target}\n"
     )
-    lines = ["", *(line for numbers, found in kinds for line in (*_lines(cut, numbers, found), ""))]
+    lines = [""]
+    for n, (numbers, found) in enumerate(kinds):
+        lines += _lines(cut, numbers, found)
+        if muon and work[n][0]:
+            flops, moved = map(si_text, work[n])
+            lines += [f"  Newton-Schulz, once a step: {flops} FLOPs, {moved}B moved"]
+        lines += [""]
     result(args, figures, text + "\n".join(lines))
     return 0
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..api.plan import Planned, PlanTerms
 from ..api.plan import request as plan_request
 from ..layout import Run
-from ..layout.choices import PRECISIONS
+from ..layout.choices import MATMUL_WORDS, PRECISIONS
 from ..layout.numbers import parse_count
 from ..layout.run import run_file
 from ..plan.search import search
@@ -92,7 +92,8 @@ def request_flags(parser: Parser) -> None:
     add("--ranks", type=whole(), help="for --cluster this: how many; default: its devices")
     add("--seq", dest="sequence", help="tokens of a sequence; default the shape's")
     add("--batch-tokens", type=_count, help="tokens of a step, as 4M; default the shape's batch")
-    add("--precision", choices=PRECISIONS, help="number format; default bf16, on a CPU fp32")
+    formats = (*PRECISIONS, *MATMUL_WORDS)
+    add("--precision", choices=formats, help="number format; default bf16, on a CPU fp32")
     add("--limit", type=part, default=0.85, metavar="PART", help="part of a device's memory to use")
     add("--profile", metavar="NAME", help="software to predict; default: this one")
     add("--routing", metavar="HOW", help="tokens over experts: zipf:1.0, or a FILE.json of counts")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from ..api.check import spans
@@ -12,7 +13,7 @@ from ..api.plan_text import choice_figures, choice_text
 from ..api.request import in_precision, range_text, refuse_illegal, verdict
 from ..draw import Picture, text, text_table
 from ..draw.words import wrapped
-from ..layout import stage_pieces
+from ..layout import Layout, stage_pieces
 from ..layout.numbers import bytes_text
 from ..plan.search import judge
 from ..plan.step import MEMORY, Choice, Pricer, Request
@@ -26,6 +27,8 @@ _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats
 def named(words: str, request: Request, flag: str) -> Choice:
     """A layout that somebody typed, in the precision that was asked for unless it names its own."""
     layout = in_precision(words, request.precision)
+    if "matmul" not in Layout.written(words):
+        layout = replace(layout, matmul=request.matmul)
     if layout.ranks != request.hardware.ranks:
         raise UsageError(
             f"{flag}: {layout} is for {layout.ranks:,} ranks, {request.hardware.name} has"

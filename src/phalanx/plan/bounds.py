@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, Shape
 from ..layout.choices import traits
-from ..program import ops, schedule
+from ..program import Op, ops, schedule
 from ..program.state import IN_FLIGHT
 from .price import OpTime, PieceTimes, Three, Units, distance, frozen_bytes, kind_of
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
@@ -102,6 +102,8 @@ def _least(
         if cut in pricer.pieces:
             break
     embed, block, head = pricer.three(cut, rows / grid.cp, piped)
+    if split and not parted:  # what a backward that is whole keeps after it says nothing
+        block = replace(block, cost=replace(block.cost, kept_after_i=0.0))
     if selective and kept.recompute != "selective":
         least = min(block.cost.input, block.cost.kept)
         cost = replace(block.cost, kept=least, kept_after_i=0.0, selected=least)
@@ -225,15 +227,17 @@ def _time(
     if not hardware.cores:
         # Beside them weights are gathered for each forward and backward, but where two that follow
         # each other use the same block: the first or the last of a chunk.
-        chunks = np.array([pipe.chunks for pipe in pipes])[:, None]
+        # Two microbatches that stand beside each other meet in a block once more.
+        chunks = np.array([pipe.chunks * (1 + pipe.overlap) for pipe in pipes])[:, None]
         blocks = np.maximum(s.blocks[:, 0] - chunks, 0.0).max(axis=-1)  # (pipelines)
         each_use = np.array([zero.gather == "micro" and zero.stage == 3 for zero in x.zeros])
         lane = lane + (2 * each_use * u.gather[1])[:, None, None, None] * blocks[:, None]
     step = np.where(often, np.maximum(step, m * lane + update), step)
     if x.grid.pp == 1 and not rolls:
+        met = np.array([pipe.overlap for pipe in pipes], float)[:, None]
         for z, zero in enumerate(x.zeros):
             alone = _alone(
-                n, layers, zero, [float(a) for a in u.gather[:, z]], float(sums[z].max()), m
+                n, layers, zero, [float(a) for a in u.gather[:, z]], float(sums[z].max()), m, met
             )
             step[z] = np.maximum(step[z], alone + update[z])
     cores = hardware.cores * x.grid.pp / hardware.ranks if hardware.cores else np.inf
@@ -242,9 +246,10 @@ def _time(
 
 
 def _alone(
-    n: _Numbers, layers: int, zero: Zero, gather: Sequence[float], sums: float, m: Array
+    n: _Numbers, layers: int, zero: Zero, gather: Sequence[float], sums: float, m: Array, met: Array
 ) -> Array:
-    """Seconds without the update of a rank that has the whole model, (microbatches, 1, inners)."""
+    """Seconds without the update of a rank that has the whole model, (microbatches, pipelines, inners).
+    Two microbatches use `met` blocks at once."""
     (ef, bf, hf), (eb, bb, hb) = ([a[..., 0] for a in each] for each in (n.forward, n.backward))
     again, segment = n.again[..., 0], n.segment[..., 0]
     work = layers * (bf + bb + again) - np.minimum((segment - 1) * again, layers * again)
@@ -253,7 +258,8 @@ def _alone(
     begin = gather[0] if zero.stage else 0.0
     step = begin + first + (m * sums if zero.stage >= 2 else (m - 1) * work + sums)
     if zero.stage == 3 and zero.gather == "micro":
-        step = np.maximum(step, m * (2 * layers * gather[1] + gather[0] + gather[2]) + eb)
+        each = 2 * (layers - met) * gather[1] + gather[0] + gather[2]
+        step = np.maximum(step, m * each + eb)
     elif zero.stage:
         after = hf + eb + hb + layers * bb
         once = layers * gather[1] + gather[0] + gather[2]
@@ -320,11 +326,12 @@ def _stage_nodes(
 def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pricer) -> float:
     """Seconds that the schedule of one candidate takes by itself, without what concerns units: no
     program of it is faster. 0 where that is not looked at: without a pipeline, too long, with frozen
-    pieces, or where steps roll."""
+    pieces, where steps roll or two microbatches are computed in turn."""
     (_, c, p, q), pp = at, x.grid.pp
     pipe, inner, count = x.pipelines[p], x.inners[q], x.counts[c]
     request = space.request
     other = request.profile.rolls or request.hardware.cores or request.shape.frozen
+    other = other or pipe.overlap or traits(pipe.schedule).forward_first
     if pp == 1 or other or 3 * pp * pipe.chunks * count > _NODES:
         return 0.0
     layout = space.layout(x, *at)
@@ -408,7 +415,7 @@ def in_flight(
     found = {}
     rows = schedule(name, pp, count, chunks).rows
     for rank in {*ranks}:
-        row = rows[rank]
+        row = _freed_first(rows[rank]) if traits(name).forward_first else rows[rank]
         split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)
         uses = Counter(op.piece for op in row if op.kind in ops.USES_WEIGHTS)
         unused, missing, whole = set(uses), set(uses), set[int]()
@@ -458,6 +465,19 @@ def in_flight(
             ended = ended or not uses[op.piece]
         found[rank] = tuple(most)
     return tuple(found[rank] for rank in ranks)
+
+
+def _freed_first(row: Sequence[Op]) -> list[Op]:
+    """A row in which a forward that a backward stands beside comes after it: part by part, they never
+    have less open than this."""
+    out: list[Op] = []
+    for op in row:
+        last = out[-1] if out else op
+        if last.kind == ops.FORWARD and op.kind in ops.PROPAGATES and op.piece != last.piece:
+            out.insert(-1, op)
+        else:
+            out.append(op)
+    return out
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,9 @@
 """What Muon takes beside an elementwise update: products at the owner that has most of them, and the
-ways of matrices there and back."""
+ways of matrices there and back. In seconds of some hardware, and in FLOPs and bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..layout import Layout, Shape
@@ -54,18 +55,35 @@ def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
     return 3 * width * sum(sum(a * b for a, b in m) / x.tp / shards for m, _, shards in groups)
 
 
+def _loads(
+    sides: tuple[tuple[int, int], ...], ranks: int, of: Callable[[Product], float]
+) -> dict[int, float]:
+    """What each owner has of all products of Newton-Schulz."""
+    loads = dict.fromkeys(range(ranks), 0.0)
+    owners = dealt([orthogonal_work(*each) for each in sides], ranks)
+    for owner, each in zip(owners, sides, strict=True):
+        loads[owner] += STEPS * sum(of(Product(*sizes)) for sizes in orthogonal_products(*each))
+    return loads
+
+
+def newton_schulz(matrices: Matrices, x: Layout, *, cpu: bool = False) -> tuple[float, float]:
+    """FLOPs of the owners that have most, and bytes that their products read and write."""
+    width, flops, moved = DTYPES[x.precision if cpu else BF16].bytes, 0.0, 0.0
+    for these, ranks, _ in _groups(matrices, x):
+        loads = _loads(these, ranks, lambda p: p.flops)
+        busiest = max(loads, key=loads.__getitem__)
+        sizes = _loads(these, ranks, lambda p: width * (p.m * p.k + p.k * p.n + p.m * p.n))
+        flops, moved = flops + loads[busiest], moved + sizes[busiest]
+    return flops, moved
+
+
 def matrix_times(matrices: Matrices, x: Layout, hardware: Hardware) -> MatrixTimes:
     """The owner that has most to do, and the numbers of which each rank has as many."""
     dtype = x.precision if hardware.cores else BF16
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0
     for these, ranks, shards in _groups(matrices, x):
-        loads = dict.fromkeys(range(ranks), 0.0)
-        owners = dealt([orthogonal_work(*each) for each in these], ranks)
-        for owner, sides in zip(owners, these, strict=True):
-            products = (Product(m, k, n) for m, k, n in orthogonal_products(*sides))
-            loads[owner] += STEPS * sum(hardware.rates.product(p, dtype) for p in products)
-        update += max(loads.values())
+        update += max(_loads(these, ranks, lambda p: hardware.rates.product(p, dtype)).values())
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)
         back += network("all_to_all", size / x.tp / shards, ranks, 1)

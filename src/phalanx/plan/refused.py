@@ -89,6 +89,8 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
             ("zero", zeros, 0),
             ("hsdp", sharded, 0),
             ("schedule", [p.schedule for p in x.pipelines], 2),
+            ("overlap", [p.overlap for p in x.pipelines], 2),
+            ("matmul", [i.matmul for i in x.inners], 3),
             ("recompute", [i.recompute for i in x.inners], 3),
         ):
             shape = [len(values) if n == axis else 1 for n in range(4)]
@@ -108,6 +110,11 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
     yield "Ulysses", c["ulysses"] > 1
     for mode in screened.space.recomputes:
         yield f"recompute:{mode}", c["recompute"] == mode
+    if c["overlap"].any():
+        yield "overlap", c["overlap"]
+    if matmul := screened.space.request.matmul:
+        yield f"without {matmul}", c["matmul"] == ""
+        yield matmul, c["matmul"] == matmul
     for name in dict.fromkeys(p.schedule for x in options for p in x.pipelines if x.grid.pp > 1):
         yield name, c["schedule"] == name
 

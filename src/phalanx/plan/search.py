@@ -19,7 +19,7 @@ from ..layout.choices import traits
 from ..program.program import uncollected
 from .bounds import Array, Bounds, bounds, followed
 from .refused import Refusal, refusals
-from .space import ORDERS, Grid, Inner, Options, Space, divisors
+from .space import ORDERS, Grid, Inner, Options, Space, divisors, overlaps
 from .step import Choice, Pricer, Request
 
 _OPS = 2_000_000  # operations simulated in all
@@ -93,7 +93,9 @@ class Screened:
         x, (z, c, p, q) = self.at(i)
         pipe = x.pipelines[p]
         zero = x.zeros[z]._replace(shards=0)
-        return x.grid._replace(order=""), zero, x.counts[c], pipe[:2], x.inners[q]
+        count = x.counts[c]
+        kind = *pipe[:2], overlaps(pipe, count)
+        return x.grid._replace(order=""), zero, count, kind, x.inners[q]
 
     def known(self) -> NDArray[np.bool_]:
         """Which candidates have their pieces costed."""

@@ -8,7 +8,8 @@ memory. Fewer microbatches than half the stages are tried only where the batch h
 larger microbatch cannot win back a pipeline that is empty most of the time. Parts of a sequence
 shorter than 2,048 tokens are tried only where the batch has too few sequences for data parallel:
 they divide work that whole sequences divide without a message. Experts are shared by as many ranks as
-divide their number, each rank with whole ones.
+divide their number, each rank with whole ones; only where they are, one microbatch's tokens may travel
+beside the computing of another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ..layout import Axis, Layout, Mesh, Shape, legal, piece_layout, program_pieces, stage_pieces
-from ..layout.choices import ACCUM, CHUNKS, DUALPIPE_V, GPIPE, SCHEDULES, ZB_H2, traits
+from ..layout.choices import ACCUM, CHUNKS, COMPILED, GPIPE, MATMULS, SCHEDULES, ZB_H2, traits
 from .hardware import Network
 from .step import Request
 
@@ -29,16 +30,17 @@ ORDERS = ("dp pp cp ep tp", "pp dp cp ep tp")  # which neighbours are near: axes
 _SHARDS = (8, 64)  # HSDP's groups, besides those that fill a level of the network
 _PART = 2048  # tokens of a sequence's part that are worth a message
 _CHUNKS = 16  # the most of a stage that are tried
-# One holds more than 1F1B, one twice as much, and one is for what experts exchange.
-_NEVER = (GPIPE, ZB_H2, DUALPIPE_V)
+_NEVER = (GPIPE, ZB_H2)  # one holds more than 1F1B, one twice as much
 
 
 class Pipeline(NamedTuple):
-    """A schedule, its chunks, and the blocks of each virtual stage; none: as the layout balances."""
+    """A schedule, its chunks, the blocks of each virtual stage (none: as the layout balances), and
+    whether a forward stands beside another microbatch's backward."""
 
     schedule: str
     chunks: int
     stages: tuple[int, ...]
+    overlap: bool = False
 
 
 class Zero(NamedTuple):
@@ -50,6 +52,7 @@ class Zero(NamedTuple):
 class Inner(NamedTuple):
     seq: bool
     recompute: str
+    matmul: str = ""
 
 
 class Grid(NamedTuple):
@@ -139,7 +142,7 @@ class Space:
                 grid,
                 tuple(self._zeros(grid, max(counts))),
                 counts,
-                pipelines(self.request.shape, grid.pp),
+                pipelines(self.request.shape, grid.pp, grid.ep > 1),
                 self._inners(grid),
             )
             for grid in self._grids()
@@ -156,13 +159,21 @@ class Space:
             mesh=x.grid.mesh(zero.shards), seq=inner.seq, zero=zero.stage,
             schedule=pipe.schedule, chunks=pipe.chunks, microbatches=x.counts[c],
             gather=zero.gather, recompute=inner.recompute, offload=self.offload,
-            stages=pipe.stages, precision=self.request.precision,
+            stages=pipe.stages, precision=self.request.precision, matmul=inner.matmul,
+            compile=self.compile, overlap=overlaps(pipe, x.counts[c]),
         )  # fmt: skip
 
     def cut(self, grid: Grid, inner: Inner, *, split: bool) -> Layout:
         """What of a candidate its pieces depend on."""
         own = grid.ring, grid.ulysses, grid.tp, grid.ep
-        return _cut(*own, inner, split, self.request.precision)
+        return _cut(*own, inner, split, self.request.precision, self.compile)
+
+    @property
+    def compile(self) -> str:
+        """Products in 8 bits are tried with rounding that a compiler joins, where it can, and beside
+        them wider ones compiled too."""
+        narrow = self.request.matmul
+        return COMPILED[1] if narrow and not MATMULS[narrow].power else ""
 
     def _grids(self) -> Iterator[Grid]:
         r = self.request
@@ -232,7 +243,8 @@ class Space:
     def _inners(self, grid: Grid) -> tuple[Inner, ...]:
         seqs = (True, False) if grid.tp > 1 and self.request.shape.kind == "decoder" else (False,)
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
-        return tuple(Inner(seq, recompute) for seq, recompute in product(seqs, self.recomputes))
+        matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
+        return tuple(Inner(*each) for each in product(seqs, self.recomputes, matmuls))
 
 
 def divisors(n: int) -> list[int]:
@@ -247,7 +259,7 @@ def _ulysses(cp: int, heads: int, near: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _cut(
-    ring: int, ulysses: int, tp: int, ep: int, inner: Inner, split: bool, precision: str
+    ring: int, ulysses: int, tp: int, ep: int, inner: Inner, split: bool, precision: str, graph: str
 ) -> Layout:
     mesh = Mesh((Axis("cp", (ring, ulysses)), Axis("ep", (ep,)), Axis("tp", (tp,))))
     splits = (name for name, t in SCHEDULES.items() if t.splits_backward and t.least == 1)
@@ -258,6 +270,8 @@ def _cut(
             schedule=next(splits) if split else ACCUM,
             recompute=inner.recompute,
             precision=precision,
+            matmul=inner.matmul,
+            compile=graph,
         )
     )
 
@@ -266,18 +280,24 @@ def _cut(
 
 
 @lru_cache(maxsize=512)
-def pipelines(shape: Shape, pp: int) -> tuple[Pipeline, ...]:
-    """Schedules with their chunks, and blocks balanced with embedding and head or left even."""
-    if pp == 1:
-        return (Pipeline(ACCUM, 1, ()),)
+def pipelines(shape: Shape, pp: int, routed: bool = False) -> tuple[Pipeline, ...]:
+    """Schedules with their chunks, and blocks balanced with embedding and head or left even. Where
+    tokens are `routed` to other ranks, each with what they travel beside and without."""
     found = []
-    for schedule, chunks in _schedules(shape.layers, pp):
+    for schedule, chunks in _schedules(shape.layers, pp) if pp > 1 else [(ACCUM, 1)]:
+        first = traits(schedule).forward_first  # then it stands beside another always
         plain = Layout(mesh=Mesh((Axis("pp", (pp,)),)), schedule=schedule, chunks=chunks)
         even = spread(shape.layers, pp * chunks)
-        found.append(Pipeline(schedule, chunks, ()))
-        if even != blocks_of(plain, shape):
-            found.append(Pipeline(schedule, chunks, even))
+        blocks = [(), *([even] if even != blocks_of(plain, shape) else [])]
+        if routed or not first:
+            for overlap in (False, True) if routed and not first else (False,):
+                found += [Pipeline(schedule, chunks, each, overlap) for each in blocks]
     return tuple(found)
+
+
+def overlaps(pipe: Pipeline, count: int) -> bool:
+    """Whether there is a microbatch that another can stand beside."""
+    return pipe.overlap and count > 1
 
 
 def _schedules(layers: int, pp: int) -> Iterator[tuple[str, int]]:

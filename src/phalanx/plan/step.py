@@ -60,6 +60,7 @@ class Request:
     sequence: int
     batch: int  # sequences of a step
     precision: str = BF16
+    matmul: str = ""  # in which products of blocks are tried beside the precision; none: ""
     limit: float = LIMIT  # the part of a device's memory that may be used
     model: str = ""  # FILE.py:Class of somebody's own; the shape's if empty
     cluster: str = ""  # its name; empty for a measured machine
