@@ -25,7 +25,8 @@ MODEL = "model={layers=2,hidden=16,heads=2,vocab=256}"
 # The outputs of each schema, in an order in which later commands find what earlier ones have written.
 QUICK: dict[str, list[list[str]]] = {
     "check": [["check", "dp2 zero1", "--model", "tiny", "--device", "h100"],
-              ["check", "pp3 tp5", "--model", "tiny"], ["check", "dp2", "--model", "tiny"]],
+              ["check", "pp3 tp5", "--model", "tiny"], ["check", "dp2", "--model", "tiny"],
+              ["check", "dp2", "--model", "tiny", "--optimizer", "muon"]],
     "draw": [["draw", "1f1b", "--stages", "2", "--microbatches", "2"],
              ["draw", "dp2 zero3", "--model", "tiny", "--costs", "F=1,G=1", "--out", "step.txt"]],
     "check-program": [["check", "step.txt"]],
@@ -35,7 +36,8 @@ QUICK: dict[str, list[list[str]]] = {
     "plan-explain": [["plan", "--model", "tiny", "--cluster", "h100x2", "--explain", "dp2"]],
     "plan-cost": [["plan", "cost", "--model", "tiny", "--cluster", "h100x2", "--tokens", "1M",
                    "--price", "2", "--layout", "dp2"]],
-    "cost": [["cost", "--model", "tiny", "tp2"]],
+    "cost": [["cost", "--model", "tiny", "tp2"],
+             ["cost", "--model", "tiny", "--optimizer", "muon"]],
     "doctor-devices": [["doctor", "devices", "h100"]],
     "doctor-links": [["doctor", "links"]],
     "doctor-clusters": [["doctor", "clusters", "h100x64"]],
