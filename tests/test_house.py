@@ -303,17 +303,17 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4316,
+    "layout": 4375,
     "program": 3179,
-    "draw": 1708,
-    "plan": 5152,
+    "draw": 1711,
+    "plan": 5155,
     "models": 1967,
     "comm": 4619,
-    "parallel": 4301,
+    "parallel": 4304,
     "cost": 1245,
     "bench": 1140,
     "train": 7286,
-    "verify": 2196,
+    "verify": 2212,
     "report": 927,
     "lab": 3587,
     "hang": 967,

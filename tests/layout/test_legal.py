@@ -134,6 +134,22 @@ def test_stages_named_wrongly_are_refused_with_the_counts() -> None:
             "ep=10 for a model with 9 experts.\n  Use ep 9 or less, and dp for the rest.",
         ),
         ("dp4 ep7", {"batch"}, "dp=4 x ep=7 x 1 microbatches less than one sequence each"),
+        ("tp4 cp2 seq experts:tp,cp", set(), ""),
+        (
+            "ep5 tp2 seq experts:tp",
+            {"ep"},
+            "ep=5 x tp=2 for a model with 9 experts.\n  Leave experts: out, or use fewer ranks there.",
+        ),
+        (
+            "ep2 tp2 experts:tp",
+            {"experts"},
+            "would send each 2 times to its experts.\n  Add seq, or",
+        ),
+        (
+            "ep2 experts:cp",
+            {"experts"},
+            "nobody to share experts with: cp=1.\n  Leave cp out of it",
+        ),
     ],
 )
 def test_experts_over_ranks(text: str, rules: set[str], words: str) -> None:

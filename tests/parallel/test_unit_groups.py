@@ -118,7 +118,9 @@ def test_a_unit_s_axes_are_the_layout_s_without_those_that_cut_it(
 
 
 @pytest.mark.parametrize("name", ["gqa", "gpt", "qwen", "experts", "mlp"])
-@pytest.mark.parametrize("text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq", "ep2", "ep2 tp2 seq"])
+@pytest.mark.parametrize(
+    "text", ["", "tp2", "tp2 seq", "tp4", "tp4 seq", "ep2", "ep2 tp2 seq", "ep2 tp2 seq experts:tp"]
+)
 def test_what_a_shape_says_of_sums_over_tp_follows_from_the_rule_table(
     name: str, text: str
 ) -> None:

@@ -29,7 +29,7 @@ def test_the_glossary_lists_every_operation_with_its_meaning_and_an_example_that
 def test_the_glossary_s_layouts_parse() -> None:
     section = TEXT.split("## The words of a layout")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(.+?)`(?:, .*?)? \| (?!known)", section, re.M)
-    assert len(rows) == 16
+    assert len(rows) == 18
     for text in rows:
         Layout.parse(text if "pp" in text or "dp" in text else f"dp8 {text}")
 
@@ -43,7 +43,7 @@ global batch size; gradient accumulation; activation checkpointing; selective ac
 recomputation; activation offload; mixed precision; GradScaler; gradient clipping; MFU;
 distributed checkpoint; packing; FlashAttention; torch.compile; NCCL; gloo; torchrun; Slurm; GQA;
 mixture of experts; YaRN; data parallel; world size; process group; all-to-all; busbw; tied
-embeddings; expert parallel; dropless; capacity factor; auxiliary loss; weight decay; warm-up; LoRA;
+embeddings; expert parallel; ETP; dropless; capacity factor; auxiliary loss; weight decay; warm-up; LoRA;
 asynchronous checkpoint; elastic; straggler; Perfetto"""
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm import Work
+from phalanx.layout import Mesh
 from phalanx.models import ExpertMlps, Router
 from phalanx.models.experts import _Counted
 from phalanx.parallel import Unit, batch, experts, groups, local, tensor
@@ -259,3 +260,86 @@ def _() -> AbstractContextManager[None]:
         return replace(found, count=alone)
 
     return swapped(local, "open_groups", opened)
+
+
+# ---- experts shared over tp or cp too
+
+
+@fault(
+    "experts:tp: gradients of experts are summed over tp",
+    "experts",
+    "tp2 seq experts:tp",
+    "mlp.routed",
+)
+def _() -> AbstractContextManager[None]:
+    return _axes(("dp", "cp", "ep", "tp"))
+
+
+@fault("experts:cp: experts are summed over cp", "experts", "cp2 experts:cp", "mlp.routed")
+def _() -> AbstractContextManager[None]:
+    return _axes(("dp", "cp", "ep"))
+
+
+@fault(
+    "experts:tp: ranks have experts in another order than tokens are sent in",
+    "experts",
+    "ep2 tp2 seq experts:tp",
+    "output of layers.1",
+)
+def _() -> AbstractContextManager[None]:
+    right = Mesh.part
+
+    def part(self: Mesh, axes: Any, at: Mapping[str, int]) -> tuple[int, int]:
+        return right(replace(self, axes=self.axes[::-1]), axes, at)
+
+    return swapped(Mesh, "part", part)
+
+
+@fault(
+    "experts:tp: the norm has the experts of one rank of tp",
+    "experts",
+    "tp2 seq experts:tp",
+    "step 0: the norm",
+)
+def _() -> AbstractContextManager[None]:
+    right = local.cut_weights
+
+    def cut(model: Any, layout: Any, at: Mapping[str, int]) -> Mapping[str, Weight]:
+        return {
+            name: replace(weight, counted=weight.counted and not (".routed." in name and at["tp"]))
+            for name, weight in right(model, layout, at).items()
+        }
+
+    return swapped(local, "cut_weights", cut)
+
+
+@fault("experts:tp: tokens are counted on all ranks of tp", "experts", "tp2 seq experts:tp", BIAS)
+def _() -> AbstractContextManager[None]:
+    right = Unit.reduce
+
+    def reduce(unit: Unit) -> Work:
+        for weight in unit.order:
+            grad = unit.parameters[weight.name].grad
+            if weight.rate and grad is not None:
+                grad *= unit.groups.also["norms"].size
+        return right(unit)
+
+    return swapped(Unit, "reduce", reduce)
+
+
+@fault(
+    "experts:tp: a whole expert adds a share of its bias",
+    "sinks",
+    "tp2 seq experts:tp",
+    "output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    right = _Installer.run
+
+    def run(self: Any) -> None:
+        right(self)
+        for module in self.piece.modules():
+            if isinstance(module, ExpertMlps):
+                module.ranks = self.layout.tp
+
+    return swapped(_Installer, "run", run)

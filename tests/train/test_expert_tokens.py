@@ -42,7 +42,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2", "ep2", "tp2", "tp2 seq", "cp2", "pp2 1f1b:2", "recompute:all"]
+    "layout",
+    ["dp2", "ep2", "tp2", "tp2 seq", "tp2 seq experts:tp", "cp2", "pp2 1f1b:2", "recompute:all"],
 )
 def test_every_layout_counts_the_choices_of_all_tokens_once(
     layout: str, alone: list[list[int]], tmp_path: Path

@@ -44,7 +44,8 @@ def test_layouts_agree_with_torchs_muon_on_one_process(name: str) -> None:
     texts = {
         "gqa": """dp2; dp3 zero1; dp2x2 zero3 accum:3; tp4 zero0; dp2 tp2 zero2 seq accum:3;
             dp2 cp2 zero3; dp2 pp2 tp2 zero1 zb-h1:3; offload:optimizer""",
-        "experts": "ep3 tp2; pp2 ep2 zero2 1f1b:3; dp2 ep2 tp2 zero3",
+        "experts": """ep3 tp2; pp2 ep2 zero2 1f1b:3; dp2 ep2 tp2 zero3; dp2 tp2 seq experts:tp zero2;
+            ep2 cp2 experts:cp zero1""",
     }[name]
     layouts = Layout.parse_many(" ".join(texts.split()))
     assert failures(name, [replace(x, precision="fp64") for x in layouts], steps=2) == []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 import phalanx.verify.placement as placement
+from phalanx.comm import World
 from phalanx.layout import Layout, Shape
-from phalanx.parallel import build_model
+from phalanx.parallel import build_model, groups, local
 from phalanx.verify import SHAPES, covering, every_layout
 from phalanx.verify.placement import placement_faults
 from seeded.fault import FAULTS
@@ -35,6 +37,8 @@ SUMS = {
     "experts: the norm is without them": "the norm counts layers.1.mlp.router.weight 0 times",
     "ep: experts are summed over the dense group": "which ep cuts, is summed over it",
     "ep: gradients of experts are not summed over dp": "routed.gate was not summed over dp.shard",
+    "experts:tp: gradients of experts are summed over tp": "which tp cuts, is summed over it",
+    "experts:cp: experts are summed over cp": "which cp.ring cuts, is summed over it",
     "ep: the count of tokens is without the ranks of ep": "the count of tokens was not summed over ep",
 }  # fmt: skip
 
@@ -54,13 +58,31 @@ MANY = [
     ("gpt", "dp2 pp2 tp2 seq zero1 zb-h1:4"), ("qwen", "cp4:2x2 tp2 accum:2"), ("mlp", "dp2 tp2"),
     ("experts", "dp2 ep2 cp2 tp2 seq zero2"), ("gpt", "tp4 zero3"), ("odd", "dp3 tp2 zero1"),
     ("experts", "pp2 ep2 dualpipe-v:3 overlap"), ("experts", "tp4 ep2 accum:2"),
-    ("experts", "tp2 seq recompute:selective"),
+    ("experts", "tp2 seq recompute:selective"), ("experts", "dp2 ep2 tp2 seq experts:tp zero3"),
+    ("latent", "cp2 tp2 seq experts:tp,cp"), ("sinks", "ep2 cp2 experts:cp accum:2"),
+    ("experts", "pp2 tp2 seq experts:tp dualpipe-v:3 overlap"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, layout", MANY)
 def test_nothing_is_found_in_layouts_that_equal_one_process(name: str, layout: str) -> None:
     assert placement_faults(partial(build_model, SHAPES[name]), Layout.parse(layout)) == ()
+
+
+def test_tokens_of_ranks_of_tp_that_do_not_reach_all_experts_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = groups.open_groups
+
+    def opened(world: World, layout: Layout, *rest: object, **more: object) -> groups.Groups:
+        found = right(world, layout, *rest, **more)  # type: ignore[arg-type]
+        alone = (world.split(name, layout.mesh.groups(["ep"])) for name in ("few", "fewer"))
+        return replace(found, **dict(zip(("ep", "routes"), alone, strict=True)))
+
+    monkeypatch.setattr(local, "open_groups", opened)
+    layout = Layout.parse("ep2 tp2 seq experts:tp")
+    found = placement_faults(partial(build_model, SHAPES["experts"]), layout)
+    assert any("the output of layers.1 was not summed over tp" in each for each in found), found
 
 
 @pytest.mark.slow

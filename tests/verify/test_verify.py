@@ -107,6 +107,42 @@ def test_experts_agree_in_every_pair_of_choices_of_eight_ranks(packed: bool, par
     assert failures(found) == []
 
 
+def sharing(name: str, ranks: int) -> tuple[Layout, ...]:
+    """Layouts whose experts are shared over tp, cp or both, beside ep, and in which every two choices
+    that occur together still do."""
+    shape = SHAPES[name]
+    ways: list[tuple[str, ...]] = [("tp",), ("cp",), ("tp", "cp")]
+    every = (
+        replace(x, experts=way) for x in every_layout(shape, ranks, besides=True) for way in ways
+    )
+    return covering(tuple(x for x in every if not legal(x, shape)), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "name, part", [("experts", n) for n in range(4)] + [("latent", n) for n in range(4)]
+)
+def test_experts_agree_that_ranks_of_tp_and_cp_share(name: str, part: int, packed: bool) -> None:
+    layouts, optimizer = sharing(name, 8), "muon" if packed else "adamw"
+    assert len(layouts) > 90
+    some = layouts[part::4]
+    found = verify(SHAPES[name], some, packed=packed, optimizer=optimizer, worlds=late_worlds)
+    assert failures(found) == []
+
+
+SHARED = """
+    tp2 seq experts:tp accum:2; ep2 tp2 seq experts:tp zero3; cp2:ulysses tp2 seq experts:tp,cp zero1;
+    ep2 cp2 experts:cp recompute:selective; tp2 cp2 experts:cp; pp2 tp2 seq experts:tp zb-h1:3 zero2
+"""
+
+
+@pytest.mark.parametrize("name", ["latent", "sinks"])
+def test_experts_agree_that_other_axes_share(name: str) -> None:
+    layouts = Layout.parse_many(" ".join(SHARED.split()))
+    assert failures(verify(SHAPES[name], layouts, steps=2, packed=name == "latent")) == []
+
+
 def test_experts_without_a_token_agree_over_ranks() -> None:
     """Five tokens of each rank choose among 16 experts, so that most have none."""
     shape = replace(SHAPES["experts"], experts=16, top_k=1, batch=8, sequence=5)

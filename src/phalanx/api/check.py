@@ -215,7 +215,7 @@ def _held(
     numbers, experts = of(shape.parameters, shape.routed), of(shape.routed, shape.routed)
     whole, routed = (sum(each[u] for u in units) for each in (numbers, experts))
     shards = layout.shards if layout.zero == 3 else 1
-    held = (whole - routed) / shards + routed / max(shards, layout.ep)
+    held = (whole - routed) / shards + routed / max(shards, layout.copies_sharing)
     kinds = proof.counts[row].kinds
     return {
         "ranks": list(program.ranks(row)),

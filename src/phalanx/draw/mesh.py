@@ -74,15 +74,18 @@ class MeshPicture:
             panels.append((title, tuple(tuple(range(r, r + columns)) for r in starts)))
         return tuple(panels)
 
+    @property
+    def axes_of(self) -> tuple[tuple[str, ...], ...]:
+        """The axes that cut each dim of the weight."""
+        return self.layout.axes_of([name for name, _, _ in self.weight])
+
     def part(self, rank: int) -> tuple[tuple[Cut, ...], Cut | None]:
         """What a rank has of the weight: a range of each dim, which tensor parallelism cuts, and under
         ZeRO 3 a range of the numbers in them."""
         at = self.mesh.coordinates(rank)
         cuts = tuple(
-            Cut.of(size, self.mesh.of(AXIS_OF[name]), at.get(AXIS_OF[name], 0), unit)
-            if name in AXIS_OF
-            else Cut(0, size, size)
-            for name, size, unit in self.weight
+            Cut.of(size, *self.mesh.part(axes, at), unit if axes else 1)
+            for (_, size, unit), axes in zip(self.weight, self.axes_of, strict=True)
         )
         if self.layout.zero < 3:
             return cuts, None
@@ -179,9 +182,9 @@ def _explained(picture: MeshPicture) -> Iterator[str]:
         " x ".join(f"{n}={size}" for n, size, _ in picture.weight),
     )
     yield f"weight {whole}: each rank computes with {' x '.join(str(cut.length) for cut in cuts)}."
-    for (name, size, _), cut in zip(picture.weight, cuts, strict=True):
-        axis = AXIS_OF.get(name, "")
-        parts = picture.mesh.of(axis) if axis else 1
+    for (name, size, _), cut, over in zip(picture.weight, cuts, picture.axes_of, strict=True):
+        parts, _ = picture.mesh.part(over, {})
+        axis = " and ".join(axis for axis in over if picture.mesh.of(axis) > 1)
         if parts > 1:
             count = parts // cut.copies
             words = f"{name}={size} is cut over {axis} into {count} parts of {cut.length}"

@@ -127,8 +127,9 @@ def _features(x: Layout) -> dict[str, object]:
     return {
         "dp": x.dp, "shard": x.mesh.of("dp.shard"), "pp": x.pp, "ring": x.mesh.of("cp.ring"),
         "ulysses": x.mesh.of("cp.ulysses"), "tp": x.tp, "ep": x.ep, "seq": x.seq, "zero": x.zero,
-        "overlap": x.overlap, "order": (x.schedule, x.chunks, x.microbatches), "recompute": x.recompute,
-        "offload": x.offload, "gather": x.gather, "reduce": x.reduce, "prefetch": x.prefetch,
+        "experts": x.experts, "overlap": x.overlap, "order": (x.schedule, x.chunks, x.microbatches),
+        "recompute": x.recompute, "offload": x.offload, "gather": x.gather, "reduce": x.reduce,
+        "prefetch": x.prefetch,
     }  # fmt: skip
 
 

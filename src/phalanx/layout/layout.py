@@ -6,6 +6,7 @@ printing writes only what differs from it. Whether a layout fits a model is for 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 from . import choices
 from .choices import BF16, COMPILED, FP32, MATMULS, PRECISIONS, SCHEDULES, near_word, traits
 from .mesh import AXES, Axis, LayoutError, Mesh
+from .rules import AXIS_OF
 from .source import OWN, names_source
 
 _OFFLOADS = ("weights", "optimizer", "activations")
+_SHARING = ("tp", "cp")  # axes that may share experts beside ep
 MICROBATCHES = 100_000  # the most of a step
 _AXIS = re.compile(r"(dp|pp|cp|tp|ep)[0-9].*", re.DOTALL)
 _N = "[0-9]{1,6}"  # a number in a word: int() takes digits of other scripts and endless ones too
@@ -33,7 +36,7 @@ _FIXED |= {"compile": {"compile": COMPILED[1]}, "compile:max": {"compile": "max"
 _FIXED |= {name: {"precision": name} for name in PRECISIONS}
 _FIXED |= {word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()}
 _OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
-    recompute:fit offload:weights offload:optimizer offload:activations stages:2-2"""
+    recompute:fit offload:weights offload:optimizer offload:activations stages:2-2 experts:tp experts:cp"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
 
 # What other libraries call it: how a layout says so, N being the number that was written.
@@ -51,7 +54,9 @@ _ELSEWHERE = {
     "sp": "'tpN seq' for sequence parallel, or 'cpN' to cut the sequence in attention too",
     "context": "'cpN' for context parallel over N ranks", "ring": "'cpN:ring'",
     "ulysses": "'cpN:ulysses'", "expert": "'epN' for expert parallel over N ranks",
-    "moe": "'epN' for expert parallel over N ranks", "data": "'dpN' for data parallel",
+    "moe": "'epN' for expert parallel over N ranks",
+    "etp": "'seq experts:tp' for whole experts beside tp, as etp 1; without it tp cuts each expert",
+    "data": "'dpN' for data parallel",
     "fp": "fp32, fp16, bf16 or tf32, and fp8 for the products of blocks", "bfloat": BF16,
     "float": "fp32, fp16 or fp64, and fp8 for the products of blocks",
     "half": choices.FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
@@ -93,6 +98,7 @@ class Layout:
     precision: str = FP32
     matmul: str = ""  # in what the products of blocks are, if not in the precision
     compile: str = ""
+    experts: tuple[str, ...] = ()  # over which axes experts are shared, beside ep
     overlap: bool = False  # one microbatch's forward beside another's backward
 
     def __post_init__(self) -> None:
@@ -107,9 +113,11 @@ class Layout:
             fill(self, "gather", _gather(self))
         if not self.reduce:
             fill(self, "reduce", _reduce(self.zero))
-        if unknown := set(self.offload) - set(_OFFLOADS):
-            raise LayoutError(f"offload {', '.join(unknown)}: choose {', '.join(_OFFLOADS)}.")
-        fill(self, "offload", tuple(o for o in _OFFLOADS if o in self.offload))
+        for name, known in ("offload", _OFFLOADS), ("experts", _SHARING):
+            chosen = getattr(self, name)
+            if unknown := set(chosen) - set(known):
+                raise LayoutError(f"{name} {', '.join(unknown)}: choose {', '.join(known)}.")
+            fill(self, name, tuple(word for word in known if word in chosen))
         _check_values(self)
 
     @property
@@ -137,6 +145,24 @@ class Layout:
         return self.mesh.of("ep")
 
     @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes whose ranks share the experts: tokens travel over them."""
+        return ("ep", *self.experts)
+
+    @property
+    def expert_ranks(self) -> int:
+        return math.prod(map(self.mesh.of, self.expert_axes))
+
+    def axes_of(self, dims: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+        """The axes that cut each dim of a weight. What shares experts cuts none of them."""
+        shared = self.experts if "experts" in dims else ()
+        axes = (AXIS_OF.get(dim, "") for dim in dims)
+        return tuple(
+            self.expert_axes if axis == "ep" else (axis,) if axis and axis not in shared else ()
+            for axis in axes
+        )
+
+    @property
     def data(self) -> int:
         """How many ranks have sequences of their own: those of ep, which share experts, too."""
         return self.dp * self.ep
@@ -162,10 +188,15 @@ class Layout:
         return self.mesh.of("dp.shard") * self.cp * self.ep if self.zero else 1
 
     @property
+    def copies_sharing(self) -> int:
+        """How many of those ranks share the experts: over them these are neither copied nor sharded."""
+        return self.ep * (self.cp if "cp" in self.experts else 1)
+
+    @property
     def experts_apart(self) -> bool:
         """Whether a block's experts are a piece of their own: tokens travel to them, or the rest of the
         block is a graph, which has no place for lengths that are not known before."""
-        return self.ep > 1 or bool(self.compile)
+        return self.expert_ranks > 1 or bool(self.compile)
 
     @property
     def virtual_stages(self) -> int:
@@ -201,6 +232,7 @@ class Layout:
     def __str__(self) -> str:
         words = [str(a) for a in self.mesh.axes]
         words += ["seq"] * self.seq
+        words += ["experts:" + ",".join(self.experts)] * bool(self.experts)
         words += ["overlap"] * self.overlap
         words += [f"zero{self.zero}"] * (self.zero > 0)
         words += _schedule_words(self)
@@ -255,8 +287,9 @@ def _meaning(word: str) -> dict[str, object]:
         return {"prefetch": int(value)}
     if key == "recompute" and _RECOMPUTE.fullmatch(value):
         return {"recompute": value}
-    if key == "offload" and value and set(value.split(",")) <= set(_OFFLOADS):
-        return {"offload": tuple(value.split(","))}
+    lists = {"offload": _OFFLOADS, "experts": _SHARING}
+    if value and set(value.split(",")) <= set(lists.get(key, ())):
+        return {key: tuple(value.split(","))}
     if key == "stages" and re.fullmatch(f"{_N}(-{_N})*", value):
         return {"stages": tuple(map(int, value.split("-")))}
     if key == "compile":

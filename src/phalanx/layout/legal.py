@@ -51,15 +51,27 @@ def _divisors(n: int) -> str:
 
 
 def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violation]:
-    if x.ep > max(1, s.experts):
-        what = f"ep={x.ep} for a model with {s.experts or 'no'} experts."
+    over = "".join(f" x {axis}={x.mesh.of(axis)}" for axis in x.experts)
+    if x.expert_ranks > max(1, s.experts):
+        what = f"ep={x.ep}{over} for a model with {s.experts or 'no'} experts."
         way_out = f"Use ep {s.experts} or less, and dp for the rest." if s.experts else ""
+        way_out = "Leave experts: out, or use fewer ranks there." if over else way_out
         yield Violation("ep", what, way_out or "Use dp in place of ep.")
+    for axis in x.experts:
+        if x.mesh.of(axis) == 1:
+            what = f"experts:{axis} has nobody to share experts with: {axis}=1."
+            yield Violation("experts", what, f"Leave {axis} out of it, or use {axis}2.")
+        elif axis == "tp" and not x.seq:
+            what = (
+                "experts:tp without seq: all ranks of tp have the same tokens, and would send each"
+            )
+            what += f" {x.tp} times to its experts."
+            yield Violation("experts", what, "Add seq, or leave tp out: it then cuts each expert.")
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"
         yield Violation("seq", f"seq has nothing to cut with {why}.", "Leave seq out, or use tp2.")
-    if x.overlap and (x.ep == 1 or x.microbatches == 1):
-        why = "ep=1" if x.ep == 1 else "one microbatch"
+    if x.overlap and (x.expert_ranks == 1 or x.microbatches == 1):
+        why = "ep=1" if x.expert_ranks == 1 else "one microbatch"
         way_out = "Leave overlap out, or use ep2 and two microbatches or more."
         yield Violation("overlap", f"overlap has nothing to hide with {why}.", way_out)
     if s.kind == "mlp":
@@ -76,9 +88,11 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
         fits = f"tp {_divisors(s.kv_heads)}, or a multiple of {s.kv_heads} that divides {s.heads}"
         whole = 'keep k and v whole: "layers.*.attn.w[kv].weight : - embed".'
         yield Violation("kv", what, f"Use {fits}; or {whole}")
-    if s.experts and s.expert_ffn % x.tp:
+    if s.experts and "tp" not in x.experts and s.expert_ffn % x.tp:
         what = f"tp={x.tp} does not divide expert_ffn={s.expert_ffn} in layers.*.mlp.routed.up."
-        yield Violation("experts", what, f"Use tp {_divisors(math.gcd(s.expert_ffn, s.heads))}.")
+        whole = ", or experts:tp, which leaves experts whole." if x.seq else "."
+        fits = _divisors(math.gcd(s.expert_ffn, s.heads))
+        yield Violation("experts", what, f"Use tp {fits}{whole}")
     if s.ffn % x.tp:
         what = f"tp={x.tp} does not divide ffn={s.ffn} in layers.*.mlp.up.weight."
         yield Violation("ffn", what, f"Use tp {_divisors(math.gcd(s.ffn, s.heads))}.")
@@ -177,9 +191,11 @@ def _neighbours(x: Layout, s: Shape, batch: int) -> Iterator[Layout]:
             if inner and dp % inner == 0:
                 parts["dp"] = (dp // inner, inner)
             mesh = Mesh(tuple(Axis(n, parts[n]) for n in order if size[n] > 1))
-            yield from _refit(replace(x, mesh=mesh, seq=seq and tp > 1, stages=()), chunks, batch)
+            shared = tuple(a for a in x.experts if size[a] > 1 and (seq or a != "tp"))
+            cut = replace(x, mesh=mesh, seq=seq and tp > 1, experts=shared)
+            yield from _refit(replace(cut, stages=()), chunks, batch)
             if x.stages and pp == x.pp:
-                yield from _refit(replace(x, mesh=mesh, seq=seq and tp > 1), chunks, batch)
+                yield from _refit(cut, chunks, batch)
 
 
 def _refit(x: Layout, chunks: int, batch: int) -> Iterator[Layout]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -136,6 +136,14 @@ class Mesh:
         if any(coordinates.values()):
             raise LayoutError(f"mesh {str(self)!r} has no axis {', '.join(coordinates)}.")
         return rank
+
+    def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
+        """Into how many parts these axes cut something, and which of them is at these coordinates."""
+        chosen, parts, index = set(axes), 1, 0
+        for axis in self.axes:
+            if axis.name in chosen:
+                parts, index = parts * axis.size, index * axis.size + at.get(axis.name, 0)
+        return parts, index
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only along these axes; together they are all ranks."""

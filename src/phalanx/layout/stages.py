@@ -123,14 +123,15 @@ def _starts(total: Sequence[int], parts: int, bound: int, first: int, last: int)
 
 
 def piece_layout(layout: Layout) -> Layout:
-    """The part of a layout that a piece's cost depends on: tp, cp and ep, seq, selective
-    recomputation, precision and products, whether it is compiled, and whether the backward is two
+    """The part of a layout that a piece's cost depends on: tp, cp and ep, who shares experts, seq,
+    selective recomputation, precision and products, whether it is compiled, and whether the backward is two
     operations (written as zb-h1). Copies, stages, ZeRO and whole-piece recomputation change when a
     piece runs, never what it does."""
     axes = (a for a in layout.mesh.axes if a.name in ("tp", "cp", "ep"))
     return Layout(
         mesh=Mesh(tuple(sorted(axes, key=lambda a: a.name))),
         seq=layout.seq,
+        experts=layout.experts,
         schedule=ZB_H1 if layout.splits_backward else ACCUM,
         microbatches=1,
         recompute="selective" if layout.recompute == "selective" else "none",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..comm import Group, World
 from ..layout import Layout, LayoutError, Mesh
-from ..layout.rules import AXIS_OF
+from ..models import ExpertsPart
 from ..program import Program, ops
 from .context import around
 from .model import Model
@@ -79,7 +79,7 @@ def unit_axes(model: Model, layout: Layout, unit: int) -> UnitAxes:
         for chosen in (layout.shard_axes, layout.replica_axes)
     ]
     cuts = [
-        {AXIS_OF.get(dim) for dim in model.rules.dims(name, weight.dim())}
+        {axis for cut in layout.axes_of(model.rules.dims(name, weight.dim())) for axis in cut}
         for name, weight in model.weights.items()
         if model.unit_of[name] == unit
     ]
@@ -129,8 +129,8 @@ def open_groups(
         tp=along("tp", "tp"),
         ring=world.split(prefix + "ring", mesh.groups(["cp.ring"]), around(mesh.of("cp.ring"))),
         ulysses=along("ulysses", "cp.ulysses"),
-        ep=along("ep", "ep"),
-        routes=along("routes", "ep"),
+        ep=along("ep", *layout.expert_axes),
+        routes=along("routes", *layout.expert_axes),
         count=count,
         activations=pipeline("activations", forward=True),
         gradients=pipeline("gradients", forward=False),
@@ -169,7 +169,10 @@ def _open_units(
         stages = {program.host[piece] for piece in users}
         matrices = None
         if unit % len(model.pieces) in whole:
-            matrices = shared("matrices", mesh.groups((*axes.shard, *axes.replica, "tp")))
+            # Ranks of tp that share experts have no parts of each other's.
+            routed = isinstance(model.pieces[unit % len(model.pieces)][1], ExpertsPart)
+            own = {"tp"} - set(layout.experts if routed else ())
+            matrices = shared("matrices", mesh.groups((*axes.shard, *axes.replica, *own)))
         return UnitGroups(
             gather=shared("gather", mesh.groups(axes.shard)),
             reduce=shared("reduce", mesh.groups(axes.shard)),

@@ -81,11 +81,10 @@ def cut_of(
     model: Model, layout: Layout, name: str, shape: Sequence[int], at: Mapping[str, int]
 ) -> tuple[Cut, ...]:
     """The part of each dim of a weight (or buffer) that the rank at these coordinates holds."""
-    cuts = []
-    for dim, size in zip(model.rules.dims(name, len(shape)), shape, strict=True):
-        axis = AXIS_OF.get(dim)
-        parts, index = (layout.mesh.of(axis), at.get(axis, 0)) if axis else (1, 0)
-        cuts.append(Cut.of(size, parts, index, max(1, size // model.counts.get(dim, size))))
+    cuts, dims = [], model.rules.dims(name, len(shape))
+    for dim, axes, size in zip(dims, layout.axes_of(dims), shape, strict=True):
+        unit = max(1, size // model.counts.get(dim, size))
+        cuts.append(Cut.of(size, *layout.mesh.part(axes, at), unit))
     return tuple(cuts)
 
 
@@ -98,7 +97,7 @@ def cut_weights(model: Model, layout: Layout, at: Mapping[str, int]) -> dict[str
         cuts = cut_of(model, layout, name, shape, at)
         adds = _adds(dims, cuts, layout)
         copies = {"kv": max(cut.copies for cut in cuts), "": layout.tp, "norms": layout.tp}[adds]
-        over_tp = tuple(AXIS_OF.get(dim) == "tp" for dim in dims)
+        over_tp = tuple("tp" in axes for axes in layout.axes_of(dims))
         counted = tp % copies == 0 if adds or not any(over_tp) else True
         rate, frozen = model.rates.get(name, 0.0), name in model.frozen
         known = name, shape, cuts, len(shape) > 1, adds, counted, rate, frozen
@@ -119,7 +118,7 @@ def _adds(dims: Sequence[str], cuts: Sequence[Cut], layout: Layout) -> str:
         return ""
     if any(cut.copies > 1 for cut in cuts):
         return "kv"  # other query heads used the same key and value head
-    if any(AXIS_OF.get(dim) == "tp" for dim in dims):
+    if any("tp" in axes for axes in layout.axes_of(dims)):
         return ""  # cut: every rank has its own part
     if PARTIAL in dims:
         return ""
@@ -228,7 +227,8 @@ class _Installer:
         self._cut_norms()
         rows, columns = self._cut_modules()
         owners = {name.rpartition(".")[0] for name in rows}
-        for module in self.piece.modules():
+        # Whole experts take a rank's own tokens, and its results are finished when they are back.
+        for module in self.piece.modules() if "tp" not in self.layout.experts else ():
             if isinstance(module, Spread):
                 self._cut_experts(module)
             elif isinstance(module, ExpertMlps):

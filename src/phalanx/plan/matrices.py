@@ -40,19 +40,19 @@ def program_matrices(shape: Shape, x: Layout) -> list[Matrices]:
 
 
 def _groups(matrices: Matrices, x: Layout) -> list[tuple[tuple[tuple[int, int], ...], int, int]]:
-    """Those that are owned together, by how many ranks, and over how many they are sharded: of dense
+    """Those that are owned together, by how many ranks, and in how many parts by tp and shards: of dense
     weights all ranks of a stage, of experts those that have the same."""
     dense, routed = matrices
-    stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.ep)]
-    shards = x.shards // x.ep if x.zero else 1
-    groups = [(dense, stage, x.shards), (own, stage // x.ep, shards)]
+    stage, own = x.ranks // x.pp, routed[: -(-len(routed) // x.expert_ranks)]
+    cut = max(1, x.shards // x.copies_sharing) * (1 if "tp" in x.experts else x.tp)
+    groups = [(dense, stage, x.shards * x.tp), (own, stage // x.expert_ranks, cut)]
     return [group for group in groups if group[0]]
 
 
 def matrix_bytes(matrices: Matrices, x: Layout, width: float) -> float:
     """What is sent, what came, and the results of what a rank owns."""
     groups = _groups(matrices, x)
-    return 3 * width * sum(sum(a * b for a, b in m) / x.tp / shards for m, _, shards in groups)
+    return 3 * width * sum(sum(a * b for a, b in m) / parts for m, _, parts in groups)
 
 
 def _loads(
@@ -82,9 +82,9 @@ def matrix_times(matrices: Matrices, x: Layout, hardware: Hardware) -> MatrixTim
     dtype = x.precision if hardware.cores else BF16
     network, width = hardware.network.seconds, DTYPES[dtype].bytes
     there = update = back = 0.0
-    for these, ranks, shards in _groups(matrices, x):
+    for these, ranks, parts in _groups(matrices, x):
         update += max(_loads(these, ranks, lambda p: hardware.rates.product(p, dtype)).values())
         size = width * sum(a * b for a, b in these)
         there += network("all_to_all", size / ranks, ranks, 1)
-        back += network("all_to_all", size / x.tp / shards, ranks, 1)
+        back += network("all_to_all", size / parts, ranks, 1)
     return MatrixTimes(there, update, back)

@@ -368,7 +368,8 @@ def distance(layout: Layout, part: str) -> int:
 
 def nearest(layout: Layout, *, experts: bool = False) -> int:
     """How far the nearest ranks with copies of a weight are from each other."""
-    axes = (axis for axis in ("cp", "ep")[: 1 if experts else 2] if layout.mesh.of(axis) > 1)
+    apart = layout.expert_axes if experts else ()
+    axes = (axis for axis in ("cp", "ep") if layout.mesh.of(axis) > 1 and axis not in apart)
     return min((distance(layout, axis) for axis in axes), default=distance(layout, "dp.shard"))
 
 
@@ -404,10 +405,10 @@ class Units:
 
     def of(self, numbers: float, frozen: float = 0.0, experts: float = 0.0) -> UnitTimes:
         """Of so many weights, of so many that are frozen beside them, and of so many of experts, which
-        ranks of ep do not share: these are a unit of their own. What they need not takes no time."""
+        are on fewer ranks: these are a unit of their own. What they need not takes no time."""
         found = self._of(numbers, frozen, self.shards, self.near[0])
         if experts:
-            routed = self._of(experts, 0.0, self.shards / self.layout.ep, self.near[1])
+            routed = self._of(experts, 0.0, self.shards / self.layout.copies_sharing, self.near[1])
             found = UnitTimes(*(a + b for a, b in zip(found, routed, strict=True)))
         return found
 
@@ -499,12 +500,14 @@ class Priced:
             pieces[ops.UPDATE, n] += took.update
             pieces[ops.TO_OWNERS, n] = took.to_owners * alone
             pieces[ops.FROM_OWNERS, n] = took.from_owners * alone
-        near = distance(x, "ep")
+        # Apart by the nearest of those axes.
+        near = min((distance(x, a) for a in x.expert_axes if x.mesh.of(a) > 1), default=1)
         for n in program_experts(x, shape):
-            told = network("all_to_all", _NUMBER * shape.experts, x.ep, near)
+            told = network("all_to_all", _NUMBER * shape.experts, x.expert_ranks, near)
             pieces[ops.COUNT_ROUTES, n] = told * alone
             # What comes to the experts goes back: of a busy rank it is more than what it sends itself.
-            exchanged = network("all_to_all", self.pieces[n][1].cost.edge, x.ep, near) * alone
+            edge = self.pieces[n][1].cost.edge
+            exchanged = network("all_to_all", edge, x.expert_ranks, near) * alone
             for to in (n, n + 1):
                 pieces[ops.EXCHANGE, to] = pieces[ops.EXCHANGE_GRADIENT, to] = exchanged
         if not profile.overlaps_sends and x.pp > 1:
@@ -570,8 +573,8 @@ class Priced:
             return tuple(size(cost) for cost, _ in costs)
 
         def trained(size: float, frozen: float = 0.0, *, cut: bool = False) -> tuple[float, ...]:
-            """`cut` over shards, of which experts, that ranks of ep do not share, have fewer."""
-            more = x.ep - 1 if cut and x.zero else 0
+            """`cut` over shards, of which experts have fewer: other ranks have others."""
+            more = x.copies_sharing - 1 if cut and x.zero else 0
             return tuple(
                 size * (c.weights - still + more * (0.0 if still else c.experts)) + frozen * still
                 for c, still in costs

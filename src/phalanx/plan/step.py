@@ -136,7 +136,7 @@ class Pricer:
         if (cut, rows, piped) not in self._times:
             self.cost([cut])
             r = self.request
-            case, busy = Case(r.shape, cut, rows, r.sequence), r.routing.busiest(cut.ep)
+            case, busy = Case(r.shape, cut, rows, r.sequence), r.routing.busiest(cut.expert_ranks)
             e, b, h = parts_of(self.pieces[cut], case, r.hardware, r.profile, cut, busy)
             self._times[cut, rows, piped] = (
                 e.under(r.profile, piped),

@@ -34,7 +34,6 @@ from ..cost.pieces import alike
 from ..layout import Layout, LayoutError, Mesh
 from ..layout.choices import FP32
 from ..layout.mesh import Axis
-from ..layout.rules import AXIS_OF
 from ..parallel import Model, Unit, microbatches, tensor, time_multiple
 from ..parallel.data import Then, storage_of
 from ..parallel.experts import SENT, Routes, cut_blocks, expert_pieces
@@ -230,13 +229,14 @@ def _joined(many: Sequence[Places]) -> Places:
 
 
 def _joins_tokens(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation adds up numbers of several tokens, which stand along all dims but the last."""
+    """Whether an operation adds up numbers of several tokens, which stand along all dims but the last;
+    of four, with a token's experts, along the first two."""
     if "backward" in name or name in _SCATTERS:
         return True
     if name not in ("sum", "mean"):
         return False
-    dims = args[1] if len(args) > 1 else None
-    return not dims or any(dim % args[0].dim() != args[0].dim() - 1 for dim in dims)
+    dims, many = args[1] if len(args) > 1 else None, args[0].dim()
+    return not dims or any(dim % many < (2 if many == 4 else many - 1) for dim in dims)
 
 
 def _after(name: str, known: Sequence[tuple[int, Places]], joins: bool) -> Places:
@@ -383,7 +383,22 @@ class _Placing(Executor):
             tokens, size = len(self.inputs[op.piece, op.index][SENT]), group.size
             even = [tokens // size + (rank < tokens % size) for rank in range(size)]
             exchange.routes[key] = Routes(even, [even[group.rank]] * size)
-        return super()._exchange(op)
+        forward = op.kind == ops.EXCHANGE
+        bundle = self.inputs[op.piece, op.index] if forward else {}
+        if forward and op.piece in exchange.experts:
+            self.walk.sent[str(key)] = self.walk.known.of(bundle[SENT])
+        work = super()._exchange(op)
+        if not forward or op.piece in exchange.experts or group.size == 1:
+            return work
+
+        def home() -> None:
+            # Finished by one of the ranks that share the experts, it is for each what it has sent.
+            places, sent = list(self.walk.known.of(bundle[SENT])), self.walk.sent[str(key)]
+            for axis in _axes_of(group):
+                places[axis] = sent[axis]
+            self.walk.known.set(bundle[SENT], tuple(places))
+
+        return Then(work, home)
 
     def _reduce(self, op: Op) -> Work:
         self.walk.tied(op)
@@ -475,11 +490,10 @@ class _Walk:
     def places_of(self, weight: Weight) -> Places:
         """Along which axes a weight is cut, by the rule table."""
         dims = self.model.rules.dims(weight.name, len(weight.shape))
-        cut = {AXIS_OF.get(dim) for dim in dims}
-        axes: list[str] = [axis for axis in ("tp", "ep") if axis in cut]
+        cut = {axis for axes in self.layout.axes_of(dims) for axis in axes}
         if "tp" in cut and not ("kv" in dims and self.copies > 1):
-            axes.append(COPIES)
-        return self.varying(*axes)
+            cut.add(COPIES)
+        return self.varying(*(axis for axis in AXES if cut & {axis, axis.split(".")[0]}))
 
     def place_weights(self, unit: Unit) -> None:
         """The unit's whole weights are there."""

@@ -140,7 +140,9 @@ class _Tracer:
             y = out["x"]
             if "counts" in out:
                 sorted_by = torch.repeat_interleave(out["counts"])[out["order"].argsort()]
-                chosen.append(sorted_by.view(out["gates"].shape).chunk(self.parts, 1)[self.tp])
+                each = sorted_by.view(out["gates"].shape)
+                own = each.shape[1] == y.shape[1]  # else of the tokens of all ranks of tp
+                chosen.append(each if own else each.chunk(self.parts, 1)[self.tp])
             if (number, microbatch) not in self.done and y.dim():
                 self.done.add((number, microbatch))
                 tokens = batch[TOKEN]
@@ -152,8 +154,8 @@ class _Tracer:
                 if last:
                     self.outputs.setdefault(name, []).append(seen)
                 if chosen:
-                    own = chosen[-1].sort(-1).values
-                    self.routes.setdefault(name, []).append((seen[0], own[valid].cpu()))
+                    experts = chosen[-1].sort(-1).values
+                    self.routes.setdefault(name, []).append((seen[0], experts[valid].cpu()))
             chosen.clear()
             return out
 
