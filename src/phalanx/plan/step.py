@@ -16,7 +16,7 @@ from ..layout import Axis, Layout, Mesh, Shape, piece_layout, stage_pieces
 from ..layout.choices import BF16, FP32, SCHEDULES, traits
 from ..layout.stages import frozen_pieces, partial_pieces, program_experts
 from ..program import KINDS, Costs, Op, Program, Sizes, Timeline, build, ops
-from ..program.memory import peaks
+from ..program.memory import fullest
 from ..program.program import uncollected
 from ..program.simulate import Compiled, Repeat, compiled, critical, repeating, shift, times
 from ..program.simulate import timeline as spans
@@ -208,8 +208,7 @@ class _Built:
     def held(self, sizes: Sizes) -> list[dict[str, float]]:
         """What each rank holds at its peak, by kind."""
         if sizes not in self._held:
-            followed = [state.steps for state in self.walked]
-            self._held[sizes] = [peak.then for peak in peaks(self.program, sizes, followed)]
+            self._held[sizes] = fullest(self.program, sizes, self.walked)
         return self._held[sizes]
 
     @cached_property

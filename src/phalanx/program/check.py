@@ -38,7 +38,7 @@ def check(program: Program, sizes: Sizes | None = None) -> Proof:
         raise ProgramError("\n".join(problems))
     return Proof(
         held(program),
-        peaks(program, Sizes.counts(program.pieces), [state.steps for state in walked]),
+        peaks(program, Sizes.counts(program.pieces), walked),
         peaks(program, sizes) if sizes else None,
     )
 

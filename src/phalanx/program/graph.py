@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from . import ops
@@ -53,43 +54,47 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
     starts when all of them have been issued. They are matched in the order of their lanes; `check`
     says whether they agree."""
     made = Graph(program, [], [], [], [], [], [])
+    of_kind = {kind: row.lane for kind, row in KINDS.items()}
     for number in range(len(program.rows)):
         base, lanes = len(made.ops), made.lanes
-        state = walked[number] if walked else State(program, number)
+        state = walked[number] if walked else State(program, number).follow()
+        at = state.at
         last: dict[str, int] = {}  # lane -> its last operation so far
         waited: list[int] = []  # what the thread has waited for since it last computed
         flows: dict[tuple[str, str, int], str] = {}  # lanes of messages
-        for i, (op, needs, _, _) in enumerate(state.steps or state.follow(), base):
+        for i, (op, needs) in enumerate(zip(state.ops, state.needed, strict=True), base):
             if op[3]:
                 flow = op[0], op[3], op[4]
                 if flow not in flows:
                     flows[flow] = lane(op, program, number)
                 where = flows[flow]
             else:
-                where = KINDS[op[0]].lane
-            first: list[int] = []
+                where = of_kind[op[0]]
+            first = [last[where]] if where in last else []
             waits: list[int] = []
             for need in needs:
-                if not isinstance(need, Op):
+                if need.__class__ is str:
                     made.lacks.append((i, need))
                     continue
-                j = base + state.at[need]
+                j = base + at[need]
                 if j >= i:
                     first.append(j)
-                elif lanes[j] != COMPUTE:  # else the last computation, added below, says it
+                elif lanes[j] != COMPUTE:  # else the last computation says it
                     first.append(j)
                     waits.append(j)
-            if where in last:
-                first.append(last[where])
-            if where != COMPUTE and COMPUTE in last:
-                first.append(last[COMPUTE])
             first += waited
-            # A computation has waited for all this, and what follows waits for the computation.
-            waited = [] if where == COMPUTE else waited + waits
+            if where == COMPUTE:
+                # It has waited for all this, and what follows waits for it.
+                waited = []
+            else:
+                if COMPUTE in last:
+                    first.append(last[COMPUTE])
+                if waits:
+                    waited = waited + waits
             last[where] = i
-            made.ops.append((number, op))
             lanes.append(where)
             made.before.append(first)
+        made.ops.extend(zip(repeat(number), state.ops))
     _pair(made)
     return made
 
@@ -98,7 +103,8 @@ def _pair(made: Graph) -> None:
     """Join the operations that are one event."""
     joint: dict[tuple[object, ...], int] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    events, event = made.events, made.event
+    groups: dict[tuple[int, str, int], tuple[int, ...]] = {}
+    events, event, collectives = made.events, made.event, frozenset(ops.COLLECTIVES)
     for i, (row, op) in enumerate(made.ops):
         number = len(events)
         if op[3]:
@@ -106,11 +112,15 @@ def _pair(made: Graph) -> None:
             end = (made.lanes[i], op[0])
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
-        elif op[0] in ops.COLLECTIVES:
-            number = joint.setdefault((op[:3], _group(made.program, row, op)), number)
+        elif op[0] in collectives:
+            of = row, op[0], op[1]
+            if of not in groups:
+                groups[of] = _group(made.program, row, op)
+            number = joint.setdefault((op[:3], groups[of]), number)
         if number == len(events):
-            events.append([])
-        events[number].append(i)
+            events.append([i])
+        else:
+            events[number].append(i)
         event.append(number)
 
 

@@ -6,12 +6,15 @@ peaks from here, `simulate` lays the same steps over its times.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from . import ops, state
 from .program import Op, Program
-from .state import State, Step
+from .state import Changes, State
 
 
 @dataclass(frozen=True)
@@ -83,27 +86,30 @@ def _table(s: Sizes) -> dict[str, tuple[str, tuple[float, ...]]]:
     }
 
 
-def follow(program: Program, sizes: Sizes, row: int) -> list[Step]:
-    """What each operation of a row takes and gives back, buffer by buffer. Of the sizes it matters
-    only whether gradients have shards."""
+def follow(program: Program, sizes: Sizes, row: int) -> State:
+    """A row walked to its end, buffer by buffer. Of the sizes it matters only whether gradients have
+    shards."""
     return State(program, row, in_place=not sizes.gradient_shard).follow()
 
 
 Bytes = list[tuple[str, float]]  # by kind
 
 
+def _sized(sizes: Sizes, bundles: Sequence[Changes]) -> list[Bytes]:
+    table = _table(sizes)
+    rows = ([(*table[c.what], c) for c in changes] for changes in bundles)
+    return [[(kind, c.sign * _of(size, c.piece)) for kind, size, c in row] for row in rows]
+
+
 def changes(program: Program, sizes: Sizes, row: int) -> Iterator[tuple[Op | None, Bytes, Bytes]]:
     """What each operation of a row takes when it starts and gives back when it ends; first, under None,
     what is always there."""
-    table = _table(sizes)
-
-    def sized(changed: Iterable[state.Change], sign: int) -> Bytes:
-        rows = ((*table[c.what], c) for c in changed)
-        return [(kind, sign * c.sign * _of(size, c.piece)) for kind, size, c in rows]
-
     yield None, [*_always(program, sizes, row).items()], []
-    for op, _, start, end in follow(program, sizes, row):
-        yield op, sized(start, 1), sized(end, -1)
+    walked = follow(program, sizes, row)
+    takes = _sized(sizes, walked.bundles)
+    gives = [[(kind, -amount) for kind, amount in each] for each in takes]
+    for op, start, end in zip(walked.ops, walked.flow[::2], walked.flow[1::2], strict=True):
+        yield op, takes[start], gives[end]
 
 
 def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
@@ -116,34 +122,55 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
 
 
 def peaks(
-    program: Program, sizes: Sizes, followed: Sequence[Sequence[Step]] = ()
+    program: Program, sizes: Sizes, walked: Sequence[State] = ()
 ) -> tuple[Peak, ...]:
-    """The most that each row's ranks hold, when operations follow each other as listed. `followed`
-    is what `follow` says of each row, where that is known."""
+    """The most that each row's ranks hold, when operations follow each other as listed. `walked` are
+    the states of its rows, if they have been walked already."""
     rows = range(len(program.rows))
-    each = followed or [follow(program, sizes, row) for row in rows]
+    each = walked or [follow(program, sizes, row) for row in rows]
     return tuple(_peak(_always(program, sizes, row), sizes, each[row]) for row in rows)
 
 
-def _peak(always: Mapping[str, float], sizes: Sizes, followed: Sequence[Step]) -> Peak:
-    table = _table(sizes)
-    now, kinds = dict(always), dict(always)
-    held = total = sum(always.values())
-    at, then = None, dict(always)
-    amounts: dict[state.Change, tuple[str, float]] = {}
-    for op, _, *changed in followed:
-        for n, each in enumerate(changed):
-            for change in each:
-                if change not in amounts:
-                    kind, size = table[change.what]
-                    amounts[change] = kind, change.sign * _of(size, change.piece)
-                    now.setdefault(kind, 0.0)
-                    kinds.setdefault(kind, 0.0)
-                kind, amount = amounts[change]
-                held += amount
-                now[kind] = most = now[kind] + amount
-                if most > kinds[kind]:
-                    kinds[kind] = most
-            if not n and held > total:
-                total, at, then = held, op, dict(now)
-    return Peak(total, at, kinds, then)
+def fullest(program: Program, sizes: Sizes, walked: Sequence[State]) -> list[dict[str, float]]:
+    """What each row's ranks hold at their peak, by kind."""
+    rows = enumerate(walked)
+    return [_highest(_always(program, sizes, row), sizes, each)[2] for row, each in rows]
+
+
+def _highest(
+    always: Mapping[str, float], sizes: Sizes, walked: State
+) -> tuple[float, int, dict[str, float]]:
+    """The most that is held, once which operation has started (-1: before the first), and each kind
+    then."""
+    table, flow = _table(sizes), walked.flow
+    net = [sum(amount for _, amount in each) for each in _sized(sizes, walked.bundles)]
+    held = _running(sum(always.values()), net, flow)
+    at = max(range(1, len(held), 2), key=held.__getitem__, default=0)
+    if held[at] <= held[0]:
+        return held[0], -1, dict(always)
+    there: Counter[tuple[str, int]] = Counter()  # buffers that have been taken and not given back
+    for number, times in Counter(flow[:at]).items():
+        for what, piece, sign in walked.bundles[number]:
+            there[what, piece] += times * sign
+    then = dict(always)
+    for (what, piece), count in there.items():
+        kind, size = table[what]
+        then[kind] = then.get(kind, 0.0) + count * _of(size, piece)
+    return held[at], at // 2, then
+
+
+def _peak(always: Mapping[str, float], sizes: Sizes, walked: State) -> Peak:
+    total, at, then = _highest(always, sizes, walked)
+    kinds, amounts = dict(always), _sized(sizes, walked.bundles)
+    for kind in {kind: None for each in amounts for kind, _ in each}:
+        own = [[a for k, a in each if k == kind] for each in amounts]
+        now = _running(always.get(kind, 0.0), list(map(sum, own)), walked.flow)
+        # A bundle may take before it gives back.
+        most = [max(accumulate(each), default=0.0) for each in own]
+        kinds[kind] = max([now[0], *map(add, now, map(most.__getitem__, walked.flow))])
+    return Peak(total, walked.ops[at] if at >= 0 else None, kinds, then)
+
+
+def _running(first: float, amounts: Sequence[float], flow: Sequence[int]) -> list[float]:
+    """What is held before the first bundle and after each."""
+    return list(accumulate(map(amounts.__getitem__, flow), initial=first))

@@ -132,7 +132,8 @@ def compiled(
         key: object
         if len(members) == 1:
             i = members[0]
-            before.append(tuple({at[j] for j in made.before[i]}))
+            waits = made.before[i]
+            before.append((at[waits[0]],) if len(waits) == 1 else tuple({at[j] for j in waits}))
             row, op = made.ops[i]
             key = row, op[0], op[1]
         else:
@@ -223,10 +224,11 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
     if before[:2] != after[:2]:
         return None
     inside = bytearray(b and not a for a, b in zip(before[3], after[3], strict=True))
-    each: Counter[tuple[int, Op]] = Counter()
-    for i, (row, op) in enumerate(graph.ops):
-        if op[0] in ops.COMPUTES:
-            each[row, op._replace(index=0)] += inside[place[i]]
+    each: Counter[tuple[int, str, int]] = Counter()
+    for row, computed in enumerate(made.computing):
+        for n, op in computed:
+            if op[0] in ops.COMPUTES:
+                each[row, op[0], op[1]] += inside[n]
     if set(each.values()) != {period}:
         return None
     return Repeat(before[2], after[2], inside)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from . import ops
@@ -29,7 +28,7 @@ class Change(NamedTuple):
     sign: int
 
 
-_change = lru_cache(maxsize=1 << 16)(Change)  # there are few, and each stands in many places
+_NO_MESSAGE = Op("")[3:]
 
 # Buffers beside those that the table names (`ops.KEPT`, `ops.SELECTED`, `ops.FACTORS`,
 # `ops.WEIGHTS`).
@@ -49,18 +48,19 @@ def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
 def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
     """Whether a piece's recomputation starts from what its forward kept, and not from the
     output of the piece recomputed before it. `at` says where in the list operations stand."""
-    if Op(ops.RECOMPUTE_PART, piece, index) in at:
+    # Plain tuples: making an Op takes as long as three of these are looked up.
+    if (ops.RECOMPUTE_PART, piece, index, *_NO_MESSAGE) in at:
         return True
-    before = at.get(Op(ops.RECOMPUTE, piece - 1, index))
-    again = at.get(Op(ops.RECOMPUTE, piece, index))
+    again = at.get((ops.RECOMPUTE, piece, index, *_NO_MESSAGE))
+    before = at.get((ops.RECOMPUTE, piece - 1, index, *_NO_MESSAGE))
+    if again is None or before is None or before > again:
+        return again is not None
     # What another operation brought to the forward is kept: it is not brought a second time.
-    brought = any(Op(kind, piece, index) in at for kind in ops.BRINGS_VALUE)
-    return again is not None and (before is None or before > again or brought)
+    return any((kind, piece, index, *_NO_MESSAGE) in at for kind in ops.BRINGS_VALUE)
 
 
 Needs = list[Op | str]  # operations on the rank, and in words what it lacks
-# An operation, what it needs, and what changes when it starts and when it ends.
-Step = tuple[Op, Needs, list[Change], list[Change]]
+Changes = tuple[Change, ...]
 
 
 class State:
@@ -70,15 +70,17 @@ class State:
 
     def __init__(self, program: Program, number: int, *, in_place: bool = False) -> None:
         self.program, self.ops, self.in_place = program, program.rows[number], in_place
-        self.at = {op: i for i, op in reversed(list(enumerate(self.ops)))}
-        self.named = {op[:3]: op for op in self.ops if not op.of}
+        self.at = dict(zip(reversed(self.ops), range(len(self.ops) - 1, -1, -1), strict=True))
+        self.named = {op[:3]: op for op in self.ops if not op[3]}
         self.again = recomputed(self.ops)
-        self.has = {op.kind for op in self.ops}
+        self.has = {op[0] for op in self.ops}
+        self.brings = [kind for kind in ops.BRINGS_VALUE if kind in self.has]
         self.last_piece = program.pieces - 1
         gathered = {op.piece for op in self.ops if op.kind == ops.GATHER}
         self.at_home = {*program.frozen} - gathered  # whole, whatever is gathered beside them
-        received = (op for op in self.ops if op.kind == ops.RECEIVE)
+        received = [op for op in self.ops if op[0] == ops.RECEIVE]
         self.incoming = {(op.piece, op.of == ops.FORWARD, op.index): op for op in received}
+        self.entries = {op.piece for op in received}
         # Activations by (piece, microbatch): ops.KEPT, ops.SELECTED, INPUT or ops.FACTORS.
         self.kept: dict[tuple[int, int], str] = {}
         self.away: dict[tuple[int, int], str] = {}  # the same, on the host
@@ -87,6 +89,7 @@ class State:
         self.loaded: set[int] = set()  # of its buffer the own part is there, from the host
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
+        self._whole: dict[int, Needs] = {}  # what brought those of a piece, until that changes
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
         self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
@@ -96,7 +99,13 @@ class State:
         self.tied: set[int] = set()  # finished sums were added: no further sum may follow
         self.counted: Op | None = None
         self.agreed: Op | None = None  # on the norm of what is reduced so far
-        self.steps: list[Step] = []  # of the operations that were walked past
+        # Of the operations that were walked past: what each needs, and the numbers of what changes when
+        # it starts and when it ends. There are few such bundles, and each stands in many places.
+        self.needed: list[Needs] = []
+        self.flow: list[int] = []
+        self.bundles: list[Changes] = []
+        self._numbers: dict[Changes, int] = {}
+        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def walk(self) -> Iterator[tuple[Op, Needs]]:
         """Every operation with what it needs. When it is yielded, the state is that before it."""
@@ -105,14 +114,16 @@ class State:
         for op in self.ops:
             needs = needs_of[op[0]](op)
             yield op, needs
-            self.steps.append((op, needs, *self.apply(op, needs)))
-        if self.steps:
-            self.steps[-1][3].extend(self.rest())
+            self.needed.append(needs)
+            self.flow += self.apply(op, needs)
+        if self.flow:
+            self.flow[-1] = self._number((*self.bundles[self.flow[-1]], *self._rest()))
 
-    def follow(self) -> list[Step]:
+    def follow(self) -> State:
+        """The state after the whole list."""
         for _ in self.walk():
             pass
-        return self.steps
+        return self
 
     # ---- what an operation needs
 
@@ -215,6 +226,11 @@ class State:
         return " or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds)
 
     def _weights(self, piece: int) -> Needs:
+        if piece not in self._whole:
+            self._whole[piece] = self._whole_weights(piece)
+        return self._whole[piece]
+
+    def _whole_weights(self, piece: int) -> Needs:
         needs: Needs = []
         for unit in self.program.units(piece):
             if unit in self.gathered and unit not in self.stale:
@@ -229,7 +245,7 @@ class State:
         return needs
 
     def _input(self, piece: int, m: int) -> Needs:
-        for kind in ops.BRINGS_VALUE:
+        for kind in self.brings:
             if brought := self.named.get((kind, piece, m)):
                 return [brought]
         if self._apart(piece, m):
@@ -281,71 +297,91 @@ class State:
 
     # ---- what an operation changes
 
-    def apply(self, op: Op, needs: Needs) -> tuple[list[Change], list[Change]]:
-        """Go past an operation. Returns what it takes and gives back when it starts, and when it
-        ends. What it has waited for has arrived when it starts."""
-        start: list[Change] = []
-        end: list[Change] = []
+    def apply(self, op: Op, needs: Needs) -> tuple[int, int]:
+        """Go past an operation. Returns the numbers of what it takes and gives back when it starts, and
+        when it ends. What it has waited for has arrived when it starts."""
+        arrived: list[Change] = []
         if self.under_way:
-            start += (c for need in needs if need in self.under_way for c in self._arrive(need))
-        if op.kind in ops.COMPUTES:
-            self._compute(op, start, end)
-        elif op.kind in (ops.OFFLOAD, ops.RELOAD):
-            self._to_or_from_host(op, start, end)
-        elif op.kind in ops.MESSAGES:
-            what = SENT if op.kind == ops.SEND else RECEIVED
-            start.append(_change(what, min(op.piece, op.peer), 1))
-        elif op.kind in (ops.EXCHANGE, ops.EXCHANGE_GRADIENT):
-            start.append(_change(RECEIVED, op.piece - 1, 1))
-        elif op.kind not in ops.ON_MICROBATCH:
-            self._unit(op, start, end)
+            arrived += (c for need in needs if need in self.under_way for c in self._arrive(need))
+        kind = op[0]
+        if kind in ops.COMPUTES:
+            start, end = self._compute(op)
+        else:
+            changed: tuple[list[Change], list[Change]] = [], []
+            if kind in (ops.OFFLOAD, ops.RELOAD):
+                self._to_or_from_host(op, *changed)
+            elif kind in ops.MESSAGES:
+                what = SENT if kind == ops.SEND else RECEIVED
+                changed[0].append(Change(what, min(op.piece, op.peer), 1))
+            elif kind in (ops.EXCHANGE, ops.EXCHANGE_GRADIENT):
+                changed[0].append(Change(RECEIVED, op.piece - 1, 1))
+            elif kind not in ops.ON_MICROBATCH:
+                self._unit(op, *changed)
+                self._whole.clear()
+            start, end = (self._number(tuple(each)) for each in changed)
+        if arrived:
+            start = self._number((*arrived, *self.bundles[start]))
         return start, end
 
-    def _compute(self, op: Op, start: list[Change], end: list[Change]) -> None:
-        kind, piece, key = op.kind, op.piece, (op.piece, op.index)
-        if kind in (ops.FORWARD, *ops.PROPAGATES):
-            far = piece - 1 if kind == ops.FORWARD else piece + 1
-            if (ops.RECEIVE, piece, op.index, kind, far) in self.at:
-                # It is the operation's own from here on, and counted with what it keeps.
-                start.append(_change(RECEIVED, min(piece, far), -1))
+    def _number(self, changes: Changes) -> int:
+        number = self._numbers.setdefault(changes, len(self.bundles))
+        if number == len(self.bundles):
+            self.bundles.append(changes)
+        return number
+
+    def _compute(self, op: Op) -> tuple[int, int]:
+        kind, piece, m = op[:3]
+        came = taken = made = False
+        if kind == ops.FORWARD or kind in ops.PROPAGATES:
+            further = 1 if kind == ops.FORWARD else -1
+            # It is the operation's own from here on, and counted with what it keeps.
+            came = piece in self.entries and (ops.RECEIVE, piece, m, kind, piece - further) in self.at
             if ops.EXCHANGE in self.has:
-                self._exchanged(op, start, end)
-        before = self.kept.pop(key, None)
+                sent = ops.EXCHANGE if kind == ops.FORWARD else ops.EXCHANGE_GRADIENT
+                # Tokens are there twice from when they are made until what takes them begins: as they
+                # go, and as they come.
+                taken = (sent, piece + (kind != ops.FORWARD), m) in self.named
+                made = (sent, piece + (kind == ops.FORWARD), m) in self.named
+        before = self.kept.pop((piece, m), "")
         if kind == ops.FORWARD:
-            keeps = self._keeps(*key)
+            keeps = self._keeps(piece, m)
         elif kind in ops.RECOMPUTES:
             keeps = ops.KEPT
         else:
             keeps = ops.FACTORS if kind == ops.INPUT_GRADIENT else ""
+        if keeps:
+            self.kept[piece, m] = keeps
+        opened: list[int] = []
         # Norms and biases get their gradient with the input's. A piece without an input has none.
-        if kind in ops.CONTRIBUTES or (kind == ops.INPUT_GRADIENT and piece):
+        contributes = kind in ops.CONTRIBUTES
+        if contributes or (kind == ops.INPUT_GRADIENT and piece):
             for unit in self.program.trained(piece):
                 if unit not in self.open:
-                    start.append(_change(WHOLE, unit, 1))
+                    opened.append(unit)
                     self.open[unit] = []
-                if kind in ops.CONTRIBUTES:
+                if contributes:
                     self.open[unit].append(op)
-        # A forward's results grow while it runs; a backward needs what was kept until it ends.
-        at = start if kind in (ops.FORWARD, *ops.RECOMPUTES) else end
-        if before:
-            at.append(_change(before, piece, -1))
-        if keeps:
-            at.append(_change(keeps, piece, 1))
-            self.kept[key] = keeps
-        start.append(_change(WORKING, piece, 1))
-        end.append(_change(WORKING, piece, -1))
+        way = (kind, piece, before, keeps, came, taken, made, *opened)
+        if way not in self._known:
+            self._known[way] = self._changes(*way)
+        return self._known[way]
 
-    def _exchanged(self, op: Op, start: list[Change], end: list[Change]) -> None:
-        """Tokens are there twice from when they are made until what takes them begins: as they go, and
-        as they come."""
-        forward = op.kind == ops.FORWARD
-        kind = ops.EXCHANGE if forward else ops.EXCHANGE_GRADIENT
-        lower, upper = (op.piece, op.piece + 1)
-        taken, made = (lower, upper) if forward else (upper, lower)
-        if (kind, taken, op.index) in self.named:
-            start += [_change(RECEIVED, taken - 1, -1)] * 2
-        if (kind, made, op.index) in self.named:
-            end.append(_change(RECEIVED, made - 1, 1))
+    def _changes(
+        self, kind: str, piece: int, before: str, keeps: str,
+        came: bool, taken: bool, made: bool, *opened: int,
+    ) -> tuple[int, int]:  # fmt: skip
+        """What a computation takes and gives back when it starts, and when it ends."""
+        forward = kind == ops.FORWARD
+        below = piece - forward  # the lower end of its input's message, or of its gradient's
+        start = [Change(RECEIVED, below, -1)] * (came + 2 * taken)
+        end = [Change(RECEIVED, piece - (not forward), 1)] * made
+        start += (Change(WHOLE, unit, 1) for unit in opened)
+        # A forward's results grow while it runs; a backward needs what was kept until it ends.
+        at = start if forward or kind in ops.RECOMPUTES else end
+        at += [Change(before, piece, -1)] * bool(before) + [Change(keeps, piece, 1)] * bool(keeps)
+        start.append(Change(WORKING, piece, 1))
+        end.append(Change(WORKING, piece, -1))
+        return self._number(tuple(start)), self._number(tuple(end))
 
     def _keeps(self, piece: int, m: int) -> str:
         """What stays on the device after a forward: everything, a part, its input or nothing."""
@@ -361,7 +397,7 @@ class State:
         source, target = (self.kept, self.away) if out else (self.away, self.kept)
         if what := source.pop(key, ""):
             target[key] = what
-            (end if out else start).append(_change(what, op.piece, -1 if out else 1))
+            (end if out else start).append(Change(what, op.piece, -1 if out else 1))
 
     def _unit(self, op: Op, start: list[Change], end: list[Change]) -> None:
         kind, unit, row = op.kind, op.piece, ops.KINDS[op.kind]
@@ -389,7 +425,7 @@ class State:
         elif kind == ops.UPDATE:
             if ops.REDUCE not in self.has and unit in self.open:
                 del self.open[unit]
-                end.append(_change(WHOLE, unit, -1))
+                end.append(Change(WHOLE, unit, -1))
             end += [Change(PART, unit, -1)] * (unit in self.arrived)
             self.reduced.pop(unit, None)
             self.arrived.discard(unit)
@@ -417,14 +453,14 @@ class State:
         del self.under_way[op]
         last = op.kind == ops.REDUCE_REPLICAS or not self.program.replicated
         if last if self.in_place else op.kind == ops.REDUCE:
-            yield _change(WHOLE, op.piece, -1)
+            yield Change(WHOLE, op.piece, -1)
         if not last:
             return
         first = op.piece not in self.arrived
         if first == self.in_place:
-            yield _change(PART, op.piece, 1 if first else -1)
+            yield Change(PART, op.piece, 1 if first else -1)
         self.arrived.add(op.piece)
 
-    def rest(self) -> list[Change]:
+    def _rest(self) -> list[Change]:
         """What arrives after the last operation, where nothing has waited for it."""
         return [change for op in tuple(self.under_way) for change in self._arrive(op)]
