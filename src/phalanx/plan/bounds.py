@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from ..layout import Layout, Shape
 from ..layout.choices import traits
-from ..program import Op, ops, schedule
+from ..program import KINDS, Op, ops, schedule
 from ..program.state import IN_FLIGHT
 from .price import OpTime, PieceTimes, Three, Units, distance, frozen_bytes, kind_of
 from .space import ORDERS, Grid, Inner, Options, Pipeline, Space, Zero, blocks_of, ranks_of
-from .step import Pricer
+from .step import Pricer, joint_lanes
 
 Array = NDArray[np.float64]
 
@@ -165,6 +165,7 @@ class _Unit:
     gather: Array
     reduce: Array
     replicas: Array
+    lane: Array  # of the sums that follow gathers on one lane
     update: Array
 
 
@@ -173,7 +174,9 @@ def _priced(units: Sequence[Units], n: _Numbers) -> _Unit:
     each = np.array([[u.of(w - e, still, e) for u in units] for w, still, e in kinds])
     gather, _, reduce, replicas, _, update = np.moveaxis(each, -1, 0)
     alone = 1.0 / units[0].hardware.crowding
-    return _Unit(gather * alone, reduce * alone, replicas * alone, update)
+    joint = [KINDS[ops.REDUCE_REPLICAS].lane in joint_lanes(x.layout, x.hardware) for x in units]
+    lane = reduce + replicas * joint
+    return _Unit(gather * alone, reduce * alone, replicas * alone, lane * alone, update)
 
 
 def _ends(space: Space, x: Options, s: _Stages, u: _Unit, *, split: bool) -> Array:
@@ -221,18 +224,17 @@ def _time(
     sums = _of_units(u.reduce, s).max(axis=-1)[:, None, :, None]
     stage = np.array([zero.stage for zero in x.zeros])
     step = path + around
-    m = m[..., 0]
     often = (stage >= 2)[:, None, None, None]  # summed after every microbatch
-    lane = sums + np.zeros_like(m)
+    m = m[..., 0]
+    lane = m * _of_units(u.lane, s)[:, None]
     if not hardware.cores:
         # Beside them weights are gathered for each forward and backward, but where two that follow
-        # each other use the same block: the first or the last of a chunk.
-        # Two microbatches that stand beside each other meet in a block once more.
-        chunks = np.array([pipe.chunks * (1 + pipe.overlap) for pipe in pipes])[:, None]
-        blocks = np.maximum(s.blocks[:, 0] - chunks, 0.0).max(axis=-1)  # (pipelines)
+        # each other use the same block.
+        twice = _twice(space.request.shape, x.grid.pp, x.counts, tuple(pipes))
+        gathers = np.maximum(2 * m * s.blocks[:, 0] - twice - rolls, 0.0)
         each_use = np.array([zero.gather == "micro" and zero.stage == 3 for zero in x.zeros])
-        lane = lane + (2 * each_use * u.gather[1])[:, None, None, None] * blocks[:, None]
-    step = np.where(often, np.maximum(step, m * lane + update), step)
+        lane = lane + (each_use * u.gather[1])[:, None, None, None] * gathers
+    step = np.where(often, np.maximum(step, lane.max(axis=-1)[..., None] + update), step)
     if x.grid.pp == 1 and not rolls:
         met = np.array([pipe.overlap for pipe in pipes], float)[:, None]
         for z, zero in enumerate(x.zeros):
@@ -288,6 +290,7 @@ class _Node(NamedTuple):
 
 
 _NODES = 150_000  # of a schedule that is followed
+_USES = 512  # forwards of one of which uses are counted
 
 
 @lru_cache(maxsize=64)
@@ -296,7 +299,7 @@ def _stage_nodes(
 ) -> tuple[tuple[_Node, ...], tuple[tuple[str, int], ...]]:
     """The operations of a schedule in an order in which they can happen, and (kind, stage) of each
     key."""
-    rows = schedule(name, pp, count, chunks).rows
+    rows = _rows(name, pp, count, chunks)
     last, keys = pp * chunks - 1, dict[tuple[str, int], int]()
     rank = {op.piece: r for r, row in enumerate(rows) for op in row}
     place: dict[tuple[bool, int, int], int] = {}  # forward or not, stage, microbatch
@@ -340,20 +343,28 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
     blocks = _blocks(space.request.shape, pp, pipe)
     again = block.again.total if inner.recompute != "none" else 0.0
     segment = _segment(inner.recompute)
-    embed_, blocks_, head_ = (t.computed | {ops.BACKWARD: t.backward} for t in (embed, block, head))
+    embed_, block_, head_ = (t.computed | {ops.BACKWARD: t.backward} for t in (embed, block, head))
 
     def seconds(kind: str, stage: int) -> tuple[float, float]:
         """Of what needs no gradient, and of the rest."""
         n, first, final = blocks[stage], stage == 0, stage == len(blocks) - 1
-        time = n * blocks_[kind] + first * embed_[kind] + final * head_[kind]
+        time = n * block_[kind] + first * embed_[kind] + final * head_[kind]
         if kind not in ops.PROPAGATES:
             return 0.0, time
         # What a segment with the head computed just now is not computed again.
         repeated = max(0.0, n - final * segment) * again
         return min(repeated, segment * again), time + max(0.0, repeated - segment * again)
 
+    def ending(kind: str, stage: int) -> float:
+        """Of its last piece."""
+        if kind == ops.FORWARD:
+            return (head_ if stage == len(blocks) - 1 else block_ if blocks[stage] else embed_)[
+                kind
+            ]
+        return (embed_ if not stage else block_ if blocks[stage] else head_)[kind]
+
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
-    times = [seconds(*key) for key in keys]
+    times, tails = [seconds(*key) for key in keys], [ending(*key) for key in keys]
     hop = space.request.hardware.network.seconds(
         "send", block.cost.edge, pp, distance(layout, "pp")
     )
@@ -363,12 +374,17 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
     for n, (before, value, key, sent) in enumerate(nodes[1:], 1):
         begin, made = ends[before], ends[value]
         if sent:
-            # It is asked for beside the computation before, and not earlier.
-            made = max(made, ends[nodes[before].before]) + hop
+            # It is asked for beside the piece that is computed before, and not earlier.
+            made = max(made, ends[before] - tails[nodes[before].key]) + hop
         alone, rest = times[key]
         begin += alone
         ends[n] = (made if made > begin else begin) + rest
     return max(ends)
+
+
+@lru_cache(maxsize=64)
+def _rows(name: str, pp: int, count: int, chunks: int) -> tuple[tuple[Op, ...], ...]:
+    return schedule(name, pp, count, chunks).rows
 
 
 @lru_cache(maxsize=4096)
@@ -396,6 +412,29 @@ def _stages(shape: Shape, pp: int, pipes: tuple[Pipeline, ...]) -> _Stages:
     return _Stages(ranks, *(each[:, None].astype(float) for each in numbers))
 
 
+@lru_cache(maxsize=1024)
+def _twice(shape: Shape, pp: int, counts: tuple[int, ...], pipes: tuple[Pipeline, ...]) -> Array:
+    """How often, at most, a rank uses a block's weights twice in a row: (microbatches, pipelines,
+    ranks)."""
+    found = []
+    for count, pipe in product(counts, pipes):
+        blocks, some = _blocks(shape, pp, pipe), _stages(shape, pp, (pipe,)).ranks[0]
+        turns = pipe.overlap or traits(pipe.schedule).forward_first
+        if turns or pipe.chunks == 1 or pp * pipe.chunks * count > _USES:
+            # Two microbatches that stand beside each other meet in a block once more.
+            found.append([2.0 * pipe.chunks * (1 + pipe.overlap) * count] * len(some))
+            continue
+        rows = _rows(pipe.schedule, pp, count, pipe.chunks)
+        found.append([float(_used_twice(rows[rank], blocks)) for rank in some])
+    return np.array(found).reshape(len(counts), len(pipes), -1)
+
+
+def _used_twice(row: Sequence[Op], blocks: Sequence[int]) -> int:
+    uses = ((op.piece, op.kind == ops.FORWARD) for op in row if op.kind in ops.USES_WEIGHTS)
+    # A forward ends with the block that a backward begins with, and the other way round.
+    return sum(a == b and (x != y or blocks[a] < 2) for (a, x), (b, y) in pairwise(uses))
+
+
 class Moment(NamedTuple):
     """What a rank's schedule has open at once, in blocks."""
 
@@ -413,7 +452,7 @@ def in_flight(
     """For each of the ranks the moments with the most blocks opened, with the most opened or waiting, and
     with the most waiting; then the same once every stage of the rank has begun a gradient."""
     found = {}
-    rows = schedule(name, pp, count, chunks).rows
+    rows = _rows(name, pp, count, chunks)
     for rank in {*ranks}:
         row = _freed_first(rows[rank]) if traits(name).forward_first else rows[rank]
         split = any(op.kind == ops.WEIGHT_GRADIENT for op in row)

@@ -121,9 +121,7 @@ def _always(program: Program, sizes: Sizes, row: int) -> dict[str, float]:
     return {kind: sum(_of(size, u) for u in sorted(units)) for kind, size in always.items()}
 
 
-def peaks(
-    program: Program, sizes: Sizes, walked: Sequence[State] = ()
-) -> tuple[Peak, ...]:
+def peaks(program: Program, sizes: Sizes, walked: Sequence[State] = ()) -> tuple[Peak, ...]:
     """The most that each row's ranks hold, when operations follow each other as listed. `walked` are
     the states of its rows, if they have been walked already."""
     rows = range(len(program.rows))

@@ -335,7 +335,9 @@ class State:
         if kind == ops.FORWARD or kind in ops.PROPAGATES:
             further = 1 if kind == ops.FORWARD else -1
             # It is the operation's own from here on, and counted with what it keeps.
-            came = piece in self.entries and (ops.RECEIVE, piece, m, kind, piece - further) in self.at
+            came = (
+                piece in self.entries and (ops.RECEIVE, piece, m, kind, piece - further) in self.at
+            )
             if ops.EXCHANGE in self.has:
                 sent = ops.EXCHANGE if kind == ops.FORWARD else ops.EXCHANGE_GRADIENT
                 # Tokens are there twice from when they are made until what takes them begins: as they
