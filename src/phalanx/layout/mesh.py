@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from itertools import product
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
-_PARTS = {name: (name,) for name in AXES} | {
-    "dp": ("dp.replicate", "dp.shard"),
-    "cp": ("cp.ring", "cp.ulysses"),
-}
+_PARTS: dict[str, tuple[str, ...]] = {name: (name,) for name in AXES}
+_PARTS |= {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
 RANKS = 1 << 18  # the most that a mesh may have
 _SIZE = "([0-9]{1,7})"
 _WORD = re.compile(f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?")

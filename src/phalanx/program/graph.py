@@ -73,7 +73,7 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
             first = [last[where]] if where in last else []
             waits: list[int] = []
             for need in needs:
-                if need.__class__ is str:
+                if isinstance(need, str):
                     made.lacks.append((i, need))
                     continue
                 j = base + at[need]
@@ -103,7 +103,6 @@ def _pair(made: Graph) -> None:
     """Join the operations that are one event."""
     joint: dict[tuple[object, ...], int] = {}
     seen: Counter[tuple[str, str]] = Counter()
-    groups: dict[tuple[int, str, int], tuple[int, ...]] = {}
     events, event, collectives = made.events, made.event, frozenset(ops.COLLECTIVES)
     for i, (row, op) in enumerate(made.ops):
         number = len(events)
@@ -113,10 +112,7 @@ def _pair(made: Graph) -> None:
             number = joint.setdefault((made.lanes[i], seen[end]), number)
             seen[end] += 1
         elif op[0] in collectives:
-            of = row, op[0], op[1]
-            if of not in groups:
-                groups[of] = _group(made.program, row, op)
-            number = joint.setdefault((op[:3], groups[of]), number)
+            number = joint.setdefault((op[:3], _group(made.program, row, op)), number)
         if number == len(events):
             events.append([i])
         else:

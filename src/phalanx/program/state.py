@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import ops
 from .program import Op, Program
@@ -45,7 +45,7 @@ def recomputed(row: Iterable[Op]) -> dict[tuple[int, int], Op]:
     return {(op.piece, op.index): op for op in row if op.kind in ops.RECOMPUTES}
 
 
-def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
+def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
     """Whether a piece's recomputation starts from what its forward kept, and not from the
     output of the piece recomputed before it. `at` says where in the list operations stand."""
     # Plain tuples: making an Op takes as long as three of these are looked up.
@@ -61,6 +61,9 @@ def restarts(at: Mapping[Op, int], piece: int, index: int) -> bool:
 
 Needs = list[Op | str]  # operations on the rank, and in words what it lacks
 Changes = tuple[Change, ...]
+# All that changes depend on: kind, piece, what is kept before and after, messages that were taken,
+# whether one is made, units whose gradient begins.
+_Way = tuple[str, int, str, str, int, bool, tuple[int, ...]]
 
 
 class State:
@@ -89,7 +92,6 @@ class State:
         self.loaded: set[int] = set()  # of its buffer the own part is there, from the host
         self.stale: set[int] = set()  # updated since they were gathered
         self.updated: dict[int, Op] = {}
-        self._whole: dict[int, Needs] = {}  # what brought those of a piece, until that changes
         self.updates: Counter[int] = Counter()  # in this step
         # Gradients by unit.
         self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
@@ -105,7 +107,7 @@ class State:
         self.flow: list[int] = []
         self.bundles: list[Changes] = []
         self._numbers: dict[Changes, int] = {}
-        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._known: dict[_Way, tuple[int, int]] = {}
 
     def walk(self) -> Iterator[tuple[Op, Needs]]:
         """Every operation with what it needs. When it is yielded, the state is that before it."""
@@ -226,11 +228,6 @@ class State:
         return " or ".join(str(Op(kind, op.piece, op.index)) for kind in kinds)
 
     def _weights(self, piece: int) -> Needs:
-        if piece not in self._whole:
-            self._whole[piece] = self._whole_weights(piece)
-        return self._whole[piece]
-
-    def _whole_weights(self, piece: int) -> Needs:
         needs: Needs = []
         for unit in self.program.units(piece):
             if unit in self.gathered and unit not in self.stale:
@@ -317,7 +314,6 @@ class State:
                 changed[0].append(Change(RECEIVED, op.piece - 1, 1))
             elif kind not in ops.ON_MICROBATCH:
                 self._unit(op, *changed)
-                self._whole.clear()
             start, end = (self._number(tuple(each)) for each in changed)
         if arrived:
             start = self._number((*arrived, *self.bundles[start]))
@@ -363,19 +359,17 @@ class State:
                     self.open[unit] = []
                 if contributes:
                     self.open[unit].append(op)
-        way = (kind, piece, before, keeps, came, taken, made, *opened)
+        way = kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)
         if way not in self._known:
-            self._known[way] = self._changes(*way)
+            self._known[way] = self._changes(way)
         return self._known[way]
 
-    def _changes(
-        self, kind: str, piece: int, before: str, keeps: str,
-        came: bool, taken: bool, made: bool, *opened: int,
-    ) -> tuple[int, int]:  # fmt: skip
+    def _changes(self, way: _Way) -> tuple[int, int]:
         """What a computation takes and gives back when it starts, and when it ends."""
+        kind, piece, before, keeps, taken, made, opened = way
         forward = kind == ops.FORWARD
-        below = piece - forward  # the lower end of its input's message, or of its gradient's
-        start = [Change(RECEIVED, below, -1)] * (came + 2 * taken)
+        # Messages carry the number of their lower end.
+        start = [Change(RECEIVED, piece - forward, -1)] * taken
         end = [Change(RECEIVED, piece - (not forward), 1)] * made
         start += (Change(WHOLE, unit, 1) for unit in opened)
         # A forward's results grow while it runs; a backward needs what was kept until it ends.
