@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
-_PARTS: dict[str, tuple[str, ...]] = {name: (name,) for name in AXES}
-_PARTS |= {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
+_PARTS = {"dp": ("dp.replicate", "dp.shard"), "cp": ("cp.ring", "cp.ulysses")}
 RANKS = 1 << 18  # the most that a mesh may have
 _SIZE = "([0-9]{1,7})"
 _WORD = re.compile(f"(dp|pp|cp|tp|ep){_SIZE}(?:x{_SIZE})?(?::(ring|ulysses|{_SIZE}x{_SIZE}))?")
@@ -35,7 +34,7 @@ class Axis:
     def __post_init__(self) -> None:
         if self.name not in AXES:
             raise LayoutError(f"there is no axis {self.name!r}. Axes are {', '.join(AXES)}.")
-        if len(self.parts) != len(_PARTS[self.name]) or min(self.parts) < 1:
+        if len(self.parts) != len(self.part_names) or min(self.parts) < 1:
             raise LayoutError(f"axis {self.name} has sizes {self.parts}; each must be 1 or more.")
 
     @property
@@ -44,7 +43,7 @@ class Axis:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        return _PARTS[self.name]
+        return _PARTS.get(self.name) or (self.name,)
 
     @classmethod
     def parse(cls, word: str) -> Axis:
