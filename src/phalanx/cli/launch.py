@@ -1,7 +1,8 @@
 """`phalanx launch`: what starts a run on a cluster, as a person would write it for that system.
 
 Nothing here runs ranks: Slurm, Kubernetes, Ray, SkyPilot and torchrun do, and `phalanx train` finds out
-from what they set which rank it is (`layout/environment.py`).
+from what they set which rank it is (`layout/environment.py`). The texts stand in `jobs`, with names in
+double braces where something is filled in.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import indent
 
@@ -23,6 +23,16 @@ from ..layout.environment import PORT
 from ..layout.run import Run
 from .usage import Parser, UsageError, result, whole
 
+_FOLDER = Path(__file__).parent / "jobs"
+# Of each system its text, and what hands it over.
+SYSTEMS = {
+    "slurm": ("slurm.sh", ["sbatch"]),
+    "k8s": ("k8s.yaml", ["kubectl", "create", "-f"]),
+    "kubeflow": ("kubeflow.yaml", ["kubectl", "create", "-f"]),
+    "ray": ("ray.txt", [sys.executable]),
+    "sky": ("sky.yaml", ["sky", "jobs", "launch", "--yes"]),
+    "torchrun": ("torchrun.sh", ["bash"]),
+}
 _EPILOG = """\
   phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00
   phalanx launch k8s run.toml --nodes 4 --image team/phalanx --submit
@@ -31,35 +41,6 @@ _EPILOG = """\
 The layout needs as many ranks as there are GPUs; --gpus 0: ranks on CPUs, as many on each node as the
 layout needs. What a system asks for beyond this is edited in what is printed."""
 GRACE = 120  # seconds before a time limit, or after a request to end, in which a run saves
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every system is told."""
-
-    name: str
-    file: str
-    words: tuple[str, ...]
-    nodes: int
-    gpus: int  # of each node
-    ranks: int  # of each node
-    run: Run
-    time: str
-    image: str
-    volume: str
-    accelerator: str
-    master: str
-
-    @property
-    def command(self) -> str:
-        return shlex.join(["phalanx", "train", self.file, *self.words])
-
-    @property
-    def fewest(self) -> int:
-        """The fewest nodes that one of the run's layouts needs."""
-        layouts = [each.layout_of() for each in (self.run, *self.run.fallbacks)]
-        needed = [-(-layout.ranks // self.ranks) for layout in layouts if layout]
-        return max(1, min([self.nodes, *needed]))
 
 
 def run(argv: list[str]) -> int:
@@ -80,256 +61,80 @@ def run(argv: list[str]) -> int:
     add("--submit", action="store_true", help="hand it to the system instead of printing it")
     add("--json", help="print the text and what it starts as JSON")
     args = parser.read(argv, intermixed=True)
-    text_of, submit, suffix = SYSTEMS[args.system]
-    job = _job(args)
-    text = text_of(job)
+    file, submit = SYSTEMS[args.system]
+    values = _values(args)
+    text = filled(file, values)
     if not args.submit:
-        figures = {"system": args.system, "nodes": job.nodes, "ranks": job.ranks, "text": text}
+        figures = {name: values[name] for name in ("system", "nodes", "ranks")} | {"text": text}
         result(args, figures, text)
         return 0
     if shutil.which(submit[0]) is None:
         what = "is not installed here. Leave --submit out and take the text."
         raise UsageError(f"{submit[0]} {what}")
-    with tempfile.NamedTemporaryFile("w", prefix="phalanx-", suffix=suffix) as file:
-        file.write(text)
-        file.flush()
-        return subprocess.run([*submit, file.name], check=False).returncode
+    with tempfile.NamedTemporaryFile("w", prefix="phalanx-", suffix=Path(file).suffix) as script:
+        script.write(text)
+        script.flush()
+        return subprocess.run([*submit, script.name], check=False).returncode
 
 
-def _job(args: argparse.Namespace) -> Job:
+def filled(name: str, values: Mapping[str, object]) -> str:
+    """A file of `jobs` with its values. A name of a value or of another such file that is alone on its
+    line stands for lines with that indent, or for none."""
+
+    def replaced(match: re.Match[str]) -> str:
+        margin, lines, word = match.groups()
+        part = lines or word
+        text = str(values[part]) if part in values else filled(part, values)
+        return text if word else indent(f"{text.rstrip()}\n", margin) if text else ""
+
+    text = (_FOLDER / name).read_text(encoding="utf-8")
+    return re.sub(r"(?m)^( *)\{\{([\w.]+)\}\}\n|\{\{([\w.]+)\}\}", replaced, text)
+
+
+def _values(args: argparse.Namespace) -> dict[str, object]:
+    """What the texts are filled in with."""
     files = [word for word in args.words if "=" not in word]
     if len(files) != 1:
         raise UsageError("name one run file, and keys of it as key=value.")
-    words = tuple(word for word in args.words if "=" in word)
-    plan = Run.load(files[0], words)
-    layout = plan.layout_of()
-    ranks = args.gpus or (layout.ranks // args.nodes if layout else 1)
-    if layout and layout.ranks != args.nodes * ranks:
+    words = [word for word in args.words if "=" in word]
+    plan, nodes, gpus = Run.load(files[0], tuple(words)), args.nodes, args.gpus
+    layout, *fallbacks = (each.layout_of() for each in (plan, *plan.fallbacks))
+    ranks = gpus or (layout.ranks // nodes if layout else 1)
+    if layout and layout.ranks != nodes * ranks:
         raise UsageError(
-            f"layout {str(layout)!r} is for {layout.ranks} ranks; --nodes {args.nodes} with --gpus"
-            f" {args.gpus} are {args.nodes * ranks}."
+            f"layout {str(layout)!r} is for {layout.ranks} ranks; --nodes {nodes} with --gpus"
+            f" {gpus} are {nodes * ranks}."
         )
     name = re.sub(r"[^a-z0-9]+", "-", (args.name or Path(files[0]).stem).lower()).strip("-")
-    return Job(
-        name or "run", files[0], words, args.nodes, args.gpus, ranks, plan,
-        args.time, args.image, args.volume, args.accelerator, args.master,
-    )  # fmt: skip
-
-
-# ---- one function for each system
-
-
-def _slurm(job: Job) -> str:
-    gpus = f"#SBATCH --gpus-per-node={job.gpus}\n" if job.gpus else ""
-    journal = shlex.quote(f"{job.run.out}/metrics.jsonl")
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node={job.ranks}
-{gpus}#SBATCH --time={job.time}
-#SBATCH --signal=TERM@{GRACE}  # to every rank, before the time limit: it finishes its step and saves
-#SBATCH --requeue  # after a node has failed
-#SBATCH --open-mode=append
-#SBATCH --output={job.name}-%j.out
-
-# A rank that fails ends the others. One that was stopped has saved, as have all: that is no failure.
-start() {{
-    srun --kill-on-bad-exit=1 \\
-        sh -c 'trap : TERM; "$@" || {{ code=$?; [ $code -eq 75 ] || exit $code; }}' train \\
-        {job.command}
-}}
-code=1
-for attempt in $(seq 0 {job.run.train.restarts}); do
-    start && code=0 && break
-done
-if [ $code -eq 0 ] && tail -n 1 {journal} | grep -q '"event": "stop"'; then
-    scontrol requeue "$SLURM_JOB_ID"  # the same job goes on from its newest checkpoint
-fi
-exit $code
-"""
-
-
-def _torchrun(job: Job) -> str:
-    nodes = str(job.nodes) if job.fewest == job.nodes else f"{job.fewest}:{job.nodes}"
-    return f"""\
-# The same command on each of {job.nodes} nodes. All of them reach {job.master}, and share {job.run.out}.
-# Where a node's own name does not lead to it, add --local-addr and its address, and on {job.master}
-# --rdzv-conf=is_host=1. The run ends with that node; others may leave and come back.
-# A store of its own for each start: ranks of a start with other nodes must not meet those of the last.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-torchrun --nnodes={nodes} --nproc-per-node={job.ranks} --max-restarts={job.run.train.restarts} \\
-    --rdzv-backend=c10d --rdzv-id={job.name} --rdzv-endpoint={job.master}:29400 \\
-    --no-python {job.command}
-"""
-
-
-def _container(job: Job, resources: str) -> str:
-    """What Kubernetes runs on each node: `phalanx train` starts torchrun there, which reads PET_*."""
-    out = Path("/workspace", job.run.out)
-    words = ["/etc/phalanx/run.toml", *job.words, f"out={out}"]
-    limits = f'nvidia.com/gpu: "{job.gpus}"' if job.gpus else f'cpu: "{job.ranks}"'
-    return f"""\
-image: {job.image}
-command: ["phalanx", "train"]
-args: [{", ".join(map(_quoted, words))}]
-{resources}:
-  limits: {{{limits}}}
-"""
-
-
-_MOUNTS = """\
-volumeMounts:
-  - {name: workspace, mountPath: /workspace}
-  - {name: run, mountPath: /etc/phalanx}
-  - {name: shm, mountPath: /dev/shm}
-"""
-
-
-def _volumes(job: Job) -> str:
-    return f"""\
-volumes:
-  - name: workspace  # shared by all nodes: checkpoints, and data that the run file names
-    persistentVolumeClaim: {{claimName: {job.volume}}}
-  - name: run
-    configMap: {{name: {job.name}}}
-  - name: shm
-    emptyDir: {{medium: Memory}}
-"""
-
-
-def _config_map(job: Job) -> str:
-    return f"""\
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  name: {job.name}
-data:
-  run.toml: |
-{indent(Path(job.file).read_text(), "    ")}---
-"""
-
-
-def _k8s(job: Job) -> str:
-    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-    return f"""\
-{_config_map(job)}apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: {job.name}
-spec:
-  failurePolicy:
-    maxRestarts: {job.run.train.restarts}
-  replicatedJobs:
-    - name: node
-      replicas: 1
-      template:
-        spec:
-          parallelism: {job.nodes}
-          completions: {job.nodes}
-          completionMode: Indexed
-          backoffLimit: 0  # the set starts all nodes again together
-          template:
-            spec:
-              restartPolicy: Never
-              terminationGracePeriodSeconds: {GRACE}
-{indent(_volumes(job), " " * 14)}\
-              containers:
-                - name: node
-{indent(_container(job, "resources"), " " * 18)}\
-                  workingDir: /workspace
-{indent(_MOUNTS, " " * 18)}\
-                  env:
-                    - {{name: PET_NNODES, value: "{job.nodes}"}}
-                    - {{name: PET_NPROC_PER_NODE, value: "{job.ranks}"}}
-                    - {{name: PET_MASTER_ADDR, value: {job.name}-node-0-0.{job.name}}}
-                    - {{name: PET_MASTER_PORT, value: "{PORT}"}}
-                    - name: PET_NODE_RANK
-                      valueFrom: {{fieldRef: {{fieldPath: "{index}"}}}}
-"""
-
-
-def _kubeflow(job: Job) -> str:
-    return f"""\
-{_config_map(job)}apiVersion: trainer.kubeflow.org/v1alpha1
-kind: TrainJob
-metadata:
-  name: {job.name}
-spec:
-  runtimeRef:
-    name: torch-distributed  # it sets PET_NNODES and the rest
-  trainer:
-    numNodes: {job.nodes}
-    numProcPerNode: {job.ranks}
-{indent(_container(job, "resourcesPerNode"), " " * 4)}\
-  podTemplateOverrides:
-    - targetJobs: [{{name: node}}]
-      spec:
-{indent(_volumes(job), " " * 8)}\
-        containers:
-          - name: node
-{indent(_MOUNTS, " " * 12)}"""
-
-
-def _ray(job: Job) -> str:
-    backend = NCCL if job.gpus else GLOO
-    # Workers have folders of their own.
-    words = [*job.words, f"out={Path(job.run.out).absolute()}"]
-    return f'''\
-"""Run {job.name} on a Ray cluster: python this file where Ray is reached (RAY_ADDRESS)."""
-
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
-
-
-def work(settings):
-    from phalanx import Run, join, train
-
-    run = Run.parse(settings["run"], {job.name!r}, tuple(settings["words"]))
-    train(join(interface=run.network.interface), run)
-
-
-RUN = """\\
-{Path(job.file).read_text()}"""
-
-if __name__ == "__main__":
-    TorchTrainer(
-        work,
-        train_loop_config={{"run": RUN, "words": {words!r}}},
-        torch_config=TorchConfig(backend={backend!r}),
-        scaling_config=ScalingConfig(num_workers={job.nodes * job.ranks}, use_gpu={bool(job.gpus)}),
-        run_config=RunConfig(
-            name={job.name!r},
-            failure_config=FailureConfig(max_failures={job.run.train.restarts}),
-        ),
-    ).fit()
-'''
-
-
-def _sky(job: Job) -> str:
-    gpus = f"accelerators: {job.accelerator}:{job.gpus}" if job.gpus else f"cpus: {job.ranks}+"
-    return f"""\
-name: {job.name}
-num_nodes: {job.nodes}
-workdir: .  # with the run file; its `out` has to lie on a volume or bucket that all nodes mount
-resources:
-  {gpus}
-  job_recovery: {{max_restarts_on_errors: {job.run.train.restarts}}}
-setup: pip install phalanx
-run: {_quoted(job.command)}
-"""
+    command = shlex.join(["phalanx", "train", files[0], *words])
+    needed = [-(-each.ranks // ranks) for each in (layout, *fallbacks) if each]
+    fewest = max(1, min([nodes, *needed]))
+    # In a container the run file lies elsewhere; Ray's workers have folders of their own.
+    mounted = ["/etc/phalanx/run.toml", *words, f"out={Path('/workspace', plan.out)}"]
+    return vars(args) | {
+        "name": name or "run",
+        "text": Path(files[0]).read_text(),
+        "command": command,
+        "out": plan.out,
+        "ranks": ranks,  # of each node
+        "workers": nodes * ranks,
+        "restarts": plan.train.restarts,
+        "grace": GRACE,
+        "port": PORT,
+        "journal": shlex.quote(f"{plan.out}/metrics.jsonl"),
+        "sbatch_gpus": f"#SBATCH --gpus-per-node={gpus}" if gpus else "",
+        "elastic_nodes": nodes if fewest == nodes else f"{fewest}:{nodes}",
+        "container_words": ", ".join(map(_quoted, mounted)),
+        "resources": "resourcesPerNode" if args.system == "kubeflow" else "resources",
+        "limits": f'nvidia.com/gpu: "{gpus}"' if gpus else f'cpu: "{ranks}"',
+        "ray_words": repr([*words, f"out={Path(plan.out).absolute()}"]),
+        "backend": NCCL if gpus else GLOO,
+        "use_gpu": bool(gpus),
+        "sky_devices": f"accelerators: {args.accelerator}:{gpus}" if gpus else f"cpus: {ranks}+",
+        "sky_run": _quoted(command),
+    }
 
 
 def _quoted(word: str) -> str:
     """A word in YAML's double quotes."""
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-SYSTEMS: dict[str, tuple[Callable[[Job], str], list[str], str]] = {
-    "slurm": (_slurm, ["sbatch"], ".sh"),
-    "k8s": (_k8s, ["kubectl", "create", "-f"], ".yaml"),
-    "kubeflow": (_kubeflow, ["kubectl", "create", "-f"], ".yaml"),
-    "ray": (_ray, [sys.executable], ".py"),
-    "sky": (_sky, ["sky", "jobs", "launch", "--yes"], ".yaml"),
-    "torchrun": (_torchrun, ["bash"], ".sh"),
-}
