@@ -1,4 +1,16 @@
-"""`phalanx bench`: what this machine can do: collectives, matrix products, whole steps, overlap."""
+"""`phalanx bench`: measures this machine: collectives, matrix products, whole steps, overlap; every result
+is checked, or its method shown.
+
+  phalanx bench collectives --ranks 2 --sizes 1K:64M --out bandwidth.svg
+  phalanx bench collectives --groups 2,4,2x2 --ranks 4 --ops all_reduce,send
+  phalanx bench matmul --dtype bf16,fp32 --model 8b
+  phalanx bench mfu
+  phalanx bench overlap --ranks 2
+
+`phalanx doctor --out machine.toml` runs all of it in short and writes what plans read.
+`phalanx bench BENCH --help` lists the options of one. Under torchrun the ranks it started are used.
+Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -54,32 +66,16 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
     "squares": ((512, 1024, 2048), (2048, 4096, 8192)),
 }
 
-_EPILOG = """\
-  phalanx bench collectives --ranks 2 --sizes 1K:64M --out bandwidth.svg
-  phalanx bench collectives --groups 2,4,2x2 --ranks 4 --ops all_reduce,send
-  phalanx bench matmul --dtype bf16,fp32 --model 8b
-  phalanx bench mfu
-  phalanx bench overlap --ranks 2
-
-`phalanx doctor --out machine.toml` runs all of it in short and writes what plans read.
-`phalanx bench BENCH --help` lists the options of one. Under torchrun the ranks it started are used.
-Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
-
 
 def run(argv: list[str]) -> int:
-    parser = Parser(
-        "phalanx bench",
-        "Measures this machine; every result is checked, or its method shown.",
-        _EPILOG,
-    )
+    parser = Parser(__doc__, json=False)
     benches = {"collectives": _collectives, "matmul": _matmul, "mfu": _mfu, "overlap": _overlap}
     return chosen(parser, argv, benches)
 
 
-def _parser(name: str, description: str, limit: float, of: str = "for each") -> Parser:
-    parser = Parser(f"phalanx bench {name}", description)
+def _parser(text: str | None, limit: float, of: str = "for each") -> Parser:
+    parser = Parser(text)
     parser.add("--limit", default=limit, help=of)
-    parser.add("--json", help="everything that was measured, as JSON")
     return parser
 
 
@@ -154,12 +150,8 @@ class _Ranks:
 
 
 def _collectives(argv: list[str]) -> int:
-    parser = _parser(
-        "collectives",
-        "Times collectives, checks their results, fits curves.",
-        4.0,
-        "for an operation at a size",
-    )
+    """`phalanx bench collectives`: times collectives, checks their results, fits curves."""
+    parser = _parser(_collectives.__doc__, 4.0, "for an operation at a size")
     add = parser.add
     _add_ranks(parser)
     add("--ops", default="all", type=_operations, metavar="OPS", help="separated by commas")
@@ -202,8 +194,8 @@ def _collectives(argv: list[str]) -> int:
         "curves": [asdict(curve) for curve in curves],
         "forms": [asdict(growth) | {"better": growth.better} for growth in forms],
     }
-    result(args, figures, collectives_text(samples, ranks.backend, forms))
-    return 0 if all(sample.correct for sample in samples) else 1
+    right = all(sample.correct for sample in samples)
+    return result(args, figures, collectives_text(samples, ranks.backend, forms), good=right)
 
 
 def _operations(text: str) -> tuple[str, ...]:
@@ -294,9 +286,8 @@ _SAMPLES = ("operation", "group", "S", "time", "least..most", "S/t", "factor", "
 
 
 def _matmul(argv: list[str]) -> int:
-    parser = _parser(
-        "matmul", "Times matrix products: TFLOP/s and hardware utilisation (HFU).", 60.0, "of all"
-    )
+    """`phalanx bench matmul`: times matrix products: TFLOP/s and hardware utilisation (HFU)."""
+    parser = _parser(_matmul.__doc__, 60.0, "of all")
     _add_device(parser)
     add = parser.add
     dtypes = "separated by commas: bf16, fp16, tf32, fp32, fp64; default by device"
@@ -327,8 +318,7 @@ def _matmul(argv: list[str]) -> int:
         asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate} for p in done
     ]
     figures = {"device": device.name, "known": device.entry is not None, "products": rows}
-    result(args, figures, products_summary(done, device, len(squares) + len(wide)))
-    return 0
+    return result(args, figures, products_summary(done, device, len(squares) + len(wide)))
 
 
 def _dtypes(text: str) -> tuple[str, ...]:
@@ -407,7 +397,8 @@ def _products_chart(done: Sequence[MatrixProduct], device: LocalDevice) -> str:
 
 
 def _mfu(argv: list[str]) -> int:
-    parser = _parser("mfu", "Times whole iterations: model FLOPs utilisation (MFU).", 20.0)
+    """`phalanx bench mfu`: times whole iterations: model FLOPs utilisation (MFU)."""
+    parser = _parser(_mfu.__doc__, 20.0)
     _add_device(parser)
     add = parser.add
     add("--dtype", choices=[x for x in PRECISIONS if x != FP64], help="default by device")
@@ -443,8 +434,7 @@ def _mfu(argv: list[str]) -> int:
         for x in done
     ]
     figures = {"device": device.name, "peak": peak or None, "best_measured": best}
-    result(args, figures | {"iterations": rows}, iterations_text(done, device, best))
-    return 0
+    return result(args, figures | {"iterations": rows}, iterations_text(done, device, best))
 
 
 def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float) -> str:
@@ -483,9 +473,8 @@ def iterations_text(done: Sequence[Iteration], device: LocalDevice, best: float)
 
 
 def _overlap(argv: list[str]) -> int:
-    parser = _parser(
-        "overlap", "How much of a copy or a message disappears behind a product.", 20.0
-    )
+    """`phalanx bench overlap`: how much of a copy or a message disappears behind a product."""
+    parser = _parser(_overlap.__doc__, 20.0)
     _add_device(parser)
     _add_ranks(parser)
     add = parser.add

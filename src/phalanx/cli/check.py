@@ -1,4 +1,16 @@
-"""`phalanx check`: whether a layout fits a model, or a program file can run, and what each rank holds."""
+"""`phalanx check`: checks a layout against a model: the memory of its ranks, or every reason why it cannot
+run; or whether a program file can.
+
+Exit code 0: its program is proved, and fits in the memory of --device or --cluster; 1: it does not,
+with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU fp32, unless
+the layout says otherwise. A model that nobody has costed yet loads torch.
+
+  phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
+  phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
+  phalanx check "dp8 zero3 bf16" --model run.toml --device h100
+  phalanx check "dp64 pp8 tp8 seq zero1 1f1b:8" --model 8b --sums
+  phalanx check step.txt
+"""
 
 from __future__ import annotations
 
@@ -12,24 +24,9 @@ from ..layout.choices import OPTIMIZERS
 from ..program import Program, check, faults
 from .usage import Parser, UsageError, read, result
 
-_EPILOG = """\
-Exit code 0: its program is proved, and fits in the memory of --device or --cluster; 1: it does not,
-with every reason; 2: wrong usage. Bytes are those of `plan --explain`: in bf16, on a CPU fp32, unless
-the layout says otherwise. A model that nobody has costed yet loads torch.
-
-  phalanx check "dp2 pp4 tp2 1f1b:8" --model 8b
-  phalanx check "dp8 tp8 zero1 accum:8" --model 8b --batch 64 --cluster h100x64
-  phalanx check "dp8 zero3 bf16" --model run.toml --device h100
-  phalanx check "dp64 pp8 tp8 seq zero1 1f1b:8" --model 8b --sums
-  phalanx check step.txt"""
-
 
 def run(argv: list[str]) -> int:
-    parser = Parser(
-        "phalanx check",
-        "Checks a layout against a model: the memory of its ranks, or every reason why it cannot run.",
-        _EPILOG,
-    )
+    parser = Parser(__doc__)
     parser.add("what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file")
     parser.add("--model")
     parser.add("--batch", default=0)
@@ -41,7 +38,6 @@ def run(argv: list[str]) -> int:
     parser.add("--optimizer", choices=OPTIMIZERS, help="default: of a run file, else adamw")
     parser.add("--clip", action="store_true", help="with gradient clipping")
     parser.add("--sums", action="store_true", help="prove that each sum over ranks is made once")
-    parser.add("--json")
     args = parser.read(argv)
     text = " ".join(args.what)
     if args.model is not None:
@@ -56,8 +52,8 @@ def run(argv: list[str]) -> int:
             clip=args.clip,
             sums=args.sums,
         )
-        result(args, checked.figures, str(checked))
-        return 0 if checked.fits and checked.right else 1
+        good = checked.fits and checked.right
+        return result(args, checked.figures, str(checked), good=good)
     if args.sums:
         raise UsageError("which sums over ranks there are depends on the model: add --model.")
     if args.device or args.cluster:
@@ -81,5 +77,5 @@ def _file(path: str, args: argparse.Namespace) -> int:
             f" {many(program.microbatches, 'microbatch')}, at most {' '.join(f'{h:g}' for h in held)}"
             " in flight on its stages"
         )
-    result(args, {"sound": not wrong, "faults": list(wrong), "peak_held": held}, text)
-    return 1 if wrong else 0
+    figures = {"sound": not wrong, "faults": list(wrong), "peak_held": held}
+    return result(args, figures, text, good=not wrong)

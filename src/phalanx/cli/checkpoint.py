@@ -1,4 +1,16 @@
-"""`phalanx checkpoint`: shows, verifies, exports and imports what a run has saved."""
+"""`phalanx checkpoint`: shows, verifies, exports and imports what a run has saved.
+
+  phalanx checkpoint show runs/first
+  phalanx checkpoint verify runs/first/checkpoints/step-00000100
+  phalanx checkpoint export runs/first --to exported --dtype BF16
+  phalanx checkpoint export runs/lora --to adapter --adapter
+  phalanx checkpoint import Llama-3.2-1B --out runs/second
+
+DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
+checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins, with its model.
+Exported and imported are models of Hugging Face: those that `phalanx train model=hf:FOLDER` trains.
+Exit code 1: damage was found.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +26,16 @@ from ..layout.families import FAMILIES
 from ..layout.run import CHECKPOINTS
 from .usage import Parser, UsageError, chosen, refuse_irregular, result, say
 
-_EPILOG = """\
-  phalanx checkpoint show runs/first
-  phalanx checkpoint verify runs/first/checkpoints/step-00000100
-  phalanx checkpoint export runs/first --to exported --dtype BF16
-  phalanx checkpoint export runs/lora --to adapter --adapter
-  phalanx checkpoint import Llama-3.2-1B --out runs/second
-
-DIR is a run's folder or that of its checkpoints, of which the newest is taken (verify: all), or one
-checkpoint. `import` makes RUN/checkpoints, from which `phalanx train out=RUN` begins, with its model.
-Exported and imported are models of Hugging Face: those that `phalanx train model=hf:FOLDER` trains.
-Exit code 1: damage was found."""
-
 
 def run(argv: list[str]) -> int:
-    what = "Shows, verifies, exports and imports checkpoints."
-    parser = Parser("phalanx checkpoint", what, _EPILOG)
+    parser = Parser(__doc__, json=False)
     commands = {"show": _show, "verify": _verify, "export": _export, "import": _import}
     return chosen(parser, argv, commands)
 
 
-def _parser(what: str, description: str, source: str = "a run, or a checkpoint") -> Parser:
-    parser = Parser(f"phalanx checkpoint {what}", description)
+def _parser(text: str | None, source: str = "a run, or a checkpoint") -> Parser:
+    parser = Parser(text)
     parser.add("source", metavar="DIR", help=source)
-    parser.add("--json")
     return parser
 
 
@@ -45,7 +43,8 @@ _THEIRS = "Name a folder with config.json and model.safetensors."
 
 
 def _show(argv: list[str]) -> int:
-    args = _parser("show", "Shows what is in a checkpoint, and of which run it is.").read(argv)
+    """`phalanx checkpoint show`: shows what is in a checkpoint, and of which run it is."""
+    args = _parser(_show.__doc__).read(argv)
     path, *older = checkpoints_in(args.source)
     from ..train.checkpoint_format import read_manifest
 
@@ -74,12 +73,12 @@ def _show(argv: list[str]) -> int:
             value = ", ".join(f"{k} {v}" for k, v in value.items())
         rows.append((key, f"{value:,}" if type(value) is int else value))
     table = text_table((), rows, left="rl")
-    result(args, figures | {"older": [str(path) for path in older]}, table)
-    return 0
+    return result(args, figures | {"older": [str(path) for path in older]}, table)
 
 
 def _verify(argv: list[str]) -> int:
-    args = _parser("verify", "Compares every byte with its checksum.").read(argv)
+    """`phalanx checkpoint verify`: compares every byte with its checksum."""
+    args = _parser(_verify.__doc__).read(argv)
     paths = checkpoints_in(args.source)
     from ..train.checkpoint_format import verify_checkpoint
 
@@ -87,12 +86,13 @@ def _verify(argv: list[str]) -> int:
     lines = [
         line for p, f in faults.items() for line in f or [f"{p}: every byte is as it was written"]
     ]
-    result(args, {"sound": not any(faults.values()), "faults": faults}, "\n".join(lines))
-    return 1 if any(faults.values()) else 0
+    sound = not any(faults.values())
+    return result(args, {"sound": sound, "faults": faults}, "\n".join(lines), good=sound)
 
 
 def _export(argv: list[str]) -> int:
-    parser = _parser("export", "Writes a folder that transformers loads.")
+    """`phalanx checkpoint export`: writes a folder that transformers loads."""
+    parser = _parser(_export.__doc__)
     parser.add_output("--to", folder=True, required=True, help="where the model goes")
     named = "the model_type where several fit, as mistral for llama"
     parser.add("--family", default="", choices=FAMILIES, metavar="NAME", help=named)
@@ -111,9 +111,8 @@ def _export(argv: list[str]) -> int:
 
 
 def _import(argv: list[str]) -> int:
-    parser = _parser(
-        "import", "Makes a checkpoint of a model of Hugging Face.", "the model's folder"
-    )
+    """`phalanx checkpoint import`: makes a checkpoint of a model of Hugging Face."""
+    parser = _parser(_import.__doc__, "the model's folder")
     parser.add_output("--out", folder=True, required=True, help="the run that begins with it")
     args = parser.read(argv)
     if not Path(args.source).is_dir():
@@ -127,5 +126,4 @@ def _import(argv: list[str]) -> int:
 
 def _written(args: argparse.Namespace, files: list[Path]) -> int:
     lines = "\n".join(f"wrote {file}" for file in files)
-    result(args, {"written": [str(file) for file in files]}, lines)
-    return 0
+    return result(args, {"written": [str(file) for file in files]}, lines)

@@ -1,4 +1,8 @@
-"""`phalanx completion`: what a shell runs when TAB is pressed. The words come from the parsers themselves."""
+"""`phalanx completion`: tab completion for a shell; the words come from the parsers themselves.
+
+eval "$(phalanx completion bash)"    # in ~/.bashrc; zsh: in ~/.zshrc
+phalanx completion fish > ~/.config/fish/completions/phalanx.fish
+"""
 
 from __future__ import annotations
 
@@ -31,9 +35,6 @@ function __phalanx
 end
 complete -c phalanx -a "(__phalanx)\""""
 _SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-_EPILOG = """\
-  eval "$(phalanx completion bash)"    # in ~/.bashrc; zsh: in ~/.zshrc
-  phalanx completion fish > ~/.config/fish/completions/phalanx.fish"""
 # What values of options are, where the parser does not say.
 _VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "--model": Shape.names,
@@ -47,7 +48,7 @@ def run(argv: list[str]) -> int:
         words = argv[2:] if argv[1:2] == ["--"] else argv[1:]
         say("\n".join(candidates(words or [""])))
         return 0
-    parser = Parser("phalanx completion", "Tab completion for a shell.", _EPILOG)
+    parser = Parser(__doc__, json=False)
     parser.add("shell", choices=tuple(_SCRIPTS), help="whose script")
     say(_SCRIPTS[parser.read(argv).shell])
     return 0

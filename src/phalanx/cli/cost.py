@@ -1,4 +1,14 @@
-"""`phalanx cost`: what every operation of a model's pieces does on one rank of a layout."""
+"""`phalanx cost`: FLOPs, bytes and messages of each operation of a model's pieces, on one rank of a layout.
+
+Found by running each piece on meta tensors over a backend that sends nothing; kept in
+$XDG_CACHE_HOME/phalanx/costs. F forward, B backward (or I input's and W weights'
+gradient, when the schedule splits it), R what recomputation repeats. With --optimizer muon also
+what Newton-Schulz takes once a step: of all ranks that share a piece's matrices, who has most.
+
+  phalanx cost --model 8b "tp4 seq bf16"
+  phalanx cost --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
+  phalanx cost --model examples/stranger.py:Stranger tp2
+"""
 
 from __future__ import annotations
 
@@ -17,19 +27,9 @@ from ..plan.matrices import newton_schulz, program_matrices
 from ..program import Load, PieceCost, ops
 from .usage import Parser, result, whole
 
-_EPILOG = """\
-Found by running each piece on meta tensors over a backend that sends nothing; kept in
-$XDG_CACHE_HOME/phalanx/costs. F forward, B backward (or I input's and W weights'
-gradient, when the schedule splits it), R what recomputation repeats. With --optimizer muon also
-what Newton-Schulz takes once a step: of all ranks that share a piece's matrices, who has most.
-
-  phalanx cost --model 8b "tp4 seq bf16"
-  phalanx cost --model 405b "tp8 seq cp16 bf16" --sequence 131072 --json
-  phalanx cost --model examples/stranger.py:Stranger tp2"""
-
 
 def run(argv: list[str]) -> int:
-    parser = Parser("phalanx cost", "FLOPs, bytes and messages of each piece on one rank.", _EPILOG)
+    parser = Parser(__doc__)
     add = parser.add
     add("layout", nargs="*", metavar="LAYOUT", help='such as "tp4 seq bf16"; default: one rank')
     add("--model", default="8b", metavar="SHAPE|FILE.py:Class", help="the model")
@@ -37,7 +37,6 @@ def run(argv: list[str]) -> int:
     add("--sequence", type=whole(), default=0, help="tokens of a sequence; default the shape's")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="muon: its Newton-Schulz too")
     add("--target", default="cuda", choices=("cuda", "cpu"), help="device whose kernels are used")
-    add("--json")
     args = parser.read(argv)
     layout = Layout.parse(" ".join(args.layout))
     shape, make = model_of(args.model)
@@ -77,8 +76,7 @@ def run(argv: list[str]) -> int:
             flops, moved = map(si_text, work[n])
             lines += [f"  Newton-Schulz, once a step: {flops} FLOPs, {moved}B moved"]
         lines += [""]
-    result(args, figures, text + "\n".join(lines))
-    return 0
+    return result(args, figures, text + "\n".join(lines))
 
 
 def _operations(cut: Layout, found: PieceCost) -> dict[str, Load]:

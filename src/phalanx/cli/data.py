@@ -1,4 +1,17 @@
-"""`phalanx data`: makes token files of text, shows what a corpus holds, and verifies it."""
+"""`phalanx data`: token files made of text, what a corpus holds, and whether it is as it was written.
+
+  phalanx data prepare books/ --out data/books
+  phalanx data prepare web.jsonl.zst --out data/web --tokenizer tokenizer.json
+  phalanx data prepare chats.jsonl --out data/chats --tokenizer Llama-3.2-1B-Instruct/
+  phalanx data show python
+  phalanx data verify data/books
+
+SRC is a file or a folder of them: text, .jsonl and .json (also .gz, .zst), .parquet, or what
+`save_to_disk` of datasets has written. Rows with `messages`, `conversations` or `prompt` and `completion`
+are chats: the tokenizer's chat template writes them, and answers alone are trained on. A preparation that
+was interrupted goes on where it was when the same command is given again. Exit code 1: damage was
+found.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +28,6 @@ if TYPE_CHECKING:
     from ..train.data.prepare import Prepared
     from ..train.data.vocabulary import Vocabulary
 
-_EPILOG = """\
-  phalanx data prepare books/ --out data/books
-  phalanx data prepare web.jsonl.zst --out data/web --tokenizer tokenizer.json
-  phalanx data prepare chats.jsonl --out data/chats --tokenizer Llama-3.2-1B-Instruct/
-  phalanx data show python
-  phalanx data verify data/books
-
-SRC is a file or a folder of them: text, .jsonl and .json (also .gz, .zst), .parquet, or what
-`save_to_disk` of datasets has written. Rows with `messages`, `conversations` or `prompt` and `completion`
-are chats: the tokenizer's chat template writes them, and answers alone are trained on. A preparation that
-was interrupted goes on where it was when the same command is given again. Exit code 1: damage was
-found."""
 _BAD = ("skip", "refuse")
 SKIPPED = "skipped.txt"
 SHOWN = 10  # places that are named on the screen
@@ -38,14 +39,13 @@ _LEFT_OUT = {
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("phalanx data", "Token files from text, and what is in them.", _EPILOG)
+    parser = Parser(__doc__, json=False)
     return chosen(parser, argv, {"prepare": _prepare, "show": _show, "verify": _verify})
 
 
-def _parser(what: str, description: str) -> Parser:
-    parser = Parser(f"phalanx data {what}", description)
+def _parser(text: str | None) -> Parser:
+    parser = Parser(text)
     parser.add("source", metavar="SRC", help="a file or a folder; python: the library's own source")
-    parser.add("--json")
     return parser
 
 
@@ -57,7 +57,8 @@ def _read(parser: Parser, argv: list[str]) -> argparse.Namespace:
 
 
 def _prepare(argv: list[str]) -> int:
-    parser = _parser("prepare", "Makes token files of text and chats.")
+    """`phalanx data prepare`: makes token files of text and chats."""
+    parser = _parser(_prepare.__doc__)
     parser.add_output("--out", folder=True, required=True, help="where the token files go")
     what = "a tokenizer.json, or its folder with a chat template; bytes without"
     parser.add("--tokenizer", metavar="PATH", help=what)
@@ -122,7 +123,8 @@ def left_out(done: Prepared) -> str:
 
 
 def _show(argv: list[str]) -> int:
-    args = _read(_parser("show", "Shows what is in a corpus."), argv)
+    """`phalanx data show`: shows what is in a corpus."""
+    args = _read(_parser(_show.__doc__), argv)
     return _shown(args.source, args)
 
 
@@ -150,12 +152,12 @@ def _shown(source: str, args: argparse.Namespace, done: Prepared | None = None) 
         text += f"\n{done.form}{left_out(done)}"
         if done.answers:
             rows.append(("answers", f"{done.answers:,}", "tokens are trained on"))
-    result(args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}")
-    return 0
+    return result(args, figures, f"{text}\n{text_table((), rows, left='lrl', indent=2)}")
 
 
 def _verify(argv: list[str]) -> int:
-    args = _read(_parser("verify", "Compares the checksums of a prepared corpus."), argv)
+    """`phalanx data verify`: compares the checksums of a prepared corpus."""
+    args = _read(_parser(_verify.__doc__), argv)
     from ..train.data.token_files import INDEX, verify_prepared
 
     path = Path(args.source)
@@ -166,5 +168,4 @@ def _verify(argv: list[str]) -> int:
         )
     faults = verify_prepared(path)
     text = "\n".join(faults) or f"{args.source}: every checksum is right"
-    result(args, {"sound": not faults, "faults": faults}, text)
-    return 1 if faults else 0
+    return result(args, {"sound": not faults, "faults": faults}, text, good=not faults)

@@ -1,5 +1,9 @@
-"""`phalanx demo`: a run on this machine that is killed, goes on in another layout, and is checked
-against one process."""
+"""`phalanx demo`: trains a small decoder on four local ranks, kills one, goes on in another layout, compares
+every loss with one process, and writes a page.
+
+About half a minute on two idle cores.
+Exit code 0: the loss fell and all losses agree; 1: not.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +41,8 @@ validation = {{batches = 4}}
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser(
-        "phalanx demo",
-        "Trains a small decoder on four local ranks, kills one, goes on in another layout, compares"
-        " every loss with one process, and writes a page.",
-        "About half a minute on two idle cores.\n"
-        "Exit code 0: the loss fell and all losses agree; 1: not.",
-    )
+    parser = Parser(__doc__)
     parser.add_output("--out", folder=True, default="runs/demo", help="folder to make anew")
-    parser.add("--json")
     args = parser.read(argv)
     begun = time.monotonic()
     out, alone = Path(args.out), Path(f"{args.out}-one-process")
@@ -55,8 +52,8 @@ def run(argv: list[str]) -> int:
             shutil.rmtree(old)
     figures = _play(out, alone, (lambda line: None) if args.json else progress)
     figures["seconds"] = round(time.monotonic() - begun, 1)
-    result(args, figures, f"{figures['seconds']} s. The page of the run: {figures['report']}")
-    return 0 if figures["agrees"] and figures["fell"] else 1
+    text = f"{figures['seconds']} s. The page of the run: {figures['report']}"
+    return result(args, figures, text, good=figures["agrees"] and figures["fell"])
 
 
 def _play(out: Path, alone: Path, show: Show) -> dict[str, Any]:

@@ -1,4 +1,16 @@
-"""`phalanx doctor`: what this machine is, measured on request; and the catalogue of others."""
+"""`phalanx doctor`: what this machine is, and how fast where that is asked; and the catalogue of others.
+
+  phalanx doctor                      this machine, and its memory bandwidth
+  phalanx doctor --out machine.toml   measures all of it, for plans
+  phalanx doctor topology [FILE]      links between devices, here or in a file
+  phalanx doctor devices [NAME]       what makers state, with sources
+  phalanx doctor links
+  phalanx doctor clusters [NAME]      levels and totals, as of llama3 or h100x64
+  phalanx doctor hierarchy NAME       registers to network: size and speed
+  phalanx doctor hang RUNDIR          where each rank of a running run is, and why it hangs
+
+Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -39,33 +51,18 @@ if TYPE_CHECKING:
     from ..bench import LocalDevice
     from ..plan import Machine
 
-_EPILOG = """\
-  phalanx doctor                      this machine, and its memory bandwidth
-  phalanx doctor --out machine.toml   measures all of it, for plans
-  phalanx doctor topology [FILE]      links between devices, here or in a file
-  phalanx doctor devices [NAME]       what makers state, with sources
-  phalanx doctor links
-  phalanx doctor clusters [NAME]      levels and totals, as of llama3 or h100x64
-  phalanx doctor hierarchy NAME       registers to network: size and speed
-  phalanx doctor hang RUNDIR          where each rank of a running run is, and why it hangs
-
-Exit code 0: done; 1: a collective gave wrong numbers, or a rank failed; 2: wrong usage."""
-
 
 def run(argv: list[str]) -> int:
     if argv and argv[0] in _SUBJECTS:
-        description, name, show = _SUBJECTS[argv[0]]
-        parser = Parser(f"phalanx doctor {argv[0]}", description)
+        show, name = _SUBJECTS[argv[0]]
+        parser = Parser(show.__doc__)
         if name:
             parser.add("name", **name)
         if show is _hierarchy:
             parser.add_output("--out", ".svg", help="the same as a picture")
-        parser.add("--json")
         args = parser.read(argv[1:])
-        result(args, *show(args))
-        return 0
-    what = "What this machine is and how fast; what others are."
-    parser = Parser("phalanx doctor", what, _EPILOG)
+        return result(args, *show(args))
+    parser = Parser(__doc__)
     add = parser.add
     add("subject", nargs="?", choices=_SUBJECTS, metavar="SUBJECT", help=", ".join(_SUBJECTS))
     parser.add_output("--out", ".toml", help="measure all of it and write it into this file")
@@ -75,7 +72,6 @@ def run(argv: list[str]) -> int:
     add("--model", default="124m", help="model whose matrix products are measured")
     add("--limit", default=60.0, help="time for all measurements of --out, about")
     add("--with-host", action="store_true", help="write the host's name into the file")
-    add("--json")
     args = parser.read(argv)
     Shape.load(args.model)
     from ..bench import local_device
@@ -88,7 +84,8 @@ Shown = tuple[Mapping[str, object], str]  # figures, and the text of them
 
 
 def _hang(args: argparse.Namespace) -> Shown:
-    """The ranks of this host, whether the run hangs or not."""
+    """`phalanx doctor hang`: where the ranks of a running run are, with stacks; why it hangs. Those of this
+    host, whether it hangs or not."""
     states, timeout, elsewhere = snapshot(Path(args.name))
     if not states:
         raise UsageError(
@@ -119,8 +116,7 @@ def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
     machine = measure_machine(here, options, measuring)
     save(args.out, machine.text())
     lines = [*_identity(here), *_machine_lines(machine), f"wrote {args.out}"]
-    result(args, asdict(machine), "\n".join(lines))
-    return 0
+    return result(args, asdict(machine), "\n".join(lines))
 
 
 def _look(args: argparse.Namespace, here: LocalDevice) -> int:
@@ -145,8 +141,7 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
     if here.kind == "cuda":
         lines += [*topology.lines(), *_settings(os.environ)]
     lines.append("For everything else: phalanx doctor --out machine.toml")
-    result(args, figures, "\n".join(lines))
-    return 0
+    return result(args, figures, "\n".join(lines))
 
 
 def _settings(environment: Mapping[str, str]) -> Iterator[str]:
@@ -187,6 +182,7 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
 
 
 def _topology(args: argparse.Namespace) -> Shown:
+    """`phalanx doctor topology`: who is linked to whom."""
     topology = parse_topology(read(args.name, "topology")) if args.name else read_topology()
     figures = {
         "devices": list(topology.devices),
@@ -204,6 +200,7 @@ def _topology(args: argparse.Namespace) -> Shown:
 
 
 def _devices(args: argparse.Namespace) -> Shown:
+    """`phalanx doctor devices`: what makers of devices state, with sources."""
     chosen = [device(args.name)] if args.name else list(devices().values())
     figures = {d.name: asdict(d) | {"peaks": {t: d.peak(t) for t in d.dtypes}} for d in chosen}
     return figures, "\n".join(_device_lines(chosen[0])) if args.name else _devices_text(chosen)
@@ -255,6 +252,7 @@ def _device_lines(device: Device) -> Iterator[str]:
 
 
 def _links(args: argparse.Namespace) -> Shown:
+    """`phalanx doctor links`: every link, one direction and both."""
     rows = []
     for name, x in links().items():
         factor = x.all_reduce_factor
@@ -268,6 +266,7 @@ def _links(args: argparse.Namespace) -> Shown:
 
 
 def _clusters(args: argparse.Namespace) -> Shown:
+    """`phalanx doctor clusters`: levels and totals of clusters."""
     chosen = [cluster(args.name)] if args.name else list(clusters().values())
     figures = {c.name: asdict(c) | {"totals": c.totals()} for c in chosen}
     return figures, "\n\n".join(map(_cluster_text, chosen))
@@ -291,6 +290,7 @@ def _cluster_text(c: Cluster) -> str:
 
 
 def _hierarchy(args: argparse.Namespace) -> Shown:
+    """`phalanx doctor hierarchy`: from registers to the network: size and speed."""
     title = device(args.name).title
     levels = hierarchy(device(args.name))
     if args.out:
@@ -320,12 +320,12 @@ _NAME = {"nargs": "?", "metavar": "NAME", "help": "one of them; default all"}
 _FILE = {"nargs": "?", "metavar": "FILE", "help": "what nvidia-smi topo -m printed; default: here"}
 _DEVICE = {"metavar": "NAME", "help": "a device, as h100"}
 _RUN = {"metavar": "RUNDIR", "help": "the `out` of a run that is running on this host"}
-# What each is, how its name or file is written, and what shows it.
-_SUBJECTS: dict[str, tuple[str, dict[str, str], Callable[[argparse.Namespace], Shown]]] = {
-    "topology": ("Who is linked to whom.", _FILE, _topology),
-    "devices": ("What makers of devices state, with sources.", _NAME, _devices),
-    "links": ("Every link, one direction and both.", {}, _links),
-    "clusters": ("Levels and totals of clusters.", _NAME, _clusters),
-    "hierarchy": ("From registers to the network: size and speed.", _DEVICE, _hierarchy),
-    "hang": ("Where the ranks of a running run are, with stacks; why it hangs.", _RUN, _hang),
+# What shows each, and how its name or file is written.
+_SUBJECTS: dict[str, tuple[Callable[[argparse.Namespace], Shown], dict[str, str]]] = {
+    "topology": (_topology, _FILE),
+    "devices": (_devices, _NAME),
+    "links": (_links, {}),
+    "clusters": (_clusters, _NAME),
+    "hierarchy": (_hierarchy, _DEVICE),
+    "hang": (_hang, _RUN),
 }

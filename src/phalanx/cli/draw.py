@@ -1,7 +1,21 @@
-"""`phalanx draw`: a step, a mesh, or what recomputation costs, as a picture or a table.
+"""`phalanx draw`: a step, a mesh, or what recomputation costs, as a picture or a table. A step is simulated:
+a schedule with options, a layout, a program file, or a step that ran.
 
-A step is a schedule with options, a layout, a program file, or a step that ran. Whatever the words
-were, they become one Program with its costs, which is checked, simulated and shown.
+WHAT is one of
+  a schedule       {schedules},
+                   or your own as file.py:function
+  a layout         "dp2 pp2 zero3 1f1b:4", with --model
+  program FILE     a program saved with --out step.txt, perhaps edited
+  run FILE         a step that ran, over its prediction: phalanx draw run --help
+  mesh LAYOUT      coordinates and groups of ranks: phalanx draw mesh --help
+  recompute        what recomputation costs: phalanx draw recompute --help
+
+Costs are per stage: a stage of several chunks or layers spends them over all of these. B left out
+costs what I and W cost together, R left out what F does; any other kind left out costs nothing.
+
+  phalanx draw interleaved --stages 4 --microbatches 8 --chunks 2
+  phalanx draw accum --layers 4 --zero 3 --costs F=4,B=8,G=4,S=4,U=2
+  phalanx draw searched --costs F=1,I=1,W=1 --memory-limit 4 --out best.svg
 """
 
 from __future__ import annotations
@@ -42,24 +56,6 @@ from .usage import (
 
 MOST = 4096  # ranks of the picture of a mesh
 
-_EPILOG = """\
-WHAT is one of
-  a schedule       {schedules},
-                   or your own as file.py:function
-  a layout         "dp2 pp2 zero3 1f1b:4", with --model
-  program FILE     a program saved with --out step.txt, perhaps edited
-  run FILE         a step that ran, over its prediction: phalanx draw run --help
-  mesh LAYOUT      coordinates and groups of ranks: phalanx draw mesh --help
-  recompute        what recomputation costs: phalanx draw recompute --help
-
-Costs are per stage: a stage of several chunks or layers spends them over all of these. B left out
-costs what I and W cost together, R left out what F does; any other kind left out costs nothing.
-
-  phalanx draw interleaved --stages 4 --microbatches 8 --chunks 2
-  phalanx draw accum --layers 4 --zero 3 --costs F=4,B=8,G=4,S=4,U=2
-  phalanx draw searched --costs F=1,I=1,W=1 --memory-limit 4 --out best.svg
-"""
-
 
 def run(argv: list[str]) -> int:
     others = {"mesh": _mesh, "recompute": _recompute, "run": _recorded}
@@ -96,8 +92,7 @@ def _priced(args: argparse.Namespace, terms: Any) -> int:
 
 def _parser() -> Parser:
     names = fill(" ".join(SCHEDULES), 58).replace("\n", "\n" + 19 * " ")
-    epilog = _EPILOG.format(schedules=names)
-    parser = Parser("phalanx draw", "Simulate a training step and show it.", epilog)
+    parser = Parser(__doc__, schedules=names)
     add = parser.add
     add("what", nargs="+", metavar="WHAT", help="what to draw; see below")
     parser.section("a schedule by itself")
@@ -131,7 +126,6 @@ def _parser() -> Parser:
 def _add_picture(parser: Parser, suffixes: Sequence[str], help: str) -> None:
     parser.add("--width")
     parser.add_output("--out", *suffixes, help=help)
-    parser.add("--json", help="figures, program and timeline as JSON")
 
 
 def _show(args: argparse.Namespace, picture: Picture, figures: Mapping[str, object]) -> None:
@@ -172,18 +166,18 @@ def _times(timeline: Timeline) -> dict[str, object]:
 
 # ---- a step that ran
 
-_RUN = """\
-The file is what a step leaves that was carried out: a run's timeline.json, or what `phalanx verify
---layouts "pp2 1f1b:4" --record step.json` writes. The prediction is simulated with that run's own
-median costs, so what differs between the two is the waiting.
-
-  phalanx draw run step.json
-  phalanx draw run step.json --out step.html"""
-
 
 def _recorded(argv: list[str]) -> int:
-    """The measured timeline of a real step over the predicted one."""
-    parser = Parser("phalanx draw run", "A step that ran, over its prediction.", _RUN)
+    """`phalanx draw run`: a step that ran, over its prediction.
+
+    The file is what a step leaves that was carried out: a run's timeline.json, or what `phalanx verify
+    --layouts "pp2 1f1b:4" --record step.json` writes. The prediction is simulated with that run's own
+    median costs, so what differs between the two is the waiting.
+
+      phalanx draw run step.json
+      phalanx draw run step.json --out step.html
+    """
+    parser = Parser(_recorded.__doc__)
     parser.add("file", metavar="FILE", help="the recorded step")
     _add_picture(parser, tuple(FORMATS), ".svg, .html or .json (a trace)")
     args = parser.read(argv)
@@ -199,17 +193,17 @@ def _recorded(argv: list[str]) -> int:
 
 # ---- a mesh
 
-_MESH = """\
-  phalanx draw mesh "dp2 pp2 tp2"
-  phalanx draw mesh "dp2 tp4 zero3" --weight "kv=1024/128 embed=4096"
-
-A dim of a weight is heads, kv, ffn or vocab, which tp cuts, or embed, head, position, which it does
-not. With zero3 each rank keeps a flat shard of what tp leaves it."""
-
 
 def _mesh(argv: list[str]) -> int:
-    """The coordinates of each rank, its groups, and how a weight is cut over them."""
-    parser = Parser("phalanx draw mesh", "The coordinates and the groups of each rank.", _MESH)
+    """`phalanx draw mesh`: the coordinates of each rank, its groups, and how a weight is cut over them.
+
+      phalanx draw mesh "dp2 pp2 tp2"
+      phalanx draw mesh "dp2 tp4 zero3" --weight "kv=1024/128 embed=4096"
+
+    A dim of a weight is heads, kv, ffn or vocab, which tp cuts, or embed, head, position, which it does
+    not. With zero3 each rank keeps a flat shard of what tp leaves it.
+    """
+    parser = Parser(_mesh.__doc__)
     parser.add("layout", nargs="+", metavar="LAYOUT", help='as "dp2 pp2 tp2"')
     parser.add("--weight", default="", metavar="DIMS", help='as "heads=4096 embed=4096"')
     _add_picture(parser, (".svg",), "write the picture as SVG")
@@ -226,8 +220,7 @@ def _mesh(argv: list[str]) -> int:
         "layout": str(picture.layout),
         "ranks": [*map(partial(_of_rank, picture), range(ranks))],
     }
-    result(args, figures | {"groups": groups}, text)
-    return 0
+    return result(args, figures | {"groups": groups}, text)
 
 
 def _of_rank(picture: MeshPicture, rank: int) -> dict[str, object]:
@@ -246,14 +239,12 @@ def _of_rank(picture: MeshPicture, rank: int) -> dict[str, object]:
 
 
 def _recompute(argv: list[str]) -> int:
-    """What each way to recompute costs in time and saves in memory. Every line is a program that was
-    built, checked and simulated: one stage of N layers, one microbatch. Nothing in it is a formula."""
-    parser = Parser(
-        "phalanx draw recompute", "Time and space of recomputation on one stage, one microbatch."
-    )
+    """`phalanx draw recompute`: what each way to recompute costs in time and saves in memory. Every line is
+    a program that was built, checked and simulated: one stage of N layers, one microbatch. Nothing in it
+    is a formula."""
+    parser = Parser(_recompute.__doc__)
     parser.add("--layers", default=16, help="of the stage")
     parser.add("--costs", metavar="K=T,...", help="of one layer; default F=1,B=2")
-    parser.add("--json")
     args = parser.read(argv)
     costs = Costs(costs_of(args.costs, split=False))
     sizes = Sizes(kept=(1.0,) * args.layers, input=(1.0,) * args.layers)
@@ -281,5 +272,4 @@ def _recompute(argv: list[str]) -> int:
         f"{text_table(head, rows)}\n"
         "pieces: layers whose every activation is held; inputs: layers of which only the input is"
     )
-    result(args, {"layers": args.layers, "table": table}, text)
-    return 0
+    return result(args, {"layers": args.layers, "table": table}, text)

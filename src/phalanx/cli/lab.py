@@ -1,4 +1,14 @@
-"""`phalanx lab`: the experiments, listed, run on real ranks and checked, or written as a page."""
+"""`phalanx lab`: every strategy from bare collectives, as a lecture: its experiments listed, run on real
+ranks and checked, or written as a page.
+
+  phalanx lab                            lists the chapters
+  phalanx lab zero-3 --ranks 2           runs one, shows and checks its values
+  phalanx lab pipeline --backend gloo    the same with a process for each rank
+  phalanx lab all --html lab.html        runs all, writes one page
+  phalanx lab zero-3 -v                  shows every step and every claim
+
+Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +22,10 @@ from .usage import Parser, UsageError, print_json, result, save, say, whole
 if TYPE_CHECKING:
     from ..lab.trial import LabTrial
 
-_EPILOG = """\
-  phalanx lab                            lists the chapters
-  phalanx lab zero-3 --ranks 2           runs one, shows and checks its values
-  phalanx lab pipeline --backend gloo    the same with a process for each rank
-  phalanx lab all --html lab.html        runs all, writes one page
-  phalanx lab zero-3 -v                  shows every step and every claim
-
-Exit code 0: every claim holds; 1: one does not, or a rank failed; 2: wrong usage."""
-
 
 def run(argv: list[str]) -> int:
     default = Size()
-    parser = Parser("phalanx lab", "Every strategy from bare collectives, as a lecture.", _EPILOG)
+    parser = Parser(__doc__)
     add = parser.add
     add("names", nargs="*", metavar="NAME", help="chapters, or all; none: list them")
     add("--ranks", default=4, help="how many ranks")
@@ -35,13 +36,11 @@ def run(argv: list[str]) -> int:
     add("--layers", default=default.layers, help="of the model")
     add("--steps", type=whole(), default=default.steps, help="training steps")
     parser.add_output("--html", help="write one page with prose, code, values and pictures")
-    add("--json", help="everything that was recorded, as JSON")
     args = parser.read(argv)
     if not args.names:
         if args.html:
             raise UsageError("--html needs an experiment's name, or all.")
-        result(args, {name: experiment(name).title for name in NAMES}, listing())
-        return 0
+        return result(args, {name: experiment(name).title for name in NAMES}, listing())
     names = list(NAMES) if args.names == ["all"] else args.names
     for name in names:
         experiment(name)

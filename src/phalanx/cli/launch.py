@@ -1,8 +1,11 @@
-"""`phalanx launch`: what starts a run on a cluster, as a person would write it for that system.
+"""`phalanx launch`: writes what starts a run on a cluster, as a person would for that system, or submits it.
 
-Nothing here runs ranks: Slurm, Kubernetes, Ray, SkyPilot and torchrun do, and `phalanx train` finds out
-from what they set which rank it is (`layout/environment.py`). The texts stand in `jobs`, with names in
-double braces where something is filled in.
+  phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00
+  phalanx launch k8s run.toml --nodes 4 --image team/phalanx --submit
+  phalanx launch torchrun run.toml --nodes 2 --gpus 8 --master node1
+
+The layout needs as many ranks as there are GPUs; --gpus 0: ranks on CPUs, as many on each node as the
+layout needs. What a system asks for beyond this is edited in what is printed.
 """
 
 from __future__ import annotations
@@ -33,20 +36,11 @@ SYSTEMS = {
     "sky": ("sky.yaml", ["sky", "jobs", "launch", "--yes"]),
     "torchrun": ("torchrun.sh", ["bash"]),
 }
-_EPILOG = """\
-  phalanx launch slurm run.toml --nodes 4 --gpus 8 --time 24:00:00
-  phalanx launch k8s run.toml --nodes 4 --image team/phalanx --submit
-  phalanx launch torchrun run.toml --nodes 2 --gpus 8 --master node1
-
-The layout needs as many ranks as there are GPUs; --gpus 0: ranks on CPUs, as many on each node as the
-layout needs. What a system asks for beyond this is edited in what is printed."""
 GRACE = 120  # seconds before a time limit, or after a request to end, in which a run saves
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser(
-        "phalanx launch", "Writes what starts a run on a cluster, or submits it.", _EPILOG
-    )
+    parser = Parser(__doc__)
     add = parser.add
     add("system", choices=tuple(SYSTEMS), metavar="SYSTEM", help=", ".join(SYSTEMS))
     add("words", nargs="+", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
@@ -59,15 +53,13 @@ def run(argv: list[str]) -> int:
     add("--accelerator", default="H100", metavar="NAME", help="kind of GPU, for SkyPilot")
     add("--master", default="localhost", metavar="HOST", help="a node that all reach, for torchrun")
     add("--submit", action="store_true", help="hand it to the system instead of printing it")
-    add("--json", help="print the text and what it starts as JSON")
     args = parser.read(argv, intermixed=True)
     file, submit = SYSTEMS[args.system]
     values = _values(args)
     text = filled(file, values)
     if not args.submit:
         figures = {name: values[name] for name in ("system", "nodes", "ranks")} | {"text": text}
-        result(args, figures, text)
-        return 0
+        return result(args, figures, text)
     if shutil.which(submit[0]) is None:
         what = "is not installed here. Leave --submit out and take the text."
         raise UsageError(f"{submit[0]} {what}")

@@ -1,4 +1,12 @@
-"""`phalanx plan`: the best layouts of a model on a cluster, and why the others lost."""
+"""`phalanx plan`: the fastest layouts of a model on a cluster, and why the others lost.
+
+Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
+
+  phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4M
+  phalanx plan --model 8b --cluster h100x64 --explain "dp32 tp2 seq zero1 accum:16 bf16"
+  phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml --tokens 1T
+  phalanx plan cost --model 8b --cluster h100x64 --tokens 1T --price 2.5
+"""
 
 from __future__ import annotations
 
@@ -21,13 +29,6 @@ from .usage import Parser, UsageError, real, result, save, whole
 # Words after `plan` that are verbs of their own, each in a file beside this one.
 _SUBVERBS = {"calibrate": "plan_calibrate", "cost": "plan_cost", "score": "plan_score"}
 _DATA = "# data is a placeholder: name your tokens there, as `phalanx data prepare` writes them.\n"
-_EPILOG = """\
-Exit code 0: a plan; 1: nothing fits, with the nearest that would; 2: wrong usage.
-
-  phalanx plan --model 8b --cluster h100x64 --seq 8192 --batch-tokens 4M
-  phalanx plan --model 8b --cluster h100x64 --explain "dp32 tp2 seq zero1 accum:16 bf16"
-  phalanx plan --model 70b --cluster h100x256 --json --page plan.html --out run.toml --tokens 1T
-  phalanx plan cost --model 8b --cluster h100x64 --tokens 1T --price 2.5"""
 
 
 def run(argv: list[str]) -> int:
@@ -35,7 +36,7 @@ def run(argv: list[str]) -> int:
         module = importlib.import_module(f".{_SUBVERBS[argv[0]]}", __package__)
         code: int = module.run(argv[1:])
         return code
-    parser = Parser("phalanx plan", "The fastest layouts of a model, and why others lost.", _EPILOG)
+    parser = Parser(__doc__)
     parser.subverbs = _SUBVERBS
     request_flags(parser)
     parser.add("--top", type=whole(), default=10, help="rows of the table")
@@ -43,7 +44,6 @@ def run(argv: list[str]) -> int:
     parser.add_output("--out", ".toml", help="write a run file with the best layout, for train")
     parser.add("--tokens", type=parse_count, help="to train on in --out, as 1T")
     parser.add_output("--page", ".html", help="write all candidates by memory and throughput")
-    parser.add("--json")
     args = parser.read(argv)
     if args.tokens and not args.out:
         raise UsageError("--tokens says how many steps the run in --out has: add --out run.toml.")

@@ -1,4 +1,16 @@
-"""`phalanx plan calibrate`: the numbers of a profile refitted on runs of one's own."""
+"""`phalanx plan calibrate`: refits the planner's profile on runs of your own, and says how far off it was
+and is.
+
+  phalanx doctor --out machine.toml --backend gloo
+  phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
+  phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx --rows 5
+  phalanx plan calibrate table.csv --rows 5 --out profile.toml
+
+A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
+A table is what `phalanx plan score` reads; its rows name their devices, and one framework is fitted.
+The numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not decide stays as it was.
+Exit code 0: done; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +32,9 @@ from ..plan.published import runs_of
 from ..plan.table import read_table
 from .usage import Parser, UsageError, result, save, whole
 
-_EXAMPLES = """\
-  phalanx doctor --out machine.toml --backend gloo
-  phalanx plan calibrate runs/a runs/b --machine machine.toml --out profile.toml
-  phalanx plan calibrate runs/* --cluster h100x8 --profile phalanx --rows 5
-  phalanx plan calibrate table.csv --rows 5 --out profile.toml
-
-A run needs two lines of steps in its metrics.jsonl or more; the first one warms up and is left out.
-A table is what `phalanx plan score` reads; its rows name their devices, and one framework is fitted.
-The numbers want runs that differ: in tp, in pp, in ZeRO. What the runs do not decide stays as it was.
-Exit code 0: done; 2: wrong usage."""
-
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(
-        "phalanx plan calibrate",
-        "Refits the planner's profile on runs of your own, and says how far off it was and is.",
-        _EXAMPLES,
-    )
+    parser = Parser(__doc__)
     add = parser.add
     add("runs", nargs="+", metavar="RUNDIR|TABLE.csv")
     add("--machine", metavar="FILE", help="what doctor --out measured (default machine.toml)")
@@ -47,7 +44,6 @@ def run(argv: Sequence[str]) -> int:
     add("--profile", metavar="NAME|FILE", help="where the fit begins; default ours")
     add("--rows", type=whole(), help="fit on so many runs, test on the others")
     parser.add_output("--out", ".toml", help="a profile for phalanx plan --profile FILE")
-    add("--json")
     args = parser.read(argv)
     tables = [name for name in args.runs if name.endswith(".csv")]
     if tables and len(tables) < len(args.runs):
@@ -69,8 +65,7 @@ def run(argv: Sequence[str]) -> int:
         for run in costed_runs
     ]
     figures = {"runs": rows, "profile": {name: getattr(after, name) for name in FITTED}}
-    result(args, figures, _text(rows, before, after, args.out))
-    return 0
+    return result(args, figures, _text(rows, before, after, args.out))
 
 
 def _of_folders(args: Namespace) -> tuple[SoftwareProfile, Sequence[CostedRun]]:

@@ -1,4 +1,12 @@
-"""`phalanx plan cost`: device hours and money for so many tokens, failures and checkpoints counted."""
+"""`phalanx plan cost`: device hours and money for so many tokens, failures and checkpoints counted.
+
+Failures: one device fails once in {hours} hours unless --mtbf says otherwise, from the 419
+unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts (section 3.3.4).
+A checkpoint holds training up for as long as each device writes its part of weights and averages,
+12 bytes a parameter, at 1 GB/s; --saving says otherwise. The interval is Young's and Daly's.
+
+  phalanx plan cost --model 8b --cluster h100x64 --batch-tokens 4M --tokens 1T --price 2.5
+"""
 
 from __future__ import annotations
 
@@ -16,17 +24,9 @@ from .plan import request_flags, request_of
 from .plan_explain import named
 from .usage import POSITIVE, Parser, real, result, say
 
-_EPILOG = f"""\
-Failures: one device fails once in {MTBF_HOURS:,.0f} hours unless --mtbf says otherwise, from the 419
-unexpected interruptions of 54 days on 16,384 GPUs that Llama 3's report counts (section 3.3.4).
-A checkpoint holds training up for as long as each device writes its part of weights and averages,
-12 bytes a parameter, at 1 GB/s; --saving says otherwise. The interval is Young's and Daly's.
-
-  phalanx plan cost --model 8b --cluster h100x64 --batch-tokens 4M --tokens 1T --price 2.5"""
-
 
 def run(argv: list[str]) -> int:
-    parser = Parser("phalanx plan cost", "Hours and money of a run.", _EPILOG)
+    parser = Parser(__doc__, hours=f"{MTBF_HOURS:,.0f}")
     request_flags(parser)
     add, least = parser.add, real(lambda x: x >= 0, "of 0 or more")
     add("--tokens", type=parse_count, required=True, help="of the whole run, as 1T")
@@ -35,7 +35,6 @@ def run(argv: list[str]) -> int:
     add("--mtbf", type=POSITIVE, default=MTBF_HOURS, metavar="HOURS", help="until one device fails")
     add("--saving", type=least, metavar="SECONDS", help="a checkpoint holds training up")
     add("--restart", type=least, default=600.0, metavar="SECONDS", help="after a failure")
-    add("--json")
     args = parser.read(argv)
     request = request_of(args)
     if args.layout is None:
@@ -71,8 +70,7 @@ def run(argv: list[str]) -> int:
         "step_time_s": choice.step,
         "error": request.profile.error,
     }
-    result(args, figures, _text(request, choice, spent, args, saving))
-    return 0
+    return result(args, figures, _text(request, choice, spent, args, saving))
 
 
 def _text(

@@ -1,4 +1,15 @@
-"""`phalanx plan score`: the planner against measured runs of a table, family by family of sources."""
+"""`phalanx plan score`: predicts the runs of a table and says how far off each family of sources is: time,
+order, memory. No bundled number was fitted on your runs; facts of their software are known.
+
+  phalanx plan score runs.csv
+  phalanx plan score runs.csv --rows 5 --each
+  phalanx plan score runs.csv --profile profile.toml --json
+
+A table is a CSV file with a row for each run: at least source, hardware, gpus, layers, hidden, seq,
+global_batch, one of tp, pp and dp, and what was measured: step_time_s, tok_s_gpu, tflops_gpu,
+peak_mem_gb or status. Rows that cannot be read are named, and the others are scored.
+Exit code 0: done; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +24,15 @@ from ..plan.score import FamilyScore, HeldOut, score
 from ..plan.table import read_table
 from .usage import Parser, result, whole
 
-_EXAMPLES = """\
-  phalanx plan score runs.csv
-  phalanx plan score runs.csv --rows 5 --each
-  phalanx plan score runs.csv --profile profile.toml --json
-
-A table is a CSV file with a row for each run: at least source, hardware, gpus, layers, hidden, seq,
-global_batch, one of tp, pp and dp, and what was measured: step_time_s, tok_s_gpu, tflops_gpu,
-peak_mem_gb or status. Rows that cannot be read are named, and the others are scored.
-Exit code 0: done; 2: wrong usage."""
-
 
 def run(argv: Sequence[str]) -> int:
-    parser = Parser(
-        "phalanx plan score",
-        "Predicts the runs of a table and says how far off each family of sources is: time, order,"
-        " memory. No bundled number was fitted on your runs; facts of their software are known.",
-        _EXAMPLES,
-    )
+    parser = Parser(__doc__)
     add = parser.add
     add("tables", nargs="+", metavar="TABLE.csv")
     add("--profile", metavar="NAME|FILE", help="of every row (default: by its framework)")
     add("--rows", type=whole(), help="also after a fit on so many of each family")
     add("--most-ranks", type=whole(), default=0, help="leave larger runs out")
     add("--each", action="store_true", help="every run, with the parts of its step")
-    add("--json")
     args = parser.read(list(argv))
     chosen = profile(args.profile) if args.profile else None
     rows = [row for path in args.tables for row in read_table(path, chosen)]
@@ -52,8 +47,7 @@ def run(argv: Sequence[str]) -> int:
     figures: dict[str, object] = {"families": [each.plain() for each in scores]}
     if args.each:
         figures["runs"] = {each.family: [run.plain() for run in each.runs] for each in scores}
-    result(args, figures, score_text(scores, each_run=args.each))
-    return 0
+    return result(args, figures, score_text(scores, each_run=args.each))
 
 
 def score_text(scores: Sequence[FamilyScore], *, each_run: bool = False) -> str:

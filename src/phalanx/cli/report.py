@@ -1,4 +1,17 @@
-"""`phalanx report`: a run's folder as one HTML page, and its step beside what a plan counts for it."""
+"""`phalanx report`: a run's folder as one HTML page, and its step beside what a plan counts for it.
+
+The page is one file that fetches nothing: loss with restarts, step time, MFU, where the time of the
+run went, a measured step over the predicted one with memory by kind, where that step's time goes,
+the mesh and the shards of each weight, the configuration and versions. With --machine or --cluster
+also what a plan counts for each kind of operation, against what it took in the measured step, and
+the measured bandwidths. All pictures are files too: --svg DIR.
+
+  phalanx report runs/run
+  phalanx report runs/run --machine machine.toml --svg pictures
+  phalanx report runs/eight --beside runs/two runs/four
+
+Exit code 0: done; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +39,6 @@ if TYPE_CHECKING:
     from ..report.compared import Compared
     from ..report.scaling import Speed
 
-_EPILOG = """\
-The page is one file that fetches nothing: loss with restarts, step time, MFU, where the time of the
-run went, a measured step over the predicted one with memory by kind, where that step's time goes,
-the mesh and the shards of each weight, the configuration and versions. With --machine or --cluster
-also what a plan counts for each kind of operation, against what it took in the measured step, and
-the measured bandwidths. All pictures are files too: --svg DIR.
-
-  phalanx report runs/run
-  phalanx report runs/run --machine machine.toml --svg pictures
-  phalanx report runs/eight --beside runs/two runs/four
-
-Exit code 0: done; 2: wrong usage."""
 _HOW = (
     "Predicted against measured, by kind of operation: add --machine machine.toml\n"
     "(phalanx doctor --out machine.toml writes it) or --cluster NAME, as h100x8."
@@ -45,7 +46,7 @@ _HOW = (
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("phalanx report", "A run's folder as one HTML page.", _EPILOG)
+    parser = Parser(__doc__)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
     parser.add_output("--out", help="where to write; default RUNDIR/report.html")
@@ -57,7 +58,6 @@ def run(argv: list[str]) -> int:
     add("--backend", default=None, metavar="NAME", help="backend whose measured curves are used")
     add("--profile", metavar="NAME|FILE", help="software to predict; default: this one")
     add("--model", metavar="FILE.py:Class", help="the run's model, if your own (its file is run)")
-    add("--json", help="print the path and the comparison as JSON")
     args = parser.read(argv)
     from ..report import report
 
@@ -84,8 +84,7 @@ def run(argv: list[str]) -> int:
         figures["pictures"] = sorted(drawn)
     more = {"compared": compared.figures()} if compared else {}
     text = f"{compared.text()}\n\nwrote {out}" if compared else f"wrote {out}\n{_HOW}"
-    result(args, figures | more, text)
-    return 0
+    return result(args, figures | more, text)
 
 
 def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -> Extras:

@@ -1,7 +1,8 @@
-"""`phalanx schema`: the JSON Schema of what a command prints with --json, with its version.
+"""`phalanx schema`: what a command prints with --json, as JSON Schema with its version.
 
-The files stand in `schemas`. `python tests/cli/test_schemas.py` writes them from what commands print; a
-key that goes or changes its type makes a new version.
+phalanx schema                 the commands that have one
+phalanx schema check
+phalanx schema plan-explain    of `phalanx plan --explain`
 """
 
 from __future__ import annotations
@@ -10,15 +11,13 @@ from pathlib import Path
 
 from .usage import Parser, UsageError, nearest_word, say
 
+# `python tests/cli/test_schemas.py` writes them from what commands print; a key that goes or changes its
+# type makes a new version.
 _FOLDER = Path(__file__).parent / "schemas"
-_EPILOG = """\
-  phalanx schema                 the commands that have one
-  phalanx schema check
-  phalanx schema plan-explain    of `phalanx plan --explain`"""
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("phalanx schema", "What --json prints, as JSON Schema.", _EPILOG)
+    parser = Parser(__doc__, json=False)
     parser.add("name", nargs="*", metavar="COMMAND", help="as check, or plan cost")
     name = "-".join(parser.read(argv).name)
     files = {file.stem: file for file in sorted(_FOLDER.glob("*.json"))}

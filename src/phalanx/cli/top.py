@@ -1,4 +1,15 @@
-"""`phalanx top`: a run while it goes on, in a terminal: steps, speed, memory, ranks, last messages."""
+"""`phalanx top`: a run while it goes on, in a terminal: steps, speed, memory, ranks, last messages.
+
+First the numbers of the last log line and where the time went (goodput), then the ranks, and the
+last messages. Ranks of other hosts are seen where the run's folder is shared; of a run that has
+ended the log is shown. A rank's line says its state (R computes, S waits, D waits for a disk, T is
+stopped), its host memory, step and operation, and for how long it has stood there.
+
+  phalanx top runs/run
+  phalanx top runs/run --once
+
+Ctrl-C ends it, and nothing else. Exit code 0: done; 2: wrong usage.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +29,18 @@ from ..layout.journal import JournalReader, Record
 from ..layout.numbers import binary_text
 from .usage import POSITIVE, Parser, UsageError, result, say, screen
 
-_EPILOG = """\
-First the numbers of the last log line and where the time went (goodput), then the ranks, and the
-last messages. Ranks of other hosts are seen where the run's folder is shared; of a run that has
-ended the log is shown. A rank's line says its state (R computes, S waits, D waits for a disk, T is
-stopped), its host memory, step and operation, and for how long it has stood there.
-
-  phalanx top runs/run
-  phalanx top runs/run --once
-
-Ctrl-C ends it, and nothing else. Exit code 0: done; 2: wrong usage."""
 _MESSAGES = 6
 _ENDS = {"end": "ended", "stop": "stopped, can be resumed", "hang": "hung, was ended"}
 _QUIET = ("step", "memory", "compile")  # records that are no messages
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser("phalanx top", "Shows a running run in a terminal.", _EPILOG)
+    parser = Parser(__doc__)
     add = parser.add
     add("folder", metavar="RUNDIR", help="the folder of a run: its `out`")
     add("--once", action="store_true", help="print once and exit, as where there is no terminal")
     add("--every", type=POSITIVE, default=1.0, metavar="SECONDS", help="time between two updates")
     add("--width")
-    add("--json", help="print once, as JSON")
     args = parser.read(argv)
     watched = _Run(Path(args.folder))
     if not watched.records:

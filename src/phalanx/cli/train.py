@@ -1,4 +1,16 @@
-"""`phalanx train`: a run file, on one process, on local ranks, or as a rank of torchrun or Slurm."""
+"""`phalanx train`: trains what a run file says, on one process, on local ranks, or as a rank of torchrun or
+Slurm, and goes on from its newest checkpoint if there is one.
+
+Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM, SIGHUP, SIGUSR1,
+Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from there.
+
+  phalanx train steps=50
+  phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
+  torchrun --nproc-per-node 8 --no-python phalanx train run.toml
+  phalanx train run.toml hang.timeout=300    # seconds that a rank may stand still; 0: for ever
+  phalanx train run.toml hang.straggler=1.5  # report ranks that take so many times their peers' time
+  phalanx train run.toml --print-config
+"""
 
 from __future__ import annotations
 
@@ -29,24 +41,10 @@ if TYPE_CHECKING:
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again later, which is what a scheduler then does
 _INTERRUPTED = b"The step is finished and saved. Ctrl-C again ends the run at once.\n"
 _BEGUN = time.time()  # a STOP file older than this process is not meant for it
-_EPILOG = """\
-Exit code 0: trained to the end; 1: failed; 2: wrong usage; 75: stopped by SIGTERM, SIGHUP, SIGUSR1,
-Ctrl-C or a STOP file in the run's folder, saved; the same command goes on from there.
-
-  phalanx train steps=50
-  phalanx train run.toml optimizer.lr=1e-3 --layout "dp2 pp2 zero1 1f1b:4"
-  torchrun --nproc-per-node 8 --no-python phalanx train run.toml
-  phalanx train run.toml hang.timeout=300    # seconds that a rank may stand still; 0: for ever
-  phalanx train run.toml hang.straggler=1.5  # report ranks that take so many times their peers' time
-  phalanx train run.toml --print-config"""
 
 
 def run(argv: list[str]) -> int:
-    parser = Parser(
-        "phalanx train",
-        "Trains what a run file says, and goes on from its newest checkpoint if there is one.",
-        _EPILOG,
-    )
+    parser = Parser(__doc__)
     add = parser.add
     add("words", nargs="*", metavar="RUN.toml key=value", help="a run file, and keys to set in it")
     add("--ranks", type=whole(1, RANKS), help="local processes; default: one for each GPU, or 2")
@@ -56,7 +54,6 @@ def run(argv: list[str]) -> int:
     add("--backend")
     add("--print-config", action="store_true", help="print the whole run file and exit")
     add("--schema", action="store_true", help="print the run file's JSON Schema and exit")
-    add("--json", help="print the result as JSON, and nothing else")
     args = parser.read(argv, intermixed=True)
     if args.schema:
         print_json(schema(Run, "phalanx run file"))

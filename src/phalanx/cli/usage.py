@@ -88,7 +88,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--backend": {"default": AUTO, "choices": BACKENDS, "help": "what carries messages"},
     "--batch": {"type": whole(), "help": "sequences of a step; default the model's"},
     "--device": {"default": AUTO, "choices": DEVICES, "help": "where it computes"},
-    "--json": {"action": "store_true", "help": "the result as JSON"},
     "--layers": {"type": whole(1, 10_000)},
     "--limit": {"type": POSITIVE, "metavar": "SECONDS"},
     "--microbatches": {"type": whole(1, MICROBATCHES), "metavar": "M"},
@@ -123,18 +122,20 @@ class Parser(argparse.ArgumentParser):
     """argparse that raises instead of exiting, names the option nearest to an unknown one, and tries
     whether the files that a command will write can be written."""
 
-    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=_Formatter,
-        )
+    def __init__(self, text: str | None, *, json: bool = True, **words: str) -> None:
+        """`text` is a docstring: the command in backquotes, what it does and, after an empty line, what
+        its help ends with. `words` stand in it in braces."""
+        text = re.sub(r"(?m)^ {4}", "", text or "")
+        head, _, epilog = (text.format(**words) if words else text).partition("\n\n")
+        prog, _, does = head.lstrip("`").partition("`: ")
+        super().__init__(prog, allow_abbrev=False, formatter_class=_Formatter)
+        self.description, self.epilog = does[:1].upper() + does[1:], epilog.rstrip()
         self.subverbs: Collection[str] = ()  # words that the first argument may be, as `draw mesh`
         self._section: argparse._ActionsContainer = self
         self.add("-q", "--quiet", action="store_true", help="no progress lines")
         self.add("-v", "--verbose", action="store_true", help="more detail")
+        if json:
+            self.add("--json", action="store_true", help="the result as JSON, and nothing else")
         self._written: list[Callable[[argparse.Namespace], None]] = []
         self._wrong: list[str] = []
 
@@ -408,9 +409,12 @@ def print_json(value: Mapping[str, object]) -> None:
     say(json.dumps(value, indent=1))
 
 
-def result(args: argparse.Namespace, figures: Mapping[str, object], text: str) -> None:
-    """Print the result of a command: its figures with --json, else its text."""
+def result(
+    args: argparse.Namespace, figures: Mapping[str, object], text: str, *, good: object = True
+) -> int:
+    """Print the result of a command, its figures with --json, else its text; the exit code."""
     if args.json:
         print_json(figures)
     else:
         say(text.rstrip("\n"))
+    return 0 if good else 1

@@ -1,4 +1,19 @@
-"""`phalanx verify`: layouts against one process, every gradient and every update."""
+"""`phalanx verify`: trains a few steps in each layout and on one process, and compares loss, norm, every
+gradient and every weight; also how weights start, the outputs of pieces, the loss scale of float16 and
+the validation loss.
+
+Exit code 0: every layout that was compared agrees with one process; 1: one does not; 2: wrong usage,
+not enough memory, or nothing that could be compared. A `recompute:fit` that cannot be met is not
+compared: it is listed and counted apart.
+
+  phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
+  phalanx verify --model gpt --ranks 4 --cover 40
+  phalanx verify --ranks 8 --part 1/4
+  phalanx verify --lora 4 --ranks 4 --cover 40
+  phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
+
+`make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +46,9 @@ from .usage import (
 STEPS = 10_000
 MOST = 64  # ranks of which all layouts are listed: there are some hundred thousand
 
-_EPILOG = """\
-Exit code 0: every layout that was compared agrees with one process; 1: one does not; 2: wrong usage,
-not enough memory, or nothing that could be compared. A `recompute:fit` that cannot be met is not
-compared: it is listed and counted apart.
-
-  phalanx verify --layouts "dp2 tp2 zero3; tp4 seq"
-  phalanx verify --model gpt --ranks 4 --cover 40
-  phalanx verify --ranks 8 --part 1/4
-  phalanx verify --lora 4 --ranks 4 --cover 40
-  phalanx verify --dtype bfloat16 --dropout 0.1 --layouts "dp2 tp2 seq"
-
-`make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each."""
-
 
 def run(argv: list[str]) -> int:
-    parser = Parser(
-        "phalanx verify",
-        "Trains a few steps in each layout and on one process, and compares loss, norm, every"
-        " gradient and every weight; also how weights start, the outputs of pieces, the loss scale of"
-        " float16 and the validation loss.",
-        _EPILOG,
-    )
+    parser = Parser(__doc__)
     add = parser.add
     names_larger = "Name larger layouts with --layouts."
     rate = real(lambda x: 0 <= x < 1, "from 0 to below 1")
@@ -77,7 +73,6 @@ def run(argv: list[str]) -> int:
     parser.add_output(
         "--record", type=Path, help="save the last layout's last step, for `phalanx draw run`"
     )
-    add("--json")
     args = parser.read(argv)
     if code_of(args.model)[0] and args.dropout:
         raise UsageError("--dropout is for the built-in models; write the rate into your own.")
