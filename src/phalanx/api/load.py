@@ -23,10 +23,8 @@ def checkpoints_in(source: str | Path) -> list[Path]:
     path = Path(source)
     if not path.is_dir():
         raise UsageError(f"{path} holds no checkpoint: there is no such folder. {_NAME}")
-    none = (
-        f"{path} holds no checkpoint: neither manifest.json nor step-... nor {CHECKPOINTS}/step-...;"
-        " name a run's `out`, or one checkpoint in it."
-    )
+    why = f"neither manifest.json nor step-... nor {CHECKPOINTS}/step-..."
+    none = f"{path} holds no checkpoint: {why}. {_NAME}"
     if os.path.lexists(path / "manifest.json"):
         try:
             open_regular(path / "manifest.json").close()

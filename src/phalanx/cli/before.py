@@ -23,8 +23,12 @@ def refuse_before(run: Run) -> None:
     """Raise with what is wrong with a run's schedule, its memory and its folders."""
     shape = None if run.own else run.shape
     layout = run.layout_of(shape)
-    if layout is not None:
-        _refuse_schedule(layout, shape)
+    if layout is not None and names_source(layout.schedule):
+        # A schedule of the user's own is run once here; ranks would each say what is wrong with it.
+        schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
+            experts = program_experts(layout, shape)
+            check(build(layout, stage_pieces(layout, shape), experts=experts))
     wrong: list[Mistake] = []
     elsewhere = launched(os.environ)  # then ranks stand on other machines too
     if layout is not None and not elsewhere and layout.ranks > LOCAL_RANKS:
@@ -59,16 +63,6 @@ def refuse_large(need: float, what: str, way_out: str) -> None:
 
 def _has_gpu() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
-
-
-def _refuse_schedule(layout: Layout, shape: Shape | None) -> None:
-    """A schedule of the user's own is run once here; ranks would each say what is wrong with it."""
-    if not names_source(layout.schedule):
-        return
-    schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-    if shape is not None and layout.recompute != "fit" and not legal(layout, shape):
-        experts = program_experts(layout, shape)
-        check(build(layout, stage_pieces(layout, shape), experts=experts))
 
 
 def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:

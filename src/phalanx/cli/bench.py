@@ -171,11 +171,17 @@ def _collectives(argv: list[str]) -> int:
     )
     if args.groups and args.ranks:
         _groups(args.groups, args.ranks)
+    import torch
+
     from ..bench import Sweep, fit_all, growths, measure_collectives
 
     ranks = _Ranks(args.ranks, args.backend)
     groups = _groups(args.groups or str(ranks.count), ranks.count)
-    dtype = _summable(args.dtype, ranks.count)
+    dtype = DTYPES[args.dtype].torch
+    if 2 * ranks.count > 2 / torch.finfo(getattr(torch, dtype)).eps:
+        raise UsageError(
+            f"--dtype {args.dtype}: sums over {ranks.count} ranks cannot be checked exactly; use fp32."
+        )
     sweep = Sweep(args.ops, args.sizes, groups, dtype, args.repeats, args.limit, args.total)
     samples = ranks.run(measure_collectives, sweep)
     if samples is None:
@@ -204,17 +210,6 @@ def _operations(text: str) -> tuple[str, ...]:
         if op not in FACTORS:
             raise UsageError(f"{op[:60]}: there are {', '.join(FACTORS)}.")
     return ops
-
-
-def _summable(name: str, ranks: int) -> str:
-    """Torch's name of a dtype in which sums over so many ranks are exact."""
-    import torch
-
-    if 2 * ranks > 2 / torch.finfo(getattr(torch, DTYPES[name].torch)).eps:
-        raise UsageError(
-            f"--dtype {name}: sums over {ranks} ranks cannot be checked exactly; use fp32."
-        )
-    return DTYPES[name].torch
 
 
 def _groups(text: str, ranks: int) -> tuple[tuple[int, int], ...]:
@@ -313,7 +308,15 @@ def _matmul(argv: list[str]) -> int:
             if not args.json:
                 say(product_line(product, device, done), flush=True)
     if args.out:
-        save(args.out, _products_chart(done, device))
+        across = ChartAxis("N of N x N", "{:g}".format, 2)
+        up = ChartAxis("TFLOP/s", "{:g}".format)
+        square = [p for p in done if p.name == "square"]
+        series = [
+            Series(name, tuple((float(p.n), p.rate / 1e12) for p in square if p.dtype == name))
+            for name in dict.fromkeys(p.dtype for p in square)
+        ]
+        title = f"matrix products on {device.name}"
+        save(args.out, chart(title, series, across, up, [device.known()]))
     rows = [
         asdict(p) | {"flops": p.flops, "rate": p.rate, "claimed_rate": p.claimed_rate} for p in done
     ]
@@ -381,16 +384,6 @@ def of_peak(rate: float, peak: float, what: str = "the catalogue's peak") -> str
         return "peak unknown"
     more = ": more than all, so that peak is wrong" if rate > peak else ""
     return f"{rate / peak:.0%} of {what}{more}"
-
-
-def _products_chart(done: Sequence[MatrixProduct], device: LocalDevice) -> str:
-    squares = [p for p in done if p.name == "square"]
-    series = [
-        Series(dtype, tuple((float(p.n), p.rate / 1e12) for p in squares if p.dtype == dtype))
-        for dtype in dict.fromkeys(p.dtype for p in squares)
-    ]
-    across, up = ChartAxis("N of N x N", "{:g}".format, 2), ChartAxis("TFLOP/s", "{:g}".format)
-    return chart(f"matrix products on {device.name}", series, across, up, [device.known()])
 
 
 # ---- whole steps

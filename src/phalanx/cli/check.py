@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from ..api.check import check as check_layout
 from ..api.step import many
@@ -29,29 +30,21 @@ def run(argv: list[str]) -> int:
     parser = Parser(__doc__)
     parser.add("what", nargs="+", metavar="LAYOUT", help="a layout's text, or a program file")
     parser.add("--model")
-    parser.add("--batch", default=0)
-    parser.add("--seq", default=0)
-    parser.add(
-        "--device", default="", choices=None, metavar="NAME", help="with its memory, as h100"
-    )
-    parser.add("--cluster", default="", metavar="NAME", help="must fit on it, as h100x64, or this")
-    parser.add("--optimizer", choices=OPTIMIZERS, help="default: of a run file, else adamw")
-    parser.add("--clip", action="store_true", help="with gradient clipping")
-    parser.add("--sums", action="store_true", help="prove that each sum over ranks is made once")
+    add = parser.add
+    add("--batch", default=0)
+    add("--seq", dest="sequence", default=0)
+    add("--device", default="", choices=None, metavar="NAME", help="with its memory, as h100")
+    add("--cluster", default="", metavar="NAME", help="must fit on it, as h100x64, or this")
+    help = "default: of a run file, else adamw"
+    add("--optimizer", default="", choices=OPTIMIZERS, help=help)
+    add("--clip", action="store_true", help="with gradient clipping")
+    add("--sums", action="store_true", help="prove that each sum over ranks is made once")
     args = parser.read(argv)
     text = " ".join(args.what)
     if args.model is not None:
-        checked = check_layout(
-            text,
-            args.model,
-            batch=args.batch,
-            sequence=args.seq,
-            device=args.device,
-            cluster=args.cluster,
-            optimizer=args.optimizer or "",
-            clip=args.clip,
-            sums=args.sums,
-        )
+        names = ("batch", "sequence", "device", "cluster", "optimizer", "clip", "sums")
+        terms: Any = {name: getattr(args, name) for name in names}
+        checked = check_layout(text, args.model, **terms)
         good = checked.fits and checked.right
         return result(args, checked.figures, str(checked), good=good)
     if args.sums:

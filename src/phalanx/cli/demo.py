@@ -132,7 +132,9 @@ def _watch(out: Path, show: Show, *, kill: bool) -> None:
                 if record["event"] == "end":
                     return
                 if kill and record["event"] == "step" and record["step"] >= KILL:
-                    _kill_last_rank()
+                    ranks = [child.pid or 0 for child in multiprocessing.active_children()]
+                    if ranks:
+                        os.kill(max(ranks), signal.SIGKILL)
                     return
             seen = len(records)
             time.sleep(0.05)
@@ -152,13 +154,6 @@ def _line(record: dict[str, Any]) -> str:
         case "validation":
             return f"validation loss {record['loss']:.4f} nats per byte"
     return ""
-
-
-def _kill_last_rank() -> None:
-    children = multiprocessing.active_children()
-    last = max(children, key=lambda child: child.pid or 0, default=None)
-    if last is not None and last.pid is not None:
-        os.kill(last.pid, signal.SIGKILL)
 
 
 def losses_of(out: Path) -> dict[int, float]:

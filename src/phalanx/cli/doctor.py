@@ -121,6 +121,7 @@ def _measure(args: argparse.Namespace, here: LocalDevice) -> int:
 
 def _look(args: argparse.Namespace, here: LocalDevice) -> int:
     from ..bench import measure_stores, topology_of
+    from ..comm.devices import SETTINGS
 
     stores, topology = measure_stores(here), topology_of(here)
     kept = ("kind", "count", "cores", "memory", "free")
@@ -139,18 +140,12 @@ def _look(args: argparse.Namespace, here: LocalDevice) -> int:
             of = f" ({of_peak(store.bandwidth, here.entry.memory.bandwidth)})"
         lines.append(f"memory, {store.name}: {rate_text(store.bandwidth)}{of}")
     if here.kind == "cuda":
-        lines += [*topology.lines(), *_settings(os.environ)]
+        lines += topology.lines()
+        for name, value in SETTINGS.items():
+            own = os.environ.get(name)
+            lines.append(f"{name}: {own or f'{value}, set when a run starts'}")
     lines.append("For everything else: phalanx doctor --out machine.toml")
     return result(args, figures, "\n".join(lines))
-
-
-def _settings(environment: Mapping[str, str]) -> Iterator[str]:
-    """What runs on a GPU have in their environment."""
-    from ..comm.devices import SETTINGS
-
-    for name, value in SETTINGS.items():
-        own = environment.get(name)
-        yield f"{name}: {value}, set when a run starts" if own is None else f"{name}: {own}"
 
 
 def _identity(here: LocalDevice) -> list[str]:

@@ -93,7 +93,11 @@ def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -
     from ..report.step import step_extras
 
     make = model_of(args.model)[1] if args.model else None
-    extras = step_extras(folder, compared, make, _moments(folder))
+    try:
+        kept = moments(Run.load(str(folder / "run.toml")))
+    except ValueError:  # then Adam's two
+        kept = 2
+    extras = step_extras(folder, compared, make, kept)
     sections = list(extras.sections)
     runs = speeds([folder, *map(Path, args.beside or ())])
     draw = partial(scaling_svg, runs, {run: _planned(run, args) for run in runs}.get)
@@ -108,14 +112,6 @@ def _extras(folder: Path, compared: Compared | None, args: argparse.Namespace) -
         draw = partial(verified_svg, f"layouts of {args.verified}", verdicts)
         sections.append(Section("Verified", name="verified", draw=draw if draw(WIDE) else None))
     return replace(extras, sections=tuple(sections))
-
-
-def _moments(folder: Path) -> int:
-    """What the run's optimizer keeps of each weight: Adam's two where its run file does not say."""
-    try:
-        return moments(Run.load(str(folder / "run.toml")))
-    except ValueError:
-        return 2
 
 
 def _planned(run: Speed, args: argparse.Namespace) -> float | None:

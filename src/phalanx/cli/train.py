@@ -19,7 +19,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
@@ -336,7 +336,10 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
                 complain(f"rank {error.rank}: {text}: {cut}")
                 break
             refused = text.startswith(refusals)
-            complain(text if refused else _hung(config, begun) or str(error))
+            hang = Path(config.out, HANG)  # if its watcher has ended the ranks; it has said why
+            hung = hang.is_file() and hang.stat().st_mtime >= begun
+            told = f"the run hung and was ended; the stacks of all its ranks are in {hang}"
+            complain(text if refused else told if hung else str(error))
             if refused or not left:
                 break
         except failures as error:
@@ -351,15 +354,6 @@ def _until_it_ends(config: Run, layout: Layout, args: argparse.Namespace) -> Out
         before = saved
         complain(f"The ranks are started again with {saved}; restarts left: {left - 1}.")
     return None
-
-
-def _hung(config: Run, begun: float) -> str:
-    """That the run hung, if its watcher has ended the ranks; the reason has been printed."""
-    file = Path(config.out, HANG)
-    with suppress(OSError):
-        if file.stat().st_mtime >= begun:
-            return f"the run hung and was ended; the stacks of all its ranks are in {file}"
-    return ""
 
 
 def _cut_file(config: Run) -> str:

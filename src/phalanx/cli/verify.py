@@ -86,24 +86,14 @@ def run(argv: list[str]) -> int:
     layouts = layouts_to_verify(args.layouts, shape, make, **wanted)
     if args.part:  # every n-th layout, so that each part has its share of the large ones
         layouts = layouts[args.part[0] - 1 :: args.part[1]]
-    terms = (
-        "dtype",
-        "memory",
-        "backend",
-        "steps",
-        "seed",
-        "packed",
-        "dropout",
-        "optimizer",
-        "record",
-    )
+    terms = "dtype memory backend steps seed packed dropout optimizer record"
     found = compared(
         shape,
         make,
         layouts,
         log=_log(args, shape),
         show=lambda verdict: None if args.json else progress(verdict_text(verdict)),
-        **{name: getattr(args, name) for name in terms},
+        **{name: getattr(args, name) for name in terms.split()},
     )
     if args.out:
         from .verify_page import verified_page, verified_svg
