@@ -17,8 +17,7 @@ from phalanx.plan.search import judge
 from phalanx.plan.step import Request
 from phalanx.program import Costs, Op, Recorded, Span, Timeline, build, simulate
 from phalanx.report.compared import HEAD, Compared, compare
-from phalanx.report.predicted import predicted
-from phalanx.report.step import Step
+from phalanx.report.step import Step, predicted
 
 SHAPE = Shape(
     name="small", layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=256, sequence=16, batch=8

@@ -1,40 +1,23 @@
-"""`phalanx completion`: tab completion for a shell; the words come from the parsers themselves.
+"""`phalanx completion`: tab completion for a shell.
 
-eval "$(phalanx completion bash)"    # in ~/.bashrc; zsh: in ~/.zshrc
-phalanx completion fish > ~/.config/fish/completions/phalanx.fish
+The words come from the parsers themselves.
+
+  eval "$(phalanx completion bash)"    # in ~/.bashrc; zsh: in ~/.zshrc
+  phalanx completion fish > ~/.config/fish/completions/phalanx.fish
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ..layout import Shape
 from ..plan import clusters, devices
 from .usage import DESCRIBE, Described, Parser, say
 
-# Shells ask `phalanx completion words -- WORD...`, of which the last is being written. No answer: files.
-_BASH = """\
-_phalanx() {
-    local IFS=$'\\n'
-    COMPREPLY=($(phalanx completion words -- "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
-}
-complete -o default -F _phalanx phalanx"""
-_ZSH = """\
-#compdef phalanx
-_phalanx() {
-    local -a found
-    found=("${(@f)$(phalanx completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    if [[ -n "$found" ]]; then compadd -- $found; else _files; fi
-}
-(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
-compdef _phalanx phalanx"""
-_FISH = """\
-function __phalanx
-    phalanx completion words -- (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null
-end
-complete -c phalanx -a "(__phalanx)\""""
-_SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+# They ask `phalanx completion words -- WORD...`, of which the last is being written. No answer: files.
+_SCRIPTS = {file.name: file for file in sorted((Path(__file__).parent / "completions").iterdir())}
 # What values of options are, where the parser does not say.
 _VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "--model": Shape.names,
@@ -50,7 +33,7 @@ def run(argv: list[str]) -> int:
         return 0
     parser = Parser(__doc__, json=False)
     parser.add("shell", choices=tuple(_SCRIPTS), help="whose script")
-    say(_SCRIPTS[parser.read(argv).shell])
+    say(_SCRIPTS[parser.read(argv).shell].read_text(encoding="utf-8"), end="")
     return 0
 
 

@@ -140,8 +140,7 @@ def _compared(folder: Path, args: argparse.Namespace) -> Compared | None:
         return None
     from ..cost import cached_costs
     from ..plan.local import profile_for
-    from ..report.predicted import predicted
-    from ..report.step import read_step
+    from ..report.step import predicted, read_step
 
     step = read_step(folder)
     if step.own and args.model != step.own:

@@ -1,8 +1,9 @@
 """`phalanx schema`: what a command prints with --json, as JSON Schema with its version.
 
-phalanx schema                 the commands that have one
-phalanx schema check
-phalanx schema plan-explain    of `phalanx plan --explain`
+Without a name the commands are listed that have one.
+
+  phalanx schema check
+  phalanx schema plan-explain    of `phalanx plan --explain`
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A measured step beside what a plan counts for it, kind by kind of operation: one value, which the
 terminal and the page both read.
 
-What an operation should take is handed in (`predicted.py` asks the planner); nothing is priced here.
+What an operation should take is handed in (`step.py` asks the planner); nothing is priced here.
 """
 
 from __future__ import annotations

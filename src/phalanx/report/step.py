@@ -1,4 +1,5 @@
-"""The step that a run has measured, as its timeline.json tells it. Nothing in the folder is run."""
+"""The step that a run has measured, as its timeline.json tells it, and what a plan counts for it. Nothing
+in the folder is run."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ from ..layout.codec import decode
 from ..layout.files import read_text
 from ..layout.journal import read_journal
 from ..plan.device import MachineFileError
+from ..plan.hardware import Hardware
+from ..plan.profile import SoftwareProfile
+from ..plan.step import CostFunction, Pricer, Request
 from ..program import Recorded, Sizes
-from .compared import Compared
+from .compared import Compared, compare
 from .page import Extras, ReportError, Section, number, stretches
 
 if TYPE_CHECKING:
@@ -62,6 +66,32 @@ def read_step(folder: Path) -> Step:
         recorded=recorded,
         # The first line is of steps in which the process warms up.
         usual=median(steps[1:]) if len(steps) > 1 else None,
+    )
+
+
+def predicted(
+    step: Step, hardware: Hardware, profile: SoftwareProfile, piece_costs: CostFunction
+) -> Compared:
+    """A run's step beside what a plan counts for it: the same operations, simulated, as
+    `phalanx plan --explain` does it."""
+    layout, shape = step.layout, step.shape
+    request = Request(
+        shape, hardware, profile, piece_costs, step.sequence, shape.batch, layout.precision,
+        model=step.own,
+    )  # fmt: skip
+    pricer = Pricer(request)
+    costs, timeline = pricer.costs(layout), step.recorded.timeline
+    return Compared(
+        layout=str(layout) or "one rank",
+        hardware=hardware.name,
+        profile=profile.name,
+        step=step.number,
+        rows=compare(timeline, costs.pieces),
+        predicted=pricer.choose(layout).step,
+        measured=timeline.makespan,
+        costs=costs,
+        usual=step.usual,
+        launched=not hardware.cores,
     )
 
 

@@ -145,7 +145,11 @@ class Saver:
         device = self.local.pool.device
         tensors = {title: own for title, (_, own) in numbers.items()}
         if self.asynchronous or device.type != "cpu":
-            tensors = {title: self._copied(title, own) for title, own in tensors.items()}
+            for title, own in tensors.items():
+                if title not in self.buffers or self.buffers[title].shape != own.shape:
+                    empty = torch.empty_like(own, device="cpu", pin_memory=own.is_cuda)
+                    self.buffers[title] = empty
+                tensors[title] = self.buffers[title].copy_(own, non_blocking=True)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         kept = [state for update in self.updates.values() for state in update.state.values()]
@@ -158,12 +162,6 @@ class Saver:
             tensors=tuple(tensor for tensor, _ in numbers.values()),
         )
         return manifest, tensors
-
-    def _copied(self, title: str, numbers: Tensor) -> Tensor:
-        if title not in self.buffers or self.buffers[title].shape != numbers.shape:
-            pinned = numbers.is_cuda
-            self.buffers[title] = torch.empty_like(numbers, device="cpu", pin_memory=pinned)
-        return self.buffers[title].copy_(numbers, non_blocking=True)
 
 
 def write_own(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> str:
