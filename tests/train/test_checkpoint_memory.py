@@ -131,7 +131,7 @@ def test_a_file_that_cannot_be_read_keeps_no_other_rank_waiting(
 def test_where_there_is_no_room_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_memory, "_available", lambda: 1000)
+    monkeypatch.setattr(checkpoint_memory, "available_memory", lambda: 1000)
 
     def refused(world: Any) -> list[str]:
         run = Run(world, "dp2")

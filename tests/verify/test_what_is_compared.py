@@ -22,6 +22,7 @@ import phalanx.verify
 from phalanx.cli.main import main
 from phalanx.comm import World
 from phalanx.layout import Layout, Shape
+from phalanx.layout.host import available_memory
 from phalanx.models import Dropout
 from phalanx.parallel import Model, Precision, build_model, local, model
 from phalanx.program import Op
@@ -37,7 +38,7 @@ from phalanx.verify import (
     trial,
     verify,
 )
-from phalanx.verify.memory import GIB, available, needed
+from phalanx.verify.memory import GIB, needed
 from phalanx.verify.reference import draw
 from phalanx.verify.trial import Setting
 from phalanx.verify.verify import OPTIMIZERS, judge, precision_named, truth_of
@@ -512,7 +513,7 @@ MEMINFO = "MemTotal:       24684092 kB\nMemFree: 1 kB\nMemAvailable:   16777216 
 def test_what_is_available_is_the_least_that_the_machine_and_its_groups_leave(
     groups: str, files: Mapping[str, str], gib: float, tmp_path: Path
 ) -> None:
-    assert available(*machine(tmp_path, MEMINFO, groups, files)) == gib * GIB
+    assert available_memory(*machine(tmp_path, MEMINFO, groups, files)) == gib * GIB
 
 
 def test_a_comparison_that_would_not_fit_is_refused_with_the_numbers(

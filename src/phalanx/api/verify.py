@@ -121,7 +121,8 @@ def compared(
 ) -> Verified:
     """Each layout against one process, shown when it is done. What would not fit into memory is refused:
     the system would kill it half way."""
-    from ..verify.memory import GIB, available, needed
+    from ..layout.host import available_memory
+    from ..verify.memory import GIB, needed
     from ..verify.verify import verify as verdicts
 
     if layouts:
@@ -130,7 +131,7 @@ def compared(
         )
         steps, processes = terms.get("steps", 3), terms.get("backend", THREADS) != THREADS
         need = needed(shape, parameters, layouts, steps=steps, dtype=dtype, processes=processes)
-        limit = available() if memory is None else memory * GIB
+        limit = available_memory() if memory is None else memory * GIB
         if need.total > limit:
             where = "are available" if memory is None else "may be used (--memory)"
             raise UsageError(

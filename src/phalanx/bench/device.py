@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ..layout.choices import DEVICES, GLOO, NCCL, PRECISIONS, TF32
 from ..layout.choices import DTYPES as TRAITS
+from ..layout.host import available_memory, machine_memory
 from ..plan import Device, MachineError, device_named
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, TRAITS[name].torch) for name in PRECISIONS}
@@ -57,7 +57,8 @@ def local_device(kind: str = "auto") -> LocalDevice:
         raise MachineError("torch sees no GPU here; leave --device out, or use --device cpu.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if kind == "cpu" or not cuda:
-        kind, name, count, (total, free) = "cpu", _cpu_name(), 1, _host_memory()
+        kind, name, count = "cpu", _cpu_name(), 1
+        total, free = int(machine_memory()), int(available_memory())
     else:
         kind, name, count = "cuda", torch.cuda.get_device_name(0), torch.cuda.device_count()
         free, total = torch.cuda.mem_get_info(0)
@@ -75,17 +76,6 @@ def _cpu_name() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine() or "a CPU"
-
-
-def _host_memory() -> tuple[int, int]:
-    """All bytes, and those that can be had without pushing anyone out."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-        numbers = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.M))
-        return int(numbers["MemTotal"]) << 10, int(numbers["MemAvailable"]) << 10
-    except (OSError, KeyError):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return total, total // 2
 
 
 def dtype_of(name: str, kind: str) -> torch.dtype:

@@ -10,6 +10,7 @@ from ..layout.choices import DTYPES, FP32, LOCAL_RANKS
 from ..layout.codec import Mistake
 from ..layout.environment import launched
 from ..layout.files import open_regular, reason
+from ..layout.host import machine_memory
 from ..layout.run import PYTHON
 from ..layout.source import names_source
 from ..layout.stages import program_experts
@@ -103,11 +104,6 @@ def _memory(run: Run, shape: Shape, layout: Layout | None) -> list[Mistake]:
 def moments(run: Run) -> int:
     """Numbers that the optimizer keeps of each weight."""
     return {"adamw": 2, "sgd": 1 if run.optimizer.momentum else 0, "muon": 1}[run.optimizer.name]
-
-
-def machine_memory() -> float:
-    """Bytes that this machine has."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def _folders(run: Run) -> list[Mistake]:

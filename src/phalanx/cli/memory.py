@@ -7,11 +7,12 @@ from dataclasses import replace
 from ..api.request import held, held_text, request_for, verdict
 from ..layout import Layout, Run, Shape
 from ..layout.choices import DTYPES
+from ..layout.host import machine_memory
 from ..layout.numbers import bytes_text
 from ..plan.hardware import hardware_of
 from ..plan.link import joined
 from ..plan.local import local_profile
-from .before import GIB, machine_memory, moments
+from .before import GIB, moments
 from .usage import UsageError
 
 _CLEARLY = 1.5  # times a machine's memory: what ranks of a CPU hold is known less well, and swaps

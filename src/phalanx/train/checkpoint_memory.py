@@ -26,6 +26,7 @@ import torch
 from ..comm.agree import broadcast_text, errors_of, exchange
 from ..hang.positions import alive, started_at
 from ..layout.files import write_text
+from ..layout.host import available_memory
 from ..layout.numbers import binary_text
 from ..layout.run import Run
 from ..parallel.local import LocalModel
@@ -132,7 +133,7 @@ class MemoryCheckpoints:
         if self.folder.stat().st_uid != os.getuid():
             raise CheckpointError(f"{self.folder} is another user's")
         stat = os.statvfs(self.folder)
-        if (free := min(stat.f_bavail * stat.f_frsize, _available())) < needed:
+        if (free := min(stat.f_bavail * stat.f_frsize, available_memory())) < needed:
             raise CheckpointError(
                 f"{binary_text(needed)} are needed in {self.folder}, {binary_text(free)} are free"
             )
@@ -261,12 +262,3 @@ class MemoryCheckpoints:
                         if all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs):
                             needs.add(shard.file)
         return sorted(needs)
-
-
-def _available() -> int:
-    """Bytes of memory that programs can still have."""
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62

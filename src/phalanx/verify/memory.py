@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..layout import Layout, Shape
 from ..layout.choices import COMPARED, DTYPES, FP64
@@ -84,43 +81,3 @@ def _activations(shape: Shape, itemsize: int) -> float:
         block += shape.top_k * (6 * shape.hidden + 5 * shape.expert_ffn) + 6 * shape.experts
     logits = 4 * shape.vocab * max(4, itemsize)
     return float(tokens * (shape.layers * block * itemsize + logits))
-
-
-def available(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """Bytes that this process may still take: of the machine, and of its control group's limit."""
-    return min(_of_machine(proc), *_of_groups(proc, cgroups), float("inf"))
-
-
-def _of_machine(proc: Path) -> float:
-    for line in _text(proc / "meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return float(line.split()[1]) * 1024
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
-    """What each limit from this process's group up to the root leaves, of either version."""
-    for line in _text(proc / "self" / "cgroup").splitlines():
-        kinds, _, path = line.partition(":")[2].partition(":")
-        if not kinds:
-            root, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in kinds.split(","):
-            root, cache = cgroups / "memory", "total_inactive_file"
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
-            if most.isdigit() and used.isdigit():  # else there is no limit here, or it is "max"
-                stat = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M))
-                yield float(most) - float(used) + float(stat.get(cache, 0))
-            if folder == root:
-                break
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

@@ -1,0 +1,46 @@
+"""The memory of this host: all of it, and what a process may still take."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def machine_memory() -> float:
+    """Bytes that this machine has."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
+    """Bytes that this process may still take: of the machine, and of its control group's limit."""
+    free = re.search(r"^MemAvailable: +(\d+) kB", _text(proc / "meminfo"), re.M)
+    of_machine = 1024.0 * int(free[1]) if free else machine_memory()
+    return max(0.0, min([of_machine, *_of_groups(proc, cgroups)]))
+
+
+def _of_groups(proc: Path, cgroups: Path) -> Iterator[float]:
+    """What each limit from this process's group up to the root leaves, of either version."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        kinds, _, path = line.partition(":")[2].partition(":")
+        if not kinds:
+            root, limit, usage, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in kinds.split(","):
+            root, cache = cgroups / "memory", "total_inactive_file"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = root / path.strip("/")
+        for folder in (group, *group.parents):
+            most, used = _text(folder / limit).strip(), _text(folder / usage).strip()
+            if most.isdigit() and used.isdigit():  # else there is no limit here, or it is "max"
+                stat = dict(re.findall(r"^(\w+) (\d+)$", _text(folder / "memory.stat"), re.M))
+                yield float(most) - float(used) + float(stat.get(cache, 0))
+            if folder == root:
+                break
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
