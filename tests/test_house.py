@@ -303,22 +303,22 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4375,
+    "layout": 4421,
     "program": 3244,
-    "draw": 1711,
+    "draw": 1689,
     "plan": 5195,
     "models": 1967,
     "comm": 4619,
     "parallel": 4304,
     "cost": 1245,
-    "bench": 1140,
-    "train": 7286,
-    "verify": 2212,
-    "report": 927,
-    "lab": 3587,
-    "hang": 967,
-    "cli": 4976,
-    "api": 1519,
+    "bench": 1112,
+    "train": 7254,
+    "verify": 2169,
+    "report": 914,
+    "lab": 3575,
+    "hang": 965,
+    "cli": 4627,
+    "api": 1510,
 }
 
 

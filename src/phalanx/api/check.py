@@ -1,7 +1,5 @@
 """Whether a layout fits a model, with every reason, and what its ranks hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace

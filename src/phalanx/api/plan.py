@@ -1,7 +1,5 @@
 """The best layouts of a model on a cluster, and why the others lost."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """A plan as a table of at most eighty columns and as JSON: rates, MFU and HFU beside the times, what
 plain rules would pick, and why others lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 

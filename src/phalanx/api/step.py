@@ -3,8 +3,6 @@
 `draw` and `simulate` take the same words as `phalanx draw`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

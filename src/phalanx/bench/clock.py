@@ -7,8 +7,6 @@ one's reading counts; of the readings the median. Several works are read in turn
 disturbs the machine disturbs all of them.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

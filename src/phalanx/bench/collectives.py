@@ -5,8 +5,6 @@ of S, so that it can be held against a link. What S is, `plan/curve.py` says for
 formula that took the *output* of reduce-scatter as S would read as many times lower as there are ranks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What this machine is, before anything is measured: devices, memory, cores, what torch can use."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ million times larger. One straight line often is not enough: past a cache's end 
 threshold bytes cost another amount, so a line may have one bend, where that pays for itself.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence

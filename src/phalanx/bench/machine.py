@@ -1,7 +1,5 @@
 """All benches in short, as one measured machine: what `phalanx doctor --out` writes and plans read."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from contextlib import suppress

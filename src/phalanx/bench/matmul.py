@@ -6,8 +6,6 @@ not wait: a launch is asynchronous, and the next line of Python runs long before
 there. On a CPU the call returns when it is done, and both agree.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

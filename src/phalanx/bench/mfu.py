@@ -8,8 +8,6 @@ A100 to H100 products became 3.2 times faster and memory 1.6 to 2.2 times, so wh
 memory takes a larger part of the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ may be swapped out goes through a buffer of the driver's, and the host waits. On
 thread copies; cores that are all busy hide nothing.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

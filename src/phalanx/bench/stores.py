@@ -1,7 +1,5 @@
 """Bandwidth of the device's own memory, and between host and device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

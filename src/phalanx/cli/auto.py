@@ -1,7 +1,5 @@
 """The layout that `auto` means in training: planned where the machine is known, else the recipe's."""
 
-from __future__ import annotations
-
 from ..api.request import request_for
 from ..layout import Layout, LayoutError, Run, Shape, recipe
 from ..layout.choices import BF16, FP32

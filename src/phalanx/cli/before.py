@@ -1,7 +1,5 @@
 """What would end a command within its first seconds, found before torch is loaded and a process started."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

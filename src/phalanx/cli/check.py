@@ -12,8 +12,6 @@ the layout says otherwise. A model that nobody has costed yet loads torch.
   phalanx check step.txt
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

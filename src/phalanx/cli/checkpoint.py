@@ -12,8 +12,6 @@ Exported and imported are models of Hugging Face: those that `phalanx train mode
 Exit code 1: damage was found.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections import Counter

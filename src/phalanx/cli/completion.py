@@ -6,8 +6,6 @@ The words come from the parsers themselves.
   phalanx completion fish > ~/.config/fish/completions/phalanx.fish
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterable
 from pathlib import Path

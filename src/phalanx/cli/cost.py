@@ -10,8 +10,6 @@ what Newton-Schulz takes once a step: of all ranks that share a piece's matrices
   phalanx cost --model examples/stranger.py:Stranger tp2
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -5,8 +5,6 @@ About half a minute on two idle cores.
 Exit code 0: the loss fell and all losses agree; 1: not.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import shutil

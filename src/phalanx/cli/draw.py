@@ -18,8 +18,6 @@ costs what I and W cost together, R left out what F does; any other kind left ou
   phalanx draw searched --costs F=1,I=1,W=1 --memory-limit 4 --out best.svg
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial

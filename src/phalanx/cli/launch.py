@@ -8,8 +8,6 @@ The layout needs as many ranks as there are GPUs; --gpus 0: ranks on CPUs, as ma
 layout needs. What a system asks for beyond this is edited in what is printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

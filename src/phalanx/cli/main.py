@@ -3,8 +3,6 @@
 0: done. 1: failed (a check that found faults, a run that broke). 2: wrong usage. 130: interrupted.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

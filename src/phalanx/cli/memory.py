@@ -1,7 +1,5 @@
 """Whether a run fits in the memory of the devices that are here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ..api.request import held, held_text, request_for, verdict

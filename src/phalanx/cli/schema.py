@@ -6,8 +6,6 @@ Without a name the commands are listed that have one.
   phalanx schema plan-explain    of `phalanx plan --explain`
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from .usage import Parser, UsageError, nearest_word, say

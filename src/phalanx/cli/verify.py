@@ -15,8 +15,6 @@ compared: it is listed and counted apart.
 `make faults` in a clone puts mistakes into the code on purpose, and shows what `verify` says of each.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Charts as SVG: lines and points over two axes, and rows of bars."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A picture as a Chrome trace: JSON that opens in Perfetto, a track for every rank and lane."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

@@ -3,8 +3,6 @@
 Every page and every picture of phalanx is made of these; no other file writes a tag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple

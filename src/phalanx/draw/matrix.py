@@ -1,7 +1,5 @@
 """A matrix of things that were tried together: names along both sides, a word and a colour in a cell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

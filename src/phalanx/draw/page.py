@@ -5,8 +5,6 @@ zoom, pan, the operation under the mouse and memory over time.
 of every SVG.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Both are pictures of a `Picture`; when each operation ran is in `svg` and `page`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..layout.numbers import bytes_text

@@ -4,8 +4,6 @@ The four ways to draw one (`text`, `svg`, `page`, `chrome`) read this value and 
 of them knows what waits for what, or in which order anything stands.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

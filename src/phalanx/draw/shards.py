@@ -1,7 +1,5 @@
 """Which part of which weight is on which rank: a row for each weight, a column for each rank."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

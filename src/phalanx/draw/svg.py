@@ -1,7 +1,5 @@
 """A timeline as SVG: a row for each lane, readable on a light and a dark page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,6 @@ Kinds are distinguished by their letter as well as by colour. What is wider than
 into bands, one below the other; nothing runs over the edge.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

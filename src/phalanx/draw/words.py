@@ -1,7 +1,5 @@
 """Numbers, marks on an axis and lines of words, as every picture writes them."""
 
-from __future__ import annotations
-
 import math
 from textwrap import wrap
 

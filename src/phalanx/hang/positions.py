@@ -7,8 +7,6 @@ takes the stacks of its threads, which Python's fault handler writes when a sign
 needs no lock of the interpreter.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import mmap

@@ -3,8 +3,6 @@
 `chapters.toml` lists them. Their sources are read without being imported.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import itertools

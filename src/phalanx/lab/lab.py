@@ -4,8 +4,6 @@ Messages and memory are recorded without the experiment's help: groups are wrapp
 mode follows every tensor. Nothing is changed on the way.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

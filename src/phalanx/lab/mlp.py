@@ -4,8 +4,6 @@ A layer is gelu(x @ w); the loss is the mean square of the output. Everything is
 generators that depend only on the seed, so every rank can make the data without a message.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """What is recorded of one rank while it runs an experiment: plain values, ready to be shown."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A trial as text for a terminal, as JSON, and as an HTML page without a script."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

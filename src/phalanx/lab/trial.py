@@ -1,7 +1,5 @@
 """Running an experiment on real ranks."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ terminal and the page both read.
 What an operation should take is handed in (`step.py` asks the planner); nothing is priced here.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """A run over wall time: what each second went to, its processes, and what happened to them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

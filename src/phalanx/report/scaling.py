@@ -1,8 +1,6 @@
 """Tokens a second over ranks: what runs reached, what a plan counts for the same layouts, and what the
 smallest would reach if every rank added as much."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Both are those of the engine, which is built for each rank on tensors without memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ Which model a folder holds and what its weights are called is in `layout/familie
 where they lie, box by box, so that a rank reads what it keeps.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

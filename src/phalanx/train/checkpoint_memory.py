@@ -8,8 +8,6 @@ the host's watcher removes it. A host holds at most twice what its ranks and tho
 own: the newest, and the one that is being written.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

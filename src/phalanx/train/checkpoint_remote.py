@@ -5,8 +5,6 @@ checksums as they are read, and when all are there its manifest, under another n
 a manifest there is of a whole checkpoint, whenever the upload ends. What goes wrong is tried again.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import threading

@@ -4,8 +4,6 @@ Names are plain, links do not lead out, sizes are checked before anything is rea
 types that a dataclass of ours states. Nothing here ever runs what it reads.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ memory, compile, skip, straggler, stop, end, and hang, which its watcher writes.
 restarted has several starts in it.
 """
 
-from __future__ import annotations
-
 import importlib
 import io
 import json

@@ -4,8 +4,6 @@ Every rank calls `train` with the same run. What a rank holds is in `rank.py`, w
 made of in `executor.py`, what is logged in `log.py`, what is kept in `checkpoint.py`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import signal

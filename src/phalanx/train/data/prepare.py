@@ -7,8 +7,6 @@ and `progress.json` says how long they are; a start that finds it cuts the outpu
 goes on with the next block. Which files and rows there are is in `sources.py` and `rows.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

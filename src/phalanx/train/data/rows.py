@@ -4,8 +4,6 @@ Nothing is guessed or mended: a row that is neither is named with its place and 
 in them (NULL, no text, no messages) are counted, and so are chats in which nobody answers.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ plain text. Each file is cut into blocks of about a MiB, always at the same plac
 is read in `rows.py`. A file, or the rest of it, that cannot be read raises `BadFile`, with the place.
 """
 
-from __future__ import annotations
-
 import codecs
 import importlib
 import io

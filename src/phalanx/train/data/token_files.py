@@ -6,8 +6,6 @@ Tokens are mapped and not read. Text becomes tokens in `prepare.py`; sequences a
 `batches.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -6,8 +6,6 @@ comes behind the prompt, as the template writes it with add_generation_prompt, u
 turn; and a template in which earlier turns change when more follow is refused.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
