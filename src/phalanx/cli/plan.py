@@ -93,7 +93,8 @@ def request_flags(parser: Parser) -> None:
     add("--seq", dest="sequence", help="tokens of a sequence; default the shape's")
     add("--batch-tokens", type=_count, help="tokens of a step, as 4M; default the shape's batch")
     formats = (*PRECISIONS, *MATMUL_WORDS)
-    add("--precision", choices=formats, help="number format; default bf16, on a CPU fp32")
+    what = "number format, as fp32 or fp8; default bf16, on a CPU fp32"
+    add("--precision", choices=formats, metavar="NAME", help=what)
     add("--limit", type=part, default=0.85, metavar="PART", help="part of a device's memory to use")
     add("--profile", metavar="NAME", help="software to predict; default: this one")
     add("--routing", metavar="HOW", help="tokens over experts: zipf:1.0, or a FILE.json of counts")
