@@ -26,7 +26,7 @@ def _() -> AbstractContextManager[None]:
         z: Rounded = right(weight, self.traits.forward, **self.shared)
         return z._replace(scales=z.scales.clone().fill_(1.0))
 
-    return swapped(low_precision._EightBits, "_weight", weight)
+    return swapped(low_precision.EightBits, "_weight", weight)
 
 
 @fault(
@@ -42,7 +42,7 @@ def _() -> AbstractContextManager[None]:
         taken: Rounded = z._replace(scales=other.scales) if same else z
         return taken
 
-    return swapped(low_precision._EightBits, "_weight", weight)
+    return swapped(low_precision.EightBits, "_weight", weight)
 
 
 @fault(
@@ -66,13 +66,13 @@ def _() -> AbstractContextManager[None]:
     "step 0: the gradient of layers.",
 )
 def _() -> AbstractContextManager[None]:
-    plain = low_precision._EightBits.weight_gradient
+    plain = low_precision.EightBits.weight_gradient
 
     def weight_gradient(self: Any, x: Tensor, gradient: Tensor) -> Tensor:
         twice = right(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
         return plain(self, x, twice.restored(gradient.dtype).view_as(gradient))
 
-    return swapped(low_precision._EightBits, "weight_gradient", weight_gradient)
+    return swapped(low_precision.EightBits, "weight_gradient", weight_gradient)
 
 
 @fault(
@@ -82,12 +82,12 @@ def _() -> AbstractContextManager[None]:
     "step 0: the gradient of layers.",
 )
 def _() -> AbstractContextManager[None]:
-    plain = low_precision._EightBits.weight_gradient
+    plain = low_precision.EightBits.weight_gradient
 
     def weight_gradient(self: Any, x: Tensor, gradient: Tensor) -> Tensor:
         return plain(self, x.flatten(0, -2), gradient.flatten(0, -2))
 
-    return swapped(low_precision._EightBits, "weight_gradient", weight_gradient)
+    return swapped(low_precision.EightBits, "weight_gradient", weight_gradient)
 
 
 @fault(

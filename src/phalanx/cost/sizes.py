@@ -102,8 +102,6 @@ def _costed(
 def _of_units(
     units: Mapping[int, Sequence[Unit]], pieces: int, layout: Layout, precision: Precision
 ) -> Sizes:
-    compute = precision.compute.itemsize
-
     def each(bytes: Callable[[Unit], int], *, frozen: bool = False) -> tuple[float, ...]:
         own = [[*units.get(n, ()), *units.get(n + pieces, ())] for n in range(pieces)]
         return tuple(float(sum(bytes(u) for u in some if frozen or not u.frozen)) for some in own)
@@ -112,16 +110,19 @@ def _of_units(
         """The home and, beside it or around it, weights that never leave."""
         master = unit.precision.master.itemsize
         if not unit.resident or unit.same:
-            return unit.part * master
+            return unit.part * master + unit.beside
         inside = unit.storage() == storage_of(unit.home)
-        return unit.numel * compute + (0 if inside else unit.part * master)
+        whole = unit.numel * unit.dtype.itemsize
+        return whole + unit.beside + (0 if inside else unit.part * master)
 
     parts = each(lambda unit: unit.part * precision.reduce.itemsize)
     return Sizes(
         kept=(),
         input=(),
         home=each(always, frozen=True),
-        gathered=each(lambda unit: 0 if unit.resident else unit.numel * compute, frozen=True),
+        gathered=each(
+            lambda unit: 0 if unit.resident else unit.numel * unit.dtype.itemsize, frozen=True
+        ),
         gradient=each(lambda unit: unit.numel * precision.reduce.itemsize),
         gradient_shard=parts if layout.shards > 1 else (),
         optimizer=each(lambda unit: unit.state * unit.precision.master.itemsize),

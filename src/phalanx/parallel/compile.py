@@ -31,7 +31,7 @@ from ..comm import regions
 from ..layout import LayoutError
 from ..layout.choices import COMPILED
 from ..models.loss import CrossEntropy
-from .data import Matmul, into_input, multiply
+from .data import How, into_input, multiply
 from .recompute import COSTLY
 from .tensor import VocabularyCrossEntropy
 
@@ -56,8 +56,7 @@ class Factors(NamedTuple):
     weight: nn.Parameter
     x: Tensor  # (..., in)
     gradient: Tensor  # (..., out)
-    transposed: bool  # the weight is (in, out) and not (out, in)
-    matmul: Matmul | None
+    how: How
 
 
 _counts: Counter[tuple[type[nn.Module], str, bool]] = Counter()
@@ -98,17 +97,17 @@ class _TappedProduct(torch.autograd.Function):
         weight: Tensor,
         x_tap: Tensor,
         y_tap: Tensor,
-        transposed: bool,
-        matmul: Matmul | None,
+        scales: Tensor | None,
+        how: How,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.biased, ctx.transposed, ctx.matmul = bias is not None, transposed, matmul
-        return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
+        ctx.save_for_backward(x, weight, scales)
+        ctx.biased, ctx.how = bias is not None, how
+        return multiply(x, weight, bias, how._replace(scales=scales))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        into = into_input(gradient, weight, transposed=ctx.transposed, matmul=ctx.matmul)
+        x, weight, scales = ctx.saved_tensors
+        into = into_input(gradient, weight, ctx.how._replace(scales=scales))
         bias = gradient.flatten(0, -2).sum(0) if ctx.biased else None
         return into, bias, None, x, gradient, None, None
 
@@ -132,13 +131,11 @@ class _Taps(torch.autograd.Function):
         return None, None, None
 
 
-def _product(
-    owner: Any, transposed: bool, matmul: Matmul | None, x: Tensor, bias: Tensor | None = None
-) -> Tensor:
+def _product(owner: Any, how: How, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """What a compiled forward calls for a product with the weight of a module."""
     if owner.taps is None:
-        return multiply(x, owner.weight, bias, transposed=transposed, matmul=matmul)
-    args = x, bias, *owner.taps, transposed, matmul
+        return multiply(x, owner.weight, bias, how._replace(scales=owner.scales))
+    args = x, bias, *owner.taps, owner.scales, how
     y: Tensor = _TappedProduct.apply(*args)  # type: ignore[no-untyped-call]
     return y
 
@@ -147,7 +144,7 @@ class _Tapped(NamedTuple):
     """A module whose product has taps, and their shapes."""
 
     owner: Any
-    how: tuple[bool, Matmul | None]  # whether it is transposed, and what multiplies
+    how: How
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
 
 
@@ -159,16 +156,18 @@ class CompiledModule:
         self, module: nn.Module, mode: str, device: torch.device, *, selective: bool = False
     ) -> None:
         self.module, self.device = module, device
-        self.owners: list[tuple[Any, bool, Matmul | None]] = []
+        self.owners: list[tuple[Any, How]] = []
         self.loss: Callable[..., Tensor] | None = None
         self.known: dict[tuple[Any, ...], list[_Tapped]] = {}
         self.function = compiled_call(type(module), mode, selective)
 
-    def add(self, owner: Any, *, transposed: bool, matmul: Matmul | None) -> None:
+    def add(self, owner: Any, how: How) -> None:
         """A module that multiplies by its `weight` in `weight_product`."""
-        owner.taps = None
-        owner.weight_product = partial(_product, owner, transposed, matmul)
-        self.owners.append((owner, transposed, matmul))
+        # Scales are an argument of the graph, so they stand in the module.
+        owner.taps, owner.scales = None, how.scales
+        how = how._replace(scales=None)
+        owner.weight_product = partial(_product, owner, how)
+        self.owners.append((owner, how))
 
     def __call__(
         self, x: Tensor | None, named: Named, take: Callable[[list[Factors]], None]
@@ -181,7 +180,7 @@ class CompiledModule:
 
         def taken(gradients: Sequence[Tensor]) -> None:
             pairs = zip(tapped, gradients[::2], gradients[1::2], strict=True)
-            take([Factors(o.owner.weight, x, gradient, *o.how) for o, x, gradient in pairs])
+            take([Factors(o.owner.weight, x, gradient, o.how) for o, x, gradient in pairs])
 
         if tapped:
             leaf = torch.zeros((), device=self.device, requires_grad=True)
@@ -210,14 +209,12 @@ class CompiledModule:
         def fake(x: Tensor) -> Tensor:
             return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
 
-        def product(
-            owner: Any, transposed: bool, matmul: Any, x: Tensor, bias: Tensor | None = None
-        ) -> Tensor:
-            y = multiply(x, owner.weight, bias, transposed=transposed, matmul=matmul)
+        def product(owner: Any, how: How, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            y = multiply(x, owner.weight, bias, how._replace(scales=owner.scales))
             weight = owner.weight
             taps = x.requires_grad and x.dim() > 1 and weight.dim() == 2 and weight.requires_grad
             shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
-            calls[owner].append(_Tapped(owner, (transposed, matmul), shapes))
+            calls[owner].append(_Tapped(owner, how, shapes))
             return y
 
         losses: list[Any] = [m for m in self.module.modules() if isinstance(m, _LOSSES)]
@@ -230,8 +227,8 @@ class CompiledModule:
             return sums[-1]
 
         try:
-            for owner, transposed, matmul in self.owners:
-                owner.weight_product = partial(product, owner, transposed, matmul)
+            for owner, how in self.owners:
+                owner.weight_product = partial(product, owner, how)
             for loss in losses:
                 loss.forward = nothing
             with torch.enable_grad(), mode, regions.opaque():
@@ -240,8 +237,8 @@ class CompiledModule:
         finally:
             for loss, forward in zip(losses, before, strict=True):
                 loss.forward = forward
-            for owner, transposed, matmul in self.owners:
-                owner.weight_product = partial(_product, owner, transposed, matmul)
+            for owner, how in self.owners:
+                owner.weight_product = partial(_product, owner, how)
         if len(sums) == 1 and y is sums[0] and len(losses) == 1:
             self.loss, losses[0].forward = losses[0].forward, _both
         return [each[0] for each in calls.values() if len(each) == 1 and each[0].shapes]

@@ -9,9 +9,10 @@ are left to autograd: see `PlainUnit`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -36,22 +37,42 @@ class Matmul(Protocol):
         """As the weight: (out, in), in float32 or wider."""
 
 
-def multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool, matmul: Matmul | None
-) -> Tensor:
-    """x (..., in) times a weight (out, in), or transposed (in, out)."""
-    if matmul is None:
-        return x @ weight if transposed else F.linear(x, weight, bias)
-    y = matmul.forward(x, weight.mT if transposed else weight)
+class Narrow(NamedTuple):
+    """A weight that is in 8 bits already: its numbers, and the scales of its squares."""
+
+    numbers: Tensor  # (out, in)
+    scales: Tensor  # (out / run, in / run)
+
+    @property
+    def mT(self) -> Narrow:
+        return Narrow(self.numbers.mT, self.scales.mT)
+
+
+class How(NamedTuple):
+    """How a module multiplies by its weight."""
+
+    transposed: bool  # the weight is (in, out) and not (out, in)
+    matmul: Matmul | None
+    scales: Tensor | None = None  # of a weight that is in 8 bits already
+
+    def factor(self, weight: Tensor) -> Any:
+        """What is multiplied by, (out, in)."""
+        whole = weight if self.scales is None else Narrow(weight, self.scales)
+        return whole.mT if self.transposed else whole
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    """x (..., in) times a weight."""
+    if how.matmul is None:
+        return x @ weight if how.transposed else F.linear(x, weight, bias)
+    y = how.matmul.forward(x, how.factor(weight))
     return y if bias is None else y + bias
 
 
-def into_input(
-    gradient: Tensor, weight: Tensor, *, transposed: bool, matmul: Matmul | None
-) -> Tensor:
+def into_input(gradient: Tensor, weight: Tensor, how: How) -> Tensor:
     """The gradient of x in that product, from its output's (..., out)."""
-    whole = weight.mT if transposed else weight
-    return gradient @ whole if matmul is None else matmul.input_gradient(gradient, whole)
+    whole = how.factor(weight)
+    return gradient @ whole if how.matmul is None else how.matmul.input_gradient(gradient, whole)
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,8 @@ class Unit:
     gradient, and they are kept in what they are computed with."""
 
     plain = False  # autograd does its normal work
+    scales: Mapping[str, Tensor] = MappingProxyType({})  # of weights that travel in 8 bits
+    beside = 0  # bytes that are always there, besides the home and the buffer
 
     def __init__(
         self,
@@ -226,7 +249,7 @@ class Unit:
         self.gradient: Tensor | None = None  # this rank's part of it, summed
         self.resident, self.at_host = resident, at_host
         self.loaded = False  # the own part is in the buffer, from the host
-        inside = resident and not at_host and precision.compute == precision.master
+        inside = resident and not at_host and self.dtype == precision.master
         self.same = inside and shards == 1
         if at_host and pool.device.type != "cpu":
             pinned = pool.device.type == "cuda"
@@ -240,6 +263,11 @@ class Unit:
             self.home = pool.empty(self.part, precision.master).zero_()
         if resident and not inside:
             self._bind(self._new_buffer())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the whole weights."""
+        return self.precision.compute
 
     # ---- the flat order
 
@@ -354,7 +382,7 @@ class Unit:
             self.buffer.copy_(self.home)
 
     def _new_buffer(self) -> Tensor:
-        return self.pool.take(self.numel, self.precision.compute)
+        return self.pool.take(self.numel, self.dtype)
 
     def _bind(self, buffer: Tensor) -> None:
         # `p.data = view`: wrapping views in new Parameters, or writing through a detached buffer,
@@ -395,7 +423,7 @@ class Unit:
         if self.full is not None:
             return
         self.full = self.pool.take(self.numel, self.precision.reduce)
-        wide = self.precision.reduce != self.precision.compute
+        wide = self.precision.reduce != self.dtype
         for name, view in zip(self.parameters, self._views(self.full), strict=True):
             if wide:
                 self.parameters[name].grad_dtype = self.precision.reduce

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .experts import Exchange, cut_blocks, expert_pieces, install_losses
 from .fitness import refuse_unfit
 from .groups import Groups, UnitGroups, open_groups
 from .model import Model, start
+from .narrow import NarrowUnit, narrow_names
 from .pieces import Bundle, Piece
 from .tensor import Weight, cut_of, cut_weights, install_regions
 
@@ -97,6 +99,7 @@ def build_local(
     same = precision.compute == precision.master == precision.reduce and not precision.matmul
     at_host = bool({"weights", "optimizer"} & set(layout.offload))
     may_be_plain = once and same and not (at_host or dropped or program.replicated)
+    narrow = frozenset[str]() if at_host else narrow_names(model, precision.matmul)
 
     def units_of(*, frozen: bool) -> dict[int, Unit]:
         units: dict[int, Unit] = {}
@@ -111,7 +114,11 @@ def build_local(
                 continue
             whole, own = groups.whole if frozen else None, groups.units[number]
             plain = may_be_plain and not frozen and _stays(chosen, own)
-            units[number] = (PlainUnit if plain else Unit)(
+            kind: Any = PlainUnit if plain else Unit
+            matrices = narrow & {w.name for w in chosen}
+            if matrices and (whole or own).gather.size > 1:
+                kind = partial(NarrowUnit, narrow=matrices)
+            units[number] = kind(
                 number,
                 chosen,
                 whole or own,

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ..layout import LayoutError
 from ..layout.choices import MATMULS, MatmulTraits
-from .data import Matmul
+from .data import Matmul, Narrow
 
 _LEAST = 1e-12  # in place of a largest number of zero, as torchao has it
 
@@ -34,48 +34,79 @@ class Rounded(NamedTuple):
     """A matrix in 8 bits whose last dim is summed over; with three dims, one for each sequence."""
 
     numbers: Tensor  # (..., m, k)
-    scales: Tensor  # (..., m, k / run): what numbers are to be multiplied by
+    scales: Tensor  # (..., m, k / run), or of squares (m / run, k / run); numbers are times these
     run: int
     square: bool
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """What the product takes them for."""
-        scales, k = self.scales.to(dtype), self.numbers.shape[-1]
+        scales, k = self.of_rows().to(dtype), self.numbers.shape[-1]
         if self.run < k:
             scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)[..., :k]
         return self.numbers.to(dtype) * scales
 
+    def of_rows(self) -> Tensor:
+        """The scales of each row (..., m, k / run)."""
+        if not self.square:
+            return self.scales
+        return self.scales.repeat_interleave(self.run, 0)[: len(self.numbers)]
+
 
 def rounded(
-    x: Tensor, form: str, *, run: int = 0, square: bool = False, power: bool = False
+    x: Tensor,
+    form: str,
+    *,
+    run: int = 0,
+    square: bool = False,
+    power: bool = False,
+    largest: Tensor | None = None,
 ) -> Rounded:
     """x (..., m, k) in the 8-bit `form` of torch's name, `run` numbers of k with one scale; 0: all.
 
     The scale is torchao's: the form's largest number over the largest of these, in float32. With
     `power` it brings the largest into the form's last binade (OCP Microscaling Formats 1.0, 6.3).
+    `largest`: these numbers, where x is a part of what has the scale.
     """
     dtype = getattr(torch, form)
     most, k = torch.finfo(dtype).max, x.shape[-1]
     run = run or max(k, 1)
-    padded = F.pad(x, (0, -k % run)) if k % run else x
-    parts = padded.reshape(*x.shape[:-1], padded.shape[-1] // run, run)
-    largest = parts.abs().amax(-1)  # (..., m, k / run)
+    parts = _in_runs(x, run)
+    largest = largest_of(x, run, square=square) if largest is None else largest
+    factor, scales = _scales(largest, most, power)
     if square:
-        m = len(largest)
-        rows = F.pad(largest, (0, 0, 0, -m % run)).view(-(-m // run), run, -1).amax(1)
-        largest = rows.repeat_interleave(run, 0)[:m]
+        factor = factor.repeat_interleave(run, 0)[: len(x)]
+    # First in float32: of a float64 the format's rounding would otherwise be another one.
+    numbers = (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
+    return Rounded(numbers.flatten(-2)[..., :k], scales, run, square)
+
+
+def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
+    """What numbers are multiplied by before they are rounded, and what after."""
     if power:
         # A float8_e8m0fnu is the exponent of a float32: 255 where that is infinite or no number.
         bits = largest.float().view(torch.int32) >> 23
         stored = torch.where(bits < 255, (bits - math.frexp(most)[1] + 1).clamp(min=0), 255)
         factor = ((254 - stored) << 23).view(torch.float32)
-        scales = stored.to(torch.uint8).view(torch.float8_e8m0fnu)
-    else:
-        factor = (most / largest.double().clamp(min=_LEAST)).float()
-        scales = factor.reciprocal()
-    # First in float32: of a float64 the format's rounding would otherwise be another one.
-    numbers = (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
-    return Rounded(numbers.flatten(-2)[..., :k], scales, run, square)
+        return factor, stored.to(torch.uint8).view(torch.float8_e8m0fnu)
+    factor = (most / largest.double().clamp(min=_LEAST)).float()
+    return factor, factor.reciprocal()
+
+
+def _in_runs(x: Tensor, run: int) -> Tensor:
+    """x (..., m, k) as (..., m, k / run, run), padded."""
+    k = x.shape[-1]
+    padded = F.pad(x, (0, -k % run)) if k % run else x
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // run, run)
+
+
+def largest_of(x: Tensor, run: int, *, square: bool) -> Tensor:
+    """The largest numbers of x (..., m, k) that share a scale: (..., m, k / run), or of squares
+    (m / run, k / run)."""
+    largest = _in_runs(x, run).abs().amax(-1)
+    if not square:
+        return largest
+    m = len(largest)
+    return F.pad(largest, (0, 0, 0, -m % run)).view(-(-m // run), run, -1).amax(1)
 
 
 def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
@@ -93,18 +124,23 @@ def product(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:
     return (x @ y.mT).to(out)
 
 
-class _EightBits:
+class EightBits:
     """What a word of `MATMULS` says."""
 
     def __init__(self, traits: MatmulTraits) -> None:
         self.traits = traits
         self.shared: dict[str, Any] = {"run": traits.run, "power": traits.power}
 
-    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+    @property
+    def one_copy(self) -> bool:
+        """Whether a weight in 8 bits serves its product and the input's gradient: in squares."""
+        return self.traits.square
+
+    def forward(self, x: Tensor, weight: Tensor | Narrow) -> Tensor:
         a = rounded(x.flatten(0, -2), self.traits.forward, **self.shared)
         return product(a, self._weight(weight), x.dtype).view(*x.shape[:-1], -1)
 
-    def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, gradient: Tensor, weight: Tensor | Narrow) -> Tensor:
         a = rounded(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
         return product(a, self._weight(weight.mT), gradient.dtype).view(*gradient.shape[:-1], -1)
 
@@ -115,14 +151,26 @@ class _EightBits:
         )
         return product(a, b, torch.promote_types(x.dtype, torch.float32))
 
-    def _weight(self, weight: Tensor) -> Rounded:
-        return rounded(weight, self.traits.forward, square=self.traits.square, **self.shared)
+    def _weight(self, weight: Tensor | Narrow) -> Rounded:
+        if isinstance(weight, Narrow):
+            return Rounded(*weight, self.traits.run, self.traits.square)
+        return self.narrowed(weight)
+
+    def narrowed(self, weight: Tensor, largest: Tensor | None = None) -> Rounded:
+        """A weight, or rows of one from where a square begins, with the `largest` of its squares."""
+        square = self.traits.square
+        return rounded(weight, self.traits.forward, square=square, largest=largest, **self.shared)
+
+    def scales(self, largest: Tensor) -> Tensor:
+        """The scales of a weight whose runs have these largest numbers."""
+        most = torch.finfo(getattr(torch, self.traits.forward)).max
+        return _scales(largest, most, self.traits.power)[1]
 
 
 @cache
 def matmul_named(word: str) -> Matmul | None:
     """What multiplies with the weights of blocks, of a layout's word; None where there is none."""
-    return _EightBits(MATMULS[word]) if word else None
+    return EightBits(MATMULS[word]) if word else None
 
 
 # ---- GPUs
@@ -180,12 +228,11 @@ def _recipe(z: Rounded) -> tuple[Tensor, Any, Any]:
         flat = tiles.flatten().view(torch.float8_e8m0fnu)
         return flat, kind.BlockWise1x32, order.SWIZZLE_32_4_4
     if z.run == z.numbers.shape[-1]:
-        return z.scales.contiguous(), kind.RowWise, order.NO_SWIZZLE
+        return z.of_rows().contiguous(), kind.RowWise, order.NO_SWIZZLE
     if _in_squares(z):
-        scales = z.scales.view(-1, z.run, z.scales.shape[1]).select(1, 0)
-        padded = F.pad(scales, (0, -scales.shape[1] % 4))
+        padded = F.pad(z.scales, (0, -z.scales.shape[1] % 4))
         return padded.contiguous().t(), kind.BlockWise128x128, order.NO_SWIZZLE
-    return z.scales.t().contiguous().t(), kind.BlockWise1x128, order.NO_SWIZZLE
+    return z.of_rows().t().contiguous().t(), kind.BlockWise1x128, order.NO_SWIZZLE
 
 
 def _in_squares(z: Rounded) -> bool:

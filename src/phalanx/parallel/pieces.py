@@ -9,7 +9,7 @@ between; anything else, when activations are offloaded, as a box whose content c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from ..comm import Work
 from ..models import LoraLinear
 from .compile import CompiledModule, Factors
-from .data import Matmul, Then, Unit, into_input, multiply, storage_of
+from .data import How, Then, Unit, into_input, multiply, storage_of
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
 
@@ -101,16 +101,16 @@ class _Due(NamedTuple):
     name: str
     x: Tensor  # (..., in)
     gradient: Tensor  # (..., out)
-    transposed: bool  # the weight is (in, out) and not (out, in)
-    matmul: Matmul | None
+    how: How
 
     def contribute(self) -> None:
-        if self.matmul:
-            product = self.matmul.weight_gradient(self.x, self.gradient)
-            self.unit.contribute_sum(self.name, product.mT if self.transposed else product)
+        transposed, matmul = self.how[:2]
+        if matmul:
+            product = matmul.weight_gradient(self.x, self.gradient)
+            self.unit.contribute_sum(self.name, product.mT if transposed else product)
             return
         x, gradient = self.x.flatten(0, -2), self.gradient.flatten(0, -2)
-        a, b = (x, gradient) if self.transposed else (gradient, x)
+        a, b = (x, gradient) if transposed else (gradient, x)
         self.unit.contribute(self.name, a.mT, b)
 
 
@@ -153,28 +153,27 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         owner: tuple[Unit, str],
-        transposed: bool,
-        matmul: Matmul | None,
+        how: How,
         due: list[_Due] | None,
     ) -> Tensor:
         ctx.save_for_backward(*[] if owner[0].frozen else [x])
-        ctx.owner, ctx.due, ctx.how = owner, due, (transposed, matmul)
-        return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
+        ctx.owner, ctx.due, ctx.how = owner, due, how
+        return multiply(x, weight, bias, how)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (unit, name), (transposed, matmul) = ctx.owner, ctx.how
-        into = into_input(gradient, unit.parameters[name], transposed=transposed, matmul=matmul)
+        unit, name = ctx.owner
+        into = into_input(gradient, unit.parameters[name], ctx.how)
         bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         if unit.frozen:
-            return into, None, bias, None, None, None, None
+            return into, None, bias, None, None, None
         (x,) = ctx.saved_tensors
         if ctx.due is None:
-            _Due(unit, name, x, gradient, *ctx.how).contribute()
+            _Due(unit, name, x, gradient, ctx.how).contribute()
         else:
             # Detached: an input with its graph would lead back to the list, and neither be freed.
-            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), *ctx.how))
-        return into, None, bias, None, None, None, None
+            ctx.due.append(_Due(unit, name, x.detach(), gradient.detach(), ctx.how))
+        return into, None, bias, None, None, None
 
 
 class _Linear(nn.Linear):
@@ -184,6 +183,16 @@ class _Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight_product(x, self.bias)
+
+
+def narrowable(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a block whose products with their `weight` may have fewer digits."""
+    loras: list[Any] = [m.lora for m in module.modules() if getattr(m, "lora", None)]
+    adapters = {x for lora in loras for x in lora.modules()}
+    for child in module.modules():
+        product = type(child) in (nn.Linear, _Linear) or hasattr(child, "weight_product")
+        if product and child not in adapters:
+            yield child
 
 
 class Piece:
@@ -213,8 +222,8 @@ class Piece:
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
         ours = {weight for weight, (unit, _) in self.owners.items() if not unit.plain}
-        loras: list[Any] = [m.lora for m in module.modules() if getattr(m, "lora", None)]
-        adapters = {x for lora in loras for x in lora.modules()}
+        # The head's and an adapter's thin products lose more by fewer digits than they gain.
+        narrow = set() if first or last else set(narrowable(module))
         for child in module.modules():
             if child._parameters.get("weight") not in ours:
                 continue
@@ -226,30 +235,27 @@ class Piece:
             if hasattr(child, "weight_product") or isinstance(child, _Linear):
                 own: Any = child
                 transposed = not isinstance(child, _Linear | RowLinear | LoraLinear)
-                # The head's and an adapter's thin products lose more by fewer digits than they gain.
-                narrow = not (first or last or child in adapters)
-                how: Any = {"transposed": transposed}
-                how["matmul"] = self.owners[own.weight][0].precision.matmul if narrow else None
+                unit, name = self.owners[own.weight]
+                matmul = unit.precision.matmul if child in narrow else None
+                how = How(transposed, matmul, unit.scales.get(name))
                 if compiled:
-                    compiled.add(own, **how)
+                    compiled.add(own, how)
                 else:
-                    own.weight_product = partial(self.product, own.weight, **how)
+                    own.weight_product = partial(self.product, own.weight, how)
 
     def product(
         self,
         weight: nn.Parameter,
+        how: How,
         x: Tensor,
         bias: Tensor | None = None,
-        *,
-        transposed: bool,
-        matmul: Matmul | None,
     ) -> Tensor:
         """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
         owner = self.owners[weight]
         # Of an input that needs no gradient autograd would not come to the product at all.
         if not (torch.is_grad_enabled() and x.requires_grad and x.dim() > 1 and weight.dim() == 2):
-            return multiply(x, weight, bias, transposed=transposed, matmul=matmul)
-        args = x, weight.detach(), bias, owner, transposed, matmul, self.due
+            return multiply(x, weight, bias, how)
+        args = x, weight.detach(), bias, owner, how, self.due
         y: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
         return y
 

@@ -187,7 +187,7 @@ class Rank:
         both = kinds.get("gathered", 0.0) + kinds.get("gradients", 0.0)
         pool = sum(n * size * dtype.itemsize for (size, dtype), n in self.local.pool.most.items())
         measured = {
-            "weights": float(sum(u.home.nbytes for u in units)),
+            "weights": float(sum(u.home.nbytes + u.beside for u in units)),
             "optimizer": float(sum(state.values())),
             "gathered and gradients": float(pool),
         }
@@ -240,8 +240,8 @@ def _sizes(units: Sequence[Unit], state: Mapping[int, int], pieces: int) -> Size
     return Sizes(
         kept=none,
         input=none,
-        home=each(lambda u: u.home.nbytes),
-        gathered=each(lambda u: 0 if u.same else u.numel * u.precision.compute.itemsize),
+        home=each(lambda u: u.home.nbytes + u.beside),
+        gathered=each(lambda u: 0 if u.same else u.numel * u.dtype.itemsize),
         gradient=each(lambda u: trained(u, u.numel)),
         gradient_shard=each(lambda u: trained(u, u.part)) if cut else (),
         optimizer=tuple(float(state.get(n, 0)) for n in range(pieces)),

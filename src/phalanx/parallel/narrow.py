@@ -1,0 +1,139 @@
+"""Weights that travel in 8 bits: a unit of ZeRO whose matrices are multiplied in squares with one scale.
+
+A rank rounds its part of them before it sends it, and what is gathered is what products take. So it
+takes half of the memory, too, and nothing is rounded for each product. The numbers are those of the
+whole weight rounded afterwards: a square that lies in the parts of several ranks has the largest number
+of all of them. Scales of rows or of 32 numbers are others for a weight's transpose, which the input's
+gradient takes; two copies in 8 bits would be no fewer bytes than one in 16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Work
+from .data import BufferPool, Entry, Precision, Unit
+from .groups import UnitGroups
+from .low_precision import EightBits, largest_of
+from .model import Model
+from .pieces import narrowable
+from .tensor import Weight
+
+
+def narrow_names(model: Model, matmul: object) -> frozenset[str]:
+    """The weights that are multiplied in 8 bits alone, and that one copy in 8 bits serves."""
+    # Code of transformers may look at a weight where it multiplies by none.
+    if model.original or not (isinstance(matmul, EightBits) and matmul.one_copy):
+        return frozenset()
+    names = {parameter: name for name, parameter in model.weights.items()}
+    shared = {unit for _, unit in model.tied}
+    blocks = [module for _, module in model.pieces[1:-1]]
+    weights: list[nn.Parameter] = [
+        child._parameters["weight"]  # type: ignore[misc]
+        for block in blocks
+        for child in narrowable(block)
+    ]
+    found = {names[weight] for weight in weights if weight.dim() == 2}
+    return frozenset(name for name in found if model.unit_of[name] not in shared)
+
+
+class NarrowUnit(Unit):
+    """A unit with matrices that travel in 8 bits. Its buffer has a byte for each number of the flat order.
+    The other weights (norms, biases, routers) are always whole here, as they are computed with.
+
+    An update changes these, and the largest number of each square. Before the next gather one
+    all-reduce of maxima brings both to all ranks, each of which has its own part in it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        weights: Sequence[Weight],
+        groups: UnitGroups,
+        pool: BufferPool,
+        precision: Precision,
+        *,
+        narrow: frozenset[str],
+        **more: Any,
+    ) -> None:
+        self.narrow, self.stale = narrow, True
+        super().__init__(number, weights, groups, pool, precision, **more)
+        assert isinstance(precision.matmul, EightBits)
+        self.matmul, self.run = precision.matmul, precision.matmul.traits.run
+        shapes = {w.name: self._squares(w.local) if w.name in narrow else w.local for w in weights}
+        numbers = [math.prod(shape) for shape in shapes.values()]
+        device = pool.device
+        self.common = torch.empty(sum(numbers), dtype=self.precision.compute, device=device)
+        views = zip(shapes.items(), torch.split(self.common, numbers), strict=True)
+        # Of a matrix the largest number of each square; of others all numbers.
+        self.views = {name: flat.view(shape) for (name, shape), flat in views}
+        self.scales = {name: torch.empty(shapes[name], device=device) for name in sorted(narrow)}
+        self.own = pool.empty(self.part, torch.uint8)
+        self.beside = sum(x.nbytes for x in (self.common, self.own, *self.scales.values()))
+        self._bind_others()
+
+    def _squares(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return tuple(-(-n // self.run) for n in shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn
+
+    def gather(self) -> Work:
+        if self.stale:
+            self.renew()
+        whole, own = self._take().view(torch.uint8), self.own
+        return self.groups.gather.all_gather(whole, own, still=True, wait=False)
+
+    def refresh(self) -> None:
+        self.stale = True
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Round this rank's part of the weights with the scales of the whole."""
+        home = self.home.to(self.pool.device, self.precision.compute)
+        self.common.fill_(-math.inf)
+        parts: list[tuple[Entry, Tensor, Tensor, int]] = []
+        for entry in self.entries():
+            weight, start, stop, at = entry
+            part, view = home[at : at + stop - start], self.views[weight.name]
+            if weight.name not in self.narrow:
+                view.view(-1)[start:stop] = part
+                continue
+            # Whole rows, from where a square begins, with zeros for what others have.
+            columns = weight.local[1]
+            first = start // (columns * self.run)
+            start -= first * self.run * columns
+            rows = part.new_zeros(-(-stop // columns) - first * self.run, columns)
+            rows.view(-1)[start : start + len(part)] = part
+            squares = view[first : first + -(-len(rows) // self.run)]
+            squares.copy_(largest_of(rows, self.run, square=True))
+            parts.append((entry, rows, squares, start))
+        self.groups.gather.all_reduce(self.common, "max")
+        for (_, start, stop, at), rows, squares, before in parts:
+            numbers = self.matmul.narrowed(rows, squares).numbers.view(torch.uint8).view(-1)
+            self.own[at : at + stop - start] = numbers[before : before + stop - start]
+        for name, scales in self.scales.items():
+            scales.copy_(self.matmul.scales(self.views[name]))
+        self.stale = False
+
+    def drop(self) -> None:
+        super().drop()
+        self._bind_others()
+
+    def _bind(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        for weight, offset in zip(self.order, self.offsets, strict=True):
+            if weight.name in self.narrow:
+                flat = buffer[offset : offset + math.prod(weight.local)]
+                self.parameters[weight.name].data = flat.view(weight.local)
+
+    def _bind_others(self) -> None:
+        for name, parameter in self.parameters.items():
+            if name not in self.narrow:
+                parameter.data = self.views[name]
