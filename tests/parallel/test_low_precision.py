@@ -80,7 +80,7 @@ def test_bits_are_those_of_ml_dtypes() -> None:
 def test_tiles_have_scales_of_their_own(square: bool) -> None:
     x = sample(200, 300)
     got = rounded(x, E4M3, run=128, square=square)
-    restored = got.restored(torch.float64).numpy()
+    restored = got.restored(torch.float64)[:, :300].numpy()
     rows = [slice(0, 128), slice(128, 200)] if square else [slice(n, n + 1) for n in range(200)]
     for row in rows:
         for column in (slice(0, 128), slice(128, 256), slice(256, 300)):
@@ -98,7 +98,7 @@ def test_microscaled_blocks_have_a_power_of_two(form: str) -> None:
     assert got.scales.dtype == torch.float8_e8m0fnu
     assert got.scales.shape == (6, 3)
     last = 8 if form == E4M3 else 15
-    restored = got.restored(torch.float64).numpy()
+    restored = got.restored(torch.float64)[:, :70].numpy()
     for row in range(6):
         for block in range(3):
             part = x[row, 32 * block : 32 * block + 32].numpy().astype(np.float64)
@@ -197,8 +197,11 @@ def test_kernels_get_what_they_take(
     batch = [rounded(sample(2, rows, k), E4M3, **options) for rows in (m, n)]
     assert low_precision._on_device(batch[0], batch[1], torch.bfloat16).shape == (m, n)
     assert asked == 3 * [(m, n)]
+    # A last run that is short is padded; rows are as they are.
     odd = rounded(sample(n, k - 8), E4M3, **options)
-    assert not low_precision._takes(odd, odd)
+    assert low_precision._takes(odd, odd) == (traits.run > 0)
+    if traits.run:
+        assert low_precision._on_device(odd, odd, torch.float32).shape == (n, n)
 
 
 def test_scales_of_blocks_are_in_the_order_of_torch_s_own_tests() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -107,6 +108,50 @@ def _() -> AbstractContextManager[None]:
             for module in self.module.modules():
                 if getattr(module, "weight", None) is weight and hasattr(module, "weight_product"):
                     own: Any = module
-                    own.weight_product.keywords["matmul"] = unit.precision.matmul
+                    product, how = own.weight_product, own.weight_product.args[1]
+                    how = how._replace(matmul=unit.precision.matmul)
+                    own.weight_product = partial(product.func, product.args[0], how)
 
     return swapped(Piece, "__init__", init)
+
+
+@fault(
+    "a square in two ranks' parts has in each the largest number of that part",
+    "gqa",
+    "dp2 zero3 fp8:tile",
+    "step 0: the output of layers.",
+)
+def _() -> AbstractContextManager[None]:
+    plain = low_precision.EightBits.narrowed
+
+    def narrowed(self: Any, weight: Tensor, largest: Tensor | None = None) -> Rounded:
+        return plain(self, weight)
+
+    return swapped(low_precision.EightBits, "narrowed", narrowed)
+
+
+@fault(
+    "weights that travel in 8 bits keep the scales of the step before",
+    "gqa",
+    "dp2 zero3 fp8:tile",
+    "step 1: the output of layers.0",
+)
+def _() -> AbstractContextManager[None]:
+    from phalanx.parallel.narrow import NarrowUnit
+
+    return swapped(NarrowUnit, "refresh", lambda self: None)
+
+
+@fault(
+    "the input's gradient takes the scales of other squares",
+    "gpt",
+    "dp2 zero1 accum:2 fp8:tile",
+    "step 0: the gradient of layers.",
+)
+def _() -> AbstractContextManager[None]:
+    plain = low_precision.EightBits.input_gradient
+
+    def input_gradient(self: Any, gradient: Tensor, weight: Any) -> Tensor:
+        return plain(self, gradient, weight._replace(scales=weight.scales.roll(1, 0) * 2))
+
+    return swapped(low_precision.EightBits, "input_gradient", input_gradient)

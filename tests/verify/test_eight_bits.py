@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,16 @@ from phalanx.layout.choices import MATMULS
 from phalanx.verify import SHAPES, verify
 from phalanx.verify.low_precision import Rounding, layout_keeps_scales
 
+# Matrices of several squares of 128 x 128, and of parts of some.
+WIDE = replace(SHAPES["gqa"], name="wide", layers=2, hidden=144, ffn=268, sequence=9, batch=6)
+SHAPES_OF = SHAPES | {"wide": WIDE, "lora": replace(SHAPES["gqa"], name="lora", lora_r=3)}
 
-def verdicts(name: str, text: str, dtype: str = "float64") -> list[tuple[str, bool, float]]:
+
+def verdicts(
+    name: str, text: str, dtype: str = "float64", backend: str = "threads"
+) -> list[tuple[str, bool, float]]:
     layouts = [replace(x, precision="fp64") for x in Layout.parse_many(" ".join(text.split()))]
-    found = list(verify(SHAPES[name], layouts, dtype=dtype, steps=2))
+    found = list(verify(SHAPES_OF[name], layouts, dtype=dtype, steps=2, backend=backend))
     assert len(found) == len(layouts)
     return [(v.first_difference, v.passed, v.max_rel_error) for v in found]
 
@@ -38,6 +45,43 @@ def test_where_sums_are_whole_a_layout_has_the_numbers_of_one_process() -> None:
 @pytest.mark.parametrize("name", ["gqa", "gpt", "qwen"])
 def test_so_it_is_with_every_kind_of_scales(name: str) -> None:
     assert [v for v in verdicts(name, EXACT + ";" + MORE) if not v[1] or v[2] > 1e-10] == []
+
+
+NARROW = """
+    dp2 zero3 fp8:tile; dp3 zero1 accum:2 fp8:tile; dp2x2 zero2 fp8:tile,e5m2; dp5 zero3 fp8:tile;
+    dp2 pp2 zero3 1f1b:3 recompute:all fp8:tile; dp2 pp2 zero1 zb-h1:3 fp8:tile;
+    dp2 zero3 gather:step offload:activations fp8:tile; dp2 zero3 offload:weights fp8:tile
+"""
+
+
+@pytest.mark.parametrize("name", ["wide", "lora"])
+def test_weights_that_travel_in_8_bits_are_those_of_one_process(name: str) -> None:
+    assert [v for v in verdicts(name, NARROW) if not v[1] or v[2] > 1e-12] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gqa", "gpt", "experts", "latent"])
+def test_so_they_are_in_every_model(name: str) -> None:
+    assert [v for v in verdicts(name, NARROW) if not v[1] or v[2] > 1e-10] == []
+
+
+@pytest.mark.slow
+def test_adapters_beside_products_in_8_bits_have_the_numbers_of_one_process() -> None:
+    text = "dp2 fp8; dp2 zero3 fp8; pp2 zb-h1:3 mxfp8; dp2 zero1 accum:2 fp8:e5m2; tp2 seq fp8"
+    assert [v for v in verdicts("lora", text) if not v[1]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="compile needs a C++ compiler")
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("gqa", "dp2 compile fp8; dp2 zero3 compile fp8:tile"),
+        ("wide", "dp2 zero3 compile fp8:tile"),
+    ],
+)
+def test_kernels_of_torch_compile_have_the_numbers_of_one_process(name: str, text: str) -> None:
+    assert [v for v in verdicts(name, text, backend="gloo") if not v[1] or v[2] > 1e-12] == []
 
 
 CUT = "tp2 seq {0}; dp2 tp2 zero3 {0}; cp2 {0}; cp2:ulysses tp2 {0}"

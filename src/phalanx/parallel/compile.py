@@ -210,8 +210,9 @@ class CompiledModule:
             return mode.from_tensor(x.detach()).requires_grad_(x.requires_grad)
 
         def product(owner: Any, how: How, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            y = multiply(x, owner.weight, bias, how._replace(scales=owner.scales))
-            weight = owner.weight
+            # Detached: a gradient that is there already may be of another dtype.
+            weight = owner.weight.detach().requires_grad_(owner.weight.requires_grad)
+            y = multiply(x, weight, bias, how._replace(scales=owner.scales))
             taps = x.requires_grad and x.dim() > 1 and weight.dim() == 2 and weight.requires_grad
             shapes = ((x.shape, x.dtype), (y.shape, y.dtype)) if taps else ()
             calls[owner].append(_Tapped(owner, how, shapes))

@@ -31,7 +31,8 @@ _LEAST = 1e-12  # in place of a largest number of zero, as torchao has it
 
 
 class Rounded(NamedTuple):
-    """A matrix in 8 bits whose last dim is summed over; with three dims, one for each sequence."""
+    """A matrix in 8 bits whose last dim is summed over; with three dims, one for each sequence. Zeros pad
+    k to whole runs."""
 
     numbers: Tensor  # (..., m, k)
     scales: Tensor  # (..., m, k / run), or of squares (m / run, k / run); numbers are times these
@@ -40,9 +41,9 @@ class Rounded(NamedTuple):
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """What the product takes them for."""
-        scales, k = self.of_rows().to(dtype), self.numbers.shape[-1]
-        if self.run < k:
-            scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)[..., :k]
+        scales = self.of_rows().to(dtype)
+        if self.run < self.numbers.shape[-1]:
+            scales = scales.unsqueeze(-1).expand(*scales.shape, self.run).flatten(-2)
         return self.numbers.to(dtype) * scales
 
     def of_rows(self) -> Tensor:
@@ -68,8 +69,7 @@ def rounded(
     `largest`: these numbers, where x is a part of what has the scale.
     """
     dtype = getattr(torch, form)
-    most, k = torch.finfo(dtype).max, x.shape[-1]
-    run = run or max(k, 1)
+    most, run = torch.finfo(dtype).max, run or max(x.shape[-1], 1)
     parts = _in_runs(x, run)
     largest = largest_of(x, run, square=square) if largest is None else largest
     factor, scales = _scales(largest, most, power)
@@ -77,7 +77,8 @@ def rounded(
         factor = factor.repeat_interleave(run, 0)[: len(x)]
     # First in float32: of a float64 the format's rounding would otherwise be another one.
     numbers = (parts * factor.unsqueeze(-1)).float().clamp(-most, most).to(dtype)
-    return Rounded(numbers.flatten(-2)[..., :k], scales, run, square)
+    # What pads the last run stays: cut off, a kernel of torch.compile has other numbers (2.13, CPU).
+    return Rounded(numbers.flatten(-2), scales, run, square)
 
 
 def _scales(largest: Tensor, most: float, power: bool) -> tuple[Tensor, Tensor]:
@@ -153,7 +154,10 @@ class EightBits:
 
     def _weight(self, weight: Tensor | Narrow) -> Rounded:
         if isinstance(weight, Narrow):
-            return Rounded(*weight, self.traits.run, self.traits.square)
+            (numbers, scales), run = weight, self.traits.run
+            if short := -numbers.shape[-1] % run:
+                numbers = F.pad(numbers.view(torch.uint8), (0, short)).view(numbers.dtype)
+            return Rounded(numbers, scales, run, self.traits.square)
         return self.narrowed(weight)
 
     def narrowed(self, weight: Tensor, largest: Tensor | None = None) -> Rounded:
@@ -195,7 +199,7 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
 def _takes(a: Rounded, b: Rounded) -> bool:
     """Whether kernels take matrices of these sizes."""
     k, n = a.numbers.shape[-1], b.numbers.shape[-2]
-    return k > 0 and k % max(16, a.run % k) == 0 and n % (b.run if _in_squares(b) else 16) == 0
+    return k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0
 
 
 def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:

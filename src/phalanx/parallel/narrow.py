@@ -10,7 +10,7 @@ gradient takes; two copies in 8 bits would be no fewer bytes than one in 16.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,8 +73,7 @@ class NarrowUnit(Unit):
         # Of a matrix the largest number of each square; of others all numbers.
         self.views = {name: flat.view(shape) for (name, shape), flat in views}
         self.scales = {name: torch.empty(shapes[name], device=device) for name in sorted(narrow)}
-        self.own = pool.empty(self.part, torch.uint8)
-        self.beside = sum(x.nbytes for x in (self.common, self.own, *self.scales.values()))
+        self.beside = sum(x.nbytes for x in (self.common, *self.scales.values()))
         self._bind_others()
 
     def _squares(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -84,43 +83,52 @@ class NarrowUnit(Unit):
     def dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn
 
-    def gather(self) -> Work:
-        if self.stale:
-            self.renew()
-        whole, own = self._take().view(torch.uint8), self.own
-        return self.groups.gather.all_gather(whole, own, still=True, wait=False)
-
     def refresh(self) -> None:
         self.stale = True
 
     @torch.no_grad()
-    def renew(self) -> None:
-        """Round this rank's part of the weights with the scales of the whole."""
-        home = self.home.to(self.pool.device, self.precision.compute)
+    def gather(self) -> Work:
+        if self.stale:
+            self._renew()
+        own = torch.zeros(self.part, dtype=torch.uint8, device=self.pool.device)
+        for (weight, start, stop, at), rows, squares in self._rows():
+            numbers = self.matmul.narrowed(rows, squares).numbers[:, : rows.shape[1]]
+            numbers = numbers.reshape(-1).view(torch.uint8)
+            before = start % (weight.local[1] * self.run)
+            own[at : at + stop - start] = numbers[before : before + stop - start]
+        whole = self._take().view(torch.uint8)
+        return self.groups.gather.all_gather(whole, own, still=True, wait=False)
+
+    def _renew(self) -> None:
+        """Tell the other ranks what an update has changed besides the numbers in 8 bits."""
         self.common.fill_(-math.inf)
-        parts: list[tuple[Entry, Tensor, Tensor, int]] = []
-        for entry in self.entries():
-            weight, start, stop, at = entry
-            part, view = home[at : at + stop - start], self.views[weight.name]
+        for (weight, start, stop, _), part in self._parts():
             if weight.name not in self.narrow:
-                view.view(-1)[start:stop] = part
-                continue
-            # Whole rows, from where a square begins, with zeros for what others have.
-            columns = weight.local[1]
-            first = start // (columns * self.run)
-            start -= first * self.run * columns
-            rows = part.new_zeros(-(-stop // columns) - first * self.run, columns)
-            rows.view(-1)[start : start + len(part)] = part
-            squares = view[first : first + -(-len(rows) // self.run)]
+                self.views[weight.name].view(-1)[start:stop] = part
+        for _, rows, squares in self._rows():
             squares.copy_(largest_of(rows, self.run, square=True))
-            parts.append((entry, rows, squares, start))
         self.groups.gather.all_reduce(self.common, "max")
-        for (_, start, stop, at), rows, squares, before in parts:
-            numbers = self.matmul.narrowed(rows, squares).numbers.view(torch.uint8).view(-1)
-            self.own[at : at + stop - start] = numbers[before : before + stop - start]
         for name, scales in self.scales.items():
             scales.copy_(self.matmul.scales(self.views[name]))
         self.stale = False
+
+    def _parts(self) -> Iterator[tuple[Entry, Tensor]]:
+        for entry in self.entries():
+            part = self.home[entry.offset : entry.offset + entry.stop - entry.start]
+            yield entry, part.to(self.pool.device, self.precision.compute)
+
+    def _rows(self) -> Iterator[tuple[Entry, Tensor, Tensor]]:
+        """Of each matrix whole rows from where a square begins, with zeros for what others have, and
+        their squares' largest numbers."""
+        for entry, part in self._parts():
+            name, columns = entry.weight.name, entry.weight.local[-1]
+            if name not in self.narrow:
+                continue
+            square = columns * self.run  # numbers in a row of squares
+            first, before = divmod(entry.start, square)
+            rows = part.new_zeros(-(-entry.stop // columns) - first * self.run, columns)
+            rows.view(-1)[before : before + len(part)] = part
+            yield entry, rows, self.views[name][first : first + -(-len(rows) // self.run)]
 
     def drop(self) -> None:
         super().drop()

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from ..layout import Layout, Shape, program_pieces, stage_pieces
-from ..layout.choices import DTYPES, FP8
+from ..layout.choices import DTYPES, FP8, MATMULS
 from ..layout.stages import program_experts
 from ..program import (
     AttentionLoad,
@@ -403,19 +403,23 @@ class Units:
         self.on_host = "optimizer" in x.offload
         self.weights_on_host = "weights" in x.offload or self.on_host
 
-    def of(self, numbers: float, frozen: float = 0.0, experts: float = 0.0) -> UnitTimes:
+    def of(
+        self, numbers: float, frozen: float = 0.0, experts: float = 0.0, narrow: float = 0.0
+    ) -> UnitTimes:
         """Of so many weights, of so many that are frozen beside them, and of so many of experts, which
-        are on fewer ranks: these are a unit of their own. What they need not takes no time."""
-        found = self._of(numbers, frozen, self.shards, self.near[0])
+        are on fewer ranks: these are a unit of their own. What they need not takes no time. Of the first
+        two so many are `narrow`: they are gathered in 8 bits."""
+        found = self._of(numbers, frozen, narrow, self.shards, self.near[0])
         if experts:
-            routed = self._of(experts, 0.0, self.shards / self.layout.copies_sharing, self.near[1])
+            n = self.shards / self.layout.copies_sharing
+            routed = self._of(experts, 0.0, 0.0, n, self.near[1])
             found = UnitTimes(*(a + b for a, b in zip(found, routed, strict=True)))
         return found
 
-    def _of(self, numbers: float, frozen: float, n: float, near: int) -> UnitTimes:
+    def _of(self, numbers: float, frozen: float, narrow: float, n: float, near: int) -> UnitTimes:
         seconds, p = self.hardware.network.seconds, self.profile
         cut = self.layout.zero == 3 or self.weights_on_host
-        gathered = (numbers + frozen * cut) * p.gathered_bytes
+        gathered = (numbers + frozen * cut) * p.gathered_bytes - narrow * (p.gathered_bytes - 1)
         size, part = numbers * p.reduce_bytes, n if self.layout.zero else 1.0
         gather = seconds("all_gather", gathered, n, near) if self.layout.zero and gathered else 0.0
         load = gathered / part / self.hardware.host if self.weights_on_host else 0.0
@@ -472,6 +476,18 @@ class Priced:
             t = t.parts[part] if piece in cut else t
             found.append((piece, t, t.cost.weights if piece in shape.frozen else t.cost.frozen))
         return found
+
+    def _narrow(self, cost: PieceCost, still: float) -> float:
+        """How many of a piece's weights are gathered in 8 bits; see `parallel/narrow.py`."""
+        x, (embed, _, head) = self.case.layout, self.three
+        ends = cost is embed.cost or cost is head.cost
+        gathers = x.zero == 3 or (x.zero and not still)
+        if not gathers or x.shards < 2 or {"weights", "optimizer"} & {*x.offload}:
+            return 0.0
+        if ends or not (x.matmul and MATMULS[x.matmul].square):
+            return 0.0
+        dense, _ = self.case.shape.matrices(self.case.shape.layers)
+        return min(sum(a * b for a, b in dense) / x.tp, cost.weights - cost.experts)
 
     def costs(self, slower: float = 1.0) -> Costs:
         """Seconds of every operation, where computing is so much slower."""
@@ -538,7 +554,7 @@ class Priced:
         x, host = self.case.layout, self.hardware.host
         # Of a piece with frozen weights all are said to be others than those of experts.
         apart = 0.0 if still else t.cost.experts
-        unit = units.of(t.cost.weights - still - apart, still, apart)
+        unit = units.of(t.cost.weights - still - apart, still, apart, self._narrow(t.cost, still))
         ends = t is self.three[0] or t is self.three[2]
         part = x.recompute == "selective" and not ends
         whole = x.recompute in ("none", "selective")
@@ -583,13 +599,21 @@ class Priced:
         flat = profile.flat_gradients and x.zero < 2
         sharded = part > 1 and not flat
         matrices = program_matrices(self.case.shape, x) if profile.muon else ()
+        narrow, less = [self._narrow(*each) for each in costs], profile.gathered_bytes - 1
         return Sizes(
             kept=each(lambda c: c.kept),
             input=each(lambda c: c.input),
             kept_after_i=each(lambda c: c.kept_after_i),
             temporary=each(lambda c: c.temporary),
-            home=trained(home, frozen_bytes(x, profile)),
-            gathered=each(lambda c: profile.gathered_bytes * min(c.weights, most) * whole),
+            home=tuple(
+                size - n * less * (not whole)
+                for size, n in zip(trained(home, frozen_bytes(x, profile)), narrow, strict=True)
+            ),
+            gathered=tuple(
+                min(profile.gathered_bytes * c.weights - less * n, profile.gathered_bytes * most)
+                * whole
+                for (c, _), n in zip(costs, narrow, strict=True)
+            ),
             gradient=()
             if flat
             else tuple(min(size, gradient * most) for size in trained(gradient)),

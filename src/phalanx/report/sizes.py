@@ -4,6 +4,7 @@ Both are those of the engine, which is built for each rank on tensors without me
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from ..draw.shards import Slice
 from ..layout import Layout
 from ..parallel import Model
 from ..parallel.local import build_local
+from ..parallel.low_precision import matmul_named
 from ..program import Program, Sizes
 from ..train.precision import precision_of
 
@@ -21,7 +23,8 @@ def sizes_of_run(
     make: Callable[[], Model], layout: Layout, program: Program, sequence: int, target: str
 ) -> Sizes:
     """Bytes by piece and unit, of the largest microbatch."""
-    shape, precision = make().shape, precision_of(layout.precision)
+    shape, matmul = make().shape, matmul_named(layout.matmul)
+    precision = replace(precision_of(layout.precision), matmul=matmul)
     assert shape is not None
     ids = torch.empty(shape.batch, sequence, dtype=torch.int64, device="meta")
     batch = dict.fromkeys(("tokens", "targets", "positions"), ids)
