@@ -10,7 +10,7 @@ from by_hand import pieces
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError, cluster, device
 from phalanx.plan.hardware import Roofline, hardware_of
-from phalanx.plan.price import SLOWED, Case, Priced, Three, parts_of, piece_parts
+from phalanx.plan.price import SLOWED, Case, Priced, Three, Units, parts_of, piece_parts
 from phalanx.plan.profile import SoftwareProfile, profile, profile_named, profiles
 from phalanx.plan.step import Choice, choice
 from phalanx.program import Load, Product
@@ -254,6 +254,18 @@ def test_adding_gradients_is_a_kernel_of_its_own_or_part_of_a_product() -> None:
     assert moved(replace(plain, fused=True)) == pytest.approx(1e8 + 3e7)
     assert moved(replace(plain, fused=True, adding=6.0)) == pytest.approx(6e7 + 3e7)
     assert moved(replace(plain, adding=0.0, traffic=2.0)) == pytest.approx(1.2e8)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_in_squares_with_one_scale_are_gathered_in_8_bits(zero: int) -> None:
+    (wide, _), (narrow, _) = (_one(f"dp8 zero{zero} bf16 {word}") for word in ("fp8", "fp8:tile"))
+    # By hand: attention's four matrices of 1024 x 1024, and three of 1024 x 4096, in one byte less.
+    matrices = 4 * 1024 * 1024 + 3 * 1024 * 4096
+    kind, count = ("weights", 8) if zero == 1 else ("gathered", 1)
+    assert wide.memory[kind] - narrow.memory[kind] == pytest.approx(count * matrices)
+    hardware, layout = hardware_of(cluster("h100x8")), Layout.parse(f"dp8 zero{zero}")
+    found = Units(layout, hardware, BARE).of(matrices + 2048, narrow=matrices).gather
+    assert found == hardware.network.seconds("all_gather", matrices + 2 * 2048, 8, 1)
 
 
 def test_a_bucket_is_the_most_of_a_piece_that_is_gathered_or_sent_at_once() -> None:
