@@ -1,15 +1,18 @@
-"""Whether a run fits in the memory of the devices that are here."""
+"""The layout that `auto` means on the devices that are here: planned where they are known, else the
+recipe's; and whether a run fits in their memory."""
 
 from dataclasses import replace
 
 from ..api.request import held, held_text, request_for, verdict
-from ..layout import Layout, Run, Shape
-from ..layout.choices import DTYPES
+from ..layout import Layout, LayoutError, Run, Shape, recipe
+from ..layout.choices import BF16, DTYPES, FP32
 from ..layout.host import machine_memory
 from ..layout.numbers import bytes_text
-from ..plan.hardware import hardware_of
+from ..plan import Machine, MachineError, cluster, clusters, device_named
+from ..plan.hardware import Hardware, hardware_of
 from ..plan.link import joined
-from ..plan.local import local_profile
+from ..plan.local import hardware_of_machine, local_profile
+from ..plan.search import search
 from .before import GIB, moments
 from .usage import UsageError
 
@@ -57,3 +60,52 @@ def estimated(run: Run, shape: Shape, layout: Layout, gpus: int, *, force: bool)
         )
     may = ", and may not fit" if gpus and verdict(least, most, memory) == "may not fit" else ""
     return f"memory: {needs}; each has {bytes_text(memory)}{may}"
+
+
+def auto(wanted: Run, shape: Shape, ranks: int, gpus: int) -> tuple[Layout, str]:
+    """The layout for ranks that compute on so many GPUs, 0: on the CPU; who chose it and why."""
+    import torch
+
+    name = torch.cuda.get_device_name(0) if gpus else ""
+    precision = wanted.precision or (BF16 if gpus else FP32)
+    shared = 0 < gpus < ranks
+    why = "no machine file is named and the GPU is not catalogued"
+    if shared:
+        why = f"{ranks} ranks share {gpus} GPUs, which no plan knows"
+    try:
+        hardware = None if shared else _hardware(wanted.machine, name, ranks)
+        if hardware is not None:
+            found = _planned(wanted, shape, hardware, precision)
+            if found is not None:
+                return found
+            why = f"nothing fits in the memory of {hardware.name} by the plan"
+    except (MachineError, LayoutError) as error:
+        why = str(error).split(".")[0]
+    memory = device_memory(gpus, ranks) if gpus else 0.0
+    terms = {"batch": shape.batch, "sequence": wanted.tokens(shape)}
+    layout = recipe(shape, ranks, **terms, memory=memory, precision=precision)
+    return layout, f"by the recipe ({why})"
+
+
+def _hardware(file: str, gpu: str, ranks: int) -> Hardware | None:
+    """The measured machine, or the catalogue's cluster of this GPU; none if neither is known."""
+    if file:
+        return hardware_of_machine(Machine.load(file), ranks)
+    kind = device_named(gpu) if gpu else None
+    family = next((c for c in clusters().values() if kind and c.device == kind.name), None)
+    return hardware_of(cluster(f"{family.name}x{ranks}"), ranks) if family else None
+
+
+def _planned(
+    wanted: Run, shape: Shape, hardware: Hardware, precision: str
+) -> tuple[Layout, str] | None:
+    request = request_for(
+        shape, hardware, sequence=wanted.tokens(shape), precision=precision, model=wanted.own
+    )
+    plan = search(request, top=1)
+    if not plan.layouts:
+        return None
+    best = plan.layouts[0]
+    return best.layout, (
+        f"planned for {hardware.name}: the fastest of {plan.considered:,}, {best.step:.3g} s a step"
+    )

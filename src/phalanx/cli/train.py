@@ -248,7 +248,7 @@ def _layout_that_fits(config: Run, ranks: int, gpus: int, notice: str, *, quiet:
     from ..train.checkpoint_load import ModelIdentity, newest, refuse_other
     from ..train.program import maker_of, shape_of
     from ..train.rank import batches_of
-    from .auto import auto
+    from .memory import auto
 
     if notice and not quiet:
         progress(notice)
