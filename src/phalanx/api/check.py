@@ -34,8 +34,6 @@ from .request import (
 )
 from .step import many
 
-_WIDTH = 80
-
 
 @dataclass(frozen=True)
 class Checked:
@@ -248,7 +246,7 @@ def _text(layout: Layout, shape: Shape, figures: Mapping[str, Any]) -> str:
     proved = (
         f"{str(layout) or 'One rank'} is legal for {shape.name} ({size}); its program is proved."
     )
-    needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text, _WIDTH)]
+    needs = [line for text in (proved, *_needs(figures)) for line in wrapped(text)]
     return "\n".join(needs) + (
         f"\n\n{mesh}{zero}; {many(layout.microbatches, 'microbatch')}, {layout.schedule};"
         f" {figures['operations']} operations\n\n{text_table(head, rows, left='rrrrrr')}"

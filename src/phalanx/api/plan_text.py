@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from ..cost import forward_flops, step_flops
 from ..draw import text_table
-from ..draw.words import wrapped
+from ..draw.words import TERMINAL, wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
 from ..plan.refused import Refusal
@@ -21,7 +21,6 @@ _NAMES = {
     "bubble": "bubble",
     "update": "update",
 }
-_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -135,14 +134,12 @@ def _head(request: Request, plan: Plan) -> Iterator[str]:
     yield from wrapped(
         f"{r.name} on {r.hardware.ranks:,} devices of {r.hardware.name}: {r.batch:,} sequences of"
         f" {r.sequence:,} tokens a step ({r.tokens / 1e6:.3g}M), {precision},{experts}"
-        f" software as {r.profile.name!r}",
-        _WIDTH,
+        f" software as {r.profile.name!r}"
     )
     yield from wrapped(
         f"{plan.considered:,} layouts, at most {plan.fitting:,} in {bytes_text(plan.room)} a device"
         f" ({r.limit:.0%} of it); {plan.simulated:,} simulated. Times are right to about"
-        f" {r.profile.error:.0%}.",
-        _WIDTH,
+        f" {r.profile.error:.0%}."
     )
 
 
@@ -166,8 +163,7 @@ def _table(request: Request, plan: Plan) -> Iterator[str]:
     yield from wrapped(
         "Everything from MFU on is in percent, except GB. MFU counts causal attention; with full"
         f" attention the first has {100 * best.mfu_full:.1f} %. HFU adds recomputation. The first"
-        f" makes {_rates(request, best)}.",
-        _WIDTH,
+        f" makes {_rates(request, best)}."
     )
 
 
@@ -181,7 +177,7 @@ def _rates(request: Request, found: Utilization) -> str:
 
 
 def _indented(text: str, by: int) -> list[str]:
-    return [" " * by + line for line in wrapped(text, _WIDTH - by)]
+    return [" " * by + line for line in wrapped(text, TERMINAL - by)]
 
 
 def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
@@ -202,7 +198,7 @@ def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
 def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
     yield "Why the others lost:"
     for refusal in refused:
-        lines = wrapped(refusal.reason, _WIDTH - 24)
+        lines = wrapped(refusal.reason, TERMINAL - 24)
         yield f"  {refusal.family:21} {lines[0]}"
         yield from (" " * 24 + line for line in lines[1:])
 
@@ -214,8 +210,7 @@ def choice_text(request: Request, choice: Choice) -> Iterator[str]:
     yield from wrapped(
         f"step {seconds_text(choice.step)} ({seconds_text(low)} to {seconds_text(high)}),"
         f" {found.tokens:,.0f} tokens a second and device, MFU {found.mfu:.1%}"
-        f" ({found.mfu_full:.1%} with full attention), HFU {found.hfu:.1%}; {_rates(request, found)}",
-        _WIDTH,
+        f" ({found.mfu_full:.1%} with full attention), HFU {found.hfu:.1%}; {_rates(request, found)}"
     )
     yield ""
     rows = [

@@ -20,7 +20,6 @@ from ..plan.step import MEMORY, Choice, Pricer, Request
 from ..program import Op, Span, Timeline, ops
 from .usage import UsageError, print_json, say, screen
 
-_WIDTH = 80
 _ROUNDS = 2  # of a pipeline's stages, in microbatches: then the picture repeats itself
 
 
@@ -58,8 +57,7 @@ def _memory(choice: Choice, request: Request) -> Iterator[str]:
     beyond = f"; a search takes {bytes_text(room)} at most" if choice.bytes > room else ""
     yield from wrapped(
         f"the fullest rank holds {bytes_text(choice.bytes)} ({range_text(least, most)}, by how its"
-        f" allocator fares), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:",
-        _WIDTH,
+        f" allocator fares), and {verdict(least, most, memory)} in {bytes_text(memory)}{beyond}:"
     )
     rows = [
         (kind, bytes_text(held), f"{100 * held / choice.bytes:.1f} %")

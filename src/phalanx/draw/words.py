@@ -17,7 +17,10 @@ def ticks(start: float, end: float, least: float) -> list[float]:
     return [tick * step for tick in range(first, last + 1)]
 
 
-def wrapped(line: str, width: int) -> list[str]:
+TERMINAL = 80  # columns, where nobody says how many
+
+
+def wrapped(line: str, width: int = TERMINAL) -> list[str]:
     """The words of a line in lines of at most `width`; a word that is longer is cut."""
     if len(line) <= width:
         return [line]

@@ -17,7 +17,6 @@ from ..program import KINDS, Costs, Op, Span, Timeline, ops
 Prices = Mapping[tuple[str, int], float]
 
 HEAD = ("operation", "a rank", "predicted", "measured", "ratio", "share")
-_WIDTH = 80  # of a terminal
 # What is begun where it stands and waited for where it is needed.
 _BESIDE = {k for k, row in KINDS.items() if row.lane != ops.COMPUTE and row.on != ops.STEP}
 
@@ -103,7 +102,7 @@ class Compared:
         shown = text_table(HEAD, [row.cells() for row in self.rows]).rstrip("\n")
         before, after = (f"Predicted against measured: {self.where}", self.summary), self.notes
         above, below = (
-            [line for words in each for line in wrapped(words, _WIDTH)] for each in (before, after)
+            [line for words in each for line in wrapped(words)] for each in (before, after)
         )
         return "\n".join([*above, "", shown, "", *below])
 

@@ -107,19 +107,14 @@ class RunLog:
             self.screen.say(text)
 
     def event(self, event: str, text: str = "", **values: Any) -> None:
-        """Something that happened: a record, and a line if there is a text."""
+        """Something that happened: a record, which has the text where it has nothing else, and a line
+        if there is a text."""
         if self.active:
-            self._record(event, values)
+            self._record(event, values or {"text": text})
             if text:
                 self.say(text)
             if event in ("end", "stop"):
                 self.say(str(self.goodput))
-
-    def notice(self, event: str, text: str) -> None:
-        """Something that a person should know before the start."""
-        if self.active:
-            self._record(event, {"text": text})
-            self.say(text)
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """The numbers of the steps since the last line, of which the last is number `step`."""

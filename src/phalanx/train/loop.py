@@ -211,7 +211,7 @@ class _Loop:
             folder = memory_folder(rank.run)  # on every host, if something there outlives the ranks
             if errors_of(self.everyone, "" if folder else "none"):
                 text = "no checkpoints in memory: they need ranks that are processes, or torchrun's"
-                self.log.notice("not kept", text)
+                self.log.event("not kept", text)
             elif folder:
                 self.memory = MemoryCheckpoints(folder, host(), rank.local, rank.updates)
         self.bad = 0
@@ -226,7 +226,7 @@ class _Loop:
         with self.positions.phase("reading a checkpoint", str(run.checkpoints)):
             start = self._resume()
         for notice in self.rank.batches.notices:
-            self.log.notice("data", notice)
+            self.log.event("data", notice)
         self.log.start(
             start, self.rank.flops, self.rank.peak(),
             tokens=self.rank.shape.batch * self.rank.tokens,
@@ -288,7 +288,7 @@ class _Loop:
         if loaded is None and (hub := run.hub):
             local.draw(run.seed, is_lora)
             begin(partial(HubReader, Path(hub)), local, rank.updates)
-            self.log.notice("model", f"the weights are those of {hub}")
+            self.log.event("model", f"the weights are those of {hub}")
             return 0
         if loaded is None:
             local.draw(run.seed)
@@ -307,10 +307,10 @@ class _Loop:
         notices = {"damaged": loaded.damaged, "model": loaded.notices, "settings": settings}
         for event, texts in notices.items():
             for text in texts:
-                self.log.notice(event, text)
+                self.log.event(event, text)
         if at.data != batches.fingerprint:
-            self.log.notice("data", f"the data is not what {loaded.path} was trained on")
-        self.log.notice("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
+            self.log.event("data", f"the data is not what {loaded.path} was trained on")
+        self.log.event("resume", f"going on at step {at.step} from {loaded.path} ({at.layout})")
         return at.step
 
     # ---- one step
