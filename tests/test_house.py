@@ -312,13 +312,13 @@ LINES = {
     "parallel": 4541,
     "cost": 1246,
     "bench": 1112,
-    "train": 7254,
+    "train": 7249,
     "verify": 2169,
-    "report": 917,
+    "report": 916,
     "lab": 3575,
     "hang": 965,
-    "cli": 4628,
-    "api": 1510,
+    "cli": 4620,
+    "api": 1503,
 }
 
 
