@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from ..cost import forward_flops, step_flops
 from ..draw import text_table
-from ..draw.words import TERMINAL, wrapped
+from ..draw.words import wrapped
 from ..layout import Layout
 from ..layout.numbers import bytes_text, count_text, seconds_text
 from ..plan.refused import Refusal
@@ -177,7 +177,7 @@ def _rates(request: Request, found: Utilization) -> str:
 
 
 def _indented(text: str, by: int) -> list[str]:
-    return [" " * by + line for line in wrapped(text, TERMINAL - by)]
+    return [" " * by + line for line in wrapped(text, 80 - by)]
 
 
 def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
@@ -198,7 +198,7 @@ def _rules(plan: Plan, beside: Sequence[Baseline]) -> Iterator[str]:
 def _reasons(refused: Sequence[Refusal]) -> Iterator[str]:
     yield "Why the others lost:"
     for refusal in refused:
-        lines = wrapped(refusal.reason, TERMINAL - 24)
+        lines = wrapped(refusal.reason, 80 - 24)
         yield f"  {refusal.family:21} {lines[0]}"
         yield from (" " * 24 + line for line in lines[1:])
 

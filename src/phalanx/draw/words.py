@@ -17,10 +17,7 @@ def ticks(start: float, end: float, least: float) -> list[float]:
     return [tick * step for tick in range(first, last + 1)]
 
 
-TERMINAL = 80  # columns, where nobody says how many
-
-
-def wrapped(line: str, width: int = TERMINAL) -> list[str]:
+def wrapped(line: str, width: int = 80) -> list[str]:
     """The words of a line in lines of at most `width`; a word that is longer is cut."""
     if len(line) <= width:
         return [line]
