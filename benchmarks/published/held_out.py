@@ -19,6 +19,7 @@ Each = Callable[..., Iterable[LongestPath]]
 _ROWS = 8  # of a profile on a device that a fit takes
 _PHYSICS = 0.1  # of mean log error: what twice the traffic has to save
 _FIVE = 5  # rows of its own that a family is calibrated with
+_LEAST = 3  # of one software, to calibrate it by these alone
 
 
 def shared(
@@ -51,7 +52,12 @@ def hold_out(
             continue
         without = shared(others, met, base)
         five = spread_over(own, _FIVE)
-        after = calibrated(without, five)
+        all_ = calibrated(without, five)
+        after = {run.row.profile.name: all_ for run in published if run.row.family == family}
+        for name in after:  # each software by its own runs, where it has enough of them
+            mine = [run for run in five if run.row.profile.name == name]
+            if _LEAST <= len(mine) < len(five):
+                after[name] = calibrated(without, mine)
         found[family] = HeldOut(without, after, tuple(run.row for run in five))
     return found
 

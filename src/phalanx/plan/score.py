@@ -63,10 +63,11 @@ class StepErrors:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The numbers of a family that has not been seen, and after the rows of it that are `seen`."""
+    """The numbers of a family that has not been seen, and of each of its profiles, by name, after the
+    rows of it that are `seen`."""
 
     numbers: SoftwareProfile
-    after: SoftwareProfile
+    after: Mapping[str, SoftwareProfile]
     seen: tuple[PublishedRow, ...]
 
 
@@ -187,7 +188,7 @@ def scored_row(run: PublishedRun, held: HeldOut | None) -> ScoredRow:
         return scored
     other = run.choice(held.numbers)
     seen = not held.seen or row in held.seen
-    after = 0.0 if seen else run.choice(held.after).step
+    after = 0.0 if seen else run.choice(held.after[row.profile.name]).step
     return replace(scored, parts=other.parts, held=other.step, after=after)
 
 
