@@ -306,7 +306,7 @@ LINES = {
     "layout": 4421,
     "program": 3244,
     "draw": 1689,
-    "plan": 5219,
+    "plan": 5234,
     "models": 1967,
     "comm": 4619,
     "parallel": 4541,

@@ -7,10 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from phalanx.plan.calibrate import LongestPath, calibrated, fit, spread_over
+from phalanx.plan.calibrate import LongestPath, fit, spread_over
 from phalanx.plan.profile import SoftwareProfile, profile
 from phalanx.plan.published import PublishedRun
-from phalanx.plan.score import HeldOut
+from phalanx.plan.score import HeldOut, held_out
 from phalanx.program.program import uncollected
 
 __all__ = ["hold_out", "shared", "some"]
@@ -19,7 +19,6 @@ Each = Callable[..., Iterable[LongestPath]]
 _ROWS = 8  # of a profile on a device that a fit takes
 _PHYSICS = 0.1  # of mean log error: what twice the traffic has to save
 _FIVE = 5  # rows of its own that a family is calibrated with
-_LEAST = 3  # of one software, to calibrate it by these alone
 
 
 def shared(
@@ -47,18 +46,11 @@ def hold_out(
     found = {}
     for family in families:
         others = [run for run in known if run.row.family != family]
-        own = [run for run in published if run.row.family == family and run.counts]
+        own = [run for run in published if run.row.family == family]
         if not others:
             continue
         without = shared(others, met, base)
-        five = spread_over(own, _FIVE)
-        all_ = calibrated(without, five)
-        after = {run.row.profile.name: all_ for run in published if run.row.family == family}
-        for name in after:  # each software by its own runs, where it has enough of them
-            mine = [run for run in five if run.row.profile.name == name]
-            if _LEAST <= len(mine) < len(five):
-                after[name] = calibrated(without, mine)
-        found[family] = HeldOut(without, after, tuple(run.row for run in five))
+        found[family] = held_out(without, own, _FIVE)
     return found
 
 

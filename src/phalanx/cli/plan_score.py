@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..cost import cached_costs
-from ..plan.calibrate import calibrated, spread_over
 from ..plan.profile import profile
 from ..plan.published import runs_of
-from ..plan.score import FamilyScore, HeldOut, score
+from ..plan.score import FamilyScore, held_out, score
 from ..plan.table import read_table
 from .usage import Parser, result, whole
 
@@ -39,10 +38,8 @@ def run(argv: Sequence[str]) -> int:
     published, refused = runs_of(rows, cached_costs)
     start, held = chosen or profile("default"), {}
     for family in dict.fromkeys(run.row.family for run in published):
-        own = [run for run in published if run.row.family == family and run.counts]
-        seen = spread_over(own, args.rows) if args.rows else []
-        after = calibrated(start, seen)
-        held[family] = HeldOut(start, after, tuple(run.row for run in seen))
+        own = [run for run in published if run.row.family == family]
+        held[family] = held_out(start, own, args.rows or 0)
     scores = score(published, refused, rows, most_ranks=args.most_ranks, held=held)
     figures: dict[str, object] = {"families": [each.plain() for each in scores]}
     if args.each:

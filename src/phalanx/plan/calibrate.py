@@ -37,7 +37,7 @@ _ROUNDS = 3  # of simulating all runs
 _BIAS_STEP, _BIAS_STEPS = 0.025, 28  # of the factor's logarithm: from a half to twice
 _PRIOR = 0.25  # runs that one guess of no bias counts as
 _FOLDS = 5  # in which runs are left out to see whether more numbers help
-_LEAST = 3  # runs with which that can be seen
+LEAST = 3  # runs with which that can be seen
 _WORTH = 0.8  # of the error that is left before, if more is moved
 _MOVES = 40
 # What each operation computes, as `PieceTimes.computed` names it.
@@ -255,7 +255,7 @@ def calibrated(base: SoftwareProfile, runs: Sequence[CostedRun]) -> SoftwareProf
         # No run of one's own is clipped: on a machine file that is twice too fast all are far off.
         return fit(biased(some), some, clip=math.inf, moves=_MOVES, met=met)
 
-    if len(timed) < _LEAST:
+    if len(timed) < LEAST:
         return biased(timed)
     folds = range(min(_FOLDS, len(timed)))
     best, least = base, _off(base, timed, paths)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.program import uncollected
+from .calibrate import LEAST, calibrated, spread_over
 from .hardware import Hardware
 from .price import Case
 from .profile import SoftwareProfile
@@ -69,6 +70,19 @@ class HeldOut:
     numbers: SoftwareProfile
     after: Mapping[str, SoftwareProfile]
     seen: tuple[PublishedRow, ...]
+
+
+def held_out(start: SoftwareProfile, runs: Sequence[PublishedRun], count: int) -> HeldOut:
+    """Numbers that no run of a family has seen, and after so many of them: each software by its own
+    where enough are, else by all."""
+    counted = [run for run in runs if run.counts]
+    seen = spread_over(counted, count) if count else []
+    after = dict.fromkeys((run.row.profile.name for run in runs), calibrated(start, seen))
+    for name in after:
+        mine = [run for run in seen if run.row.profile.name == name]
+        if LEAST <= len(mine) < len(seen):
+            after[name] = calibrated(start, mine)
+    return HeldOut(start, after, tuple(run.row for run in seen))
 
 
 @dataclass(frozen=True)
