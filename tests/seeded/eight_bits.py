@@ -155,3 +155,18 @@ def _() -> AbstractContextManager[None]:
         return plain(self, gradient, weight._replace(scales=weight.scales.roll(1, 0) * 2))
 
     return swapped(low_precision.EightBits, "input_gradient", input_gradient)
+
+
+@fault(
+    "the gradients of experts' weights have scales over the tokens of one rank",
+    "experts",
+    "dp2 ep2 fp8:experts",
+    "step 0: the gradient of layers.",
+)
+def _() -> AbstractContextManager[None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_weight = ctx.matmul.weight_gradient(x, gradient).to(x.dtype)
+        return ctx.matmul.input_gradient(gradient, weight), of_weight, None
+
+    return swapped(low_precision._OfExpert, "backward", staticmethod(backward))

@@ -71,6 +71,22 @@ def test_adapters_beside_products_in_8_bits_have_the_numbers_of_one_process() ->
     assert [v for v in verdicts("lora", text) if not v[1]] == []
 
 
+ROUTED = """
+    dp2 fp8:experts; ep2 mxfp8:experts; dp2 pp2 zero3 1f1b:3 recompute:all fp8:tile,experts;
+    dp2 zero1 recompute:selective fp8:tile,e5m2,experts; dp2 ep2 zero3 overlap accum:2 fp8:experts
+"""
+
+
+def test_products_of_routed_experts_in_8_bits_have_the_numbers_of_one_process() -> None:
+    assert [v for v in verdicts("experts", ROUTED) if not v[1] or v[2] > 1e-12] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["latent", "sinks"])
+def test_so_they_have_with_biases_and_with_groups_of_experts(name: str) -> None:
+    assert [v for v in verdicts(name, ROUTED) if not v[1] or v[2] > 1e-10] == []
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="compile needs a C++ compiler")
 @pytest.mark.parametrize(

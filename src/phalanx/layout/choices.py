@@ -78,6 +78,7 @@ class MatmulTraits(NamedTuple):
     power: bool = False  # a scale is a power of two in 8 bits, and else in float32
     forward: str = "float8_e4m3fn"
     gradient: str = "float8_e4m3fn"
+    experts: bool = False  # those of routed experts as well
 
 
 FP8_TILE, MXFP8 = "fp8:tile", "mxfp8"
@@ -89,6 +90,10 @@ MATMULS = {
 }
 MATMULS |= {
     f"{name}{',' if ':' in name else ':'}e5m2": traits._replace(gradient=_WIDER)
+    for name, traits in MATMULS.items()
+}
+MATMULS |= {
+    f"{name}{',' if ':' in name else ':'}experts": traits._replace(experts=True)
     for name, traits in MATMULS.items()
 }
 MATMUL_WORDS = {name: name for name in MATMULS} | {"fp8:row": FP8, "fp8:row,e5m2": f"{FP8}:e5m2"}

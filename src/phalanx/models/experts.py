@@ -209,6 +209,7 @@ class ExpertMlps(nn.Module):
         super().__init__()
         hidden, ffn, experts = sizes.hidden, sizes.expert_ffn, sizes.experts
         self.activation, self.ranks = sizes.activation, 1
+        self.product: Product = F.linear  # of an expert's tokens with its weight
         self.spread, self.merge = Spread(experts), Merge()
         self.gate = nn.Parameter(torch.empty(experts, ffn, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn, hidden))
@@ -245,15 +246,16 @@ class ExpertMlps(nn.Module):
         if tokens.is_meta:
             return self._as_if_even(tokens)
         widths = self.up.shape[1:]
-        if tokens.is_cuda and tokens.dtype in HALVES and not any(n % 8 for n in widths):
+        plain, narrow = self.product is F.linear, tokens.dtype in HALVES
+        if tokens.is_cuda and plain and narrow and not any(n % 8 for n in widths):
             return self.grouped(tokens, counts)
         # Unbound at once: the gradient of `weight[e]` would be of the size of all experts.
         parts: list[Any] = [x.unbind() for x in (self.gate, self.up, self.down)]
         parts += [(x,) * len(self.up) if x is None else x.unbind() for x in self.biases()]
-        runs = torch.split(tokens, counts.tolist())
+        runs, product = torch.split(tokens, counts.tolist()), self.product
         return torch.cat(
             [
-                F.linear(gated(F.linear(run, g, gb), F.linear(run, u, ub), self.activation), d, db)
+                product(gated(product(run, g, gb), product(run, u, ub), self.activation), d, db)
                 for run, g, u, d, gb, ub, db in zip(runs, *parts, strict=True)
             ]
         )

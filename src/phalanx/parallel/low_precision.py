@@ -139,11 +139,13 @@ class EightBits:
 
     def forward(self, x: Tensor, weight: Tensor | Narrow) -> Tensor:
         a = rounded(x.flatten(0, -2), self.traits.forward, **self.shared)
-        return product(a, self._weight(weight), x.dtype).view(*x.shape[:-1], -1)
+        y = product(a, self._weight(weight), x.dtype)
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def input_gradient(self, gradient: Tensor, weight: Tensor | Narrow) -> Tensor:
         a = rounded(gradient.flatten(0, -2), self.traits.gradient, **self.shared)
-        return product(a, self._weight(weight.mT), gradient.dtype).view(*gradient.shape[:-1], -1)
+        y = product(a, self._weight(weight.mT), gradient.dtype)
+        return y.view(*gradient.shape[:-1], y.shape[-1])
 
     def weight_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         a, b = (
@@ -169,6 +171,29 @@ class EightBits:
         """The scales of a weight whose runs have these largest numbers."""
         most = torch.finfo(getattr(torch, self.traits.forward)).max
         return _scales(largest, most, self.traits.power)[1]
+
+
+class _OfExpert(torch.autograd.Function):
+    """A product of an expert's tokens. Which of them are on one rank, and in which order, is the layout's:
+    so the weight's gradient, a sum over them, keeps the layout's precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, matmul: Matmul) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.matmul = matmul
+        return matmul.forward(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_weight = gradient.mT @ x if ctx.needs_input_grad[1] else None
+        return ctx.matmul.input_gradient(gradient, weight), of_weight, None
+
+
+def of_expert(matmul: Matmul, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of an expert's tokens x (n, in), of which there may be none."""
+    y: Tensor = _OfExpert.apply(x, weight, matmul)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 @cache
@@ -199,7 +224,8 @@ def refuse_without_kernels(word: str, device: torch.device) -> None:
 def _takes(a: Rounded, b: Rounded) -> bool:
     """Whether kernels take matrices of these sizes."""
     k, n = a.numbers.shape[-1], b.numbers.shape[-2]
-    return k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0
+    m = a.numbers.shape[-2]
+    return m > 0 and k > 0 and k % 16 == 0 and n % (b.run if _in_squares(b) else 16) == 0
 
 
 def _on_device(a: Rounded, b: Rounded, out: torch.dtype) -> Tensor:

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ..comm import Work
-from ..models import LoraLinear
+from ..models import ExpertMlps, LoraLinear
 from .compile import CompiledModule, Factors
 from .data import How, Then, Unit, into_input, multiply, storage_of
+from .low_precision import EightBits, of_expert
 from .recompute import Selected, giving, keeping
 from .tensor import RowLinear
 
@@ -225,6 +226,11 @@ class Piece:
         # The head's and an adapter's thin products lose more by fewer digits than they gain.
         narrow = set() if first or last else set(narrowable(module))
         for child in module.modules():
+            up = child._parameters.get("up")  # which the other parts of a cut block have not
+            if isinstance(child, ExpertMlps) and up is not None:
+                matmul = self.owners[up][0].precision.matmul
+                if isinstance(matmul, EightBits) and matmul.traits.experts:
+                    child.product = partial(of_expert, matmul)
             if child._parameters.get("weight") not in ours:
                 continue
             if type(child) is nn.Linear:

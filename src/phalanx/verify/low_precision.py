@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..layout import Layout, Shape
 from ..layout.choices import MATMULS, MatmulTraits
+from ..models import ExpertMlps
 
 # Of a format: digits behind the point, the exponent of its least normal and of its largest number.
 _FORMS = {"float8_e4m3fn": (3, -6, 8, 448.0), "float8_e5m2": (2, -14, 15, 57344.0)}
@@ -93,6 +95,24 @@ class RoundedLinear(torch.autograd.Function):
         return into, _out(sum(parts[1:], parts[0]), weight), None
 
 
+class RoundedExpert(torch.autograd.Function):
+    """A product of an expert's tokens x (n, in) with factors rounded, but for the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounding: Rounding) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.rounding, form = rounding, rounding.traits.forward
+        return _out(rounding(x, form) @ rounding(weight, form, weight=True).T, x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        rounding: Rounding = ctx.rounding
+        turned = rounding(weight.T, rounding.traits.forward, weight=True)
+        into = rounding(gradient, rounding.traits.gradient) @ turned.T
+        return _out(into, x), gradient.T @ x, None
+
+
 def _out(y: Tensor, like: Tensor) -> Tensor:
     return y.to(like.dtype)
 
@@ -108,10 +128,17 @@ def install(
         loras: list[Any] = [m.lora for m in block.modules() if getattr(m, "lora", None)]
         thin = {child for lora in loras for child in lora.modules()}
         for module in block.modules():
+            if isinstance(module, ExpertMlps) and rounding.traits.experts:
+                module.product = partial(_of_expert, rounding)
             if isinstance(module, nn.Linear) and module not in thin:
                 own: Any = module
                 adapted: Callable[..., Tensor] | None = getattr(module, "lora", None)
                 own.forward = _forward(own, rounding, adapted)
+
+
+def _of_expert(rounding: Rounding, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = RoundedExpert.apply(x, weight, rounding)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
 
 
 def _forward(
