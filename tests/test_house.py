@@ -305,17 +305,17 @@ def test_every_class_has_a_name_of_its_own() -> None:
 # The most lines of each package. A number only falls, unless the same commit names the new
 # capability that needs the lines; all together are to become 24,000.
 LINES = {
-    "layout": 4421,
+    "layout": 4426,
     "program": 3244,
     "draw": 1689,
     "plan": 5234,
-    "models": 1967,
+    "models": 1969,
     "comm": 4619,
-    "parallel": 4541,
+    "parallel": 4573,
     "cost": 1246,
     "bench": 1112,
     "train": 7249,
-    "verify": 2169,
+    "verify": 2196,
     "report": 916,
     "lab": 3575,
     "hang": 965,
