@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import _engine_run_backward as run_backward
 
 from ..comm import Work
 from ..models import ExpertMlps, LoraLinear
@@ -217,8 +218,6 @@ class Piece:
         self.compiled = compiled
         self.kept: dict[int, _Kept] = {}
         self.leaf: Tensor | None = None  # of all graphs, and no gradient comes to it
-        if self.units:
-            self.leaf = torch.zeros((), device=self.units[0].pool.device, requires_grad=True)
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
@@ -290,8 +289,7 @@ class Piece:
             with torch.no_grad():
                 return past | self._call(mine, named)
         kept = _Kept({}, torch.empty(0), past=tuple(past))
-        mode = giving if keep else keeping
-        again = nullcontext() if selected is None else mode(selected)
+        again = nullcontext() if selected is None else (giving if keep else keeping)(selected)
         self.due = kept.due if self.splits else None
         with torch.enable_grad(), self._packing(kept.boxes), again:
             out = self._call(self._edges(mine, kept.into), named)
@@ -367,10 +365,12 @@ class Piece:
     def _run(self, kept: _Kept, gradients: Bundle) -> None:
         for unit in self.trained:
             unit.open()
-        names = [name for name in kept.roots if name in gradients]
-        if names:
-            roots = [kept.roots[name] for name in names]
-            torch.autograd.backward(roots, [gradients[name] for name in names])
+        roots = {name: root for name, root in kept.roots.items() if name in gradients}
+        if roots:
+            # What torch.autograd.backward ends in: its Python before that takes up to 50 us a call,
+            # and the engine itself checks what it is given.
+            own = tuple(gradients[name] for name in roots)
+            run_backward(tuple(roots.values()), own, False, False, (), True, True)
 
     def _passed(self, kept: _Kept, gradients: Bundle) -> Bundle:
         past = {name: gradients[name] for name in kept.past if name in gradients}

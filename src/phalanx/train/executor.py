@@ -313,7 +313,7 @@ class Executor:
     def _add_loss(self, y: Tensor) -> None:
         # Every rank of tp computes the same loss; one of them counts it.
         if self.local.groups.tp.rank == 0:
-            self.loss += y.detach()
+            self.loss += y
 
     def _again(self, op: Op) -> None:
         p, m = op.piece, op.index
@@ -505,7 +505,7 @@ class Trainer(Executor):
     def _watch(self, way: str, piece: int, x: Tensor) -> None:
         # A sum is finite only if all its terms are. It is read after a bad step and never before: a
         # number that is bad once could not be found by computing the step again.
-        total = x.detach().sum(dtype=torch.promote_types(x.dtype, torch.float32))
+        total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))
         known = self.sums_of.get((way, piece))
         self.sums_of[way, piece] = total if known is None else known + total
 

@@ -1,0 +1,178 @@
+"""What Python costs an operation of a step, beside the work that torch is given.
+
+    OMP_NUM_THREADS=1 python benchmarks/operations.py [--layout recompute:all] [--profile]
+
+The tiny model with rows of 16 tokens, one rank, in one process. Contenders take turns of some steps, by
+processor time; of all turns the 10th percentile, as others use the machine too:
+
+- loop: forward, backward, clip and fused AdamW of plain torch, reading the loss;
+- pieces: the same pieces, units and updates as a step, called one after the other without a program;
+- step: `Trainer.step` on the same batches;
+- list: a step whose pieces, units and updates give back at once what is ready. What is left is to go
+  through the list, wait, note moments, watch for what is not finite, agree and read.
+
+What an operation costs is what a step takes more than the loop, by operation: the executor's part is
+what it takes more than the pieces, the rest is what cutting a model into pieces costs: an edge of
+autograd's graph and a backward for each, and updates by unit. `--profile` prints a profile of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import os
+import pstats
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from phalanx.comm import Work
+from phalanx.comm.alone import AloneWorld
+from phalanx.layout import Layout, Run
+from phalanx.parallel import data, pieces
+from phalanx.train import executor, optimizer
+from phalanx.train.optimizer import Scale
+from phalanx.train.rank import Rank
+from torch_loops import Plain
+from train_steps import SIZES
+
+TOKENS = 16
+
+
+@contextmanager
+def nothing_computed(rank: Rank, own: Any) -> Iterator[None]:
+    """Pieces, units and updates do no work, and give what they gave in a step just before."""
+    outputs: dict[tuple[str, int], Any] = {}
+
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(pieces.Piece, name)
+
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            outputs[name, id(self)] = out = real(self, *args, **options)
+            return out
+
+        return call
+
+    def given(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **options: outputs[name, id(self)]
+
+    def reduced(self: Any) -> Any:
+        self.full, self._open, self._summed = None, False, True
+        return Work()
+
+    names = ("forward", "backward", "seed")
+    with mock.patch.multiple(pieces.Piece, **{name: noted(name) for name in names}):
+        rank.trainer.step(own, 0.0)
+    norms = torch.ones(1)
+
+    def no_update(self: Any, *args: Any) -> None:
+        pass
+
+    def norms_of(unit: Any) -> Any:
+        return norms
+
+    with (
+        mock.patch.multiple(pieces.Piece, **{name: given(name) for name in names}),
+        mock.patch.object(data.Unit, "reduce", reduced),
+        mock.patch.object(data.PlainUnit, "reduce", reduced),
+        mock.patch.object(optimizer.Update, "__call__", no_update),
+        mock.patch.object(executor, "_norms", norms_of),
+    ):
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layout", default="fp32")
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=10, help="of each turn")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ["WORLD_SIZE"] = "1"
+    sizes = SIZES["tiny"]
+    keys = ",".join(f"{name}={value}" for name, value in sizes.items())
+    with tempfile.TemporaryDirectory() as folder:
+        words = (
+            f"model={{name='tiny',{keys},sequence={TOKENS},batch=2}}",
+            "document_masks=false",
+            f"out={folder}/run",
+        )
+        run = Run.parse("", "run", words)
+        rank = Rank(AloneWorld(), run, Layout.parse(args.layout))
+        loop = Plain(sizes, list(words), 0, 1, compiled=False)
+        own = rank.batch(0)
+        mine = rank.batches.batch(0)
+
+        def plain() -> None:
+            total = loop.gradients(mine, (mine["targets"] != -100).sum())
+            loop.clip()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=True)
+            float(total)
+
+        def called() -> None:
+            trainer, ordered = rank.trainer, list(rank.local.pieces.values())
+            count, bundle = executor.count_valid(own[0]).double().view(1), {}
+            for piece in ordered:
+                bundle = piece.forward(0, bundle, own[0], keep=True)
+            gradients = ordered[-1].seed(0, 1.0 / count)
+            for piece in reversed(ordered):
+                gradients = piece.backward(0, gradients)
+            for unit in rank.local.units.values():
+                unit.reduce().wait()
+            norms = torch.cat([executor._norms(unit) for unit in rank.local.units.values()])
+            norm = norms.double().square_().sum().sqrt().view(1)
+            for update in trainer.updates.values():
+                update(3e-4, Scale.of(norm, 1.0, 1.0))
+            torch.cat((bundle["x"].view(1), norm)).tolist()
+
+        def step() -> None:
+            rank.trainer.step(own, 3e-4)
+
+        def turn(one: Callable[[], None]) -> float:
+            begun = time.process_time()
+            for _ in range(args.steps):
+                one()
+            return (time.process_time() - begun) / args.steps * 1e6
+
+        turns = {"loop": plain, "pieces": called, "step": step}
+        for one in turns.values():
+            turn(one)
+        if args.profile:
+            with cProfile.Profile(time.process_time) as profile:
+                for _ in range(args.rounds):
+                    turn(step)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+            return
+        times: dict[str, list[float]] = {name: [] for name in (*turns, "list")}
+        for _ in range(args.rounds):
+            for name, one in turns.items():
+                times[name].append(turn(one))
+            with nothing_computed(rank, own):
+                times["list"].append(turn(step))
+    low = {name: statistics.quantiles(each, n=10)[0] for name, each in times.items()}
+    # Differences of turns that stood beside each other.
+    pairs = {"step, more than loop": "loop", "of it the executor": "pieces"}
+    low |= {
+        what: statistics.median(a - b for a, b in zip(times["step"], times[name], strict=True))
+        for what, name in pairs.items()
+    }
+    count = len(rank.trainer.row)
+    words = str(rank.layout) or "one rank"
+    print(f"{words}: {count} operations, load {os.getloadavg()[0]:.1f}\n")
+    print("| | us a step | us an operation |\n|---|--:|--:|")
+    for name, us in low.items():
+        print(f"| {name} | {us:.0f} | {us / count:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
