@@ -308,7 +308,7 @@ LINES = {
     "layout": 4426,
     "program": 3244,
     "draw": 1689,
-    "plan": 5234,
+    "plan": 5243,
     "models": 1969,
     "comm": 4619,
     "parallel": 4573,

@@ -567,3 +567,39 @@ def test_a_profile_that_keeps_scores_is_planned_too() -> None:
 def test_blocks_are_spread_as_even_as_can_be() -> None:
     assert spread(8, 3) == (3, 3, 2) or sorted(spread(8, 3)) == [2, 3, 3]
     assert np.ptp(spread(126, 32)) <= 1
+
+
+def test_whole_experts_shared_over_tp_are_searched_and_their_bounds_hold() -> None:
+    asked = request_for(ROUTED, hardware("h100x4"), batch=16)
+    space, pricer = Space(asked, recomputes=("none",)), Pricer(asked)
+    screened = Screened(space, pricer)
+    whole = {i: x for i in range(len(screened)) if (x := screened.layout(i)).experts}
+    assert {(x.ep, x.tp, x.seq) for x in whole.values()} == {
+        (1, 2, True), (1, 4, True), (2, 2, True),
+    }  # fmt: skip
+    for i in [*whole][::5]:
+        assert not legal(whole[i], ROUTED, batch=16)
+        found = pricer.choose(whole[i])
+        assert screened.step[i] <= screened.follow(i) <= found.step * (1 + 1e-9), whole[i]
+        assert screened.bytes[i] <= found.bytes * (1 + 1e-9), whole[i]
+
+
+@pytest.mark.parametrize("text, ranks", [("tp2 seq", 2), ("ep2 tp2 seq", 4), ("cp2", 2)])
+def test_ranks_that_share_experts_send_their_own_tokens_to_all_of_them(
+    text: str, ranks: int
+) -> None:
+    """Half of a sequence, or of two, each token as often as it has experts, in 16 bits; and where tp cuts
+    each expert a rank has all tokens and four experts times half their width, as many numbers."""
+    apart = Layout.parse(f"{text} bf16")
+    layout = replace(apart, experts=("tp" if apart.seq else "cp",))
+    asked = request_for(ROUTED, hardware(f"h100x{ranks}"), batch=layout.data)
+    costs, sizes = Pricer(asked).costs(layout), Pricer(asked).priced(layout).sizes
+    sent = 2.0 * ROUTED.sequence / 2 * ROUTED.top_k * ROUTED.hidden
+    exchange = asked.hardware.network.seconds("all_to_all", sent, ranks, 1)
+    assert costs.pieces[ops.EXCHANGE, 2] == pytest.approx(exchange)
+    cut = Pricer(asked).priced(apart).sizes
+    copies = 2 if apart.cp > 1 else 1  # ranks of cp had all experts each
+    numbers = ROUTED.experts * 3 * ROUTED.hidden * ROUTED.expert_ffn
+    assert sum(cut.home) - sum(sizes.home) == pytest.approx(
+        (1 - 1 / copies) * ROUTED.layers * numbers * asked.profile.weight_bytes, rel=1e-3
+    )

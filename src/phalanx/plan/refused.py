@@ -92,6 +92,7 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
             ("overlap", [p.overlap for p in x.pipelines], 2),
             ("matmul", [i.matmul for i in x.inners], 3),
             ("recompute", [i.recompute for i in x.inners], 3),
+            ("experts", [bool(i.experts) for i in x.inners], 3),
         ):
             shape = [len(values) if n == axis else 1 for n in range(4)]
             column = np.broadcast_to(np.array(values).reshape(shape), x.sizes)
@@ -112,6 +113,8 @@ def _families(screened: Screened) -> Iterator[tuple[str, Mask]]:
         yield f"recompute:{mode}", c["recompute"] == mode
     if c["overlap"].any():
         yield "overlap", c["overlap"]
+    if c["experts"].any():
+        yield "experts:tp", c["experts"]
     if matmul := screened.space.request.matmul:
         yield f"without {matmul}", c["matmul"] == ""
         yield matmul, c["matmul"] == matmul

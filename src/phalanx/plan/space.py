@@ -7,9 +7,9 @@ microbatch, where ZeRO-3 holds less still), and microbatches whose blocks alone 
 memory. Fewer microbatches than half the stages are tried only where the batch has no more of them: a
 larger microbatch cannot win back a pipeline that is empty most of the time. Parts of a sequence
 shorter than 2,048 tokens are tried only where the batch has too few sequences for data parallel:
-they divide work that whole sequences divide without a message. Experts are shared by as many ranks as
-divide their number, each rank with whole ones; only where they are, one microbatch's tokens may travel
-beside the computing of another.
+they divide work that whole sequences divide without a message. Experts are shared by as many ranks of
+ep, or of ep and tp, as divide their number, each rank with whole ones; only where those of ep do, one
+microbatch's tokens may travel beside the computing of another. That cp shares them is never tried.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Inner(NamedTuple):
     seq: bool
     recompute: str
     matmul: str = ""
+    experts: tuple[str, ...] = ()
 
 
 class Grid(NamedTuple):
@@ -158,7 +159,7 @@ class Space:
         return Layout(
             mesh=x.grid.mesh(zero.shards), seq=inner.seq, zero=zero.stage,
             schedule=pipe.schedule, chunks=pipe.chunks, microbatches=x.counts[c],
-            gather=zero.gather, recompute=inner.recompute, offload=self.offload,
+            gather=zero.gather, recompute=inner.recompute, offload=self.offload, experts=inner.experts,
             stages=pipe.stages, precision=self.request.precision, matmul=inner.matmul,
             compile=self.compile, overlap=overlaps(pipe, x.counts[c]),
         )  # fmt: skip
@@ -244,7 +245,11 @@ class Space:
         seqs = (True, False) if grid.tp > 1 and self.request.shape.kind == "decoder" else (False,)
         seqs = seqs[:1] if grid.tp in self.seq_only else seqs
         matmuls = ("", self.request.matmul) if self.request.matmul else ("",)
-        return tuple(Inner(*each) for each in product(seqs, self.recomputes, matmuls))
+        # As many whole ones on each rank, or a part of each on all.
+        even = grid.tp > 1 and self.request.shape.experts % (grid.ep * grid.tp) == 0
+        shared = [(), ("tp",)] if even and self.request.shape.experts else [()]
+        every = (Inner(*each) for each in product(seqs, self.recomputes, matmuls, shared))
+        return tuple(inner for inner in every if inner.seq or not inner.experts)
 
 
 def divisors(n: int) -> list[int]:
@@ -267,6 +272,7 @@ def _cut(
         Layout(
             mesh,
             seq=inner.seq,
+            experts=inner.experts,
             schedule=next(splits) if split else ACCUM,
             recompute=inner.recompute,
             precision=precision,
