@@ -5,7 +5,6 @@ Nothing here loads torch, except for a model in code of the user's own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -131,9 +130,8 @@ def request_for(
 
 
 def held(request: Request, layout: Layout) -> Choice:
-    """What a layout's ranks hold, as `plan --explain` says it; on a CPU without its times."""
-    room = 0.0 if request.hardware.cores else math.inf
-    return Pricer(replace(request, precision=layout.precision)).choose(layout, room)
+    """What a layout's ranks hold, as `plan --explain` says it, without its times."""
+    return Pricer(replace(request, precision=layout.precision)).choose(layout, 0.0)
 
 
 def held_text(kinds: Mapping[str, float]) -> str:

@@ -240,7 +240,7 @@ def _weights(program: Program, number: int, now: State) -> Iterator[str]:
             yield f"{who}: {op} stands after {tie}, which adds finished sums of two stages."
         elif kind == ops.UPDATE:
             unused.pop(unit, None)
-        elif kind in ops.USES_WEIGHTS:
+        elif now.updates and kind in ops.USES_WEIGHTS:
             for used in program.units(unit):
                 if now.updates[used]:
                     update = Op(ops.UPDATE, used)

@@ -22,10 +22,11 @@ def _woven(
     row: Sequence[Op], before: Mapping[int, list[Op]], after: Mapping[int, list[Op]]
 ) -> list[Op]:
     """The row with operations put before and after those at the named positions."""
-    out = list(before.get(-1, ()))
-    for i, op in enumerate(row):
-        out += [*before.get(i, ()), op, *after.get(i, ())]
-    return out
+    out, done = list(before.get(-1, ())), 0
+    for i in sorted({*before, *after} - {-1}):
+        out += (*row[done:i], *before.get(i, ()), row[i], *after.get(i, ()))
+        done = i + 1
+    return [*out, *row[done:]]
 
 
 def expand(
@@ -41,7 +42,7 @@ def expand(
         return stage[::-1] if op.kind in ops.BACKWARDS else stage
 
     expanded = program.with_rows(
-        [op._replace(piece=piece) for op in row for piece in pieces(op)] for row in program.rows
+        [Op(op[0], piece, *op[2:]) for op in row for piece in pieces(op)] for row in program.rows
     )
     return replace(expanded, tied=tied, frozen=tuple(sorted(frozen)))
 
@@ -212,38 +213,45 @@ def messages(program: Program) -> Program:
     """A send right after what makes a value; its receive one computation ahead of the one that uses
     it, posted while the rank still works. Receives stand in the order of the sends."""
     after: list[dict[int, list[Op]]] = [{} for _ in program.rows]
-    flows: dict[tuple[int, int, bool], list[Op]] = defaultdict(list)
+    flows: dict[int, dict[tuple[int, bool], list[Op]]] = defaultdict(lambda: defaultdict(list))
+    travels = (ops.FORWARD, *ops.PROPAGATES)
     for number, row in enumerate(program.rows):
+        homes = program.homes[number]
         for i, op in enumerate(row):
-            to = op.piece + (1 if op.kind == ops.FORWARD else -1)
-            target = program.homes[number].get(to, number)
-            if op.kind in (ops.FORWARD, *ops.PROPAGATES) and target != number:
-                after[number][i] = [Op(ops.SEND, op.piece, op.index, op.kind, to)]
-                flows[number, target, op.kind == ops.FORWARD].append(op)
-    before: list[dict[int, list[Op]]] = [defaultdict(list) for _ in program.rows]
-    for (_, target, forward), sent in flows.items():
-        _receives(program.rows[target], forward, sent, before[target])
-    return program.with_rows(_woven(row, before[n], after[n]) for n, row in enumerate(program.rows))
+            if op[0] in travels:
+                forward = op[0] == ops.FORWARD
+                to = op[1] + (1 if forward else -1)
+                if (target := homes.get(to, number)) != number:
+                    after[number][i] = [Op(ops.SEND, op[1], op[2], op[0], to)]
+                    flows[target][number, forward].append(op)
+    return program.with_rows(
+        _woven(row, _receives(row, flows[n]) if n in flows else {}, after[n])
+        for n, row in enumerate(program.rows)
+    )
 
 
 def _receives(
-    row: Sequence[Op], forward: bool, sent: Sequence[Op], before: dict[int, list[Op]]
-) -> None:
+    row: Sequence[Op], flows: Mapping[tuple[int, bool], Sequence[Op]]
+) -> dict[int, list[Op]]:
+    """Where a row receives what others send it."""
+    before: dict[int, list[Op]] = defaultdict(list)
     at, again = {op: i for i, op in enumerate(row)}, recomputed(row)
-    computes = [i for i, op in enumerate(row) if op.kind in ops.COMPUTES]
+    computes = [i for i, op in enumerate(row) if op[0] in ops.COMPUTES]
     turn = {i: n for n, i in enumerate(computes)}
-    latest = len(row)
-    for op in reversed(sent):
-        to = op.piece + (1 if forward else -1)
-        uses = (Op(k, to, op.index) for k in ([ops.FORWARD] if forward else ops.PROPAGATES))
-        use = next((use for use in uses if use in at), None)
-        if use is None:
-            continue  # `check` tells that what is sent is never used
-        first = at[use]
-        if not forward and (to, op.index) in again:
-            first = min(first, at[again[to, op.index]])
-        latest = min(latest, computes[max(0, turn[first] - 1)])
-        before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
+    for (_, forward), sent in flows.items():
+        latest = len(row)
+        for op in reversed(sent):
+            to = op.piece + (1 if forward else -1)
+            uses = (Op(k, to, op.index) for k in ([ops.FORWARD] if forward else ops.PROPAGATES))
+            use = next((use for use in uses if use in at), None)
+            if use is None:
+                continue  # `check` tells that what is sent is never used
+            first = at[use]
+            if not forward and (to, op.index) in again:
+                first = min(first, at[again[to, op.index]])
+            latest = min(latest, computes[max(0, turn[first] - 1)])
+            before[latest].insert(0, Op(ops.RECEIVE, to, op.index, use.kind, op.piece))
+    return before
 
 
 def gather(

@@ -61,8 +61,8 @@ def restarts(at: Mapping[Any, int], piece: int, index: int) -> bool:
 
 Needs = list[Op | str]  # operations on the rank, and in words what it lacks
 Changes = tuple[Change, ...]
-# All that changes depend on: kind, piece, what is kept before and after, messages that were taken,
-# whether one is made, units whose gradient begins.
+# All that changes depend on: kind, piece (of a message the lower end), what is kept before and after,
+# messages that were taken, whether one is made, units whose gradient begins.
 _Way = tuple[str, int, str, str, int, bool, tuple[int, ...]]
 
 
@@ -297,24 +297,22 @@ class State:
     def apply(self, op: Op, needs: Needs) -> tuple[int, int]:
         """Go past an operation. Returns the numbers of what it takes and gives back when it starts, and
         when it ends. What it has waited for has arrived when it starts."""
-        arrived: list[Change] = []
-        if self.under_way:
-            arrived += (c for need in needs if need in self.under_way for c in self._arrive(need))
+        way = self.under_way
+        arrived = [c for n in needs if n in way for c in self._arrive(n)] if way else []
         kind = op[0]
         if kind in ops.COMPUTES:
             start, end = self._compute(op)
+        elif op[3]:
+            start, end = self._after((kind, min(op[1], op[4]), "", "", 0, False, ()))
         else:
             changed: tuple[list[Change], list[Change]] = [], []
             if kind in (ops.OFFLOAD, ops.RELOAD):
                 self._to_or_from_host(op, *changed)
-            elif kind in ops.MESSAGES:
-                what = SENT if kind == ops.SEND else RECEIVED
-                changed[0].append(Change(what, min(op.piece, op.peer), 1))
             elif kind in (ops.EXCHANGE, ops.EXCHANGE_GRADIENT):
                 changed[0].append(Change(RECEIVED, op.piece - 1, 1))
             elif kind not in ops.ON_MICROBATCH:
                 self._unit(op, *changed)
-            start, end = (self._number(tuple(each)) for each in changed)
+            start, end = self._number(tuple(changed[0])), self._number(tuple(changed[1]))
         if arrived:
             start = self._number((*arrived, *self.bundles[start]))
         return start, end
@@ -359,14 +357,19 @@ class State:
                     self.open[unit] = []
                 if contributes:
                     self.open[unit].append(op)
-        way = kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)
+        return self._after((kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)))
+
+    def _after(self, way: _Way) -> tuple[int, int]:
         if way not in self._known:
             self._known[way] = self._changes(way)
         return self._known[way]
 
     def _changes(self, way: _Way) -> tuple[int, int]:
-        """What a computation takes and gives back when it starts, and when it ends."""
+        """What a message or a computation takes and gives back when it starts, and when it ends."""
         kind, piece, before, keeps, taken, made, opened = way
+        if kind in ops.MESSAGES:
+            what = SENT if kind == ops.SEND else RECEIVED
+            return self._number((Change(what, piece, 1),)), self._number(())
         forward = kind == ops.FORWARD
         # Messages carry the number of their lower end.
         start = [Change(RECEIVED, piece - forward, -1)] * taken
