@@ -83,14 +83,10 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                     first.append(j)
                     waits.append(j)
             first += waited
-            if where == COMPUTE:
-                # It has waited for all this, and what follows waits for it.
-                waited = []
-            else:
-                if COMPUTE in last:
-                    first.append(last[COMPUTE])
-                if waits:
-                    waited = waited + waits
+            if where != COMPUTE and COMPUTE in last:
+                first.append(last[COMPUTE])
+            # A computation has waited for all this, and what follows waits for the computation.
+            waited = [] if where == COMPUTE else waited + waits
             last[where] = i
             lanes.append(where)
             made.before.append(first)

@@ -131,8 +131,7 @@ def peaks(program: Program, sizes: Sizes, walked: Sequence[State] = ()) -> tuple
 
 def fullest(program: Program, sizes: Sizes, walked: Sequence[State]) -> list[dict[str, float]]:
     """What each row's ranks hold at their peak, by kind."""
-    rows = enumerate(walked)
-    return [_highest(_always(program, sizes, row), sizes, each)[2] for row, each in rows]
+    return [_highest(_always(program, sizes, n), sizes, w)[2] for n, w in enumerate(walked)]
 
 
 def _highest(

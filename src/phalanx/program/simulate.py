@@ -225,10 +225,9 @@ def repeating(made: Compiled, period: int, tail: int) -> Repeat | None:
         return None
     inside = bytearray(b and not a for a, b in zip(before[3], after[3], strict=True))
     each: Counter[tuple[int, str, int]] = Counter()
-    for row, computed in enumerate(made.computing):
-        for n, op in computed:
-            if op[0] in ops.COMPUTES:
-                each[row, op[0], op[1]] += inside[n]
+    for i, (row, op) in enumerate(graph.ops):
+        if op[0] in ops.COMPUTES:
+            each[row, op[0], op[1]] += inside[place[i]]
     if set(each.values()) != {period}:
         return None
     return Repeat(before[2], after[2], inside)

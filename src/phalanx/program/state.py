@@ -327,11 +327,9 @@ class State:
         kind, piece, m = op[:3]
         came = taken = made = False
         if kind == ops.FORWARD or kind in ops.PROPAGATES:
-            further = 1 if kind == ops.FORWARD else -1
+            far = piece - 1 if kind == ops.FORWARD else piece + 1
             # It is the operation's own from here on, and counted with what it keeps.
-            came = (
-                piece in self.entries and (ops.RECEIVE, piece, m, kind, piece - further) in self.at
-            )
+            came = piece in self.entries and (ops.RECEIVE, piece, m, kind, far) in self.at
             if ops.EXCHANGE in self.has:
                 sent = ops.EXCHANGE if kind == ops.FORWARD else ops.EXCHANGE_GRADIENT
                 # Tokens are there twice from when they are made until what takes them begins: as they
@@ -360,27 +358,24 @@ class State:
         return self._after((kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)))
 
     def _after(self, way: _Way) -> tuple[int, int]:
-        if way not in self._known:
-            self._known[way] = self._changes(way)
-        return self._known[way]
-
-    def _changes(self, way: _Way) -> tuple[int, int]:
         """What a message or a computation takes and gives back when it starts, and when it ends."""
+        if way in self._known:
+            return self._known[way]
         kind, piece, before, keeps, taken, made, opened = way
-        if kind in ops.MESSAGES:
-            what = SENT if kind == ops.SEND else RECEIVED
-            return self._number((Change(what, piece, 1),)), self._number(())
         forward = kind == ops.FORWARD
         # Messages carry the number of their lower end.
         start = [Change(RECEIVED, piece - forward, -1)] * taken
         end = [Change(RECEIVED, piece - (not forward), 1)] * made
+        start += [Change(SENT if kind == ops.SEND else RECEIVED, piece, 1)] * (kind in ops.MESSAGES)
         start += (Change(WHOLE, unit, 1) for unit in opened)
         # A forward's results grow while it runs; a backward needs what was kept until it ends.
         at = start if forward or kind in ops.RECOMPUTES else end
         at += [Change(before, piece, -1)] * bool(before) + [Change(keeps, piece, 1)] * bool(keeps)
-        start.append(Change(WORKING, piece, 1))
-        end.append(Change(WORKING, piece, -1))
-        return self._number(tuple(start)), self._number(tuple(end))
+        if kind in ops.COMPUTES:
+            start.append(Change(WORKING, piece, 1))
+            end.append(Change(WORKING, piece, -1))
+        self._known[way] = self._number(tuple(start)), self._number(tuple(end))
+        return self._known[way]
 
     def _keeps(self, piece: int, m: int) -> str:
         """What stays on the device after a forward: everything, a part, its input or nothing."""
