@@ -71,7 +71,7 @@ def refusals(
             if best and screened.simulate(i).parts:
                 least[i], able = screened.choices[i].step, np.flatnonzero(mask & fits)
         if len(able):
-            found.append(_slower(family, screened, i, float(least[able].min()), best[0]))
+            found.append(_slower(family, screened, i, float(least[mask & fits].min()), best[0]))
         else:
             found.append(_large(family, screened, i, room))
     return (*found, *_illegal(screened))

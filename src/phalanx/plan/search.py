@@ -185,11 +185,9 @@ class Screened:
                 if order and self.follow(i) > self.step[order[-1]]:
                     heappush(closer, (self.follow(i), i))
                     continue
-            idea = self.idea(i)
-            if idea in ideas and self.step[i] >= self.choices[ideas[idea]].step:
-                continue
             if self.simulate(i).bytes > room:
                 continue
+            idea = self.idea(i)
             if idea not in ideas or self.choices[i].step < self.choices[ideas[idea]].step:
                 ideas[idea] = i
 

@@ -70,7 +70,7 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                 where = flows[flow]
             else:
                 where = of_kind[op[0]]
-            first = [last[where]] if where in last else []
+            first: list[int] = []
             waits: list[int] = []
             for need in needs:
                 if isinstance(need, str):
@@ -82,9 +82,9 @@ def graph(program: Program, walked: Sequence[State] = ()) -> Graph:
                 elif lanes[j] != COMPUTE:  # else the last computation says it
                     first.append(j)
                     waits.append(j)
+            alike = (where,) if where == COMPUTE else (where, COMPUTE)
+            first += [last[each] for each in alike if each in last]
             first += waited
-            if where != COMPUTE and COMPUTE in last:
-                first.append(last[COMPUTE])
             # A computation has waited for all this, and what follows waits for the computation.
             waited = [] if where == COMPUTE else waited + waits
             last[where] = i
