@@ -9,7 +9,8 @@ import pytest
 # Files with tests of ten seconds and more, which come first: two workers then end together.
 LONG = (
     "test_verify.py", "test_narrow.py", "test_what_is_compared.py", "test_nccl_start.py",
-    "test_fake_accelerator.py", "test_kills.py", "test_ranks_agree.py",
+    "test_fake_accelerator.py", "test_kills.py", "test_ranks_agree.py", "test_make_gpu.py",
+    "test_experiments.py", "test_common_mistakes.py", "test_top_command.py", "test_docs.py",
 )  # fmt: skip
 
 

@@ -308,9 +308,9 @@ LINES = {
     "layout": 4426,
     "program": 3244,
     "draw": 1689,
-    "plan": 5243,
+    "plan": 5241,
     "models": 1969,
-    "comm": 4619,
+    "comm": 4628,
     "parallel": 4573,
     "cost": 1246,
     "bench": 1112,
@@ -319,8 +319,8 @@ LINES = {
     "report": 916,
     "lab": 3575,
     "hang": 965,
-    "cli": 4620,
-    "api": 1503,
+    "cli": 4621,
+    "api": 1501,
 }
 
 

@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from phalanx.cli import report as report_verb
 from phalanx.cli import train as train_verb
 from phalanx.cli.memory import estimated
 from phalanx.cli.usage import UsageError
-from phalanx.comm import RankFailed, Report
+from phalanx.comm import CommError, RankFailed, Report
 from phalanx.layout import Layout
 from phalanx.layout.journal import read_journal
 from phalanx.layout.run import Run, RunError
@@ -160,6 +162,32 @@ def test_a_rank_that_is_killed_ends_the_run_with_1_and_its_name(tmp_path: Path) 
     assert process.returncode == 1, args
     assert "was killed by signal 9" in args
     assert "Traceback" not in args.split("was killed by signal 9")[0]
+
+
+def test_a_rank_that_fails_by_itself_gives_up_what_waits_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of NCCL would keep its process alive. Here over gloo, as far as torch's own call."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**names, "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    aborted = []
+
+    def lost(world: Any, *args: object, **options: object) -> None:
+        assert aborted == []
+        world.native = True
+        raise CommError("rank 1 is lost")
+
+    monkeypatch.setattr("phalanx.train.loop.train", lost)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append(1))
+    try:
+        with pytest.raises(CommError, match="rank 1 is lost"):
+            train_verb.run([*SMALL, f"out={tmp_path}", "layout=accum:2"])
+    finally:
+        dist.destroy_process_group()
+    assert aborted == [1]
 
 
 def test_ranks_that_save_nothing_are_not_started_a_second_time(

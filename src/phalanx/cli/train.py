@@ -236,7 +236,11 @@ def _joined(config: Run, args: argparse.Namespace, notice: str, at: Rendezvous) 
         return 2
     except (TrainError, CheckpointError, JournalError) as error:  # for the first two all ranks
         complain(f"rank {at.rank}: {type(error).__name__}: {error}")
+        world.abort()
         return 1
+    except BaseException:
+        world.abort()
+        raise
     world.close()
     return _ended(config, outcome, args.json and at.rank == 0)
 

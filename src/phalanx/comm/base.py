@@ -330,6 +330,9 @@ class World(ABC):
         """Leave the world."""
         self.clear()
 
+    def abort(self) -> None:
+        """Give up what is under way, so that this process can end though others have not come."""
+
 
 # Open groups by name, for compiled code, as a graph cannot contain a group. A process is usually one
 # rank and has one table; ranks that are threads of one process have one each.

@@ -363,6 +363,12 @@ class ProcessWorld(World):
         _barrier(None, self.device).wait()
         dist.destroy_process_group()
 
+    def abort(self) -> None:
+        # NCCL's kernels wait on the device for peers, and a process that ends waits for its kernels. A
+        # process over gloo ends, and the others read that from their sockets.
+        if self._made and self.native:
+            _untyped.distributed_c10d._abort_process_group()
+
 
 def apart(flows: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """The flows in as few lists as it takes that no rank occurs twice in one: a list of them is a
