@@ -330,7 +330,7 @@ class World(ABC):
         """Leave the world."""
         self.clear()
 
-    def abort(self) -> None:
+    def abort(self) -> None:  # noqa: B027 - most worlds have nothing to give up
         """Give up what is under way, so that this process can end though others have not come."""
 
 
