@@ -138,11 +138,14 @@ class Mesh:
         return rank
 
     def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
-        """Into how many parts these axes cut something, and which of them is at these coordinates."""
+        """Into how many parts these axes, or parts of them, cut something, and which of the parts is at
+        these coordinates."""
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
-            if axis.name in chosen:
-                parts, index = parts * axis.size, index * axis.size + at.get(axis.name, 0)
+            for name in dict.fromkeys((axis.name, *axis.part_names)):
+                if name in chosen:
+                    size = self.of(name)
+                    parts, index = parts * size, index * size + at.get(name, 0)
         return parts, index
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
