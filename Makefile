@@ -16,7 +16,7 @@ demo: .venv/installed
 # Most tests are worlds of threads, which share one interpreter's lock, and some wait for processes.
 # Many start processes, which read compiled files where these may be written.
 test: .venv/installed
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -156,11 +156,9 @@ class Layout:
     def axes_of(self, dims: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         """The axes that cut each dim of a weight. What shares experts cuts none of them."""
         shared = self.experts if "experts" in dims else ()
+        cut = {"": (), "ep": self.expert_axes} | dict.fromkeys(shared, ())
         axes = (AXIS_OF.get(dim, "") for dim in dims)
-        return tuple(
-            self.expert_axes if axis == "ep" else (axis,) if axis and axis not in shared else ()
-            for axis in axes
-        )
+        return tuple(cut.get(axis, (axis,)) for axis in axes)
 
     @property
     def data(self) -> int:

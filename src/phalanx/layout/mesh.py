@@ -138,8 +138,7 @@ class Mesh:
         return rank
 
     def part(self, axes: Iterable[str], at: Mapping[str, int]) -> tuple[int, int]:
-        """Into how many parts these axes, or parts of them, cut something, and which of the parts is at
-        these coordinates."""
+        """How many parts these axes (or parts of them) make, and which is at these coordinates."""
         chosen, parts, index = set(axes), 1, 0
         for axis in self.axes:
             for name in dict.fromkeys((axis.name, *axis.part_names)):

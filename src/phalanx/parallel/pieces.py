@@ -217,7 +217,9 @@ class Piece:
         self.first, self.last, self.splits, self.offloads = first, last, splits, offloads
         self.compiled = compiled
         self.kept: dict[int, _Kept] = {}
-        self.leaf: Tensor | None = None  # of all graphs, and no gradient comes to it
+        device = self.units[0].pool.device if self.units else None
+        # Of all graphs, and no gradient comes to it.
+        self.leaf = torch.zeros((), device=device, requires_grad=True)
         self.owners = {p: (u, name) for u in self.units for name, p in u.parameters.items()}
         # Of the forward that is running, where backward is split.
         self.due: list[_Due] | None = None
@@ -321,8 +323,6 @@ class Piece:
         edges = dict(mine)
         for name, x in mine.items():
             if x.is_floating_point():
-                if self.leaf is None:
-                    self.leaf = torch.zeros((), device=x.device, requires_grad=True)
                 edge: Tensor = _Edge.apply(x.detach(), self.leaf, into, name)  # type: ignore[no-untyped-call]
                 edges[name] = edge
         return edges
