@@ -8,21 +8,24 @@ import os
 import pytest
 
 # Files with tests of ten seconds and more, which come first: all workers then end together.
+SPREAD = ("test_verify.py", "test_narrow.py")
 LONG = (
-    "test_verify.py", "test_narrow.py", "test_what_is_compared.py", "test_nccl_start.py",
-    "test_fake_accelerator.py", "test_kills.py", "test_ranks_agree.py", "test_make_gpu.py",
-    "test_experiments.py", "test_common_mistakes.py", "test_top_command.py", "test_docs.py",
+    "test_what_is_compared.py", "test_nccl_start.py", "test_fake_accelerator.py", "test_kills.py",
+    "test_ranks_agree.py", "test_make_gpu.py", "test_experiments.py", "test_common_mistakes.py",
+    "test_top_command.py", "test_docs.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker begins with a stretch of the list, and takes from the ends of others' when it is done:
-    each stretch has its share of the long tests, and then of the rest, file by file."""
+    each stretch has its share of the longest tests, and then of the rest, file by file, as tests of
+    one file share what is made once."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    long = [item for item in items if item.path.name in LONG]
-    rest = [item for item in items if item.path.name not in LONG]
+    longest = [item for item in items if item.path.name in SPREAD]
+    rest = [item for item in items if item.path.name not in SPREAD]
+    rest.sort(key=lambda item: item.path.name not in LONG)
     share = -(-len(rest) // workers)
-    stretches = [long[n::workers] + rest[n * share : (n + 1) * share] for n in range(workers)]
+    stretches = [longest[n::workers] + rest[n * share : (n + 1) * share] for n in range(workers)]
     items[:] = [item for stretch in stretches for item in stretch]
 
 
