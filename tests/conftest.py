@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What torch and the test modules have made stays. Looking through it for garbage again and again
-    took a sixth of the tests' time."""
+    took a sixth of the time of tests that build programs."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

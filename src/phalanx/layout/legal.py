@@ -62,10 +62,8 @@ def _tensor(x: Layout, s: Shape, batch: int, sequence: int) -> Iterator[Violatio
             what = f"experts:{axis} has nobody to share experts with: {axis}=1."
             yield Violation("experts", what, f"Leave {axis} out of it, or use {axis}2.")
         elif axis == "tp" and not x.seq:
-            what = (
-                "experts:tp without seq: all ranks of tp have the same tokens, and would send each"
-            )
-            what += f" {x.tp} times to its experts."
+            what = "experts:tp without seq: all ranks of tp have the same tokens, and would send"
+            what += f" each {x.tp} times to its experts."
             yield Violation("experts", what, "Add seq, or leave tp out: it then cuts each expert.")
     if x.seq and (x.tp == 1 or s.kind == "mlp"):
         why = "tp=1" if x.tp == 1 else "a model without norms"

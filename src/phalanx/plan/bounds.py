@@ -357,11 +357,11 @@ def followed(space: Space, x: Options, at: tuple[int, int, int, int], pricer: Pr
 
     def ending(kind: str, stage: int) -> float:
         """Of its last piece."""
-        if kind == ops.FORWARD:
-            return (head_ if stage == len(blocks) - 1 else block_ if blocks[stage] else embed_)[
-                kind
-            ]
-        return (embed_ if not stage else block_ if blocks[stage] else head_)[kind]
+        forward = kind == ops.FORWARD
+        first, last = (embed_, head_) if forward else (head_, embed_)
+        if stage == (len(blocks) - 1 if forward else 0):
+            return last[kind]
+        return block_[kind] if blocks[stage] else first[kind]
 
     nodes, keys = _stage_nodes(pipe.schedule, pp, pipe.chunks, count)
     times, tails = [seconds(*key) for key in keys], [ending(*key) for key in keys]
