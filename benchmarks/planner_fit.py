@@ -13,10 +13,10 @@ from collections import defaultdict
 
 from phalanx.cost import cached_costs
 from phalanx.plan.calibrate import LongestPath
-from phalanx.plan.profile import FITTED, SoftwareProfile, profile
+from phalanx.plan.profile import FITTED, SoftwareProfile
 from phalanx.plan.published import PublishedRun, runs_of
 from phalanx.plan.table import read_table
-from published.held_out import shared, some
+from published.held_out import START, shared, some
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     published, _ = runs_of(rows, cached_costs)
     known = some(published)
     met: dict[int, list[LongestPath]] = {}
-    default = shared(known, met, profile("default"))
+    default = shared(known, met, START)
     tell("default", default)
     profiles: dict[str, list[PublishedRun]] = defaultdict(list)
     for run in known:

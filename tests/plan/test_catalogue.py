@@ -26,7 +26,9 @@ PRINTED = {
     ("mi300x", "bf16"): 1307.4, ("mi325x", "bf16"): 1300, ("mi300x", "fp8"): 2614.9,
     ("tpu-v5p", "bf16"): 459, ("tpu-v5e", "bf16"): 197, ("tpu-v6e", "bf16"): 918,
     ("trainium2", "bf16"): 667, ("gaudi-3", "bf16"): 1835, ("b200", "bf16"): 2250,
-    ("gb200", "fp4"): 10000, ("h100-nvl", "bf16"): 835,
+    ("gb200", "fp4"): 10000, ("h100-nvl", "bf16"): 835, ("a800", "bf16"): 312,
+    ("h800", "fp8"): 1978.9, ("v100-16", "fp16"): 125, ("v100-32", "fp32"): 15.7,
+    ("rtx-3090", "fp32"): 35.6, ("rtx-3090", "bf16"): 71,
 }  # fmt: skip
 # GB and GB/s as sold; HBM's GB are GiB.
 MEMORY = {
@@ -35,7 +37,8 @@ MEMORY = {
     "rtx-4090": (24, 1008),
     "mi250x": (128, 3277), "mi300x": (192, 5325), "mi325x": (256, 6000), "tpu-v5e": (16, 819),
     "tpu-v5p": (96, 2765), "tpu-v6e": (32, 1640), "trainium2": (96, 2900), "gaudi-3": (128, 3700),
-    "b200": (180, 7700), "gb200": (186, 8000),
+    "b200": (180, 7700), "gb200": (186, 8000), "a800": (80, 2039), "h800": (80, 3352),
+    "v100-16": (16, 900), "v100-32": (32, 900), "rtx-3090": (24, 936),
 }  # fmt: skip
 
 
@@ -117,6 +120,11 @@ def test_devices_without_a_cluster_are_joined_by_their_own_fastest_link() -> Non
     pair = cluster("rtx-4090x2")
     assert (pair.size, pair.kind.name, pair.name) == (2, "rtx-4090", "rtx-4090x2")
     assert pair.levels[0].bandwidth == pytest.approx(31.5e9, rel=1e-3)  # PCIe 4 x16
+    servers = cluster("rtx-4090x16")
+    assert [level.size for level in servers.levels] == [8, 2]
+    assert servers.levels[1].bandwidth == pytest.approx(
+        12.5e9 / 8
+    )  # Ethernet of 100 Gb/s for eight
 
 
 def test_the_hierarchy_gets_slower_and_larger_outward() -> None:

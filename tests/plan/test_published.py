@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from phalanx.cli.usage import UsageError
 from phalanx.layout import Layout, Shape
 from phalanx.plan import MachineError
 from phalanx.plan.calibrate import fit
-from phalanx.plan.profile import FITTED, profile
+from phalanx.plan.profile import FITTED, profile, profile_named
 from phalanx.plan.published import logged, runs_of
 from phalanx.plan.score import score, scored_row
 from phalanx.plan.table import read_table
@@ -284,7 +285,7 @@ def test_words_in_other_case_and_spelling_mean_what_a_person_reads(tmp_path: Pat
         {"precision": "FP8", "status": "OK", "sp": "True", "act_ckpt": "Full"},
         {"precision": "MXFP8", "status": "", "zero": "ZeRO-3", "act_ckpt": "Selective (op)"},
         {"schedule": "1F1B (flexible)", "precision": "BF16", "zero": "none", "tp": "2.0"},
-        {"schedule": "Interleaved 1F1B", "vpp": 2, "global_batch": "1,024"},
+        {"schedule": "Interleaved 1F1B", "vpp": 2, "global_batch": "1,024", "step_time_s": 40},
         {"schedule": "ZB-V", "precision": "FP8 (rowwise)", "offload": "None"},
         {"pp": 1, "dp": 8, "schedule": "whatever"},
     ]
@@ -297,7 +298,7 @@ def test_words_in_other_case_and_spelling_mean_what_a_person_reads(tmp_path: Pat
     assert [case.layout.zero for case in cases[:3]] == [1, 3, 0]
     assert [case.layout.seq for case in cases[:2]] == [True, False]
     assert rows[3].batch == 1024
-    assert {row.step for row in rows} == {2.0}
+    assert [row.step for row in rows] == [2.0, 2.0, 2.0, 40.0, 2.0, 2.0]
 
 
 def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(tmp_path: Path) -> None:
@@ -327,6 +328,12 @@ def test_a_run_out_of_memory_says_so_in_any_case_or_in_place_of_its_time(tmp_pat
         ({"schedule": "magic"}, "schedule", "interleaved"),
         ({"zero": "4"}, "zero", "not known"),
         ({"status": "perhaps"}, "status", "oom"),
+        ({"hardware": "Abacus"}, "hardware", "not in the catalogue"),
+        ({"micro_batch": "3"}, "micro_batch", "'3' x dp=4 is no part of 64"),
+        ({"micro_batch": "1e9"}, "micro_batch", "is no part of 64"),
+        ({"zero": "1", "hsdp_shard": "3"}, "hsdp_shard", "does not divide dp=4"),
+        ({"step_time_s": "0.002"}, "step_time_s", "is faster than 16 of h100-sxm can be"),
+        ({"step_time_s": "", "tok_s_gpu": "1e7"}, "tok_s_gpu", "is faster than"),
     ],
 )
 def test_a_bad_cell_is_told_by_line_and_column_and_the_rest_is_read(
@@ -336,6 +343,52 @@ def test_a_bad_cell_is_told_by_line_and_column_and_the_rest_is_read(
     assert [row.case is None for row in rows] == [False, True, False]
     assert rows[1].why.startswith(f"line 3, {column}: ")
     assert why in rows[1].why
+
+
+def test_what_no_layout_or_shape_may_be_is_told_by_its_line_in_one_line(tmp_path: Path) -> None:
+    said = [{"vocab": "1e9"}, {"vpp": "1000", "schedule": "interleaved"}, {"micro_batch": "1e-6"}]
+    for row in read_table(table(tmp_path / "t.csv", [{**GOOD, **each} for each in said])):
+        assert re.match(r"line \d: .*(vocab|chunks|microbatches)", row.why)
+        assert "\n" not in row.why
+
+
+def test_a_byte_that_is_no_text_spoils_its_own_cell(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [{**GOOD, "notes": "?"}, {**GOOD, "tp": "?"}, GOOD])
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xb5"))
+    assert [row.why[:11] for row in read_table(path)] == ["", "line 3, tp:", ""]
+
+
+def test_servers_and_networks_are_as_a_row_tells(tmp_path: Path) -> None:
+    said: list[dict[str, object]] = [
+        {},
+        {"gpus_per_node": 4},  # 16 in four servers, of which ranks of dp that are 4 apart share none
+        {"inter_link": "4x HDR InfiniBand"},
+        {"inter_link": "3.2 Tb/s per node"},
+        {"inter_link": "200 Gbps per GPU"},
+        {"hardware": "RTX 4090", "inter_link": "8 x 100 Gb/s", "precision": "bf16"},
+        {"hardware": "RTX 4090", "gpus": 4, "dp": 1},
+        {"hardware": "NVIDIA A800-SXM4-80GB"},
+        {"hardware": "Tesla V100-SXM2-32GB", "precision": "fp16", "gpus_per_node": 8},
+    ]  # fmt: skip
+    rows = read_table(
+        table(tmp_path / "t.csv", [{**GOOD, "step_time_s": 9, **each} for each in said])
+    )
+    assert [row.why for row in rows] == [""] * len(said)
+    hardware = [row.hardware for row in rows if row.hardware]
+    assert [h.node for h in hardware] == [8, 4, 8, 8, 8, 8, 4, 8, 8]
+    # Seconds of a long message to another server: by the port of a device.
+    rates = [1e9 / h.network.seconds("send", 1e9, 2, h.node) for h in hardware]
+    ports = [50, 50, 12.5, 50, 25, 12.5, 31.5, 25, 6.25]  # GB/s
+    assert [rate / 1e9 for rate in rates] == pytest.approx([0.8 * port for port in ports], rel=0.03)
+
+
+def test_software_is_known_by_a_name_that_a_cell_has_in_it() -> None:
+    named = {
+        "NVIDIA NeMo 24.07": "nemo", "BigScience Megatron-DeepSpeed": "megatron-deepspeed",
+        "GPT-NeoX": "megatron-deepspeed", "PyTorch FSDP + torch.compile": "compiled",
+        "torchtitan FSDP2 +compile": "torchtitan", "Hugging Face": "default", "": "default",
+    }  # fmt: skip
+    assert {each: profile_named(each).name for each in named} == named
 
 
 def test_rows_with_experts_are_left_out_and_counted(tmp_path: Path) -> None:

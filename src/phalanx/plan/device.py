@@ -164,7 +164,7 @@ def device(name: str) -> Device:
     )
 
 
-_USUAL = {"h100": "h100-sxm", "a100": "a100-80"}
+_USUAL = {"h100": "h100-sxm", "a100": "a100-80", "v100": "v100-16"}
 
 
 def device_named(driver: str) -> Device | None:

@@ -85,7 +85,8 @@ class Roofline:
     def attention(self, a: AttentionLoad, dtype: str, kernel: str) -> float:
         # The newest generation that the device has, of those up to the one that is asked for.
         said = [rate for name, rate in self.device.attention_tflops.items() if name <= kernel]
-        rate = max(said) * 1e12 if said else FLASH * self.reached(BF16)
+        usual = BF16 if self.device.peak(BF16) else dtype
+        rate = max(said) * 1e12 if said else FLASH * self.reached(usual)
         narrow = min(1.0, (a.head_dim / 128) ** 0.35)  # a narrow head feeds the tensor cores worse
         short = _RAMP * (1.0 if a.causal else 0.5)
         return float(a.flops / (rate * narrow * a.keys / (a.keys + short)))

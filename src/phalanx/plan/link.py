@@ -116,11 +116,14 @@ def cluster(name: str) -> Cluster:
     return replace(whole, name=name, levels=_filled(whole, count or whole.size))
 
 
-def joined(name: str, count: int) -> Cluster:
-    """So many of a device over its fastest link, where no cluster of them is catalogued."""
+def joined(name: str, count: int, server: int = 8) -> Cluster:
+    """So many of a device where no cluster of them is catalogued: its fastest link in a server, and
+    between servers Ethernet of 100 Gb/s for each server, which is assumed."""
     kind = device(name)
-    level = Level("devices", kind.links[0], count)
-    return Cluster(kind.name, f"the links of {kind.name}", (level,), f"{kind.name}x{count}")
+    size = kind.pod or server
+    levels = Level("devices", kind.links[0], size), Level("network", "ethernet-100", 0, 1 / size)
+    whole = Cluster(kind.name, f"the links of {kind.name}", levels, f"{kind.name}x{count}")
+    return replace(whole, levels=_filled(whole, count))
 
 
 def _filled(whole: Cluster, count: int) -> tuple[Level, ...]:

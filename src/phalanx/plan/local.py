@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..layout.choices import BF16, DTYPES, FP16, FP32, TF32
 from ..program import AttentionLoad, Product
@@ -28,9 +29,7 @@ class MeasuredRates:
 
     machine: Machine
     known: Mapping[str, Sequence[Rate]]  # by dtype
-    _known_rates: dict[tuple[str, float, float, float], float] = field(
-        default_factory=dict, compare=False
-    )
+    _known_rates: dict[Any, float] = field(default_factory=dict, compare=False)
 
     def rate(self, dtype: str, m: float, n: float, k: float) -> float:
         """FLOP/s of a product: the mean of the measured ones in logarithms, the near ones first."""

@@ -306,11 +306,8 @@ def parts_of(
 ) -> tuple[PieceParts, PieceParts, PieceParts]:
     """Embedding, block and head of a case as software with the profile's facts runs them, on a rank
     whose experts have `busy` times as many tokens as those of a rank in the mean."""
-    shape, tokens, width = (
-        case.shape,
-        case.rows * case.sequence / cut.cp,
-        DTYPES[cut.precision].bytes,
-    )
+    shape, width = case.shape, DTYPES[cut.precision].bytes
+    tokens = case.rows * case.sequence / cut.cp
     head = kinds.head(case.rows)
     if profile.loss != "over":
         logits = tokens * shape.vocab / cut.tp
@@ -329,13 +326,9 @@ def parts_of(
     parts = [part(n) for part, n in zip(kinds.parts, rows, strict=True)] if kinds.parts else []
     block = joined(parts) if parts else kinds.block(case.rows)
     numbers = 0.0  # kept of a block for each token, beside what ours keeps
-    if (
-        profile.fused and shape.gated
-    ):  # one kernel makes gate and product, and keeps nothing between
+    if profile.fused and shape.gated:  # a kernel makes gate and product, and keeps nothing between
         numbers -= 0 if shape.experts else shape.ffn
-    if (
-        profile.joint and shape.positions == "rope"
-    ):  # the value is a view: what was rotated stays too
+    if profile.joint and shape.positions == "rope":  # the value is a view: what was rotated stays
         numbers += (shape.heads + shape.kv_heads) * shape.head_dim
     block = replace(block, kept=block.kept + numbers * (tokens / cut.tp) * width)
     # Narrower products than the layout's are those of blocks: the head keeps its precision.
@@ -390,10 +383,8 @@ class Units:
     def __init__(self, layout: Layout, hardware: Hardware, profile: SoftwareProfile) -> None:
         x, mesh = layout, layout.mesh
         self.layout, self.hardware, self.profile = layout, hardware, profile
-        self.shards, self.replicas = (
-            float(mesh.of("dp.shard") * x.cp * x.ep),
-            mesh.of("dp.replicate"),
-        )
+        self.shards = float(mesh.of("dp.shard") * x.cp * x.ep)
+        self.replicas = mesh.of("dp.replicate")
         self.near = [nearest(x), nearest(x, experts=True)]
         if profile.one_port:  # as far from each other as if none shared a server
             self.near = [max(near, hardware.node) for near in self.near]
@@ -501,9 +492,8 @@ class Priced:
         sent = (network("send", edge, x.pp, distance(x, "pp")) + gathered) * alone
         shared = {ops.SUM_PARTS: self._sum_of_parts() * alone, ops.RECEIVE: sent}
         units = Units(x, hardware, profile)
-        alike: dict[
-            tuple[int, float], dict[str, float]
-        ] = {}  # by times of a piece and what is frozen
+        # By times of a piece and what is frozen.
+        alike: dict[tuple[int, float], dict[str, float]] = {}
         pieces: dict[tuple[str, int], float] = {}
         for n, (_, t, still) in enumerate(self.pieces):
             if (id(t), still) not in alike:

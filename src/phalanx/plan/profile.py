@@ -38,17 +38,13 @@ class SoftwareProfile:
     frameworks: tuple[str, ...] = key((), "what tables call it: beginnings of names")
     attention: str = key("flash-2", "its kernel", choices=KERNELS)
     loss: str = key("wide", "what it makes of the logits", choices=LOSSES)
-    regathers: bool = key(
-        False, "with `seq`: column-parallel inputs are kept sharded, and gathered again"
-    )
+    regathers: bool = key(False, "with `seq`: inputs of columns are kept sharded, gathered again")
     repeats: float = key(0.0, "part of the products that `selective` computes again too")
     joint: bool = key(
-        False, "one product makes query, key and value, whose output stays as long as the value"
+        False, "one product makes query, key and value: it stays while the value does"
     )
     call_host: float = key(0.0, "seconds to start a message")
-    member_host: float = key(
-        0.0, "the same for each rank of its group, in a pipeline over several servers"
-    )
+    member_host: float = key(0.0, "the same for each of its ranks, in a pipeline over servers")
     pipe_host: float = key(0.55, "how much slower a pipeline starts its operations")
     strain: float = key(0.0, "part of the step that is added where memory is nearly full")
     recompute: str = key("none", "what it computes again where a table says nothing of it")
@@ -56,13 +52,10 @@ class SoftwareProfile:
     overlaps_data: bool = key(True, "data-parallel messages travel while the device computes")
     overlaps_tensor: bool = key(False, "tensor-parallel messages travel beside their products")
     overlaps_sends: bool = key(True, "sends between stages travel while the device computes")
-    scatters_sends: bool = key(
-        False, "each tensor-parallel rank sends its part to the next stage, which gathers them"
-    )
+    scatters_sends: bool = key(False, "a tensor-parallel rank sends its part to the next stage")
     one_port: bool = key(False, "a data-parallel collective uses one port of a server, not all")
     rolls: bool = key(
-        False,
-        "a stage begins the next step when its own has ended: the norm of all is checked later",
+        False, "a stage begins its next step when its own has ended: norms come later"
     )
     balanced: bool = key(False, "stages count embedding and head as blocks; else blocks are even")
     muon: bool = key(False, "the matrices of blocks are updated whole, by Muon")
@@ -109,7 +102,10 @@ def profile(name: str) -> SoftwareProfile:
 
 
 def profile_named(framework: str) -> SoftwareProfile:
-    """The profile that a table's `framework` means; `default` where none is known."""
-    begins = {begin: each for each in profiles().values() for begin in each.frameworks}
-    fits = (begin for begin in begins if framework.lower().startswith(begin.lower()))
-    return begins.get(max(fits, key=len, default=""), profiles()["default"])
+    """The profile that a table's `framework` means: by the longest name that it begins with, else that
+    it has in it; `default` where none is known."""
+    names = {name: each for each in profiles().values() for name in each.frameworks}
+    places = {name: framework.lower().find(name.lower()) for name in names}
+    fits = [name for name, place in places.items() if place >= 0]
+    best = max(fits, key=lambda name: (places[name] == 0, len(name)), default="")
+    return names.get(best, profiles()["default"])

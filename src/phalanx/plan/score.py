@@ -175,7 +175,7 @@ class FamilyScore:
             "rows": self.rows,
             "predicted": self.predicted,
             **{f"{n}_error": getattr(errors, n, None) for n in ("median", "mean", "p90")},
-            **{name: getattr(errors, name, None) for name in ("within_5", "within_10")},
+            **{n: getattr(errors, n, None) for n in ("within_5", "within_10")},
             "held_out": plain(self.held_out),
             "after_five": plain(self.after_five),
             "after_one_scalar": plain(self.scaled),

@@ -10,22 +10,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from ..layout import Axis, Layout, LayoutError, Mesh, Shape, legal
+from ..layout import Axis, Layout, Mesh, Shape, legal
 from .device import Device, MachineError, device, devices
 from .hardware import Hardware, hardware_of
-from .link import cluster, clusters
+from .link import Level, clusters, joined
+from .link import link as cable
 from .price import Case
 from .profile import SoftwareProfile, profile_named
 from .space import spread
 
 _DEVICES = (
-    (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"H100.*PCI", "h100-pcie"),
-    (r"H100.*HBM2e", "h100-96"),
-    (r"H100.*NVL\b", "h100-nvl"), (r"G?H200", "h200"), (r"G?H100|H800", "h100-sxm"),
+    (r"A100.*40", "a100-40"), (r"A100", "a100-80"), (r"A800", "a800"), (r"H100.*PCI", "h100-pcie"),
+    (r"H100.*HBM2e", "h100-96"), (r"H800", "h800"), (r"V100.*32", "v100-32"), (r"V100", "v100-16"),
+    (r"H100.*NVL\b", "h100-nvl"), (r"G?H200", "h200"), (r"G?H100", "h100-sxm"),
     (r"GB200", "gb200"), (r"B200", "b200"), (r"MI250", "mi250x"), (r"MI300", "mi300x"),
-    (r"MI325", "mi325x"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"v5e|v5 ?lite", "tpu-v5e"),
-    (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"), (r"trainium ?2|trn2", "trainium2"),
-    (r"gaudi ?3", "gaudi-3"),
+    (r"MI325", "mi325x"), (r"L40S", "l40s"), (r"4090", "rtx-4090"), (r"3090", "rtx-3090"),
+    (r"v5e|v5 ?lite", "tpu-v5e"), (r"v5p", "tpu-v5p"), (r"v6e|trillium", "tpu-v6e"),
+    (r"trainium ?2|trn2", "trainium2"), (r"gaudi ?3", "gaudi-3"),
 )  # fmt: skip
 _NO = ("", "-", "0", "none", "no", "false", "off", "n/a")
 _YES = ("1", "yes", "true", "on")
@@ -71,7 +72,8 @@ _MEANINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "flag": {"": _NO, "1": (*_YES, "swiglu", "geglu")},
     "offload": {"": _NO, "optimizer": ("optim", "optimizer", "optimizer-states")},
 }  # fmt: skip
-_MEASURED = ("step_time_s", "tok_s_gpu", "tflops_gpu", "peak_mem_gb")
+_TIMES = ("step_time_s", "tok_s_gpu", "tflops_gpu")
+_MEASURED = (*_TIMES, "peak_mem_gb")
 _ZERO = r"(?:zero-?)?(?:stage-?)?([0-3])"
 _EXPERTS = r"moe|mixtral|\b\d+x\d+(\.\d+)?b|deepseek.?v[23]|-a\d+(\.\d+)?b\b|dbrx"
 
@@ -121,11 +123,11 @@ def read_table(
 ) -> tuple[PublishedRow, ...]:
     """All rows of a table in the format of the published measurements."""
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:
+        with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:
             lines = csv.reader(file)
             columns = [name.strip().lower() for name in next(lines, [])]
             numbered = [(lines.line_num, [cell.strip() for cell in line]) for line in lines if line]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, csv.Error) as error:
         raise MachineError(f"cannot read the table {path}: {error}.") from None
     need = {"source", "hardware", "gpus", "layers", "hidden", "seq"}
     if not numbered or not need <= set(columns):
@@ -168,11 +170,17 @@ def _row(
             unit = 2**30 if "gib" in fields.get("mem_unit", "").lower() or profile.logs_gib else 1e9
             memory = _number(fields, "peak_mem_gb") * unit
             step = _seconds(fields, made)
+        work = 6 * batch * sum(map(made.shape.cost, range(made.shape.pieces)))
+        if 0 < step < work / (ranks * kind.peak(made.dtype or made.layout.precision)):
+            column = next(key for key in _TIMES if _number(fields, key))
+            raise CellError(column, fields[column], f"is faster than {ranks} of {kind.name} can be")
         case = made
     except CellError as error:
         why = f"line {number}, {error}"
-    except (LayoutError, MachineError, ValueError) as error:
+    except MachineError as error:  # of many rows alike
         why = str(error)
+    except ValueError as error:
+        why = f"line {number}: {' '.join(str(error).split())}"
     return PublishedRow(
         source=fields["source"] or stem,
         name=fields.get("row_id", ""),
@@ -235,7 +243,7 @@ def _device(hardware: str) -> Device:
     for pattern, name in _DEVICES:
         if re.search(pattern, hardware, re.IGNORECASE) and name in devices():
             return device(name)
-    raise MachineError(f"{hardware!r} is not in the catalogue of devices.")
+    raise CellError("hardware", hardware, "is not in the catalogue of devices")
 
 
 def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
@@ -258,13 +266,17 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
     # Where a row says none: one sequence in a pipeline, else what can be at once.
     rows = _number(fields, "micro_batch") or (1.0 if n["pp"] > 1 else min(batch / dp, 4.0))
     count = max(1, round(batch / dp / rows))
+    if fields.get("micro_batch") and abs(count * rows * dp / batch - 1) > 0.01:
+        raise CellError("micro_batch", fields["micro_batch"], f"x dp={dp} is no part of {batch:g}")
     zero, precision = int(_meaning(fields, "zero")), _meaning(fields, "precision")
     chunks = 2 if schedule == "zb-v" else 1
     if schedule == "interleaved" or (n["vpp"] > 1 and schedule == "1f1b"):
         schedule = "interleaved"
         chunks = max(2, n["vpp"] if fields.get("vpp") else _chunks(shape, n))
     shard = _count(fields, "hsdp_shard", dp)
-    shard = dp if zero == 0 or dp % shard else shard
+    if dp % shard:
+        raise CellError("hsdp_shard", fields["hsdp_shard"], f"does not divide dp={dp}")
+    shard = shard if zero else dp
     parts = {"pp": (n["pp"],), "dp": (dp // shard, shard), "cp": (n["cp"], 1), "tp": (n["tp"],)}
     mesh = Mesh(tuple(Axis(*each) for each in parts.items()))
     layout = Layout(
@@ -285,7 +297,7 @@ def _case(fields: Mapping[str, str], profile: SoftwareProfile) -> Case:
         less = "one layer less" in fields.get("inferred", "") + fields.get("notes", "")
         first, last = _ends(shape, n["pp"], less=less, balanced=profile.balanced)
         stages = _stages(shape.layers, n["pp"], chunks, first, last)
-        layout = replace(layout, stages=stages, reduce="step" if zero == 3 else layout.reduce)
+        layout = replace(layout, stages=stages, reduce="step" if zero > 1 else layout.reduce)
     dtype = precision if precision in ("fp8", "fp4") else ""
     return Case(shape, layout, batch / dp / count, _count(fields, "seq", 0), dtype)
 
@@ -375,36 +387,36 @@ def _formula(fields: Mapping[str, str], case: Case) -> float:
     if text.startswith(("96", "Megatron-DeepSpeed")):
         return 96.0 * tokens * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
     model = 6.0 * case.shape.total * tokens + 12.0 * l * h * s * tokens
-    if case.shape.tied:
-        return model
-    return model - 6.0 * v * h * tokens  # the embedding is a lookup
+    return model - (0.0 if case.shape.tied else 6.0 * v * h * tokens)  # the embedding is a lookup
 
 
 @lru_cache(maxsize=256)
 def _hardware(name: str, ranks: int, link: str, node: int) -> Hardware:
-    """The cluster of a row: its device's family, with the network that the row tells of."""
-    family = "h100" if name == "h100-sxm" else name
-    if "efa" in link.lower() and family == "h100":
-        family = "h100-efa"
-    if family not in clusters():
-        raise MachineError(f"no cluster of {name} is in the catalogue")
-    size = max(cluster(f"{family}x{max(ranks, 1)}").levels[0].size, 1) if ranks <= node else node
-    whole = cluster(f"{family}x{-(-ranks // node) * node if ranks > node else ranks}")
-    port, levels = _port(link, size), list(whole.levels)
-    for i, level in enumerate(levels[1:], 1):
-        if port:
-            level = replace(level, share=level.share * port / level.bandwidth)
-        levels[i] = replace(level, latency_us=8.0) if "omni-path" in link.lower() else level
-    return hardware_of(replace(whole, levels=tuple(levels)), ranks)
+    """The cluster of a row: its device's family, with the servers and the network that it tells of."""
+    family = {"h100-sxm": "h100-efa" if "efa" in link.lower() else "h100"}.get(name, name)
+    inside, port = device(name).pod or node, _port(link, node)
+    whole = clusters().get(family) or joined(name, 2 * inside, node)
+    near, far = whole.levels
+    levels: tuple[Level, ...] = (replace(near, size=min(inside, ranks)),)
+    if ranks > inside:
+        far = replace(far, size=-(-ranks // inside))
+        far = replace(far, share=far.share * port / far.bandwidth) if port else far
+        levels += (replace(far, latency_us=8.0) if "omni-path" in link.lower() else far,)
+    return hardware_of(replace(whole, levels=levels), ranks)
 
 
 def _port(link: str, node: int) -> float:
     """Bytes a second of one device, from what a row says of its network; 0 if it says nothing."""
+    link = re.sub(r"(?i)gbps|gbit/s", "Gb/s", link)
+    link = re.sub(r"([\d.]+) ?T(?=b)", lambda found: f"{1000 * float(found[1]):g} G", link)
+    named = re.search(r"(?i)(\d+) ?x ?(?:infiniband )?([ehnx]dr)\b", link)
+    if named and not re.search(r"\dx? ?Gb", link):
+        link = f"{named[1]}x{cable('infiniband-' + named[2].lower()).bandwidth * 8e-9:g} Gb"
     for pattern, unit in (
         (r"()\((\d+(?:\.\d+)?) GB/s/GPU", 1.0),
         (r"(\d+) ?x ?(\d+) ?Gb", 8.0 * max(node, 1)),
-        (r"()(\d+) Gb/s per node", 8.0 * max(node, 1)),
-        (r"()(\d+) Gb/s/GPU", 8.0),
+        (r"()(\d+) Gb/s (?:per|a) (?:node|server)", 8.0 * max(node, 1)),
+        (r"()(\d+) Gb/s(?:/| per | a )(?:GPU|device)", 8.0),
     ):
         if found := re.search(pattern, link):
             return int(found[1] or 1) * float(found[2]) / unit * 1e9
