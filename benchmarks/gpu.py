@@ -132,7 +132,7 @@ def overlaps(output: str) -> Finding:
 
 
 def run(folder: Path, goal: float) -> Callable[[str], Finding]:
-    """Of a run: the loss, MFU of the last steps, the allocator's peak, memory promised and held."""
+    """Of a run: the loss, MFU of the last steps, the most memory, state promised and held."""
 
     def read(output: str) -> Finding:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

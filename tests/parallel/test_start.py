@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from phalanx.comm import AloneWorld, World
 from phalanx.comm.launch import launch
@@ -81,24 +84,27 @@ def test_weights_of_a_user_s_own_model_start_so_too(seed: int) -> None:
         assert torch.equal(start(model, weight, seed), want), weight
 
 
-def held(world: World, layout: Layout, shape: Shape, seed: int) -> list[tuple[Entry, Tensor]]:
-    """What a rank begins with: of the weights as they are gathered, and of its part at home."""
+Parts = list[tuple[Entry, Tensor]]
+
+
+def held(world: World, layout: Layout, shape: Shape, seed: int) -> tuple[Parts, Parts]:
+    """What a rank begins with: its part at home, and the weights as they are gathered."""
     model = build_model(shape)
     local = build_local(
         world, layout, model, program_of(model, layout, agree=True), seed=seed, precision=WIDE
     )
-    told = []
+    homes, wholes = [], []
     for unit in local.units.values():
         for entry in unit.entries():
             run = slice(entry.offset, entry.offset + entry.stop - entry.start)
-            told.append((entry, unit.home[run].clone()))
+            homes.append((entry, unit.home[run].clone()))
         if unit.buffer is None:
             unit.gather().wait()
         for weight in unit.order:
             flat = unit.parameters[weight.name].detach().flatten().clone()
-            told.append((Entry(weight, 0, flat.numel(), 0), flat))
+            wholes.append((Entry(weight, 0, flat.numel(), 0), flat))
     world.clear()
-    return told
+    return homes, wholes
 
 
 LAYOUTS = (
@@ -112,8 +118,8 @@ LAYOUTS = (
 def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(name: str, text: str) -> None:
     layout, shape = Layout.parse(text), SHAPES[name]
     found = set()
-    for told in launch(held, layout.ranks, layout, shape, 3, backend="threads"):
-        for (weight, start_, stop, _), numbers in told:
+    for homes, wholes in launch(held, layout.ranks, layout, shape, 3, backend="threads"):
+        for (weight, start_, stop, _), numbers in homes + wholes:
             whole = drawn(weight.name, 3, torch.Size(weight.shape), shape).double()
             want = torch.zeros(weight.local, dtype=torch.float64)
             part = whole[weight.box]
@@ -121,6 +127,70 @@ def test_ranks_of_a_layout_begin_with_their_parts_of_that_draw(name: str, text: 
             assert torch.equal(numbers, want.flatten()[start_:stop]), weight.name
             found.add(weight.name)
     assert found == set(build_model(shape).weights)
+
+
+BIG = Shape("big", layers=2, hidden=320, heads=4, ffn=700, vocab=301, sequence=8, batch=4)
+MIXED = replace(BIG, ffn=96, experts=4, top_k=2, expert_ffn=530)
+
+
+def tiled(name: str, seed: int, shape: Shape, size: torch.Size) -> Tensor:
+    """Of a matrix at most 256 columns and 65,536 numbers come from one seed; the second tile, to the
+    right of the first, has that of "seed:name:1"."""
+    if len(size) == 1:
+        return drawn(name, seed, size, shape)
+    flat = torch.full((size[:-1].numel(), size[-1]), math.nan)
+    corners = [(i, j) for i in range(0, len(flat), 256) for j in range(0, size[-1], 256)]
+    for number, (i, j) in enumerate(corners):
+        tile = flat[i : i + 256, j : j + 256]
+        # By the end of a name is decided how it is drawn, so the tile's number stands in the seed's place.
+        text = f"{name}:{number}" if number else name
+        spread = 0.02 / 2 if name.endswith(("wo.weight", "down.weight", "routed.down")) else 0.02
+        tile.copy_(normal(text, seed, tile.shape, spread))
+    return flat.view(size)
+
+
+class Drawn(TorchFunctionMode):
+    """Counts the numbers that are drawn."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.normal_:
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def held_and_drawn(world: World, layout: Layout, shape: Shape) -> tuple[Any, int]:
+    with Drawn() as mode:
+        return held(world, layout, shape, 3), mode.count
+
+
+@pytest.mark.parametrize(
+    "text", ["", "dp4 zero3", "tp4 seq", "dp2 tp2 zero1", "pp2 1f1b:2", "ep2 tp2"]
+)
+@pytest.mark.parametrize("shape", [BIG, MIXED], ids=["dense", "experts"])
+def test_parts_of_matrices_of_several_tiles_are_those_of_the_whole(shape: Shape, text: str) -> None:
+    if text.startswith("ep") and not shape.experts:
+        pytest.skip("there are no experts to share")
+    layout = Layout.parse(text)
+    for homes, wholes in launch(held, layout.ranks, layout, shape, 3, backend="threads"):
+        for (weight, start_, stop, _), numbers in homes + wholes:
+            whole = tiled(weight.name, 3, shape, torch.Size(weight.shape)).double()
+            want = torch.zeros(weight.local, dtype=torch.float64)
+            part = whole[weight.box]
+            want[tuple(map(slice, part.shape))] = part
+            assert torch.equal(numbers, want.flatten()[start_:stop]), weight.name
+
+
+@pytest.mark.parametrize("text", ["", "tp2", "dp2 tp2", "pp2 1f1b:2", "dp4 zero3", "dp2 tp2 zero1"])
+def test_a_rank_draws_no_more_than_the_tiles_that_it_has_a_part_of(text: str) -> None:
+    layout = Layout.parse(text)
+    shape = Shape("even", layers=2, hidden=512, heads=4, ffn=1024, vocab=1024, sequence=8, batch=4)
+    for (homes, _), count in launch(held_and_drawn, layout.ranks, layout, shape, backend="threads"):
+        own = sum(numbers.numel() for (w, *_), numbers in homes if len(w.shape) > 1)
+        # A shard may begin and end within a row of tiles: of four pieces, 256 rows of 1,024 at each end.
+        more = 4 * 2 * 256 * 1024 if layout.zero else 0
+        assert own <= count <= own + more, (text, own, count)
 
 
 def test_a_run_s_seed_is_that_of_its_weights(tmp_path: Path) -> None:

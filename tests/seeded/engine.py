@@ -335,10 +335,5 @@ def _() -> AbstractContextManager[None]:
 
 @fault("a part of a weight is drawn, not cut from the whole", "gqa", "tp2", "start of embed")
 def _() -> AbstractContextManager[None]:
-    right = Weight.part
-
-    def part(self: Weight, whole: Tensor) -> Tensor:
-        cut = right(self, whole)
-        return cut if cut.shape == whole.shape else whole.flatten()[: cut.numel()].view(cut.shape)
-
-    return swapped(Weight, "part", part)
+    right = Weight.rows.func
+    return swapped(Weight, "rows", property(lambda self: torch.arange(1, 1 + len(right(self)))))

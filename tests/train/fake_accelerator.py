@@ -164,7 +164,7 @@ def step(
     rank = layout.ranks - 1  # of the last stage, which has the loss
     mine = build_local(
         TallyWorld(rank, layout.ranks, device), layout, model, program,
-        precision=PRECISIONS[precision],
+        precision=PRECISIONS[precision], seed=None,
     )  # fmt: skip
     trainer = executor(mine, program, rank, optimizer, clip=1.0)
     rows = {k: torch.empty_like(v, device=device) for k, v in batch_of(SHAPE, 0).items()}

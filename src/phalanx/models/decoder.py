@@ -321,7 +321,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def draw(self, name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill the whole `weight` of that name with its start, as GPT-2 did (Radford et al. 2019).
+        """Fill the `weight` of that name, or a part, with its start, as GPT-2 did (Radford et al. 2019).
 
         By name, so that each weight can be drawn alone, in any order, wherever it will live.
         """

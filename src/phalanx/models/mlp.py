@@ -51,7 +51,7 @@ class DeepMlp(nn.Module):
 
     def __init__(self, *, width: int, layers: int) -> None:
         super().__init__()
-        self.embed = Identity()
+        self.width, self.embed = width, Identity()
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.head = MeanSquare()
         for name, weight in self.named_parameters():
@@ -68,8 +68,8 @@ class DeepMlp(nn.Module):
 
     @torch.no_grad()
     def draw(self, name: str, weight: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill the whole `weight` of that name with its start (He et al. 2015: gelu halves too)."""
-        weight.normal_(0.0, math.sqrt(2 / weight.shape[0]), generator=generator)
+        """Fill the `weight` of that name, or a part, with its start (He et al. 2015: gelu halves too)."""
+        weight.normal_(0.0, math.sqrt(2 / self.width), generator=generator)
 
 
 def describe(model: DeepMlp) -> tuple[tuple[tuple[str, nn.Module], ...], str]:

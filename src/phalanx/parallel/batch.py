@@ -69,13 +69,8 @@ def microbatches(
     size = next(iter(whole.values())).shape[0]
     mine = slice(0, size) if dp is None else share(size, layout.data, dp)
     own = mine.stop - mine.start
-    return [
-        {
-            name: x[mine][share(own, layout.microbatches, m)].contiguous()
-            for name, x in whole.items()
-        }
-        for m in range(layout.microbatches)
-    ]
+    parts = [share(own, layout.microbatches, m) for m in range(layout.microbatches)]
+    return [{n: x[mine][part].contiguous() for n, x in whole.items()} for part in parts]
 
 
 def on_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -90,16 +90,8 @@ class _TappedProduct(torch.autograd.Function):
     """A product whose backward gives the factors of the weight's gradient to the taps."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        bias: Tensor | None,
-        weight: Tensor,
-        x_tap: Tensor,
-        y_tap: Tensor,
-        scales: Tensor | None,
-        how: How,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, weight: Tensor, *more: Any) -> Tensor:
+        _x_tap, _y_tap, scales, how = more
         ctx.save_for_backward(x, weight, scales)
         ctx.biased, ctx.how = bias is not None, how
         return multiply(x, weight, bias, how._replace(scales=scales))

@@ -325,14 +325,6 @@ class Unit:
                 runs.append(slice(runs.pop().start if joins else offset, end))
         return runs
 
-    def fill(self, name: str, part: Tensor) -> None:
-        """Put one weight, as this rank of tp holds it, into the home."""
-        flat = part.reshape(-1)
-        for entry in self.entries():
-            if entry.weight.name == name:
-                end = entry.offset + entry.stop - entry.start
-                self.home[entry.offset : end] = flat[entry.start : entry.stop]
-
     # ---- weights
 
     def gather(self) -> Work:

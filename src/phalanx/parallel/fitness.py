@@ -31,7 +31,6 @@ def refuse_unfit(model: Model, layout: Layout) -> None:
 
 def fitting(model: Model, layouts: Iterable[Layout]) -> tuple[Layout, ...]:
     """Those of the layouts that compute the model rightly."""
-
     known: dict[tuple[bool, ...], bool] = {}  # by all that a misfit depends on
     chosen = []
     for layout in layouts:
@@ -197,13 +196,10 @@ def _uncut(model: Model) -> Iterator[str]:
     for prefix, piece in model.pieces:
         for path, module in piece.named_modules():
             if "core" in module._modules:
-                names = [
-                    f"{n}.weight" for n, m in module.named_children() if isinstance(m, nn.Linear)
-                ]
-                dims = [
-                    model.rules.dims(f"{prefix}.{path}.{name}".replace("..", ".")) for name in names
-                ]
-                if dims and not any(AXIS_OF.get(dim) == "tp" for row in dims for dim in row):
+                own = f"{prefix}.{path}".rstrip(".")
+                linears = [n for n, m in module.named_children() if isinstance(m, nn.Linear)]
+                dims = [dim for n in linears for dim in model.rules.dims(f"{own}.{n}.weight")]
+                if dims and not any(AXIS_OF.get(dim) == "tp" for dim in dims):
                     yield (
                         f"{prefix}.{path} attends with all of its heads on every rank of tp, and"
                         " under seq a rank has a part of the time. Leave seq out."

@@ -135,7 +135,7 @@ def build_local(
     units, still = units_of(frozen=False), units_of(frozen=True)
     all_units = {n: [u[n] for u in (units, still) if n in u] for n in held}
     _place(model, all_units, mine, layout, at, world.device)
-    draw = partial(_fill, model, all_units, weights)
+    draw = partial(_fill, model, all_units)
     if seed is not None:
         draw(seed)
     pieces = {p: _piece(model, p, program, all_units, kinds, layout, world.device) for p in mine}
@@ -228,16 +228,23 @@ def _place(
 def _fill(
     model: Model,
     units: Mapping[int, Sequence[Unit]],
-    weights: dict[str, Weight],
     seed: int,
     chosen: Callable[[str], bool] = lambda name: True,
 ) -> None:
     for unit in (unit for each in units.values() for unit in each):
         if unit.home.is_meta:
             continue
-        for name in filter(chosen, unit.parameters):
-            whole = start(model, name, seed, unit.precision.master)
-            unit.fill(name, weights[name].part(whole))
+        for weight, begin, stop, at in unit.entries():
+            if chosen(weight.name):
+                wide = weight.local[-1] if weight.local else 1
+                rows = weight.rows[begin // wide : -(-stop // wide)]
+                box = rows[rows > 0] - 1, weight.box[-1] if weight.box else slice(1)
+                part = start(model, weight.name, seed, unit.precision.master, box)
+                if part.shape != (len(rows), wide):
+                    padded = part.new_zeros(len(rows), wide)
+                    padded[rows > 0, : part.shape[1]] = part
+                    part = padded
+                unit.home[at : at + stop - begin] = part.view(-1)[begin % wide :][: stop - begin]
         unit.refresh()
         if unit.resident and unit.groups.gather.size > 1:
             unit.gather().wait()

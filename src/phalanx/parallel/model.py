@@ -34,6 +34,7 @@ from ..models import (
 
 Draw = Callable[[str, Tensor, torch.Generator], None]
 Edges = Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]]
+COLUMNS, NUMBERS = 256, 1 << 16  # of a tile that is drawn apart, at most
 
 
 def _draw(name: str, weight: Tensor, generator: torch.Generator) -> None:
@@ -260,18 +261,38 @@ def _only_model(made: object, where: str) -> Model:
     return made
 
 
-def start(model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The whole weight of that name as it is before the first step, in every layout the same.
+def start(
+    model: Model, name: str, seed: int, dtype: torch.dtype = torch.float32, part: Any = None
+) -> Tensor:
+    """The weight of that name as it is before the first step, in every layout the same: whole, or of
+    `part`, (ascending rows, columns), where all dims but the last make the rows.
 
-    Drawn in float32 whatever the dtype, so that a run in another precision starts from the same.
+    Tiles of a matrix are drawn apart, so that a rank draws hardly more than what it holds; a model's own
+    rule gets the weight whole, as it may ask for its shape. Drawn in float32 whatever the dtype, so
+    that a run in another precision starts from the same.
     """
-    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
-    weight = torch.empty(model.weights[name].shape)
-    if is_lora(name):
-        draw_lora(name, weight, generator)
-        return weight.to(dtype)
-    model.draw(name, weight, generator)
+    shape = model.weights[name].shape
+    high, wide = shape[:-1].numel(), shape[-1] if shape else 1
+    known = model.draw is _draw or isinstance(getattr(model.draw, "__self__", 0), Decoder | DeepMlp)
+    tiled = known and len(shape) > 1 and not is_lora(name)
+    across = min(wide, COLUMNS) if tiled else wide
+    down = NUMBERS // across if tiled else high
+    rows, columns = part or (torch.arange(high), slice(wide))
+    left, right, _ = columns.indices(wide)
+    out = torch.empty(len(rows), right - left)
+    for i in (rows // down).unique_consecutive().tolist():
+        here = slice(*torch.searchsorted(rows, torch.tensor([i * down, (i + 1) * down])).tolist())
+        for j in range(left // across, -(-right // across)):
+            size = min(down, high - i * down), min(across, wide - j * across)
+            number = i * -(-wide // across) + j
+            key = hashlib.sha256(f"{seed}:{name}{f':{number}' * (number > 0)}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "big") >> 1)
+            tile = torch.empty(size if tiled else shape)
+            (draw_lora if is_lora(name) else model.draw)(name, tile, generator)
+            first, last = max(left, j * across), min(right, j * across + size[1])
+            own = tile.view(size)[:, first - j * across : last - j * across]
+            all_rows = here.stop - here.start == size[0]
+            out[here, first - left : last - left] = own if all_rows else own[rows[here] - i * down]
     if model.draw is _draw and name in model.padding:
-        weight[model.padding[name]] = 0.0  # as nn.Embedding itself starts
-    return weight.to(dtype)
+        out[rows == model.padding[name]] = 0.0  # as nn.Embedding itself starts
+    return (out if part else out.view(shape)).to(dtype)

@@ -251,11 +251,7 @@ class Piece:
                     own.weight_product = partial(self.product, own.weight, how)
 
     def product(
-        self,
-        weight: nn.Parameter,
-        how: How,
-        x: Tensor,
-        bias: Tensor | None = None,
+        self, weight: nn.Parameter, how: How, x: Tensor, bias: Tensor | None = None
     ) -> Tensor:
         """What F.linear gives (or x @ weight), with `_Product`'s backward where there will be one."""
         owner = self.owners[weight]

@@ -67,14 +67,15 @@ class Weight:
         over = zip(self.cuts, self.over_tp, strict=True)
         return max((cut.copies for cut, over in over if over), default=0)
 
-    def part(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole weight, padded with zeros."""
-        part = whole[self.box]
-        if part.shape == self.local:
-            return part
-        padded = whole.new_zeros(self.local)
+    @cached_property
+    def rows(self) -> Tensor:
+        """Which row of the whole each row of this part is, counted from 1; 0: it is padding. All dims
+        but the last make the rows."""
+        shape = torch.Size(self.shape[:-1])
+        part = torch.arange(1, 1 + shape.numel()).view(shape)[self.box[:-1]]
+        padded = part.new_zeros(self.local[:-1])
         padded[tuple(slice(0, n) for n in part.shape)] = part
-        return padded
+        return padded.flatten()
 
 
 def cut_of(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -105,12 +106,13 @@ class Executor:
             ops.RECOMPUTE_PART: self._again,
             ops.BACKWARD: self._backward, ops.INPUT_GRADIENT: self._backward,
             ops.WEIGHT_GRADIENT: self._weight_gradient, ops.GATHER: self._gather,
-            ops.DROP: self._drop, ops.REDUCE: self._reduce,
-            ops.REDUCE_REPLICAS: self._reduce_replicas, ops.TIE: self._tie, ops.AGREE: self._agree,
+            ops.DROP: self._drop, ops.REDUCE: self._reduce, ops.TIE: self._tie, ops.AGREE: self._agree,
+            ops.REDUCE_REPLICAS: partial(self._of_trained, methodcaller("reduce_replicas")),
+            ops.SUM_PARTS: partial(self._of_trained, methodcaller("sum_parts")),
             ops.UPDATE: self._update, ops.SEND: self._send, ops.RECEIVE: self._receive,
             ops.OFFLOAD: self._leave, ops.RELOAD: self._come_back, ops.LOAD: self._load,
-            ops.SUM_PARTS: self._sum_parts, ops.TO_OWNERS: self._to_owners,
-            ops.FROM_OWNERS: self._from_owners, ops.COUNT_ROUTES: self._count_routes,
+            ops.TO_OWNERS: self._to_owners, ops.FROM_OWNERS: self._from_owners,
+            ops.COUNT_ROUTES: self._count_routes,
             ops.EXCHANGE: self._exchange, ops.EXCHANGE_GRADIENT: self._exchange,
         }  # fmt: skip
         for number in {op.piece for op in self.row if op.kind == ops.REDUCE}:
@@ -424,18 +426,15 @@ class Executor:
             unit.drop()
 
     def _reduce(self, op: Op) -> Work:
-        return Together([u.reduce() for u in self.local.of_piece(op.piece, trained=True)])
+        return self._of_trained(methodcaller("reduce"), op)
 
-    def _reduce_replicas(self, op: Op) -> Work:
-        return Together([u.reduce_replicas() for u in self.local.of_piece(op.piece, trained=True)])
+    def _of_trained(self, call: Callable[[Unit], Work], op: Op) -> Work:
+        return Together([*map(call, self.local.of_piece(op.piece, trained=True))])
 
     def _tie(self, op: Op) -> Work:
         unit = self.local.units[op.piece]
         assert unit.gradient is not None
         return unit.groups.tie.all_reduce(unit.gradient, wait=False)
-
-    def _sum_parts(self, op: Op) -> Work:
-        return Together([u.sum_parts() for u in self.local.of_piece(op.piece, trained=True)])
 
     def _to_owners(self, op: Op) -> Work:
         updates = self._updates(op)

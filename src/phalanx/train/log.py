@@ -301,10 +301,13 @@ class Screen:
                 self.bar.stop()
 
 
-def memory_of(device: torch.device) -> int:
-    """The most bytes this rank has held: of the GPU, or of the process where there is none."""
+def memory_of(device: torch.device, sharing: int = 1) -> int:
+    """The most bytes this rank has held: of the process, or of the GPU with what is there besides torch's
+    own (NCCL's buffers, kernels, other programs), and of one that ranks are `sharing` its part."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        free, whole = torch.cuda.mem_get_info(device)
+        besides = max(0, whole - free - torch.cuda.memory_reserved(device))
+        return (torch.cuda.max_memory_allocated(device) + besides) // sharing
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ from .lock import RunLocked, hold_as_rank, hold_run, owner_of, unshared
 from .log import RunLog, memory_of, rank_log
 from .optimizer import learning_rate
 from .program import shape_of
-from .rank import Rank
+from .rank import Rank, keep_freed_memory
 from .stragglers import OwnTime, Stragglers
 from .watched import host, tell_compilations, watched
 
@@ -80,6 +81,8 @@ def train(
     ):
         chosen = Layout.parse(layout) if layout else _layout_of(run, world)
         log.info("layout %s on %s", chosen or "of one rank", world.device)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         rank = Rank(world, run, chosen, drawn=False)
         with _stop_requested(Path(run.out, STOP), first=world.rank == 0) as requested:
             rank.trainer.wants_to_stop = requested
@@ -173,15 +176,11 @@ def stop_signals(receive: Callable[[int, FrameType | None], None]) -> Iterator[N
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, receive)
-    try:
+    with ExitStack() as before:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                before.callback(signal.signal, number, signal.signal(number, receive))
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Loop:
@@ -274,15 +273,8 @@ class _Loop:
     def _resume(self) -> int:
         """The step to go on with, from the newest sound checkpoint."""
         run, rank, local, kept = self.run_, self.rank, self.rank.local, self.run_.checkpoint
-        loaded = load(
-            run.checkpoints,
-            local,
-            rank.updates,
-            identity=rank.identity,
-            adopt=kept.adopt,
-            remote=kept.remote,
-            memory=self.memory,
-        )
+        where: Any = {"adopt": kept.adopt, "remote": kept.remote, "memory": self.memory}
+        loaded = load(run.checkpoints, local, rank.updates, identity=rank.identity, **where)
         if loaded and self.uploader and loaded.path.parent == run.checkpoints:
             self.uploader.offer(loaded.path)  # it may be there, or its upload was cut
         if loaded is None and (hub := run.hub):
@@ -342,18 +334,13 @@ class _Loop:
             self._log_step(step + 1, lr)
 
     def _log_step(self, done: int, lr: float) -> None:
-        own = torch.tensor(
-            [memory_of(self.rank.world.device), *self.own.taken()],
-            dtype=torch.float64,
-            device=self.everyone.device,
-        )
+        most = memory_of(self.rank.world.device, self.rank.world.sharing)
+        own = torch.tensor([most, *self.own.taken()], dtype=torch.float64)
+        own = own.to(self.everyone.device)
         table = own.new_empty(self.everyone.size, len(own))  # a row for each rank
         self.everyone.all_gather(table, own)
-        numbers = {
-            "loss": self.trainer.total,
-            "norm": self.trainer.read.get("norm", math.nan),
-            "lr": lr,
-        }
+        norm = self.trainer.read.get("norm", math.nan)
+        numbers = {"loss": self.trainer.total, "norm": norm, "lr": lr}
         steps = len(self.log.seconds)
         self.log.step(done, numbers | {"memory": float(table[:, 0].max())})
         for slow in self.stragglers.look(table[:, 1:].tolist(), steps):

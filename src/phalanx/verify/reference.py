@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -127,16 +127,12 @@ def reference(
     """
     start = {name: draw(model, name, seed).to(precision.master) for name in model.weights}
     train = {name: weight.requires_grad for name, weight in model.weights.items()}
-    masters = {
-        name: nn.Parameter(x.clone(), requires_grad=train[name]) for name, x in start.items()
-    }
+    masters, copies = (
+        {n: nn.Parameter(x.to(dtype, copy=True), requires_grad=train[n]) for n, x in start.items()}
+        for dtype in (precision.master, precision.compute)
+    )
     same = precision.compute == precision.master and nudge is None
-    copies = masters
-    if not same:
-        copies = {
-            name: nn.Parameter(x.to(precision.compute), requires_grad=train[name])
-            for name, x in start.items()
-        }
+    copies = masters if same else copies
     _install(model, copies)
     trained = {name: x for name, x in masters.items() if train[name] and name not in model.rates}
     update = _optimizer(optimizer, trained, rate(0), model)
@@ -148,13 +144,10 @@ def reference(
             master.grad = None
         if not same:
             _copy(copies, masters, nudge)
-        scale = float(scaler.get_scale()) if scaler else 1.0
-        scaled = scaler.scale if scaler else None
-        batch = batches(step)
+        scale, scaled = (float(scaler.get_scale()), scaler.scale) if scaler else (1.0, None)
         with _routing(model) as (routes, gaps, losses):
-            loss, outputs = _gradients(
-                model, batch, masters, copies, microbatches, scaled, nudge, losses
-            )
+            both = masters, copies, microbatches, scaled, nudge, losses
+            loss, outputs = _gradients(model, batches(step), *both)
         if scaler:
             scaler.unscale_(update)
         for name in model.rates:  # not the optimizer's, so the scaler leaves it
@@ -186,38 +179,48 @@ def reference(
 
 def draw(model: Model, name: str, seed: int) -> Tensor:
     """The start of a weight, from the rule as `docs/verified.md` states it: numbers of a generator
-    whose seed is the first 63 bits of the SHA-256 of `seed:name`."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).hexdigest()
+    whose seed is the first 63 bits of the SHA-256 of `seed:name`, of a matrix one for each tile."""
+    size, owner = model.weights[name].shape, getattr(model.draw, "__self__", None)
+    whole = torch.empty(size).view(size[:-1].numel(), -1)
+    high, wide = whole.shape
+    tiled = isinstance(owner, Decoder | DeepMlp) or model.draw is Model.draw
+    if tiled := tiled and len(size) > 1 and ".lora." not in name:
+        wide = min(256, wide)
+        high = 65536 // wide
+    corners = product(range(0, len(whole), high), range(0, whole.shape[1], wide))
+    for number, (i, j) in enumerate(corners):
+        tile, more = whole[i : i + high, j : j + wide], f":{number}" if number else ""
+        numbers = _drawn(model, name, f"{seed}:{name}{more}", tile.shape if tiled else size)
+        tile.copy_(numbers.view(tile.shape))
+    for _, piece in model.pieces if model.draw is Model.draw else ():
+        for module in piece.modules():
+            row = module.padding_idx if isinstance(module, nn.Embedding) else None
+            if row is not None and module.weight is model.weights[name]:
+                whole[row] = 0.0  # the default rule starts it as torch does
+    return whole.view(size)
+
+
+def _drawn(model: Model, name: str, seed: str, size: torch.Size) -> Tensor:
+    digest = hashlib.sha256(seed.encode()).hexdigest()
     generator = torch.Generator().manual_seed(int(digest[:16], 16) // 2)
-    size = tuple(model.weights[name].shape)
     owner: Any = getattr(model.draw, "__self__", None)
     if name.endswith(".lora.b.weight"):
         return torch.zeros(size)
     if name.endswith(".lora.a.weight"):  # as peft: Kaiming's uniform with a slope of root five
-        factor = torch.empty(size)
-        return nn.init.kaiming_uniform_(factor, a=math.sqrt(5), generator=generator)
-    if isinstance(owner, Decoder):
-        if name.endswith("bias"):
-            return torch.zeros(size)
-        if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
-            return torch.full(size, float(model.shape is None or model.shape.norm != "rms1"))
-        layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
-        last = name.endswith(
-            (".wo.weight", ".down.weight", ".routed.down")
-        )  # these add to the residual stream
-        spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
-        return torch.normal(0.0, spread, size, generator=generator)
+        return nn.init.kaiming_uniform_(torch.empty(size), a=math.sqrt(5), generator=generator)
     if isinstance(owner, DeepMlp):
-        return torch.normal(0.0, math.sqrt(2 / size[0]), size, generator=generator)
-    whole = torch.empty(size)  # the model's own rule
-    with torch.no_grad():
-        model.draw(name, whole, generator)
-        for _, piece in model.pieces if model.draw is Model.draw else ():
-            for module in piece.modules():
-                row = module.padding_idx if isinstance(module, nn.Embedding) else None
-                if row is not None and module.weight is model.weights[name]:
-                    whole[row] = 0.0  # the default rule starts it as torch does
-    return whole
+        return torch.normal(0.0, math.sqrt(2 / owner.width), size, generator=generator)
+    if not isinstance(owner, Decoder):
+        model.draw(name, whole := torch.empty(size), generator)  # the model's own rule
+        return whole
+    if name.endswith("bias"):
+        return torch.zeros(size)
+    if name.endswith("norm.weight"):  # where weights count from one, 0 is 1
+        return torch.full(size, float(model.shape is None or model.shape.norm != "rms1"))
+    layers = sum(piece.startswith("layers.") for piece, _ in model.pieces)
+    last = name.endswith((".wo.weight", ".down.weight", ".routed.down"))  # into the residual stream
+    spread = 0.02 / math.sqrt(2 * layers) if last else 0.02
+    return torch.normal(0.0, spread, size, generator=generator)
 
 
 def _install(model: Model, weights: Mapping[str, nn.Parameter]) -> None:
@@ -259,7 +262,8 @@ def _routing(model: Model) -> Iterator[Routing]:
     gaps: dict[str, list[Tensor]] = {}
     losses: list[Tensor] = []
 
-    def seen(name: str, router: Router, x: Tensor, chosen: Tensor) -> None:
+    def seen(name: str, router: Router, args: tuple[Tensor], out: tuple[Tensor, Tensor]) -> None:
+        x, chosen = args[0], out[1]
         if model.shape is not None:
             losses.append(_router_loss(model.shape, router, x, chosen))
         scored = router.scored(router.logits(x))
@@ -269,15 +273,10 @@ def _routing(model: Model) -> Iterator[Routing]:
         routes.setdefault(name, []).append(chosen.sort(-1).values)
         gaps.setdefault(name, []).append(ranked[..., last] - further)
 
-    hooks = [
-        router.register_forward_hook(lambda m, args, out, n=name: seen(n, m, args[0], out[1]))
-        for name, router in routers(model.pieces)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, router in routers(model.pieces):
+            hooks.callback(router.register_forward_hook(partial(seen, name)).remove)
         yield routes, gaps, losses
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _router_loss(shape: Shape, router: Router, x: Tensor, chosen: Tensor) -> Tensor:
@@ -399,9 +398,8 @@ def _optimizer(
     ]
     if isinstance(optimizer, Sgd):
         return torch.optim.SGD(groups, lr=lr, momentum=optimizer.momentum)
-    return torch.optim.AdamW(
-        groups, lr=lr, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps
-    )
+    betas = optimizer.beta1, optimizer.beta2
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=optimizer.eps)
 
 
 class _Unrounded(TorchFunctionMode):
