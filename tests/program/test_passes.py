@@ -95,6 +95,9 @@ def test_gathers_run_ahead_by_the_prefetch_distance_and_the_pool_has_one_more(
         assert _most_gathered(program, 0) <= min(prefetch + 1, pieces)
         if m > 1 or pieces > 2:
             assert _most_gathered(program, 0) == min(prefetch + 1, pieces)
+        once = gather(_one(pieces, m), each_use=False, drop=False, prefetch=prefetch)
+        ahead = [op.kind for op in once.rows[0]].index("F")
+        assert ahead == (pieces if prefetch else 1)
         assert check(program).counts[0].kinds["gathered"] == _most_gathered(program, 0)
 
 
@@ -147,14 +150,17 @@ def test_gradients_are_summed_once_a_step_or_once_a_microbatch() -> None:
     for name in ("accum", "1f1b", "zb-h2"):
         stages, m = (1, 3) if name == "accum" else (2, 3)
         base = pipeline(name, stages, m)
-        for each, times in ((False, 1), (True, m)):
-            program = reduce(base, each_microbatch=each)
+        for each, times, replicas in ((False, 1, False), (True, m, False), (True, m, True)):
+            program = reduce(base, each_microbatch=each, replicas=replicas)
             assert faults(finish(program, agree=False)) == ()
             for number, row in enumerate(program.rows):
                 sums = [op for op in row if op.kind == "S"]
                 assert sums == [Op("S", number, n) for n in range(times)]
+                # The stage before waits for the message, nobody for the sum.
                 last = max(i for i, op in enumerate(row) if op.kind in "BW")
-                assert row.index(sums[-1]) == last + 1
+                after = [op.kind for op in row[last + 1 :]]
+                waits = [">"] * (name == "1f1b" and number == 1) + ["H"] * replicas
+                assert after == [*waits, "S"] + ["H"] * replicas
 
 
 def test_a_tied_unit_is_summed_after_both_uses_and_over_both_stages_once() -> None:

@@ -21,6 +21,7 @@ from phalanx.program import (
     simulate,
 )
 from phalanx.program.graph import graph, possible
+from phalanx.program.ops import COMPUTE
 
 
 def _at(timeline: Timeline, word: str, rank: int = 0) -> tuple[float, float]:
@@ -100,6 +101,23 @@ def test_gathering_ahead_hides_what_gathering_at_once_exposes() -> None:
     # Prefetch 0 waits for every gather but those joined at the turn; ahead, for the first and last.
     assert exposed[0] > exposed[1]
     assert exposed[1] == 2
+
+
+def test_gathers_of_a_step_are_under_way_on_all_stages_at_once() -> None:
+    """Four pieces a stage, gathered in 3 s each: both stages have theirs after 12 s, the first then
+    computes its fourth piece, the second its four."""
+    program = step("dp2 pp2 zero1 1f1b:2", 8)
+    assert _at(simulate(program, Costs({"F": 1, "B": 2, "G": 3})), "7F0", 1) == (16, 17)
+
+
+def test_sums_once_a_step_hold_up_nobody() -> None:
+    """By the last microbatch every gradient is begun, so that waiting for a sum would free nothing."""
+    for text in ("1f1b:6", "gpipe:6", "interleaved2:6", "zb-h1:6"):
+        program = step(f"dp2 pp3 zero1 {text}", 12, agree=True)
+        costs = {"F": 1, "B": 2, "I": 1, "W": 1}
+        slow, none = (simulate(program, Costs(costs | {"S": each})) for each in (20, 0))
+        for now, then in zip(slow.spans, none.spans, strict=True):
+            assert now.lane != COMPUTE or now.op.kind == "U" or now == then, text
 
 
 def test_a_program_that_never_ends_is_refused() -> None:

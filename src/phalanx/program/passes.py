@@ -257,16 +257,16 @@ def _receives(
 def gather(
     program: Program, *, each_use: bool, drop: bool, prefetch: int = 1, load: bool = False
 ) -> Program:
-    """Weights fetched before they are used: once a step or for each use, `prefetch` units ahead.
-    Uses of a unit that follow each other directly are one use: the last block is not dropped
-    between forward and backward, which begins with it. `load`: from the host, so far ahead, and
-    gathered one unit later. Frozen weights that are never dropped are whole at home, as they never
-    become stale."""
-    leads = [(prefetch, ops.LOAD)] * load + [(max(0, prefetch - load), ops.GATHER)]
-    rows = []
+    """Weights fetched before they are used: for each use, `prefetch` units ahead; once a step, all at its
+    start, as they will be held together anyway, and no stage of a pipeline waits for another's. Uses of
+    a unit that follow each other directly are one use: the last block is not dropped between forward
+    and backward, which begins with it. `load`: from the host, so far ahead, and gathered one unit
+    later. Frozen weights that are never dropped are whole at home, as they never become stale."""
+    each_use, rows = each_use and drop, []
     for row in program.rows:
-        uses = _uses(program, row, each_use and drop)
-        uses = [use for use in uses if drop or use[0] not in program.frozen]
+        uses = [u for u in _uses(program, row, each_use) if drop or u[0] not in program.frozen]
+        ahead = prefetch if each_use or load or not prefetch else len(uses)
+        leads = [(ahead, ops.LOAD)] * load + [(max(0, ahead - load), ops.GATHER)]
         before: dict[int, list[Op]] = defaultdict(list)
         after: dict[int, list[Op]] = defaultdict(list)
         times: dict[int, int] = defaultdict(int)
@@ -306,17 +306,19 @@ def reduce(
     program: Program, *, each_microbatch: bool, replicas: bool = False, at_end: bool = False
 ) -> Program:
     """Gradients summed over a unit's copies: after its last contribution of the step, or of each
-    microbatch. A unit that two pieces of the rank use is summed after both, a frozen one never.
-    `replicas`: over the shards first, then over the replicas. The second sum stands before the next
-    unit's first one, by when the first may have arrived. `at_end`: all of them after what the rank
-    computes and sends, as software does that does not overlap them."""
+    microbatch, and after the messages that follow it. A unit that two pieces of the rank use is summed
+    after both, a frozen one never. `replicas`: over the shards first, then over the replicas. The second
+    sum stands before the next unit's first one, by when the first may have arrived. `at_end`: all of
+    them after what the rank computes and sends, as software does that does not overlap them."""
     rows = []
     for row in program.rows:
         last: dict[tuple[int, int], int] = {}
         for i, op in enumerate(row):
             if op.kind in ops.CONTRIBUTES:
+                ends = (n for n in range(i, len(row) - 1) if row[n + 1].kind != ops.SEND)
+                sent = next(ends, len(row) - 1)
                 for unit in program.trained(op.piece):
-                    last[unit, op.index if each_microbatch else 0] = i
+                    last[unit, op.index if each_microbatch else 0] = sent
         if at_end:
             last = dict.fromkeys(sorted(last, key=last.__getitem__), len(row) - 1)
         sums: list[tuple[int, Op]] = []
@@ -382,20 +384,16 @@ def finish(program: Program, *, agree: bool) -> Program:
     rows = []
     for number, row in enumerate(program.rows):
         sums = (*ops.REDUCTIONS, ops.TIE, ops.SUM_PARTS)
-        last = {op.piece: op for op in row if op.kind in sums}
-        order = sorted(last, key=lambda unit: row.index(last[unit]))
-        updates = {last[unit]: Op(ops.UPDATE, unit) for unit in order}
+        last = {op.piece: i for i, op in enumerate(row) if op.kind in sums}
+        updates = {row[i]: Op(ops.UPDATE, row[i].piece) for i in sorted(last.values())}
         if agree:
             rows.append([Op(ops.COUNT), *row, Op(ops.AGREE), *updates.values()])
             continue
-        # Before the first reduction none is under way.
-        begin = next((i for i, op in enumerate(row) if op.kind in ops.REDUCTIONS), len(row))
-        out, state = [Op(ops.COUNT), *row[:begin]], State(program, number)
-        for op in row[begin:]:
+        out, state = [Op(ops.COUNT)], State(program, number)
+        for op in row:
             out.append(op)
             waiting = list(state.under_way)
             state.apply(op, state.needs(op))
-            arrived = (one for one in waiting if one not in state.under_way)
-            out += [updates.pop(one) for one in arrived if one in updates]
+            out += [updates.pop(o) for o in waiting if o in updates and o not in state.under_way]
         rows.append([*out, *updates.values()])
     return program.with_rows(rows)

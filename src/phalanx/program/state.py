@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from . import ops
 from .program import Op, Program
 
-# Reductions of one lane that are under way at once. Each holds a whole gradient, so that without
-# a limit a step over a slow link would hold the whole model's.
+# Reductions of one lane that are under way at once. Each holds a whole gradient, so that over a slow link a
+# step would hold the whole model's. Once all gradients are begun to wait makes room for nothing.
 IN_FLIGHT = 2
 
 
@@ -96,6 +96,7 @@ class State:
         # Gradients by unit.
         self.open: dict[int, list[Op]] = {}  # contributions in the whole buffer
         self.under_way: dict[Op, None] = {}  # reductions that nothing has waited for, in order
+        self.unbegun = sum(op.kind == ops.REDUCE for op in self.ops)  # that will be reduced
         self.reduced: dict[int, Op] = {}  # the last of its reductions, since its update
         self.arrived: set[int] = set()  # reduced and waited for: the rank has its part
         self.tied: set[int] = set()  # finished sums were added: no further sum may follow
@@ -194,7 +195,7 @@ class State:
         """The reductions that one must wait for before it starts: of the same unit, as its result
         is added to theirs, and the oldest where as many as may be are under way."""
         others = [other for other in self.under_way if other.kind == op.kind]
-        oldest = others[: max(0, len(others) - IN_FLIGHT + 1)]
+        oldest = others[: max(0, len(others) - IN_FLIGHT + 1)] if self.unbegun else []
         yield from (other for other in others if other.piece == op.piece or other in oldest)
 
     def _complete(self, unit: int) -> Op | str:
@@ -353,6 +354,7 @@ class State:
                 if unit not in self.open:
                     opened.append(unit)
                     self.open[unit] = []
+                    self.unbegun -= 1
                 if contributes:
                     self.open[unit].append(op)
         return self._after((kind, piece, before, keeps, came + 2 * taken, made, tuple(opened)))
