@@ -11,8 +11,6 @@ stopped), its host memory, step and operation, and for how long it has stood the
 Ctrl-C ends it, and nothing else. Exit code 0: done; 2: wrong usage.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator
@@ -57,7 +55,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _shown(watched: _Run, width: int | None, every: float) -> None:
+def _shown(watched: "_Run", width: int | None, every: float) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text

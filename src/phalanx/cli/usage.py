@@ -1,8 +1,6 @@
 """What all commands share: options and how wrong ones are refused, files that are written, and the
 terminal."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json
@@ -34,7 +32,7 @@ _LOG = logging.getLogger("phalanx")
 class Described(Exception):
     """Raised in place of reading the words, where `DESCRIBE` is set: the parser that would read them."""
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: "Parser") -> None:
         super().__init__(parser.prog)
         self.parser = parser
 

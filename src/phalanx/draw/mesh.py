@@ -2,8 +2,6 @@
 of a weight it holds.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -37,7 +35,7 @@ class MeshPicture:
         return mesh_svg(self)
 
     @classmethod
-    def parse(cls, layout: str, weight: str = "") -> MeshPicture:
+    def parse(cls, layout: str, weight: str = "") -> "MeshPicture":
         return cls(Layout.parse(layout), tuple(map(_dim, weight.split())))
 
     @property

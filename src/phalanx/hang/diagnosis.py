@@ -5,8 +5,6 @@ for, directly or over others, and waits for nobody itself, is why the run stands
 for each other, the calls of a group differ, and the first that does is shown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -76,7 +74,7 @@ class RankState:
         return asdict(replace(self, calls=self.calls[-CALLS_SENT:]))
 
     @classmethod
-    def from_json(cls, table: Mapping[str, Any]) -> RankState:
+    def from_json(cls, table: Mapping[str, Any]) -> "RankState":
         calls = []
         for call in table["calls"]:
             name, ranks, before = call["group"]

@@ -6,8 +6,6 @@ has several hosts, each watcher writes what it sees into the run's folder once a
 still; all of them then come to the same diagnosis.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -52,7 +50,7 @@ class Hosted:
     memory: str = ""  # a folder that goes with the process that has started this host's ranks
 
     @classmethod
-    def parse(cls, text: str) -> Hosted:
+    def parse(cls, text: str) -> "Hosted":
         table = json.loads(text)
         host, out, memory = (str(table[name]) for name in ("host", "out", "memory"))
         hosts = tuple(map(str, table["hosts"]))

@@ -1,78 +1,30 @@
 """What layouts are compared on when nothing is named: small shapes with every awkward trait, and
 all legal layouts up to a number of ranks."""
 
-from __future__ import annotations
-
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, cycle, product
+from pathlib import Path
 from typing import Any
 
 from .choices import ACCUM, FP64, SCHEDULES
+from .codec import decode
 from .layout import Layout
 from .legal import divisors, legal
 from .mesh import Axis, Mesh
-from .shape import Shape
+from .shape import Shape, ShapeError
 
 AXES = ("dp", "pp", "cp", "tp", "ep")
 _WORDS = """; recompute:selective; offload:activations; gather:step; offload:weights; recompute:sqrt;
     reduce:micro; prefetch:0; offload:optimizer,activations prefetch:3; gather:micro; reduce:step"""
 _BESIDES = [Layout.written(words) for words in _WORDS.split(";")]
-_SMALL = Shape(
-    "small", layers=4, hidden=16, heads=4, kv_heads=2, ffn=24, vocab=37, sequence=12, batch=25
-)
-SHAPES: dict[str, Shape] = {
-    # Two key and value heads (replicated under tp4), odd vocabulary, Llama's parts.
-    "gqa": replace(_SMALL, name="gqa"),
-    # Tied head, learned positions, biases, LayerNorm, GELU: GPT-2's parts; an odd sequence length.
-    "gpt": replace(
-        _SMALL, name="gpt", kv_heads=4, norm="layer", positions="learned", gated=False,
-        tied=True, bias="all", sequence=11,
-    ),
-    # Norms of q and k, biases of q, k and v; 7 blocks, which no number of stages divides.
-    "qwen": replace(_SMALL, name="qwen", qk_norm=True, bias="qkv", layers=7),
-    # Biases and learned positions of an odd width: vector kernels end in a remainder everywhere.
-    "odd": replace(
-        _SMALL, name="odd", layers=3, hidden=33, head_dim=9, ffn=44, sequence=11,
-        norm="layer", positions="learned", gated=False, bias="all",
-    ),
-    # Gemma's parts: soft caps, windows in two of three blocks, norms on both sides, scaled vectors.
-    "gemma": replace(
-        _SMALL, name="gemma", norm="rms1", norms="both", windows=(5, 3, 0), softcap=1.5,
-        logit_softcap=2.0, query_scalar=6.0, embed_scale=4.0, rope_local_theta=100.0,
-        activation="gelu", qk_norm=True, tied=True,
-    ),
-    # Norms behind attention and MLP, those of q and k over all heads; stretched rope; an odd length.
-    "olmo": replace(
-        _SMALL, name="olmo", norms="post", qk_norm=True, qk_norm_wide=True, sequence=11,
-        rope_scaling="yarn", rope_factor=4.0, rope_high=32.0, rope_original=64, rope_attention=1.1,
-    ),
-    # Nine experts, which leave some of eight ranks without, for three of a token; one that all tokens
-    # meet; a first block without; a bias that balances; scores that need not add up to one.
-    "experts": replace(
-        _SMALL, name="experts", ffn=20, experts=9, top_k=3, expert_ffn=12, shared_experts=1,
-        dense_layers=1, scores="sigmoid", routed_scale=1.5, balance="bias", balance_rate=0.01,
-        sequence=11,
-    ),
-    # Latents of odd widths, values narrower than keys; experts in groups, of which a token meets two; an
-    # odd length and scaled scores.
-    "latent": replace(
-        _SMALL, name="latent", layers=2, kv_heads=4, ffn=20, head_dim=10, kv_latent=7, q_latent=9,
-        rope_dim=4, value_dim=6, rope_pairs="neighbours", query_scalar=7.0, experts=6, top_k=3,
-        expert_ffn=12, shared_experts=1, expert_groups=3, top_groups=2, dense_layers=1,
-        scores="sigmoid", balance="bias", balance_rate=0.01, sequence=11,
-        sequence_loss=0.3, z_loss=0.1,
-    ),
-    # gpt-oss's parts: sinks, biases of all products and of routers, clamped experts of which no number of
-    # ranks has as many, a window in every second block, rope stretched between any indices.
-    "sinks": replace(
-        _SMALL, name="sinks", layers=2, ffn=20, bias="all", sinks=True, activation="clamped",
-        windows=(5, 0), experts=5, top_k=2, sequence=11, rope_scaling="yarn", rope_factor=4.0,
-        rope_high=32.0, rope_original=64, rope_attention=1.1, rope_truncated=False,
-        z_loss=0.1,
-    ),
-    "mlp": Shape("mlp", kind="mlp", layers=4, hidden=16, batch=25),
-}  # fmt: skip
+_DATA = tomllib.loads(Path(__file__).with_name("cases.toml").read_text(encoding="utf-8"))
+_SIZES: dict[str, Any] = {name: _DATA["small"] | more for name, more in _DATA["shapes"].items()}
+SHAPES = {
+    name: decode(Shape, {"name": name, **sizes}, name, ShapeError)
+    for name, sizes in (_SIZES | {"mlp": _DATA["mlp"]}).items()
+}
 
 
 def every_layout(

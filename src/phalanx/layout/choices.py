@@ -1,10 +1,11 @@
 """The names that layouts, run files and flags choose from, with what is known of each before torch is
 loaded. A schedule, a dtype or a backend is spelled out here and nowhere else."""
 
-from __future__ import annotations
-
 import difflib
+import tomllib
 from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -105,6 +106,14 @@ BACKENDS = (AUTO, THREADS, SHM, GLOO, NCCL)  # what carries messages
 LOCAL_RANKS = 256  # that one command starts on this machine
 DEVICES = (AUTO, "cpu", "cuda")
 OPTIMIZERS = ("adamw", "sgd", "muon")
+
+
+@cache
+def elsewhere(section: str) -> dict[str, str]:
+    """What other libraries call it, and how it is written here; a section of elsewhere.toml."""
+    data = Path(__file__).with_name("elsewhere.toml").read_text(encoding="utf-8")
+    rows = tomllib.loads(data)[section].items()
+    return {other: ours for ours, others in rows for other in others.split()}
 
 
 def near_word(word: str, known: Iterable[str], cutoff: float = 0.4) -> str:

@@ -6,8 +6,6 @@ lists of tables, mappings, optional values. `key` adds what a value means and it
 and the JSON Schema come from the same fields. What a file's keys mean together is for its class.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math

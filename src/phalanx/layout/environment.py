@@ -5,8 +5,6 @@ Kubeflow TrainJob has PET_NNODES and a SkyPilot task SKYPILOT_NUM_NODES: these s
 each node, and torchrun there starts the ranks (`node_command`). How ranks then meet is in `comm/join.py`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Mapping

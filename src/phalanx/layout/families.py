@@ -1,18 +1,19 @@
 """Models of Hugging Face: the shape that a config.json describes, its text for a shape, and what the
-weights are called there. A family is data, a row of `FAMILIES`.
+weights are called there. A family is data, a table of families.toml.
 
 What theirs can express and ours cannot is refused by name and never dropped. Nothing that a folder
 names is run: of a configuration only the keys of `_Config` are read.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from itertools import cycle
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -25,106 +26,25 @@ from .source import split_name
 CONFIG = "config.json"
 LIMIT = 64 << 20  # bytes of a configuration or an index
 
-_MLP = ("gate", "up", "down")
-_BLOCK = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "mlp_norm",
-    "self_attn.q_norm": "attn.q_norm",
-    "self_attn.k_norm": "attn.k_norm",
-}
-_BLOCK |= {f"self_attn.{x}_proj": f"attn.w{x}" for x in "qkvo"}
-_BLOCK |= {f"mlp.{x}_proj": f"mlp.{x}" for x in _MLP}
-_BEHIND = {
-    "post_attention_layernorm": "attn_post_norm",
-    "post_feedforward_layernorm": "mlp_post_norm",
-}
-_GEMMA = _BLOCK | _BEHIND | {"pre_feedforward_layernorm": "mlp_norm"}
-_WIDE = {"self_attn.q_norm": "attn.q_wide_norm", "self_attn.k_norm": "attn.k_wide_norm"}
-_PACKED = {"self_attn.qkv_proj": "attn.wq attn.wk attn.wv", "mlp.gate_up_proj": "mlp.gate mlp.up"}
-# A tensor of ours that is in no module of its own stands by its whole name, and theirs too. Of experts
-# one of theirs may be one expert's, whose number stands for *.
-_MIXTRAL = {"block_sparse_moe.gate": "mlp.router"}
-for _n, _x in (1, "gate"), (3, "up"), (2, "down"):
-    _MIXTRAL[f"block_sparse_moe.experts.*.w{_n}.weight"] = f"mlp.routed.{_x}"
-_QWEN3_MOE = {"mlp.gate": "mlp.router"}
-_QWEN3_MOE |= {f"mlp.experts.*.{x}_proj.weight": f"mlp.routed.{x}" for x in _MLP}
-_GPT_OSS = {
-    "self_attn.sinks": "attn.sinks",
-    "mlp.router": "mlp.router",
-    "mlp.router.bias": "mlp.router.logit_bias",
-    "mlp.experts.gate_up_proj": "mlp.routed.gate mlp.routed.up",
-    "mlp.experts.gate_up_proj_bias": "mlp.routed.gate_bias mlp.routed.up_bias",
-    "mlp.experts.down_proj": "mlp.routed.down",
-    "mlp.experts.down_proj_bias": "mlp.routed.down_bias",
-}
 PACKED_4 = "mxfp4"  # numbers of 4 bits: the only quantized weights that are read
 BALANCES = "e_score_correction_bias"
-_DEEPSEEK = {
-    "self_attn.q_a_proj": "attn.wq_a",
-    "self_attn.q_a_layernorm": "attn.q_a_norm",
-    "self_attn.q_b_proj": "attn.wq_b",
-    "self_attn.kv_a_proj_with_mqa": "attn.wkv_a",
-    "self_attn.kv_a_layernorm": "attn.kv_a_norm",
-    "self_attn.kv_b_proj": "attn.wkv_b",
-    f"mlp.gate.{BALANCES}": "mlp.router.bias",
-}
-_DEEPSEEK |= {f"mlp.shared_experts.{x}_proj": f"mlp.shared.{x}" for x in _MLP}
-_GPT2_BLOCK = {
-    "ln_1": "attn_norm",
-    "ln_2": "mlp_norm",
-    "attn.c_attn": "attn.wq attn.wk attn.wv",
-    "attn.c_proj": "attn.wo",
-    "mlp.c_fc": "mlp.up",
-    "mlp.c_proj": "mlp.down",
-}
-_OUTER = {"model.embed_tokens": "embed.tokens", "model.norm": "head.norm", "lm_head": "head.output"}
-_GPT2_OUTER = {
-    "transformer.wte": "embed.tokens",
-    "transformer.wpe": "embed.positions",
-    "transformer.ln_f": "head.norm",
-    "lm_head": "head.output",
-}
-# Keys of a configuration by the names that GPT-2 has for them.
-_GPT2_KEYS = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "rms_norm_eps",
-    "activation_function": "hidden_act",
-}
-# And by those that other families have.
-_OTHER_KEYS = _GPT2_KEYS | {
-    "n_heads": "num_attention_heads",
-    "n_layers": "num_hidden_layers",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "d_model": "hidden_size",
-    "ffn_dim": "intermediate_size",
-}
-_CHOSEN = {
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_ffn",
-    "norm_topk_prob": "normalized",
-}
-_GEMMA_SHAPE = {"norm": "rms1", "norms": "both", "activation": "gelu"}
-_GEMMA_CONFIG = {"tie_word_embeddings": True, "head_dim": 256, "query_pre_attn_scalar": 256}
-ANY = object()  # a key of a shape that a family leaves open
+_DATA = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Family:
     """One of their model types. `shape` are the keys of ours that make a decoder one of it, where
-    these are not a shape's defaults; `config` are defaults of its configuration. `block` says for a
-    module of a block which of ours are in it, one below another, and `outer` the same for the rest.
+    these are not a shape's defaults, and those in `open` may be any; `config` are defaults of its
+    configuration. `block` says for a module of a block which of ours are in it, one below another,
+    and `outer` the same for the rest.
     """
 
     architecture: str
     shape: Mapping[str, Any] = field(default_factory=dict)
+    open: Sequence[str] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
-    block: Mapping[str, str] = field(default_factory=lambda: _BLOCK)
-    outer: Mapping[str, str] = field(default_factory=lambda: _OUTER)
+    block: Mapping[str, str] = field(default_factory=dict)
+    outer: Mapping[str, str] = field(default_factory=dict)
     layers: str = "model.layers"
     keys: Mapping[str, str] = field(default_factory=dict)  # other names of a configuration's keys
     windows: str = ""  # in no block, in "all" blocks alike, or in "some"
@@ -136,110 +56,18 @@ class Family:
     experts: Mapping[str, str] = field(default_factory=dict)
 
 
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", windows="all"),
-    "qwen2": Family("Qwen2ForCausalLM", {"bias": "qkv"}, windows="some"),
-    "qwen3": Family("Qwen3ForCausalLM", {"qk_norm": True}, windows="some"),
-    "gemma2": Family(
-        "Gemma2ForCausalLM",
-        _GEMMA_SHAPE | dict.fromkeys(("softcap", "logit_softcap", "query_scalar"), ANY),
-        _GEMMA_CONFIG
-        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
-        _GEMMA,
-        windows="some",
-        pattern=2,
-    ),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM",
-        _GEMMA_SHAPE
-        | {"qk_norm": True}
-        | dict.fromkeys(("softcap", "logit_softcap", "query_scalar", "rope_local_theta"), ANY),
-        _GEMMA_CONFIG | {"sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        _GEMMA,
-        windows="some",
-        pattern=6,
-    ),
-    "phi3": Family("Phi3ForCausalLM", block=_BLOCK | _PACKED, windows="all"),
-    "olmo2": Family(
-        "Olmo2ForCausalLM",
-        {"norms": "post", "qk_norm": True, "qk_norm_wide": True},
-        block=_BLOCK | _BEHIND | _WIDE,
-    ),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        {"expert_ffn": ANY},
-        {"moe_intermediate_size": 0, "num_experts": 8, "num_experts_per_tok": 2},
-        _BLOCK | _MIXTRAL,
-        keys={"num_local_experts": "num_experts"},
-        windows="all",
-        experts={"num_local_experts": "experts", "num_experts_per_tok": "top_k"},
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        {"qk_norm": True} | dict.fromkeys(("expert_ffn", "normalized", "dense_layers"), ANY),
-        {"norm_topk_prob": False},
-        _BLOCK | _QWEN3_MOE,
-        keys={"num_local_experts": "num_experts"},
-        windows="all",
-        experts={"num_experts": "experts"} | _CHOSEN,
-    ),
-    "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        {"scores": "sigmoid", "balance": "bias"}
-        | dict.fromkeys(
-            (
-                *("kv_latent", "q_latent", "rope_dim", "rope_pairs", "query_scalar"),
-                *("expert_groups", "top_groups", "shared_experts", "routed_scale"),
-                *("expert_ffn", "normalized", "dense_layers"),
-            ),
-            ANY,
-        ),
-        {"q_lora_rank": 1536, "rope_interleave": True, "n_group": 8, "topk_group": 4}
-        | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_shared_experts": 1},
-        _BLOCK | _QWEN3_MOE | _DEEPSEEK,
-        keys={"n_routed_experts": "num_experts", "num_local_experts": "num_experts"},
-        further=True,
-        experts={"n_routed_experts": "experts"}
-        | _CHOSEN
-        | {
-            "routed_scaling_factor": "routed_scale",
-            "n_shared_experts": "shared_experts",
-            "n_group": "expert_groups",
-            "topk_group": "top_groups",
-            "first_k_dense_replace": "dense_layers",
-            "kv_lora_rank": "kv_latent",
-            "q_lora_rank": "q_latent",
-            "qk_rope_head_dim": "rope_dim",
-            "v_head_dim": "value_dim",
-        },
-    ),
-    "gpt_oss": Family(
-        "GptOssForCausalLM",
-        {"bias": "all", "sinks": True, "activation": "clamped", "expert_ffn": ANY},
-        {"num_experts": 128, "num_experts_per_tok": 4, "moe_intermediate_size": 0}
-        | {"attention_bias": True, "sliding_window": 128, "rope_theta": 150000.0}
-        | {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False}},
-        _BLOCK | _GPT_OSS,
-        keys={"num_local_experts": "num_experts"},
-        windows="some",
-        pattern=2,
-        transposed=3,
-        alternating=True,
-        experts={"num_local_experts": "experts", "num_experts_per_tok": "top_k"},
-    ),
-    "gpt2": Family(
-        "GPT2LMHeadModel",
-        {"norm": "layer", "positions": "learned", "gated": False, "bias": "all"},
-        {"hidden_act": "gelu_new", "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
-        _GPT2_BLOCK,
-        _GPT2_OUTER,
-        "transformer.h",
-        _GPT2_KEYS,
-        transposed=2,
-    ),
-}
-_OTHER = Family("", keys=_OTHER_KEYS)  # any other, of which only sizes are known
+def _family(row: dict[str, Any]) -> Family:
+    tables: dict[str, Any] = {"block": ["plain"], "outer": ["plain"], "keys": []} | row
+    chosen: dict[str, Any] = {
+        name: reduce(or_, (_DATA[name][each] for each in tables[name]), {})
+        for name in ("block", "outer", "keys")
+    }
+    return Family(**row | chosen)
+
+
+FAMILIES = {name: _family(row) for name, row in _DATA["families"].items()}
+# Any other, of which only sizes are known.
+_OTHER = _family({"architecture": "", "keys": ["gpt2", "others"]})
 _SCALED = "gemma2", "gemma3_text"  # vectors of tokens are multiplied by the root of their width
 # Keys of a shape that say which family it is.
 _TRAITS = (
@@ -247,29 +75,8 @@ _TRAITS = (
     " query_scalar rope_local_theta expert_ffn shared_experts dense_layers scores normalized"
     " routed_scale balance kv_latent q_latent rope_dim rope_pairs expert_groups top_groups"
 )
-# Sizes that are copied as they are, both ways.
-_SIZES = {
-    "vocab_size": "vocab",
-    "hidden_size": "hidden",
-    "intermediate_size": "ffn",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "sequence",
-    "rms_norm_eps": "eps",
-    "rope_theta": "rope_theta",
-    "tie_word_embeddings": "tied",
-}
-# Numbers of each stretch of rope, by the names of theirs and of ours.
-_LONG = {"factor": "rope_factor", "original_max_position_embeddings": "rope_original"}
-_ROPE = {
-    "linear": {"factor": "rope_factor"},
-    "dynamic": _LONG,
-    "llama3": _LONG | {"low_freq_factor": "rope_low", "high_freq_factor": "rope_high"},
-    "yarn": _LONG
-    | {"beta_slow": "rope_low", "beta_fast": "rope_high", "attention_factor": "rope_attention"},
-}
+_SIZES: Mapping[str, str] = _DATA["sizes"]
+_ROPE: Mapping[str, Mapping[str, str]] = _DATA["rope"]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 
 
@@ -441,7 +248,7 @@ def shape_of(table: Mapping[str, Any], where: str) -> Shape:
     plain = _ACTIVATIONS[activation] == ("silu" if family.shape.get("gated", True) else "gelu")
     given = _sizes(config) | {"rope_theta": float(theta), "windows": windows}
     given["activation"] = "" if plain else _ACTIVATIONS[activation]
-    given |= {k: x for k, x in family.shape.items() if x is not ANY} | stretch
+    given |= {**family.shape, **stretch}
     if family.experts:
         given["dense_layers"] = len(config.mlp_only_layers or ())
         for their, ours in family.experts.items():
@@ -592,7 +399,7 @@ def _differences(shape: Shape, name: str) -> Iterator[str]:
         if trait == "activation":
             has = has or ("silu" if shape.gated else "gelu")
             wants = wants or ("silu" if family.shape.get("gated", True) else "gelu")
-        if wants is not ANY and has != wants:
+        if trait not in family.open and has != wants:
             yield f"{trait} would be {json.dumps(wants)}, not {json.dumps(has)}"
     if bool(shape.experts) != bool(family.experts):
         yield f"experts would be {'none' if shape.experts else 'there'}"
@@ -625,7 +432,7 @@ def config_of(shape: Shape, family: str, dtype: str) -> dict[str, Any]:
     if shape.dense_layers and "dense_layers" not in data.experts.values():
         config["mlp_only_layers"] = [*range(shape.dense_layers)]
     if family == "gpt2":
-        back = {ours: theirs for theirs, ours in _GPT2_KEYS.items()}
+        back = {ours: theirs for theirs, ours in data.keys.items()}
         dropped = ("num_key_value_heads", "head_dim", "rope_theta")
         config = {back.get(k, k): x for k, x in config.items() if k not in dropped}
         return config | {"activation_function": "gelu_new"}

@@ -5,8 +5,6 @@ a file is read, and replaced, not followed, when one is written. What TOML and J
 large their numbers are, is limited, so that no reader runs out of stack, time or memory.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

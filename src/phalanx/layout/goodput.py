@@ -6,8 +6,6 @@ Time between two processes is by that clock where the machine was not started in
 calendar, of which nothing is believed when it was set back.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The records of a run's metrics.jsonl, for whoever reads it after or while it runs."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

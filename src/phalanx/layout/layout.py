@@ -4,15 +4,13 @@
 printing writes only what differs from it. Whether a layout fits a model is for `legal.py`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from . import choices
-from .choices import BF16, COMPILED, FP32, MATMULS, PRECISIONS, SCHEDULES, near_word, traits
+from .choices import COMPILED, FP32, MATMULS, PRECISIONS, SCHEDULES, near_word, traits
 from .mesh import AXES, Axis, LayoutError, Mesh
 from .rules import AXIS_OF
 from .source import OWN, names_source
@@ -38,45 +36,6 @@ _FIXED |= {word: {"matmul": name} for word, name in choices.MATMUL_WORDS.items()
 _OPTIONS = """prefetch:1 recompute:none recompute:all recompute:sqrt recompute:every=2 recompute:selective
     recompute:fit offload:weights offload:optimizer offload:activations stages:2-2 experts:tp experts:cp"""
 _WORDS = [*SCHEDULES, *_OPTIONS.split(), *_FIXED]
-
-# What other libraries call it: how a layout says so, N being the number that was written.
-_ELSEWHERE = {
-    "fsdp": "'dpN zero3' for FSDP over N ranks", "fsdpv": "'dpN zero3' for FSDP",
-    "ddp": "'dpN' for DDP over N ranks",
-    "hsdp": "'dp2x4 zero3' for HSDP: two replicas of four shards each",
-    "zero": "zero1, zero2 or zero3, as in 'dpN zero3'",
-    "deepspeed": "zero1, zero2 or zero3, as in 'dp8 zeroN'",
-    "stage": "zero1, zero2 or zero3 for a stage of ZeRO, ppN for a pipeline of N stages",
-    "pipeline": "'ppN 1f1b:16' for a pipeline of N stages",
-    "pipe": "'ppN 1f1b:16' for a pipeline of N stages",
-    "tensor": "'tpN' for tensor parallel over N ranks",
-    "megatron": "'tpN seq' for tensor and sequence parallel over N ranks",
-    "sp": "'tpN seq' for sequence parallel, or 'cpN' to cut the sequence in attention too",
-    "context": "'cpN' for context parallel over N ranks", "ring": "'cpN:ring'",
-    "ulysses": "'cpN:ulysses'", "expert": "'epN' for expert parallel over N ranks",
-    "moe": "'epN' for expert parallel over N ranks",
-    "etp": "'seq experts:tp' for whole experts beside tp, as etp 1; without it tp cuts each expert",
-    "data": "'dpN' for data parallel",
-    "fp": "fp32, fp16, bf16 or tf32, and fp8 for the products of blocks", "bfloat": BF16,
-    "float": "fp32, fp16 or fp64, and fp8 for the products of blocks",
-    "half": choices.FP16, "amp": "bf16, or fp16 with loss scaling", "mixed": BF16,
-    "mx": choices.MXFP8, "rowwise": choices.FP8, **dict.fromkeys(("blockwise", "tilewise"), choices.FP8_TILE),
-    **dict.fromkeys(
-        ("mb", "mbs", "micro", "microbatch", "microbatches"),
-        "how many microbatches as the schedule's number: accum:N, or 1f1b:N with pp",
-    ),
-    **dict.fromkeys(("accumulate", "ga", "gas", "gradient"), "accum:N"),
-    "sharded": "'dp8 zero3' for FSDP", "fully": "'dp8 zero3' for FSDP", "sdp": "'dpN zero3' for FSDP",
-    "sequence": "'tp8 seq' for sequence parallel, or 'cp8' to cut the sequence in attention too",
-    "activation": "recompute:all, or recompute:selective", "remat": "recompute:all",
-    "full": "recompute:all", "cpu": "offload:optimizer, offload:weights or offload:activations",
-    "virtual": "interleaved2, chunks of the model on each stage", "precision": BF16, "dtype": BF16,
-    "dualpipe": choices.DUALPIPE_V, "inductor": "compile", "torchcompile": "compile",
-    "zb": "zb-h1, zb-h2 or zb-v", "zerobubble": "zb-h1, zb-h2 or zb-v",
-    **dict.fromkeys(("checkpoint", "checkpointing"), "recompute:all, or recompute:selective"),
-    "ac": "recompute:all",
-    "offload": "offload:activations", "vpp": "interleavedN, chunks of the model on each stage",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -206,7 +165,7 @@ class Layout:
         return traits(self.schedule).splits_backward
 
     @classmethod
-    def parse(cls, text: str) -> Layout:
+    def parse(cls, text: str) -> "Layout":
         """The layout that a text names; a word that means nothing is refused with the nearest."""
         axes = [Axis.parse(word) for word in text.split() if _AXIS.fullmatch(word)]
         return cls(mesh=Mesh(tuple(axes)), **cls.written(text))  # type: ignore[arg-type]
@@ -223,7 +182,7 @@ class Layout:
         return fields
 
     @classmethod
-    def parse_many(cls, text: str) -> tuple[Layout, ...]:
+    def parse_many(cls, text: str) -> "tuple[Layout, ...]":
         """Layouts separated by `;`."""
         return tuple(cls.parse(part) for part in text.split(";") if part.strip())
 
@@ -308,8 +267,8 @@ def _meaning(word: str) -> dict[str, object]:
 def _hint(word: str) -> str:
     """How the word is written here, if it is another library's; else the nearest that is ours."""
     other = re.match(r"([a-z]+)(?:[-_=:][a-z_]*)*([0-9]{0,7})", word.lower())
-    if other and other[1] in _ELSEWHERE:
-        return f" Write {_ELSEWHERE[other[1]].replace('N', other[2] or '8')}."
+    if other and (ours := choices.elsewhere("layout").get(other[1], "")):
+        return f" Write {ours.replace('N', other[2] or '8')}."
     if ours := next((known for known in _WORDS if known == word.lower()), ""):
         return f" Did you mean {ours!r}?"
     if other and other[1] in AXES and other[2]:

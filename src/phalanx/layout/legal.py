@@ -3,8 +3,6 @@
 Arithmetic only. What pads (vocabulary, sequence, batch, a unit's shards) is no reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

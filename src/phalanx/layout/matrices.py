@@ -1,8 +1,6 @@
 """How much work it is to make matrices orthogonal by Newton-Schulz, and who does it. Read by Muon, which
 does it, and by the planner, which prices it."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

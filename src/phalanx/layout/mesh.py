@@ -5,8 +5,6 @@ Two axes have an inner grid of their own: `dp2x4` is 2 replicas of 4 shards, `cp
 with Ulysses of 2 inside. Their parts are named `dp.replicate`, `dp.shard`, `cp.ring`, `cp.ulysses`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -46,7 +44,7 @@ class Axis:
         return _PARTS.get(self.name) or (self.name,)
 
     @classmethod
-    def parse(cls, word: str) -> Axis:
+    def parse(cls, word: str) -> "Axis":
         match = _WORD.fullmatch(word)
         if not match:
             raise LayoutError(
@@ -92,7 +90,7 @@ class Mesh:
             raise LayoutError(f"{what}. Write a mesh of at most {RANKS:,}.")
 
     @classmethod
-    def parse(cls, text: str) -> Mesh:
+    def parse(cls, text: str) -> "Mesh":
         return cls(tuple(Axis.parse(word) for word in text.split()))
 
     def __str__(self) -> str:

@@ -4,8 +4,6 @@ The only file that does this. Amounts of data are decimal (1 GB = 1e9 bytes), as
 given (`bytes_text`); `binary_text` is for memory and message sizes, which come in powers of two (80 GiB).
 """
 
-from __future__ import annotations
-
 import re
 
 MOST = 10**18  # that is counted

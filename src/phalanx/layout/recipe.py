@@ -6,8 +6,6 @@ of a node or more (HSDP). Above 1,000 devices, 50B parameters or 16k tokens also
 context parallel. After that, measure, and tune for the highest MFU.
 """
 
-from __future__ import annotations
-
 from .choices import ACCUM, FP32, ONE_F_ONE_B
 from .layout import Layout
 from .legal import legal, nearest

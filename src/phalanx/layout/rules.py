@@ -6,8 +6,6 @@ the same for all. A parameter that no line names is an error, not a guess. A dim
 share is written with their number, or their lengths: `layers.*.mlp.gate_up.weight : features/2 embed`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Sequence
@@ -49,7 +47,7 @@ class Cut:
         return slice(start, min(start + self.length, size))
 
     @classmethod
-    def of(cls, size: int, parts: int, index: int, unit: int = 1) -> Cut:
+    def of(cls, size: int, parts: int, index: int, unit: int = 1) -> "Cut":
         """Part `index` of `parts` of a dim of `size`, in whole units (a head is one). Fewer units
         than parts: neighbouring parts have the same unit. A size that does not divide is padded at
         its end."""
@@ -68,7 +66,7 @@ class Rules:
     lines: tuple[tuple[str, tuple[str, ...]], ...]
 
     @classmethod
-    def parse(cls, text: str) -> Rules:
+    def parse(cls, text: str) -> "Rules":
         lines = []
         for number, line in enumerate(text.splitlines(), 1):
             line = line.split("#")[0].strip()

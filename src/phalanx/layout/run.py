@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .choices import ACCUM, OPTIMIZERS, PRECISIONS
+from .choices import OPTIMIZERS, PRECISIONS, elsewhere
 from .codec import FileError, Mistake, Reader, dump, key, text_of
 from .families import code_of
 from .files import parse_toml, read_text
@@ -240,7 +240,8 @@ class Run:
     ) -> Run:
         """The run of a file's text and the arguments after it. Where they name no model, `adopt`
         may give the run another than the default."""
-        reader = Reader(cls, text, name, overrides, _POINTERS)
+        pointers = {other: f"Write {ours}" for other, ours in elsewhere("run").items()}
+        reader = Reader(cls, text, name, overrides, pointers)
         run: Run = reader.table(cls, reader.given)
         run = replace(run, out=run.out or f"runs/{Path(name).stem}")
         if adopt is not None and "model" not in reader.given:
@@ -378,60 +379,6 @@ _TRAINED = {"freeze": "freeze", "lora_r": "lora.r", "lora_targets": "lora.target
 ALL_LINEAR = "all-linear"  # as peft writes it
 _PEFT = {f"{name}_proj": f"w{name}" for name in "qkvo"}
 _PEFT |= {f"{name}_proj": name for name in ("gate", "up", "down")}
-# What earlier versions, PyTorch, torchtitan, nanoGPT, Megatron, DeepSpeed and transformers call it.
-_OTHERS = {
-    "document_masks": ("masks",), "optimizer.name": ("optimizer.kind",),
-    "optimizer.lr": ("learning_rate", "max_lr"), "optimizer.weight_decay": ("optimizer.decay",),
-    "optimizer.min_lr, which is a learning rate": ("min_lr_factor", "min_lr_ratio", "optimizer.least"),
-    "optimizer.clip": ("grad_clip", "clip_grad", "max_norm", "max_grad_norm", "gradient_clipping"),
-    "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
-    "optimizer.warmup_steps": (
-        "warmup_iters", "lr_warmup_iters", "warmup_ratio", "optimizer.warmup",
-    ),
-    "optimizer.decay_steps": ("decay_ratio", "lr_decay_iters", "lr_decay_style", "optimizer.fall"),
-    'data="a:0.7, b:0.3"': (
-        "dataset", "datasets", "data_path", "dataset_path", "train_data", "train_file", "data_dir",
-    ),
-    'packing="bfd"': ("sample_packing", "pack", "packing_strategy"),
-    "data with messages, or prompt and completion: answers alone are trained on": (
-        "assistant_only_loss", "completion_only_loss", "train_on_inputs", "train_on_responses_only",
-    ),
-    "prepare.field": ("text_field", "dataset_text_field", "text_column"),
-    "batch": ("batch_size", "global_batch_size", "train_batch_size"),
-    "microbatch, or accum:N in the layout": (
-        "micro_batch", "micro_batch_size", "local_batch_size", "per_device_train_batch_size",
-        "train_micro_batch_size_per_gpu", "microbatches", ACCUM, "accumulation",
-        "gradient_accumulation", "gradient_accumulation_steps",
-    ),
-    "sequence": ("seq_len", "seq_length", "block_size", "context_length", "max_seq_len"),
-    "steps": ("max_steps", "max_iters", "train_iters"),
-    'precision="bf16", or fp16, tf32, fp32, fp64': (
-        "dtype", "amp", "mixed_precision", "torch_dtype", *PRECISIONS,
-    ),
-    "out": ("output_dir", "out_dir", "dump_folder"),
-    "train.restarts": ("max_restarts", "restarts"),
-    "train.fallback": ("fallback", "layout.fallback"),
-    "lora.r": ("lora_r", "lora_rank", "lora.rank"),
-    "lora.alpha": ("lora_alpha", "lora.lora_alpha"),
-    "lora.targets": ("target_modules", "lora.target_modules", "lora_target"),
-    "checkpoint.every": ("save_interval", "save_steps", "checkpoint_interval"),
-    "validation.every": ("eval_interval", "eval_steps"),
-    "validation.batches": ("eval_iters",),
-    "hang.timeout": ("ddp_timeout", "nccl_timeout", "distributed_timeout", "init_timeout_seconds"),
-    "metrics.every": ("log_interval", "logging_steps", "log_freq"),
-    'layout="dp8 zero3" for FSDP over 8 ranks, "dp8" for DDP': (
-        "fsdp", "zero", "zero_stage", "ddp", "hsdp", "sharding",
-    ),
-    'layout="dp2 pp2 tp2"': (
-        "tp", "tensor_parallel", "pp", "pipeline_parallel", "dp", "data_parallel", "cp",
-        "context_parallel", "sp", "ep",
-    ),
-    'layout="recompute:all", or recompute:selective': (
-        "recompute", "activation_checkpointing", "gradient_checkpointing",
-    ),
-    'layout="offload:activations"': ("offload", "cpu_offload"),
-}  # fmt: skip
-_POINTERS = {other: f"Write {ours}" for ours, others in _OTHERS.items() for other in others}
 
 
 def run_file(name: str) -> Run | None:

@@ -5,8 +5,6 @@ What goes wrong in such a file is reported in one sentence with its file and lin
 our own code around it would hide that.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 """Which pieces each virtual stage holds: named by the layout, or balanced by cost. And what of a layout
 one piece depends on."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise

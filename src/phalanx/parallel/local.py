@@ -1,7 +1,5 @@
 """What one rank holds of a model: the pieces of its stages, cut and bound to its units."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -13,8 +13,6 @@ On a GPU the products are `scaled_mm`'s. Elsewhere the same rounded numbers are 
 in float64 where the model is in float64.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any, NamedTuple

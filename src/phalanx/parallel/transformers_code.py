@@ -9,8 +9,6 @@ parallelism replaces.
 Not here: code that a folder names (`auto_map`). It is never run.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -75,7 +73,7 @@ class _StandIn(nn.Module):
     """Stands where a module was in their model. It passes on what it is given, unless the piece that
     runs has something to do here."""
 
-    def __init__(self, frame: _Frame, key: str | int, real: nn.Module) -> None:
+    def __init__(self, frame: "_Frame", key: str | int, real: nn.Module) -> None:
         super().__init__()
         # Their forward may read attributes of the module; its weights are a piece's and no child here.
         self.__dict__.update(frame=frame, key=key, real=real)

@@ -3,8 +3,6 @@
 Everything in those files is data: text is escaped, and numbers are checked to be numbers.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,7 +123,7 @@ class RunReport:
         return drawn
 
 
-def report(folder: Path, more: Extras | None = None) -> RunReport:
+def report(folder: Path, more: "Extras | None" = None) -> "RunReport":
     """What a run's folder shows, and with `more` what was asked beside it."""
     records = read_journal(folder / "metrics.jsonl")
     journal, more = _Journal(records), more or Extras()

@@ -6,8 +6,6 @@ where only what lies there counts. `out` and `checkpoint.dir` are compared as ab
 write one checkpoint together, so all need the same folder on a file system that they share.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

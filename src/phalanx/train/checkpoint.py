@@ -5,8 +5,6 @@ into a hidden folder, all agree that it is there, rank 0 writes the manifest and
 wrong on one rank, all ranks learn of it and decide alike.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -117,7 +115,7 @@ class Saver:
             decided = self._go_on(self.pending)
         return decided
 
-    def _go_on(self, pending: _Pending) -> tuple[Saved, ...]:
+    def _go_on(self, pending: "_Pending") -> tuple[Saved, ...]:
         """After all ranks have written, rank 0 commits; after that the save is decided."""
         errors = errors_of(self.group, pending.error)
         if not errors and not pending.committing:

@@ -11,8 +11,6 @@ instead and removed at the end; one that a killed run has left is passed over wh
 one and its process is gone, and has to be removed by hand otherwise.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -45,11 +43,11 @@ class Owner:
     since: str = ""
 
     @classmethod
-    def me(cls) -> Owner:
+    def me(cls) -> "Owner":
         return cls(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
 
     @classmethod
-    def read(cls, path: Path) -> Owner:
+    def read(cls, path: Path) -> "Owner":
         """Who wrote the file; nobody when it has nothing usable (its writer has just begun)."""
         try:
             with path.open("rb") as file:

@@ -6,8 +6,6 @@ these, makes them orthogonal and sends every rank its part of the result. Owners
 numbers are those of `torch.optim.Muon`, in bfloat16 on a GPU and as weights are kept on a CPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class Muon:
     decay: float = 0.1
     others: AdamW = AdamW()  # frozen
 
-    def of(self, unit: Unit) -> MuonUpdate:
+    def of(self, unit: Unit) -> "MuonUpdate":
         return MuonUpdate(unit, self)
 
     def scale_of(self, rows: int, columns: int) -> float:

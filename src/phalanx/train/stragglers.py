@@ -5,8 +5,6 @@ the same row of the program are peers; a rank without any is compared with its o
 ranks send their numbers with each line of the log, and the log's rank compares them.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """A run whose ranks are watched: each writes its positions, and the first rank of every host starts a
 process that notices when they stand still (`phalanx.hang`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
