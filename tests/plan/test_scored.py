@@ -10,7 +10,10 @@ from statistics import fmean, median
 
 import pytest
 
+from phalanx.cost import cached_costs
 from phalanx.plan.profile import profile, profiles
+from phalanx.plan.published import runs_of
+from phalanx.plan.table import read_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,3 +50,33 @@ def test_the_table_of_the_docs_is_that_of_the_runs() -> None:
         assert int(rows) == len(families[name]["held"])
         for way, error in zip(("held", "after", "fitted"), errors, strict=True):
             assert 100 * median(families[name][way]) == pytest.approx(float(error), abs=0.051)
+
+
+UNSEEN = ROOT / "benchmarks/published/unseen.csv"
+
+
+def test_every_run_that_was_never_fitted_can_be_read() -> None:
+    rows = read_table(UNSEEN)
+    assert [row.why for row in rows] == [""] * len(rows)
+    assert all(row.step for row in rows)
+
+
+@pytest.mark.slow
+def test_errors_of_runs_that_were_never_fitted_are_those_of_the_docs() -> None:
+    text = (ROOT / "docs/scored.md").read_text()
+    number = r"([-+]?[\d.]+)"
+    told = rf"^\| (\w+) \| [^|]+ \| (\d+) \| [^|]+ \| {number} % \| {number} to {number} % \| {number} % \|$"
+    runs, refused = runs_of(read_table(UNSEEN), cached_costs)
+    assert not refused
+    off: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for run in runs:
+        steps = (run.choice(numbers).step for numbers in (run.row.profile, profile("default")))
+        named, default = (100 * (step / run.row.step - 1) for step in steps)
+        off[run.row.family].append((named, default))
+    said = re.findall(told, text, re.M)
+    assert [name for name, *_ in said] == sorted(off)
+    for name, rows, *errors in said:
+        named, default = zip(*off[name], strict=True)
+        right = (median(map(abs, named)), min(named), max(named), median(map(abs, default)))
+        assert int(rows) == len(named)
+        assert [float(e) for e in errors] == pytest.approx(right, abs=0.06)

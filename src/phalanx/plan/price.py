@@ -40,6 +40,7 @@ _STARTS = 4.0  # operations that start as slowly as one message does
 _OVERLAP = 0.9  # of computing that messages sent beside it may take
 SLOWED = 0.25  # of their time: what computing loses to them, units and memory
 KEPT_SCORES = 5.0  # Korthikanti et al. 2022: two halves and a mask
+_SCORE_GRADIENTS = 4.0  # bytes that a backward makes of them: of the softmax, and of what it took
 _HOST = 40e9  # bytes a second of a host's memory for each of its devices: assumed, of 300 for eight
 # For each logit of 16 bits, by what a loss makes of them: bytes kept beside the logits, bytes there for
 # a while, bytes moved forward and backward. A float32 softmax is made from a float32 copy, with the
@@ -208,14 +209,10 @@ def _messages(
     messages: Iterable[MessageLoad], hardware: Hardware, cut: Layout
 ) -> tuple[float, float]:
     """Seconds of a ring's sends, and of the other messages."""
-    ring = other = 0.0
-    for message in messages:
-        time = hardware.network.seconds(message.op, message.bytes, *_group(message, cut))
-        if message.op == "send":
-            ring += time
-        else:
-            other += time
-    return ring, other
+    seconds = hardware.network.seconds
+    took = [(m.op == "send", seconds(m.op, m.bytes, *_group(m, cut))) for m in messages]
+    ring = sum((time for sent, time in took if sent), 0.0)
+    return ring, sum((time for sent, time in took if not sent), 0.0)
 
 
 @dataclass(frozen=True)
@@ -246,7 +243,7 @@ def piece_parts(
     selective = cut.recompute == "selective"
     if not profile.fused_attention:
         attention = cost.forward.attention
-        scores = KEPT_SCORES * sum(a.batch * a.heads * a.queries * a.keys for a in attention)
+        scores = sum(a.batch * a.heads * a.queries * a.keys for a in attention)
         if selective:
             # What is worth computing again is then attention, scores and all, and nothing else.
             again, cost = Load(attention=attention), replace(cost, selected=cost.kept)
@@ -269,7 +266,8 @@ def piece_parts(
         cost = replace(cost, kept=cost.kept - less, selected=max(0.0, cost.selected - less))
         inputs = inputs._replace(ring=inputs.ring + sum(_messages(taken, hardware, cut)))
     if scores:
-        cost = replace(cost, kept=cost.kept + scores, temporary=cost.temporary + 2 * scores)
+        kept = cost.kept + KEPT_SCORES * scores
+        cost = replace(cost, kept=kept, temporary=cost.temporary + _SCORE_GRADIENTS * scores)
     return PieceParts((forward, inputs, weights, repeated), cost)
 
 
